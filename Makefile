@@ -1,0 +1,59 @@
+# `make` lists the targets. Everything runs in $(VENV), which is made on first use and again when the pins change.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help env demo test test-slow check format bench bench-quick clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+env: $(STAMP) ## make the virtual environment
+
+# torch goes first and alone: pip must not choose its version while it resolves something else.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"Python >= 3.10 is needed, {v.major}.{v.minor} found")'
+	@echo "installing into $(VENV); this takes a few minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) --editable '.[dev,demo,bench]'
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
+		$(PIP) --editable '.[torchft]' || \
+		echo "WARNING: torchft could not be installed; the tests against the real torchft will be skipped" >&2; \
+	fi
+	@touch $@
+
+demo: $(STAMP) ## watch a replica recover while the others train
+	@$(VENV)/bin/python -m manager.demo $(ARGS)
+
+test: $(STAMP) ## run the tests (ARGS="-k name" to choose)
+	@$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(STAMP) ## run the tests marked slow
+	@$(VENV)/bin/python -m pytest -m "slow and not gpu" $(ARGS)
+
+check: $(STAMP) ## lint, format, types and layers
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports --no-logo
+
+format: $(STAMP) ## apply the formatter and the fixes that are safe
+	@$(VENV)/bin/ruff check --fix-only --quiet .
+	@$(VENV)/bin/ruff format .
+
+bench: $(STAMP) ## measure, each figure beside its ceiling
+	@$(VENV)/bin/python -m benchmarks $(ARGS)
+
+bench-quick: $(STAMP) ## the same with small states, to see that it runs
+	@$(VENV)/bin/python -m benchmarks --quick $(ARGS)
+
+clean: ## remove caches and builds (not $(VENV))
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find ft_transport manager tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,132 @@
+"""What surrounds every test: a leak check, and the settings of hypothesis.
+
+A test must leave nothing behind: no live thread, no child process, no open descriptor. What is still there after a
+short grace fails it, with a list. Where there is no ``/proc``, only threads are checked. A library that opens
+something on first use and keeps it for good is used once before anything is counted: see the fixtures at the end.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing import resource_sharer, resource_tracker
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+pytest_plugins = ["pytester"]
+
+settings.register_profile(
+    "ci",
+    deadline=None,  # a shared machine is slow at times; pytest-timeout bounds the whole test
+    derandomize=False,
+    max_examples=100,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],  # for the same reason as the deadline
+)
+settings.load_profile("ci")
+
+_POLL_S = 0.02
+
+# Threads that belong to a pool which lives as long as its owner: asyncio's default executor.
+_TOLERATED_THREADS = ("asyncio_",)
+
+# Files that libraries open when they are first used and then keep.
+_TOLERATED_FILES = (sys.prefix, sys.base_prefix, "/usr/", "/dev/urandom", "/dev/nvidia")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("leak_grace_s", "seconds for which leftovers of a test may still go away", default="3")
+
+
+def _threads() -> Iterator[str]:
+    for thread in threading.enumerate():
+        # A dummy stands for a thread that Python did not start (torch's autograd and OpenMP pools).
+        if isinstance(thread, threading._DummyThread) or thread.name.startswith(_TOLERATED_THREADS):
+            continue
+        yield f"thread {thread.name!r} (native id {thread.native_id}{', daemon' if thread.daemon else ''})"
+
+
+def _processes() -> Iterator[str]:
+    own = str(os.getpid())
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            head, _, tail = entry.read_text(errors="replace").rpartition(")")
+        except OSError:  # gone in the meantime
+            continue
+        _state, parent, *_ = tail.split()
+        if parent == own:
+            yield f"process {head})"
+
+
+def _descriptors() -> Iterator[str]:
+    for entry in Path("/proc/self/fd").glob("*"):
+        try:
+            target = os.readlink(entry)
+        except OSError:  # the one that listed the folder
+            continue
+        if not target.startswith(_TOLERATED_FILES):
+            yield f"descriptor {target}"
+
+
+def _alive() -> Counter[str]:
+    return Counter([*_threads(), *_processes(), *_descriptors()])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _helper_processes() -> None:
+    """Starts what multiprocessing starts once and keeps, so that it is no test's leak."""
+    resource_tracker.ensure_running()
+
+
+@pytest.fixture(autouse=True)
+def _leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("gpu"):
+        import torch  # here and below: only a run that needs torch waits for its import
+
+        if torch.cuda.is_available():  # the driver opens descriptors of its own on first use
+            torch.zeros(1, device="cuda")
+    before = _alive()
+    yield
+    deadline = time.monotonic() + float(request.config.getini("leak_grace_s"))
+    leaked = _alive() - before
+    if leaked:
+        # Cycles may hold what the test let go of. One that was never closed still fails, by its ResourceWarning.
+        gc.collect()
+        resource_sharer.stop()  # one thread and socket, started when a tensor is first sent to another process
+    while (leaked := _alive() - before) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    if leaked:
+        lines = [f"  {what}" + (f" ×{count}" if count > 1 else "") for what, count in sorted(leaked.items())]
+        pytest.fail("\n".join(["left behind by the test:", *lines]), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def one_rank_group() -> Iterator[None]:
+    """A gloo group of one rank, for a test that uses DTensor or collectives in this process.
+
+    It lives for the whole session because DTensor's caches keep the meshes they saw, and with them the group's sockets.
+    A test that needs a group of its own, or none, runs in a process of its own.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, is_master=True), rank=0, world_size=1)
+    distribute_tensor(torch.zeros(1), init_device_mesh("cpu", (1,)), [Shard(0)]).full_tensor()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def torchft_ready() -> None:
+    """For a test that uses torchft in this process: its runtime keeps a pair of sockets. Skips where it is missing."""
+    coordination = pytest.importorskip("torchft.coordination")
+    coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=1).shutdown()
