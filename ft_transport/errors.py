@@ -1,0 +1,207 @@
+"""Every error that leaves this package, one tree.
+
+TransportError
+├── ConfigurationError          a setting that cannot work, found at construction
+├── ManifestError               a description of a snapshot that is malformed, too new or over a limit
+├── SnapshotError               a state that cannot be captured
+│   ├── UnsupportedLeafError    a leaf with no safe encoding, named by its path
+│   └── SnapshotLimitError      as many snapshots alive as are allowed, and each one still read
+├── RestoreError                a received tensor or leaf that cannot be put where it belongs
+├── IntegrityError              bytes that differ from their digest
+├── PeerError                   one peer did not do what was asked
+│   ├── PeerUnreachableError    no connection, or it broke
+│   ├── PeerProtocolError       an answer outside the protocol
+│   ├── PeerAuthenticationError the job token is missing or wrong
+│   ├── PeerNotReadyError       the peer has no snapshot yet
+│   ├── StepNotServedError      the peer serves other steps
+│   └── SnapshotReplacedError   the snapshot that a fetch was bound to is gone
+├── FetchFailedError            every source failed; carries each failure
+└── DeadlineExceededError       a wait ran out (also a TimeoutError)
+
+``retryable`` says whether the same request may succeed later or elsewhere; ``http_status`` is the status that the
+server answers when the error is the cause; ``destination_touched`` is set where bytes had landed in the receiver's own
+tensors, which were then overwritten with a pattern that reads as NaN. All of them pickle, so they can cross a process
+boundary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+def _rebuild(cls: type[TransportError], fields: dict[str, Any]) -> TransportError:
+    error = cls.__new__(cls)
+    error.__dict__.update(fields)
+    return error
+
+
+class TransportError(Exception):
+    """Root of the tree.
+
+    Args:
+        message: What was expected and what came.
+        peer: ``host:port`` of the peer concerned, where there is one.
+        step: The training step concerned, where there is one.
+        path: The place in the nested state (or the tensor's name), where there is one.
+    """
+
+    retryable: ClassVar[bool] = False
+    http_status: ClassVar[int] = 500
+    destination_touched: bool = False
+
+    def __init__(
+        self, message: str, *, peer: str | None = None, step: int | str | None = None, path: str | None = None
+    ) -> None:
+        super().__init__()
+        self.message = message
+        self.peer = peer
+        self.step = step
+        self.path = path
+
+    def __str__(self) -> str:
+        where = [
+            f"{name} {value}"
+            for name, value in (("at", self.path), ("peer", self.peer), ("step", self.step))
+            if value is not None
+        ]
+        text = f"{self.message} ({', '.join(where)})" if where else self.message
+        if self.destination_touched:
+            text += "; the receiver's own tensors held part of the state and were overwritten with NaN patterns"
+        return text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), dict(self.__dict__)))
+
+
+class ConfigurationError(TransportError, ValueError):
+    """A setting that cannot work: an unknown interface, a negative limit, an unusable address."""
+
+    http_status = 400
+
+
+class ManifestError(TransportError, ValueError):
+    """A manifest that is malformed, of a newer format, or larger than the limit."""
+
+    http_status = 502
+
+
+class SnapshotError(TransportError):
+    """The state could not be captured; nothing was published and the lock was released."""
+
+
+class UnsupportedLeafError(SnapshotError, TypeError):
+    """A leaf has no safe encoding. ``path`` names it; ``register_encoding`` can give its type one."""
+
+
+class SnapshotLimitError(SnapshotError):
+    """The limit on snapshots alive at once is reached and every one of them is still being read."""
+
+    retryable = True
+    http_status = 503
+
+
+class RestoreError(TransportError):
+    """A received tensor or leaf cannot be put where it belongs; ``path`` names it."""
+
+
+class IntegrityError(TransportError):
+    """Bytes differ from their digest.
+
+    Args:
+        message: What was being verified.
+        chunk: Index of the chunk, or ``None`` for the manifest itself.
+        expected: Digest that the manifest gives.
+        actual: Digest of the bytes that came.
+        peer: ``host:port`` of the sender.
+        step: Step of the snapshot.
+    """
+
+    retryable = True
+
+    def __init__(
+        self, message: str, *, chunk: int | None, expected: int, actual: int, peer: str | None, step: int | str | None
+    ) -> None:
+        super().__init__(
+            f"{message}: expected digest {expected:016x}, the bytes that came have {actual:016x}", peer=peer, step=step
+        )
+        self.chunk = chunk
+        self.expected = expected
+        self.actual = actual
+
+
+class PeerError(TransportError):
+    """One peer did not do what was asked of it."""
+
+
+class PeerUnreachableError(PeerError, ConnectionError):
+    """No connection to the peer could be made, or it broke off."""
+
+    retryable = True
+
+
+class PeerProtocolError(PeerError):
+    """The peer answered outside the protocol (wrong status, length, range or header)."""
+
+
+class PeerAuthenticationError(PeerError):
+    """The peer refused the job token, or asked for one that this process does not have."""
+
+    http_status = 401
+
+
+class PeerNotReadyError(PeerError):
+    """The peer has not taken a snapshot yet. ``retry_after_s`` is its own estimate, in seconds."""
+
+    retryable = True
+    http_status = 503
+
+    def __init__(
+        self, message: str, *, retry_after_s: float = 1.0, peer: str | None = None, step: int | str | None = None
+    ) -> None:
+        super().__init__(message, peer=peer, step=step)
+        self.retry_after_s = retry_after_s
+
+
+class StepNotServedError(PeerError):
+    """The peer serves other steps than the one asked for; ``served`` lists them."""
+
+    http_status = 404
+
+    def __init__(
+        self, message: str, *, served: tuple[int, ...] = (), peer: str | None = None, step: int | str | None = None
+    ) -> None:
+        super().__init__(message, peer=peer, step=step)
+        self.served = served
+
+
+class SnapshotReplacedError(PeerError):
+    """The snapshot to which the fetch was bound is no longer served; start again with the one that is."""
+
+    retryable = True
+    http_status = 409
+
+
+class FetchFailedError(TransportError):
+    """No source could deliver the whole snapshot.
+
+    ``failures`` holds what went wrong, in order.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        failures: tuple[TransportError, ...],
+        step: int | str | None = None,
+    ) -> None:
+        super().__init__(message, step=step)
+        self.failures = failures
+
+    def __str__(self) -> str:
+        lines = [super().__str__()]
+        lines += [f"  failure {number}: {failure}" for number, failure in enumerate(self.failures, 1)]
+        return "\n".join(lines)
+
+
+class DeadlineExceededError(TransportError, TimeoutError):
+    """A wait ran out. The message says what was awaited, for how long and how far it had come."""

@@ -1,0 +1,28 @@
+"""Chunks: the units of fetch and of digest, consecutive ranges of the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NewType
+
+ChunkIndex = NewType("ChunkIndex", int)
+
+DEFAULT_CHUNK_BYTES: Final = 4 << 20
+"""Small enough that a bad chunk costs little to fetch again, large enough that digests stay few."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTable:
+    """``data_bytes`` divided into chunks of ``chunk_bytes``; the last one may be shorter."""
+
+    data_bytes: int
+    chunk_bytes: int
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks there are; none for empty data."""
+        return -(-self.data_bytes // self.chunk_bytes)
+
+    def range_of(self, first: int, end: int) -> tuple[int, int]:
+        """The byte range, half-open, of chunks ``first`` to ``end`` (exclusive)."""
+        return first * self.chunk_bytes, min(end * self.chunk_bytes, self.data_bytes)

@@ -1,0 +1,238 @@
+"""The manifest: a safetensors header whose ``__metadata__`` says the rest.
+
+A snapshot is one safetensors file, ``[8-byte little-endian header length][JSON header][tensor bytes]``
+(https://huggingface.co/docs/safetensors, section "Format"). The header maps each tensor name to its dtype, shape and
+byte range, and ``__metadata__`` maps str to str. Ours carries the step, the snapshot's id, the tree of the state
+(``wire.nodes``) and one digest per chunk, each as a string, so that every safetensors reader still opens the file.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Annotated, Final, NewType
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from ft_transport.errors import ManifestError
+from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.integrity import DIGEST_HEX_DIGITS
+from ft_transport.wire.nodes import Count, Dimensions, Node
+
+SnapshotId = NewType("SnapshotId", str)
+"""Names one snapshot among all of all replicas: 32 hexadecimal digits, drawn at random."""
+
+FORMAT_VERSION: Final = 1
+MAX_HEADER_BYTES: Final = 100_000_000
+"""The limit of the safetensors library itself (``MAX_HEADER_SIZE`` in its ``tensor.rs``)."""
+
+ITEM_BITS: Final[dict[str, int]] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
+    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+}  # fmt: skip
+"""Bits per element of each safetensors dtype that this package writes."""
+
+_PREFIX: Final = "ft_transport."
+_RESERVED_NAME: Final = "__metadata__"
+
+
+class TensorEntry(Struct, frozen=True):
+    """One tensor of the table: its safetensors name and dtype, shape, and byte range in the data, half-open."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All that is known of a snapshot without its bytes.
+
+    Attributes:
+        step: The committed step that the snapshot shows.
+        snapshot_id: Tells this snapshot from every other one, also of the same step.
+        tensors: The tensor table, in the order of the tree; ``start`` gives the order of the data.
+        tree: The nested state, its tensors by index into the table.
+        chunks: How the data divides into chunks.
+        digests: One xxh3-64 digest per chunk, in order.
+        header_bytes: Length of everything before the data: 8 plus the JSON header with its padding.
+    """
+
+    step: int
+    snapshot_id: SnapshotId
+    tensors: tuple[TensorEntry, ...]
+    tree: Node
+    chunks: ChunkTable
+    digests: tuple[int, ...]
+    header_bytes: int
+
+    @property
+    def data_bytes(self) -> int:
+        """Length of the tensor data."""
+        return self.chunks.data_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Length of the whole safetensors file."""
+        return self.header_bytes + self.data_bytes
+
+
+class _HeaderEntry(Struct, frozen=True):
+    dtype: str
+    shape: Dimensions
+    data_offsets: tuple[Count, Count]
+
+
+_entry_decoder = msgspec.json.Decoder(_HeaderEntry)
+_header_decoder = msgspec.json.Decoder(dict[str, Raw])
+_metadata_decoder = msgspec.json.Decoder(dict[str, str])
+_tree_decoder = msgspec.json.Decoder(Node)
+_count_decoder = msgspec.json.Decoder(Count)
+_chunk_bytes_decoder = msgspec.json.Decoder(Annotated[int, Meta(ge=1, le=2**40)])
+_encoder = msgspec.json.Encoder()
+
+
+def encode_header(
+    *,
+    step: int,
+    snapshot_id: SnapshotId,
+    tensors: list[TensorEntry],
+    tree: Node,
+    chunks: ChunkTable,
+    digests: list[int],
+    align_bytes: int,
+) -> bytes:
+    """Encodes everything that precedes the data: the length prefix, the JSON header, and spaces as padding.
+
+    Args:
+        step: The committed step.
+        snapshot_id: The snapshot's id.
+        tensors: The table; in order of their starts, the byte ranges follow each other from 0 without holes.
+        tree: The nested state.
+        chunks: How the data divides into chunks.
+        digests: One per chunk.
+        align_bytes: The result's length is a multiple of this.
+
+    Raises:
+        ManifestError: The header would be larger than safetensors readers accept.
+    """
+    metadata = {
+        _PREFIX + "format": str(FORMAT_VERSION),
+        _PREFIX + "step": str(step),
+        _PREFIX + "snapshot": snapshot_id,
+        _PREFIX + "chunk_bytes": str(chunks.chunk_bytes),
+        _PREFIX + "digests": "".join(f"{digest:0{DIGEST_HEX_DIGITS}x}" for digest in digests),
+        _PREFIX + "tree": _encoder.encode(tree).decode(),
+    }
+    header: dict[str, object] = {_RESERVED_NAME: metadata}
+    for entry in tensors:
+        header[entry.name] = _HeaderEntry(entry.dtype, entry.shape, (entry.start, entry.end))
+    encoded = _encoder.encode(header)
+    padded_bytes = -(-(8 + len(encoded)) // align_bytes) * align_bytes - 8
+    if padded_bytes > MAX_HEADER_BYTES:
+        raise ManifestError(
+            f"the manifest of {len(tensors)} tensors takes {padded_bytes} bytes, and safetensors readers accept "
+            f"{MAX_HEADER_BYTES}",
+            step=step,
+        )
+    return padded_bytes.to_bytes(8, "little") + encoded.ljust(padded_bytes)
+
+
+def decode_header(encoded: bytes | memoryview, *, peer: str | None = None) -> Manifest:
+    """Decodes the JSON header (without the length prefix) that a peer sent.
+
+    The input is not trusted: whatever the bytes, the outcome is a manifest that is consistent in itself or a
+    ``ManifestError``, and memory grows at most in proportion to the input.
+
+    Args:
+        encoded: The header as it came, padding included.
+        peer: Who sent it, for the error.
+
+    Raises:
+        ManifestError: Malformed, inconsistent, of a newer format, or too large.
+    """
+    if len(encoded) > MAX_HEADER_BYTES:
+        raise ManifestError(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {len(encoded)}", peer=peer)
+    try:
+        header = _header_decoder.decode(encoded)
+        raw_metadata = header.pop(_RESERVED_NAME, None)
+        if raw_metadata is None:
+            raise ManifestError("expected a snapshot, got a safetensors header without __metadata__", peer=peer)
+        metadata = _metadata_decoder.decode(raw_metadata)
+        version = _count_decoder.decode(_required(metadata, "format", peer))
+        if version != FORMAT_VERSION:
+            raise ManifestError(f"expected snapshot format {FORMAT_VERSION}, got {version}", peer=peer)
+        tensors = _decode_table(header, peer)
+        chunks = ChunkTable(
+            data_bytes=max((tensor.end for tensor in tensors), default=0),
+            chunk_bytes=_chunk_bytes_decoder.decode(_required(metadata, "chunk_bytes", peer)),
+        )
+        return Manifest(
+            step=_count_decoder.decode(_required(metadata, "step", peer)),
+            snapshot_id=_decode_snapshot_id(_required(metadata, "snapshot", peer), peer),
+            tensors=tensors,
+            tree=_tree_decoder.decode(_required(metadata, "tree", peer)),
+            chunks=chunks,
+            digests=_decode_digests(_required(metadata, "digests", peer), chunks.num_chunks, peer),
+            header_bytes=8 + len(encoded),
+        )
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise ManifestError(f"expected the header of a snapshot: {error}", peer=peer) from error
+
+
+def _required(metadata: dict[str, str], key: str, peer: str | None) -> str:
+    try:
+        return metadata[_PREFIX + key]
+    except KeyError:
+        raise ManifestError(
+            f"expected {_PREFIX + key!r} in the snapshot's metadata, and it is missing", peer=peer
+        ) from None
+
+
+def _decode_snapshot_id(text: str, peer: str | None) -> SnapshotId:
+    if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
+        raise ManifestError(f"expected a snapshot id of 32 hexadecimal digits, got {text[:64]!r}", peer=peer)
+    return SnapshotId(text)
+
+
+def _decode_digests(text: str, num_chunks: int, peer: str | None) -> tuple[int, ...]:
+    if len(text) != num_chunks * DIGEST_HEX_DIGITS:
+        raise ManifestError(
+            f"expected {num_chunks} digests of {DIGEST_HEX_DIGITS} digits, got {len(text)} characters", peer=peer
+        )
+    try:
+        packed = bytes.fromhex(text)
+    except ValueError as error:
+        raise ManifestError(f"expected hexadecimal digests: {error}", peer=peer) from error
+    # fromhex skips white space, which would leave too few bytes.
+    if len(packed) * 2 != len(text):
+        raise ManifestError("expected hexadecimal digests, got white space between them", peer=peer)
+    width = DIGEST_HEX_DIGITS // 2
+    return tuple(int.from_bytes(packed[at : at + width], "big") for at in range(0, len(packed), width))
+
+
+def _decode_table(header: dict[str, Raw], peer: str | None) -> tuple[TensorEntry, ...]:
+    tensors = []
+    for name, raw in header.items():
+        entry = _entry_decoder.decode(raw)
+        tensors.append(TensorEntry(name, entry.dtype, entry.shape, *entry.data_offsets))
+    expected_start = 0
+    for tensor in sorted(tensors, key=attrgetter("start", "end")):
+        bits = ITEM_BITS.get(tensor.dtype)
+        if bits is None:
+            raise ManifestError(f"expected a known dtype, got {tensor.dtype[:64]!r}", peer=peer, path=tensor.name)
+        expected_end = expected_start + math.prod(tensor.shape) * bits // 8
+        if (tensor.start, tensor.end) != (expected_start, expected_end):
+            raise ManifestError(
+                f"expected bytes [{expected_start}, {expected_end}) for {tensor.dtype}{list(tensor.shape)}, got "
+                f"[{tensor.start}, {tensor.end})",
+                peer=peer,
+                path=tensor.name,
+            )
+        expected_start = expected_end
+    return tuple(tensors)

@@ -1,0 +1,230 @@
+"""The tree of a state as values that JSON can carry.
+
+A state is any nesting of containers and leaves. JSON scalars stand for themselves; everything else is a tagged array
+whose first element is the tag. Tensor data is never in the tree: a node names an entry of the tensor table (see
+``wire.manifest``) by its index. The tags are part of the format: add new ones, never change a meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+
+MAX_TENSOR_RANK = 64
+"""Highest number of dimensions accepted from a peer; torch itself stops at 64."""
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
+FloatBits: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+"""The bits of an IEEE 754 float64, big-endian, as hexadecimal digits."""
+Dimensions: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_TENSOR_RANK)]
+
+
+class _Node(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all tagged nodes: an array ``[tag, field, …]``."""
+
+
+class BigIntNode(_Node, frozen=True, tag="i"):
+    """An int outside the 64-bit range, as signed hexadecimal digits."""
+
+    digits: Annotated[str, Meta(pattern="^-?[0-9a-f]+$")]
+
+
+class FloatNode(_Node, frozen=True, tag="f"):
+    """A float that JSON has no number for (inf, nan): its IEEE 754 bits, so that a nan keeps its payload."""
+
+    bits: FloatBits
+
+
+class ComplexNode(_Node, frozen=True, tag="c"):
+    """A Python complex number as the bits of its two parts."""
+
+    real_bits: FloatBits
+    imag_bits: FloatBits
+
+
+class StringNode(_Node, frozen=True, tag="s"):
+    """A str that UTF-8 cannot carry (lone surrogates), encoded with ``surrogatepass``."""
+
+    data: bytes
+
+
+class BytesNode(_Node, frozen=True, tag="b"):
+    """Short bytes, inline."""
+
+    data: bytes
+    mutable: bool = False
+
+
+class StoredBytesNode(_Node, frozen=True, tag="B"):
+    """Long bytes: the uint8 entry ``index`` of the tensor table."""
+
+    index: Count
+    mutable: bool = False
+
+
+class SequenceNode(_Node, frozen=True, tag="l"):
+    """A list, tuple, set, frozenset or torch.Size; ``items`` in iteration order."""
+
+    kind: Literal["list", "tuple", "set", "frozenset", "size"]
+    items: list[Node]
+
+
+class NamedTupleNode(_Node, frozen=True, tag="n"):
+    """A named tuple. The receiver uses its own class of that name, and only if it has the same fields."""
+
+    module: str
+    qualname: str
+    fields: list[str]
+    items: list[Node]
+
+
+class MappingNode(_Node, frozen=True, tag="d"):
+    """A dict, OrderedDict or Counter; ``items`` alternates keys and values, in order."""
+
+    kind: Literal["dict", "ordered", "counter"]
+    items: list[Node]
+
+
+class DefaultDictNode(_Node, frozen=True, tag="dd"):
+    """A defaultdict whose factory is one of a fixed set of builtins; ``items`` as in ``MappingNode``."""
+
+    factory: Literal["none", "list", "dict", "set", "int", "float", "str", "bool", "tuple"]
+    items: list[Node]
+
+
+class DequeNode(_Node, frozen=True, tag="q"):
+    """A deque with its bound, if it has one."""
+
+    maxlen: Count | None
+    items: list[Node]
+
+
+class ConstantNode(_Node, frozen=True, tag="k"):
+    """A named constant of torch: ``kind`` says which family, ``name`` which member."""
+
+    kind: Literal["dtype", "device", "layout", "memory_format"]
+    name: str
+
+
+class NumpyArrayNode(_Node, frozen=True, tag="na"):
+    """A numpy array: entry ``index`` holds its bytes in C order; ``dtype`` is numpy's type string."""
+
+    index: Count
+    dtype: str
+    shape: Dimensions
+
+
+class NumpyScalarNode(_Node, frozen=True, tag="ns"):
+    """A numpy scalar: type string and bytes."""
+
+    dtype: str
+    data: bytes
+
+
+class CustomNode(_Node, frozen=True, tag="x"):
+    """A value of a type that the user registered an encoding for, under ``name``."""
+
+    name: str
+    value: Node
+
+
+class TensorNode(_Node, frozen=True, tag="T"):
+    """A tensor that is entry ``index`` as it stands: row-major, of the entry's own dtype and shape.
+
+    Two nodes with one index are one tensor seen twice (a tie).
+    """
+
+    index: Count
+
+
+class LayoutNode(_Node, frozen=True, tag="L"):
+    """A tensor whose dtype or memory layout the entry cannot say.
+
+    The entry holds the elements in row-major order of ``shape``; the restored tensor has ``stride`` (elements; a zero
+    repeats an expanded dimension) and the torch dtype ``dtype``.
+    """
+
+    index: Count
+    dtype: str
+    shape: Dimensions
+    stride: Dimensions
+
+
+class ViewNode(_Node, frozen=True, tag="V"):
+    """A view into another tensor's memory: ``offset`` and ``stride`` count elements of entry ``index``."""
+
+    index: Count
+    shape: Dimensions
+    stride: Dimensions
+    offset: Count
+
+
+class QuantizedNode(_Node, frozen=True, tag="Q"):
+    """A per-tensor quantized tensor: ``values`` its integers, its scale as the bits of a float64."""
+
+    values: Node
+    dtype: str
+    scale_bits: FloatBits
+    zero_point: int
+
+
+class LeafNode(_Node, frozen=True, tag="g"):
+    """A tensor that takes part in autograd: a Parameter, or a leaf that requires grad."""
+
+    value: Node
+    parameter: bool
+    requires_grad: bool
+
+
+class Placement(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How one mesh dimension holds a tensor. ``dim`` and ``split_factor`` only where the kind has them."""
+
+    kind: Literal["shard", "replicate", "strided_shard"]
+    dim: Annotated[int, Meta(ge=0, lt=MAX_TENSOR_RANK)] = 0
+    split_factor: Count = 0
+
+
+class DTensorNode(_Node, frozen=True, tag="D"):
+    """The local shard of a DTensor, and where it lies in the global tensor.
+
+    ``mesh_ranks`` lists the sender's ranks in row-major order of ``mesh_shape``: plain numbers for a receiver that has
+    to build a mesh of the same form; no process group is described or created from them.
+    """
+
+    local: Node
+    device_type: str
+    mesh_shape: Dimensions
+    mesh_ranks: list[Count]
+    mesh_dim_names: list[str] | None
+    coordinate: list[Count] | None
+    placements: list[Placement]
+    global_shape: Dimensions
+    global_stride: Dimensions
+    local_offset: Dimensions
+
+
+TaggedNode: TypeAlias = (
+    BigIntNode
+    | FloatNode
+    | ComplexNode
+    | StringNode
+    | BytesNode
+    | StoredBytesNode
+    | SequenceNode
+    | NamedTupleNode
+    | MappingNode
+    | DefaultDictNode
+    | DequeNode
+    | ConstantNode
+    | NumpyArrayNode
+    | NumpyScalarNode
+    | CustomNode
+    | TensorNode
+    | LayoutNode
+    | ViewNode
+    | QuantizedNode
+    | LeafNode
+    | DTensorNode
+)
+Node: TypeAlias = bool | int | float | str | TaggedNode | None

@@ -1,0 +1,57 @@
+"""Paths, parameters and headers of the HTTP protocol, spelled once for both sides.
+
+GET, HEAD /checkpoint/{step}/full       the safetensors file; one byte range may be asked for
+GET       /checkpoint/{step}/metadata   its JSON header alone, with the digests
+GET       /status                       JSON: what is served, and to how many
+
+``step`` is a number or ``latest``. ``?snapshot=ID`` binds a request to one snapshot (409 when it is gone), and
+``?wait=SECONDS`` bounds how long the server may hold the request until the step is there.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, TypeAlias
+from urllib.parse import quote, urlencode
+
+from ft_transport.wire.manifest import SnapshotId
+
+LATEST: Final = "latest"
+StepSelector: TypeAlias = int | Literal["latest"]
+
+FULL_ROUTE: Final = "/checkpoint/{step}/full"
+METADATA_ROUTE: Final = "/checkpoint/{step}/metadata"
+STATUS_ROUTE: Final = "/status"
+
+SNAPSHOT_PARAMETER: Final = "snapshot"
+WAIT_PARAMETER: Final = "wait"
+MANIFEST_DIGEST_HEADER: Final = "FT-Manifest-Digest"
+SERVED_STEPS_HEADER: Final = "FT-Served-Steps"
+
+_MAX_STEP_DIGITS: Final = 18
+
+
+def parse_step(text: str) -> StepSelector | None:
+    """The step that a path names, or ``None`` if it names none."""
+    if text == LATEST:
+        return "latest"
+    if text.isascii() and text.isdigit() and len(text) <= _MAX_STEP_DIGITS:
+        return int(text)
+    return None
+
+
+def metadata_path(step: StepSelector, *, wait_s: float) -> str:
+    """Path and query that ask for the manifest and let the server wait ``wait_s`` seconds for the step."""
+    return f"/checkpoint/{quote(str(step))}/metadata?{urlencode({WAIT_PARAMETER: f'{wait_s:.3f}'})}"
+
+
+def full_path(step: int, snapshot_id: SnapshotId) -> str:
+    """Path and query of the file, bound to one snapshot."""
+    return f"/checkpoint/{step}/full?{urlencode({SNAPSHOT_PARAMETER: snapshot_id})}"
+
+
+def parse_served_steps(text: str | None) -> tuple[int, ...]:
+    """The steps that a ``FT-Served-Steps`` header lists; what is no number is left out."""
+    if not text:
+        return ()
+    steps = (parse_step(item.strip()) for item in text[:4096].split(","))
+    return tuple(step for step in steps if isinstance(step, int))
