@@ -1,0 +1,113 @@
+"""Copies from an accelerator into a pinned arena, ordered behind the work that produced the tensors.
+
+Written for ``torch.accelerator``: the copy runs on a side stream, which first waits for an event recorded on the
+training thread's stream. Without that event the side stream would read parameters that the optimizer's kernels are
+still writing, because those kernels were only queued when ``step()`` returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+
+from ft_transport.errors import SnapshotError
+
+_CUDA_HOST_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every context of the process
+
+
+class Accelerator(Protocol):
+    """The part of torch's stream interface that a copy needs; tests put a recording fake in its place."""
+
+    def current_stream(self, device: torch.device) -> Any:
+        """The stream on which the calling thread queues work for ``device``."""
+
+    def new_stream(self, device: torch.device) -> Any:
+        """A stream of its own, usable as a context manager."""
+
+    def new_event(self, device: torch.device) -> Any:
+        """An event that streams record and wait for."""
+
+
+class TorchAccelerator:
+    """The accelerator that the running torch has, through its device-neutral interface."""
+
+    def current_stream(self, device: torch.device) -> Any:
+        """See ``Accelerator``."""
+        return torch.accelerator.current_stream(device)
+
+    def new_stream(self, device: torch.device) -> Any:
+        """See ``Accelerator``."""
+        return torch.Stream(device=device)
+
+    def new_event(self, device: torch.device) -> Any:
+        """See ``Accelerator``."""
+        return torch.Event(device=device)
+
+
+class DeviceCopier:
+    """Queues copies on one side stream per device.
+
+    Args:
+        accelerator: Where streams and events come from.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._streams: dict[torch.device, Any] = {}
+
+    def mark(self, devices: Sequence[torch.device]) -> dict[torch.device, Any]:
+        """Records, on the calling thread's stream of each device, an event behind all work queued so far.
+
+        Called on the training thread at the step boundary.
+        """
+        events = {}
+        for device in devices:
+            event = self._accelerator.new_event(device)
+            event.record(self._accelerator.current_stream(device))
+            events[device] = event
+        return events
+
+    def copy(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: dict[torch.device, Any]) -> None:
+        """Copies each ``(host target, device source)`` pair behind the events ``after``; returns when all have landed.
+
+        May run on any thread. The caller keeps the sources alive until this returns, so the caching allocator cannot
+        hand their memory to somebody else meanwhile.
+        """
+        finished = []
+        for device, event in after.items():
+            stream = self._streams.setdefault(device, self._accelerator.new_stream(device))
+            stream.wait_event(event)
+            with stream:
+                for target, source in copies:
+                    if source.device == device:
+                        target.copy_(source, non_blocking=True)
+            done = self._accelerator.new_event(device)
+            done.record(stream)
+            finished.append(done)
+        for done in finished:
+            done.synchronize()
+
+
+def pinning() -> Callable[[torch.Tensor], Callable[[], None]] | None:
+    """How to page-lock an arena on this machine, or ``None`` where nothing would be gained.
+
+    Device copies from unpinned memory are staged by the driver and block the host.
+    """
+    if not torch.cuda.is_available():
+        return None
+
+    def pin(data: torch.Tensor) -> Callable[[], None]:
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch gives it no types
+        address = data.data_ptr()
+        status = cudart.cudaHostRegister(address, data.numel(), _CUDA_HOST_REGISTER_PORTABLE)
+        if int(status) != 0:
+            raise SnapshotError(f"expected to page-lock {data.numel()} bytes, cudaHostRegister answered {status}")
+
+        def unpin() -> None:
+            cudart.cudaHostUnregister(address)
+
+        return unpin
+
+    return pin

@@ -1,0 +1,67 @@
+"""Torch dtypes and their safetensors names."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+SAFETENSORS_NAMES: Final[dict[torch.dtype, str]] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""The dtypes that every safetensors reader knows. Others travel as bytes (``U8``), their dtype in the tree."""
+
+DTYPES_BY_SAFETENSORS_NAME: Final = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+
+DTYPES_BY_NAME: Final[dict[str, torch.dtype]] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+"""Every dtype of the running torch by its canonical name (``float32``, never ``float``)."""
+
+QUANTIZED: Final = {
+    torch.qint8: torch.int8,
+    torch.quint8: torch.uint8,
+    torch.qint32: torch.int32,
+}
+"""Quantized dtypes, and the integer dtype of their representation."""
+
+_CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The canonical name of a dtype, as it stands in a tree."""
+    return str(dtype).removeprefix("torch.")
+
+
+def carrier_of(dtype: torch.dtype) -> torch.dtype:
+    """A dtype of the same item size whose copy kernel moves bits unchanged; many small dtypes have no kernel."""
+    return _CARRIERS[dtype.itemsize]
+
+
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill one block of memory without holes, in any order of the dimensions.
+
+    Expanded dimensions (stride 0) count as one element. Only such layouts are described to a receiver, because the
+    memory that they take is bounded by the data that was sent.
+    """
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1 and step != 0):
+        if step != expected:
+            return False
+        expected *= size
+    return True

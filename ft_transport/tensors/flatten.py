@@ -1,0 +1,377 @@
+"""A nested state becomes a tree of nodes and a list of memory blocks to copy.
+
+Nothing is copied here. Blocks refer to the live tensors, so flatten and copy belong under one read lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from ft_transport.errors import SnapshotError, UnsupportedLeafError
+from ft_transport.tensors import encodings
+from ft_transport.tensors.dtypes import QUANTIZED, SAFETENSORS_NAMES, carrier_of, is_dense, name_of
+from ft_transport.tensors.placements import dtensor_node
+from ft_transport.wire.nodes import (
+    BytesNode,
+    CustomNode,
+    DefaultDictNode,
+    DequeNode,
+    LayoutNode,
+    LeafNode,
+    MappingNode,
+    NamedTupleNode,
+    Node,
+    NumpyArrayNode,
+    QuantizedNode,
+    SequenceNode,
+    StoredBytesNode,
+    TensorNode,
+    ViewNode,
+)
+
+MAX_DEPTH: Final = 200
+"""Deepest nesting accepted; both Python's and the JSON decoder's recursion stay far from their limits."""
+_DENSE_TYPES: Final = (torch.Tensor, torch.nn.Buffer)
+_INLINE_BYTES: Final = 4096
+"""Longer bytes leaves go to the data, where they are copied, chunked and digested like tensors."""
+
+
+@dataclass(slots=True)
+class Blocks:
+    """The memory to copy, one entry of the tensor table each; the lists run in parallel.
+
+    Attributes:
+        names: Unique names, made from the paths.
+        sources: Live tensors on any device, of any stride.
+        dtypes: safetensors dtype of each entry.
+        shapes: Shape of each entry as it stands in the file.
+        num_bytes: Size of each entry.
+        item_bytes: Size of one element of the source, which is also its alignment.
+        addresses: Where a source begins that is on the CPU and row-major, so that its bytes can be copied as they
+            lie; 0 for any other.
+    """
+
+    names: list[str] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    num_bytes: list[int] = field(default_factory=list)
+    item_bytes: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatState:
+    """A state ready to be copied: its tree, whose tensor nodes index ``blocks``."""
+
+    tree: Node
+    blocks: Blocks
+
+
+def flatten(state: object) -> FlatState:
+    """Describes ``state`` and lists the memory that its tensors occupy.
+
+    Tensors that share memory exactly are stored once (a tie). A tensor that is a view into another one of the same
+    state is described as a view of it, so the receiver's copies share memory as the sender's do.
+
+    Raises:
+        UnsupportedLeafError: A leaf has no safe encoding; the error names its path.
+        SnapshotError: The state contains itself or is nested too deeply.
+    """
+    flattener = _Flattener({})
+    tree = flattener.encode(state, "")
+    views = _find_views(flattener.blocks)
+    if views:
+        flattener = _Flattener(views)
+        tree = flattener.encode(state, "")
+    return FlatState(tree=tree, blocks=flattener.blocks)
+
+
+_ViewKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+
+
+def _view_key(tensor: torch.Tensor) -> _ViewKey:
+    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _find_views(blocks: Blocks) -> dict[_ViewKey, torch.Tensor]:
+    """The tensors that lie inside another contiguous one of the same dtype and storage, each with that other one."""
+    if len(blocks.sources) < 2:
+        return {}
+    starts = np.array(blocks.addresses, dtype=np.int64)
+    ends = starts + np.array(blocks.num_bytes, dtype=np.int64)
+    for index in np.flatnonzero(starts == 0).tolist():
+        starts[index] = blocks.sources[index].data_ptr()
+        ends[index] = starts[index] + _extent_bytes(blocks.sources[index])
+    order = np.lexsort((-ends, starts))
+    if not (starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any():
+        return {}
+    views: dict[_ViewKey, torch.Tensor] = {}
+    base: torch.Tensor | None = None
+    base_end = 0
+    for index in order.tolist():
+        source = blocks.sources[index]
+        end = int(ends[index])
+        if base is not None and end <= base_end and end > int(starts[index]):
+            offset_bytes = source.data_ptr() - base.data_ptr()
+            if (
+                source.dtype == base.dtype
+                and source.device == base.device
+                and source.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+                and offset_bytes % source.dtype.itemsize == 0
+            ):
+                views[_view_key(source)] = base
+        elif end > base_end and source.is_contiguous():
+            base, base_end = source, end
+    return views
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the tensor's first element to behind its last."""
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.dtype.itemsize
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.dtype.itemsize
+
+
+class _Flattener:
+    def __init__(self, views: dict[_ViewKey, torch.Tensor]) -> None:
+        self.blocks = Blocks()
+        self._views = views
+        self._node_by_memory: dict[tuple[object, ...], Node] = {}
+        self._names: set[str] = {"__metadata__"}
+        self._open: set[int] = set()
+        self._encoders: dict[type[Any], Callable[[Any, str], Node]] = {
+            torch.Tensor: self._tensor,
+            torch.nn.Parameter: self._leaf,
+            torch.nn.Buffer: self._tensor,
+            DTensor: self._tensor,
+            dict: lambda value, path: self._mapping("dict", value, path),
+            OrderedDict: lambda value, path: self._mapping("ordered", value, path),
+            Counter: lambda value, path: self._mapping("counter", value, path),
+            defaultdict: self._default_dict,
+            list: lambda value, path: self._sequence("list", value, path),
+            tuple: lambda value, path: self._sequence("tuple", value, path),
+            set: lambda value, path: self._sequence("set", value, path),
+            frozenset: lambda value, path: self._sequence("frozenset", value, path),
+            torch.Size: lambda value, path: self._sequence("size", value, path),
+            deque: lambda value, path: DequeNode(value.maxlen, self._items(value, value, path)),
+            type(None): lambda _value, _path: None,
+            bool: lambda value, _path: bool(value),
+            int: lambda value, _path: encodings.encode_int(value),
+            float: lambda value, _path: encodings.encode_float(value),
+            complex: lambda value, _path: encodings.encode_complex(value),
+            str: lambda value, _path: encodings.encode_str(value),
+            bytes: lambda value, path: self._bytes(value, path, mutable=False),
+            bytearray: lambda value, path: self._bytes(value, path, mutable=True),
+            np.ndarray: self._numpy_array,
+        }
+
+    def encode(self, value: object, path: str) -> Node:
+        encoder = self._encoders.get(type(value))
+        return encoder(value, path) if encoder is not None else self._other(value, path)
+
+    def _other(self, value: object, path: str) -> Node:
+        type_ = type(value)
+        custom = encodings.encoding_for_type(type_)
+        if custom is not None:
+            return CustomNode(custom.name, self._nested(value, path, lambda: self.encode(custom.encode(value), path)))
+        if isinstance(value, np.generic) and encodings.is_plain_numpy_dtype(value.dtype) and value.dtype.itemsize:
+            return encodings.encode_numpy_scalar(value)
+        if encodings.is_named_tuple_type(type_) and isinstance(value, tuple):
+            fields: list[str] = list(type_._fields)  # type: ignore[attr-defined]
+            return NamedTupleNode(type_.__module__, type_.__qualname__, fields, self._items(value, value, path))
+        constant = encodings.encode_constant(value)
+        if constant is not None:
+            return constant
+        raise UnsupportedLeafError(
+            f"expected a leaf with a safe encoding, got {type_.__module__}.{type_.__qualname__}; leave it out of the "
+            "state, or give its type an encoding with register_encoding",
+            path=path or "(root)",
+        )
+
+    def _nested(self, value: object, path: str, encode: Callable[[], Any]) -> Any:
+        if id(value) in self._open:
+            raise SnapshotError("expected a tree, got a container that contains itself", path=path or "(root)")
+        if len(self._open) >= MAX_DEPTH:
+            raise SnapshotError(f"expected at most {MAX_DEPTH} levels of nesting", path=path)
+        self._open.add(id(value))
+        try:
+            return encode()
+        finally:
+            self._open.discard(id(value))
+
+    def _items(self, container: object, values: Iterable[object], path: str) -> list[Node]:
+        return self._nested(  # type: ignore[no-any-return]
+            container,
+            path,
+            lambda: [
+                self.encode(value, f"{path}.{index}" if path else str(index)) for index, value in enumerate(values)
+            ],
+        )
+
+    def _sequence(
+        self, kind: Literal["list", "tuple", "set", "frozenset", "size"], value: Iterable[object], path: str
+    ) -> Node:
+        return SequenceNode(kind, self._items(value, value, path))
+
+    def _mapping_items(self, value: dict[Any, object], path: str) -> list[Node]:
+        def encode() -> list[Node]:
+            items: list[Node] = []
+            prefix = f"{path}." if path else ""
+            for key, item in value.items():
+                # A fast lane for what nearly every key and value of a large state is.
+                name = f"{prefix}{key}"
+                items.append(key if type(key) is str and key.isascii() else self.encode(key, f"{name} (key)"))
+                if type(item) is torch.Tensor and not item.requires_grad:
+                    items.append(self._plain_tensor(item, name))
+                else:
+                    items.append(self.encode(item, name))
+            return items
+
+        return self._nested(value, path, encode)  # type: ignore[no-any-return]
+
+    def _mapping(self, kind: Literal["dict", "ordered", "counter"], value: dict[Any, object], path: str) -> Node:
+        return MappingNode(kind, self._mapping_items(value, path))
+
+    def _default_dict(self, value: defaultdict[Any, object], path: str) -> Node:
+        factory = encodings.FACTORY_NAMES.get(value.default_factory)
+        if factory is None:
+            raise UnsupportedLeafError(
+                f"expected a defaultdict of a builtin type, got the factory {value.default_factory!r}", path=path
+            )
+        return DefaultDictNode(factory, self._mapping_items(value, path))  # type: ignore[arg-type]
+
+    def _bytes(self, value: bytes | bytearray, path: str, *, mutable: bool) -> Node:
+        if len(value) <= _INLINE_BYTES:
+            return BytesNode(bytes(value), mutable)
+        block = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        return StoredBytesNode(self._store_bytes(block, path), mutable)
+
+    def _numpy_array(self, value: np.ndarray[Any, Any], path: str) -> Node:
+        if not encodings.is_plain_numpy_dtype(value.dtype):
+            raise UnsupportedLeafError(f"expected a numpy array of plain values, got dtype {value.dtype}", path=path)
+        # Read afresh, because numpy memory may be read-only or of another byte order, which torch cannot wrap.
+        data = bytearray(value.tobytes())
+        block = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return NumpyArrayNode(self._store_bytes(block, path), value.dtype.str, value.shape)
+
+    def _leaf(self, value: torch.Tensor, path: str) -> Node:
+        node = self._tensor(value.detach(), path)
+        return LeafNode(node, parameter=True, requires_grad=value.requires_grad)
+
+    def _tensor(self, value: torch.Tensor, path: str) -> Node:
+        if isinstance(value, DTensor):
+            # DTensor.clone() and friends dispatch collectively; the local shard is all that this process has.
+            return dtensor_node(value, self._plain_tensor(value.to_local().detach(), path), path)
+        if value.requires_grad:
+            if not value.is_leaf:
+                raise UnsupportedLeafError("expected a leaf of the autograd graph, got a computed tensor", path=path)
+            return LeafNode(self._plain_tensor(value.detach(), path), parameter=False, requires_grad=True)
+        return self._plain_tensor(value, path)
+
+    def _plain_tensor(self, value: torch.Tensor, path: str) -> Node:
+        dtype = value.dtype
+        if value.layout is not torch.strided or value.is_meta or type(value) not in _DENSE_TYPES:
+            raise UnsupportedLeafError(
+                f"expected a dense tensor, got {type(value).__name__} of layout {value.layout} on {value.device}",
+                path=path,
+            )
+        if dtype in QUANTIZED:
+            return self._quantized(value, path)
+        contiguous = value.is_contiguous() and not (value.is_neg() or value.is_conj())
+        num_bytes = value.nbytes
+        shape = tuple(value.shape)
+        memory: tuple[object, ...] | None = None
+        address = 0
+        if num_bytes:
+            if self._views:
+                base = self._views.get(_view_key(value))
+                if base is not None:
+                    return self._view(value, base, path)
+            start = value.data_ptr()
+            if contiguous:
+                memory = (start, dtype, shape)
+                address = start if value.is_cpu else 0
+            else:
+                memory = (start, dtype, shape, value.stride(), value.is_neg(), value.is_conj())
+            known = self._node_by_memory.get(memory)
+            if known is not None:
+                return known
+        wire_dtype = SAFETENSORS_NAMES.get(dtype)
+        if wire_dtype is not None and contiguous:
+            node: Node = TensorNode(self._store(value, path, wire_dtype, shape, address))
+        else:
+            node = self._described(value, path, wire_dtype, shape)
+        if memory is not None:
+            self._node_by_memory[memory] = node
+        return node
+
+    def _described(self, value: torch.Tensor, path: str, wire_dtype: str | None, shape: tuple[int, ...]) -> Node:
+        """A tensor of which the entry alone would not say dtype or memory layout."""
+        source = value.resolve_conj().resolve_neg()
+        stride = source.stride() if is_dense(shape, source.stride()) else torch.empty(shape, device="meta").stride()
+        if wire_dtype is None:
+            if not source.is_contiguous():
+                source = source.view(carrier_of(source.dtype))
+            itemsize = value.dtype.itemsize
+            entry_shape = shape if itemsize == 1 else (*shape, itemsize)
+            index = self._store(source, path, "U8", entry_shape, _host_address(source))
+        else:
+            index = self._store(source, path, wire_dtype, shape, _host_address(source))
+        return LayoutNode(index, name_of(value.dtype), shape, tuple(stride))
+
+    def _view(self, value: torch.Tensor, base: torch.Tensor, path: str) -> Node:
+        base_node = self._plain_tensor(base, path)
+        if not isinstance(base_node, TensorNode) or value.is_neg() or value.is_conj():
+            # A view into memory that has no plain entry: stored on its own.
+            self._views.pop(_view_key(value))
+            return self._plain_tensor(value, path)
+        offset = (value.data_ptr() - base.data_ptr()) // value.dtype.itemsize
+        return ViewNode(base_node.index, tuple(value.shape), value.stride(), offset)
+
+    def _quantized(self, value: torch.Tensor, path: str) -> Node:
+        if value.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            raise UnsupportedLeafError(
+                f"expected a tensor quantized per tensor, got {value.qscheme()}; store its integers and scales instead",
+                path=path,
+            )
+        return QuantizedNode(
+            self._plain_tensor(value.int_repr(), path),
+            name_of(value.dtype),
+            encodings.float_bits(value.q_scale()),
+            value.q_zero_point(),
+        )
+
+    def _store_bytes(self, block: torch.Tensor, path: str) -> int:
+        return self._store(block, path, "U8", (block.numel(),), _host_address(block))
+
+    def _store(self, source: torch.Tensor, path: str, dtype: str, shape: tuple[int, ...], address: int) -> int:
+        blocks = self.blocks
+        name = path or "(root)"
+        if name in self._names:
+            numbered = (f"{name}#{number}" for number in count(2))
+            name = next(candidate for candidate in numbered if candidate not in self._names)
+        self._names.add(name)
+        blocks.names.append(name)
+        blocks.sources.append(source)
+        blocks.dtypes.append(dtype)
+        blocks.shapes.append(shape)
+        blocks.num_bytes.append(source.nbytes)
+        blocks.item_bytes.append(source.dtype.itemsize)
+        blocks.addresses.append(address)
+        return len(blocks.names) - 1
+
+
+def _host_address(source: torch.Tensor) -> int:
+    return source.data_ptr() if source.is_cpu and source.is_contiguous() else 0

@@ -1,0 +1,262 @@
+"""Taking a snapshot: a state at one step becomes an immutable safetensors file in host memory.
+
+``SnapshotTaker.begin`` flattens the state and copies what cannot wait; ``PendingSnapshot.copy_deferred`` copies the
+rest and may run on another thread; both belong under the read lock. ``PendingSnapshot.finish`` computes digests and
+header, and needs no lock, because it reads the arena only.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+import torch
+
+from ft_transport.errors import SnapshotError
+from ft_transport.tensors.arena import Arena, ArenaPool
+from ft_transport.tensors.copying import HostCopier, HostCopy
+from ft_transport.tensors.device import Accelerator, DeviceCopier, TorchAccelerator, pinning
+from ft_transport.tensors.dtypes import carrier_of
+from ft_transport.tensors.flatten import FlatState, flatten
+from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
+
+_DATA_ALIGN_BYTES: Final = 4096
+"""The data begins on a page of the file, so that the kernel sends whole pages of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """An immutable host copy of a state at a step, as one safetensors file inside a memory file.
+
+    Attributes:
+        step: The committed step that it shows.
+        snapshot_id: Tells it from every other snapshot.
+        header: The file's first bytes: length prefix, JSON header, padding.
+        descriptor: The memory file, owned by the arena.
+        file_start: Position in the memory file where the safetensors file begins.
+        total_bytes: Length of the safetensors file.
+        close: Gives the arena back. Called exactly once, when nobody reads any more.
+    """
+
+    step: int
+    snapshot_id: SnapshotId
+    header: bytes
+    descriptor: int
+    file_start: int
+    total_bytes: int
+    close: Callable[[], None]
+
+
+class SnapshotTaker:
+    """Takes snapshots into a pool of reusable arenas.
+
+    Args:
+        max_snapshots: How many may be alive at once.
+        num_threads: Threads that copy and digest.
+        chunk_bytes: Size of the chunks that are digested and fetched.
+        accelerator: Where streams come from; for tests. ``None`` takes torch's own.
+    """
+
+    def __init__(
+        self, *, max_snapshots: int, num_threads: int, chunk_bytes: int, accelerator: Accelerator | None = None
+    ) -> None:
+        self._pool = ArenaPool(max_snapshots, pin=pinning())
+        self._copier = HostCopier(num_threads)
+        self._device_copier = DeviceCopier(accelerator if accelerator is not None else TorchAccelerator())
+        self._chunk_bytes = chunk_bytes
+
+    def begin(
+        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool] | None = None
+    ) -> PendingSnapshot:
+        """Flattens ``state`` and copies everything that is not ``deferrable``.
+
+        Called under the read lock, on the thread that owns the state.
+
+        Args:
+            step: The committed step that the state shows.
+            state: Any nesting of supported kinds.
+            deferrable: Says of a live tensor that nothing changes it before the read lock is released.
+
+        Raises:
+            SnapshotError: The state cannot be captured; nothing is held.
+        """
+        flat = flatten(state)
+        starts, data_bytes = _lay_out(flat)
+        arena = self._pool.take(data_bytes)
+        try:
+            pending = PendingSnapshot(
+                step=step,
+                flat=flat,
+                starts=starts,
+                data_bytes=data_bytes,
+                arena=arena,
+                pool=self._pool,
+                copier=self._copier,
+                device_copier=self._device_copier,
+                chunk_bytes=self._chunk_bytes,
+            )
+            pending.copy_now(deferrable)
+            return pending
+        except BaseException:
+            self._pool.give_back(arena)
+            raise
+
+    def take(self, step: int, state: object) -> Snapshot:
+        """Captures ``state`` at once, all of it on the calling thread; see ``begin``."""
+        pending = self.begin(step, state)
+        return pending.finish()
+
+    def close(self) -> None:
+        """Ends the threads and frees the arenas that nobody reads."""
+        self._copier.close()
+        self._pool.close()
+
+
+class PendingSnapshot:
+    """A snapshot whose bytes are still being copied. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        *,
+        step: int,
+        flat: FlatState,
+        starts: list[int],
+        data_bytes: int,
+        arena: Arena,
+        pool: ArenaPool,
+        copier: HostCopier,
+        device_copier: DeviceCopier,
+        chunk_bytes: int,
+    ) -> None:
+        self.step = step
+        self._flat = flat
+        self._starts = starts
+        self._data_bytes = data_bytes
+        self._arena = arena
+        self._pool = pool
+        self._copier = copier
+        self._device_copier = device_copier
+        self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
+        self._deferred: list[int] = []
+        devices = {source.device for source in flat.blocks.sources if not source.is_cpu}
+        self._marks = device_copier.mark(sorted(devices, key=str)) if devices else {}
+
+    @property
+    def deferred_bytes(self) -> int:
+        """Bytes that ``copy_deferred`` still has to copy."""
+        return sum(self._flat.blocks.num_bytes[index] for index in self._deferred)
+
+    def copy_now(self, deferrable: Callable[[torch.Tensor], bool] | None) -> None:
+        """Copies every block that is not deferrable, and notes the others."""
+        blocks = self._flat.blocks
+        if deferrable is None:
+            self._copy(range(len(blocks.sources)))
+            return
+        now: list[int] = []
+        for index, source in enumerate(blocks.sources):
+            (self._deferred if deferrable(source) else now).append(index)
+        self._copy(now)
+
+    def copy_deferred(self) -> None:
+        """Copies the rest. The caller still holds the read lock and releases it afterwards."""
+        deferred, self._deferred = self._deferred, []
+        try:
+            self._copy(deferred)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def finish(self) -> Snapshot:
+        """Digests the data and encodes the header. The live state is not looked at any more."""
+        assert not self._deferred, "copy_deferred comes before finish"
+        arena, pool = self._arena, self._pool
+        try:
+            blocks = self._flat.blocks
+            tree = self._flat.tree
+            table = [
+                TensorEntry(name, dtype, shape, start, start + num_bytes)
+                for name, dtype, shape, start, num_bytes in zip(
+                    blocks.names, blocks.dtypes, blocks.shapes, self._starts, blocks.num_bytes, strict=True
+                )
+            ]
+            # Live tensors must not outlive the copy: they would keep replaced parameters in memory.
+            blocks.sources.clear()
+            digests = self._copier.digests(arena.view[: self._data_bytes], self._chunks)
+            snapshot_id = SnapshotId(secrets.token_hex(16))
+            header = encode_header(
+                step=self.step,
+                snapshot_id=snapshot_id,
+                tensors=table,
+                tree=tree,
+                chunks=self._chunks,
+                digests=digests,
+                align_bytes=_DATA_ALIGN_BYTES,
+            )
+            file_start = arena.write_header(header)
+        except BaseException:
+            self.abandon()
+            raise
+        return Snapshot(
+            step=self.step,
+            snapshot_id=snapshot_id,
+            header=header,
+            descriptor=arena.descriptor,
+            file_start=file_start,
+            total_bytes=len(header) + self._data_bytes,
+            close=lambda: pool.give_back(arena),
+        )
+
+    def abandon(self) -> None:
+        """Gives the arena back without a snapshot."""
+        self._flat.blocks.sources.clear()
+        self._pool.give_back(self._arena)
+
+    def _copy(self, indices: range | list[int]) -> None:
+        blocks = self._flat.blocks
+        base = self._arena.data.data_ptr()
+        starts, addresses, num_bytes = self._starts, blocks.addresses, blocks.num_bytes
+        host = [
+            HostCopy(base + starts[index], addresses[index], num_bytes[index])
+            for index in indices
+            if addresses[index] and num_bytes[index]
+        ]
+        self._copier.copy(host)
+        device: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index in indices:
+            if addresses[index] or not num_bytes[index]:
+                continue
+            source = blocks.sources[index]
+            carried = source.view(carrier_of(source.dtype))
+            if source.is_cpu:
+                self._target(index, source).copy_(carried)
+            else:
+                device.append((self._target(index, source), carried))
+        if device:
+            self._device_copier.copy(device, self._marks)
+
+    def _target(self, index: int, source: torch.Tensor) -> torch.Tensor:
+        start = self._starts[index]
+        block = self._arena.data[start : start + self._flat.blocks.num_bytes[index]]
+        return block.view(carrier_of(source.dtype)).view(source.shape)
+
+
+def _lay_out(flat: FlatState) -> tuple[list[int], int]:
+    """Places the blocks: larger items first, so that each is aligned to its item size without any hole.
+
+    Returns the start of each block and the length of the data.
+    """
+    blocks = flat.blocks
+    order: Sequence[int] = range(len(blocks.num_bytes))
+    if len(set(blocks.item_bytes)) > 1:
+        order = sorted(order, key=lambda index: -blocks.item_bytes[index])
+    ends = list(accumulate((blocks.num_bytes[index] for index in order), initial=0))
+    starts = [0] * len(order)
+    for index, start in zip(order, ends, strict=False):
+        starts[index] = start
+    if ends[-1] >= 2**62:
+        raise SnapshotError(f"expected a state of less than 2**62 bytes, got {ends[-1]}")
+    return starts, ends[-1]
