@@ -1,0 +1,54 @@
+"""Fault-tolerant checkpoint transport for replicated training.
+
+A healthy replica serves an immutable snapshot of its live state over HTTP, and a recovering one receives it straight
+into its own tensors, while the healthy one goes on training.
+"""
+
+from ft_transport.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    FetchFailedError,
+    IntegrityError,
+    ManifestError,
+    PeerAuthenticationError,
+    PeerError,
+    PeerNotReadyError,
+    PeerProtocolError,
+    PeerUnreachableError,
+    RestoreError,
+    SnapshotError,
+    SnapshotLimitError,
+    SnapshotReplacedError,
+    StepNotServedError,
+    TransportError,
+    UnsupportedLeafError,
+)
+from ft_transport.net.client import FetchProgress
+from ft_transport.tensors.encodings import register_encoding
+from ft_transport.transport import HTTPTransport, Received, SnapshotInProgress, TransportSettings
+
+__all__ = [
+    "ConfigurationError",
+    "DeadlineExceededError",
+    "FetchFailedError",
+    "FetchProgress",
+    "HTTPTransport",
+    "IntegrityError",
+    "ManifestError",
+    "PeerAuthenticationError",
+    "PeerError",
+    "PeerNotReadyError",
+    "PeerProtocolError",
+    "PeerUnreachableError",
+    "Received",
+    "RestoreError",
+    "SnapshotError",
+    "SnapshotInProgress",
+    "SnapshotLimitError",
+    "SnapshotReplacedError",
+    "StepNotServedError",
+    "TransportError",
+    "TransportSettings",
+    "UnsupportedLeafError",
+    "register_encoding",
+]

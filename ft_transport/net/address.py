@@ -1,0 +1,108 @@
+"""Where the server listens, and the address that it tells others."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from typing import Final
+
+from ft_transport.errors import ConfigurationError
+
+ADVERTISE_VARIABLE: Final = "FT_TRANSPORT_ADVERTISE"
+"""Environment variable: host name, address or network interface that peers should use."""
+_SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
+_LISTEN_BACKLOG: Final = 1024
+
+
+def listen(host: str | None, port: int) -> socket.socket:
+    """A listening TCP socket.
+
+    Args:
+        host: Address to bind; ``None`` for every address of both families, or IPv4 alone where IPv6 is off.
+        port: Port, 0 for any free one.
+
+    Raises:
+        ConfigurationError: The address cannot be bound.
+    """
+    try:
+        if host is None:
+            if socket.has_dualstack_ipv6():
+                try:
+                    return socket.create_server(
+                        ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_LISTEN_BACKLOG
+                    )
+                except OSError:
+                    # Compiled in but switched off on this host (ipv6.disable=1, containers).
+                    pass
+            return socket.create_server(("0.0.0.0", port), backlog=_LISTEN_BACKLOG)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_LISTEN_BACKLOG)
+    except OSError as error:
+        raise ConfigurationError(f"expected to listen on {host or '*'} port {port}: {error}") from error
+
+
+def advertised_host(setting: str | None) -> str:
+    """The host that peers are told, as it stands in a URL (IPv6 in brackets).
+
+    In this order: the setting, the environment variable ``FT_TRANSPORT_ADVERTISE``, this host's name if it resolves,
+    the loopback address. A setting may be the name of a network interface.
+
+    Raises:
+        ConfigurationError: The setting is neither an address nor a name nor an interface with an address.
+    """
+    chosen = setting or os.environ.get(ADVERTISE_VARIABLE)
+    if not chosen:
+        name = socket.gethostname()
+        return name if _resolves(name) else "127.0.0.1"
+    if chosen in {name for _, name in socket.if_nameindex()}:
+        return interface_address(chosen)
+    try:
+        address = ipaddress.ip_address(chosen.strip("[]"))
+    except ValueError:
+        if _resolves(chosen):
+            return chosen
+        raise ConfigurationError(
+            f"expected a host, an address or one of the interfaces {sorted(name for _, name in socket.if_nameindex())} "
+            f"to advertise, and {chosen!r} is none that resolves"
+        ) from None
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of a network interface, or else its first global IPv6 address in brackets.
+
+    Raises:
+        ConfigurationError: It has none, or the platform does not tell.
+    """
+    if sys.platform == "linux":
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                return socket.inet_ntoa(answer[20:24])
+            except OSError:
+                pass
+        for line in _read_lines("/proc/net/if_inet6"):
+            digits, _index, _prefix, scope, _flags, interface = line.split()
+            if interface == name and scope in ("00", "10"):
+                return f"[{ipaddress.IPv6Address(int(digits, 16))}]"
+    raise ConfigurationError(f"expected the network interface {name!r} to have an address to advertise, found none")
+
+
+def _resolves(name: str) -> bool:
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
+def _read_lines(path: str) -> list[str]:
+    try:
+        with open(path) as file:
+            return file.read().splitlines()
+    except OSError:
+        return []

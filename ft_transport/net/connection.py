@@ -1,0 +1,336 @@
+"""One HTTP connection with blocking reads straight into given memory, every wait of which has a deadline.
+
+``http.client`` parses the answers; the bytes of a body are read from its socket directly, because passing them through
+Python objects costs more than the transfer itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Final
+from urllib.parse import urlsplit
+
+from ft_transport.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    PeerAuthenticationError,
+    PeerError,
+    PeerNotReadyError,
+    PeerProtocolError,
+    PeerUnreachableError,
+    SnapshotReplacedError,
+    StepNotServedError,
+    TransportError,
+)
+from ft_transport.net.token import JobToken
+from ft_transport.wire.routes import SERVED_STEPS_HEADER, parse_served_steps
+
+_MAX_ERROR_BODY_BYTES: Final = 2048
+_MAX_VIEWS_PER_READ: Final = 512
+"""Below IOV_MAX, which Linux puts at 1024 (``man 2 readv``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAddress:
+    """Host and port of a server; prints as ``host:port``."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def from_url(cls, url: str) -> PeerAddress:
+        """The server that a URL names.
+
+        Raises:
+            ConfigurationError: It is no ``http://host:port`` URL.
+        """
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigurationError(f"expected the URL of a peer, got {url[:200]!r}: {error}") from error
+        if parts.scheme != "http" or not host or parts.username is not None:
+            raise ConfigurationError(f"expected a URL like http://host:port/checkpoint/, got {url[:200]!r}")
+        return cls(host=host, port=port if port is not None else 80)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a peer may take.
+
+    Attributes:
+        deadline_s: When all has to be done, on the monotonic clock.
+        connect_timeout_s: For one connection attempt, in seconds.
+        stall_timeout_s: Without a single byte, and for what ``min_bytes_per_s`` allows on top, in seconds.
+        min_bytes_per_s: A body that comes slower than this, averaged over the request, is given up.
+    """
+
+    deadline_s: float
+    connect_timeout_s: float
+    stall_timeout_s: float
+    min_bytes_per_s: float
+
+    def remaining_s(self, doing: str, peer: PeerAddress) -> float:
+        """Seconds left.
+
+        Raises:
+            DeadlineExceededError: None are.
+        """
+        remaining_s = self.deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise DeadlineExceededError(f"timed out {doing}", peer=str(peer))
+        return remaining_s
+
+
+class _TimedSocket(io.RawIOBase):
+    """A socket whose reads end at a time that ``read_until_s`` gives, however the bytes trickle."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        super().__init__()
+        self.socket = connected
+        self.read_until_s = 0.0
+        self.head_complete = False
+
+    def arm(self) -> None:
+        """Lets the next call on the socket take no longer than until ``read_until_s``."""
+        remaining_s = self.read_until_s - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError
+        self.socket.settimeout(remaining_s)
+
+    # What http.client asks of a socket:
+    def makefile(self, _mode: str, *_args: object, **_kwargs: object) -> io.BufferedReader:
+        return io.BufferedReader(_Borrowed(self))
+
+    def sendall(self, data: bytes) -> None:
+        self.arm()
+        self.socket.sendall(data)
+
+    def close(self) -> None:
+        self.socket.close()
+        super().close()
+
+
+class _Borrowed(io.RawIOBase):
+    """Reads the head of an answer from the timed socket, and no further once that is complete.
+
+    Closing it leaves the socket open for the next request.
+    """
+
+    def __init__(self, timed: _TimedSocket) -> None:
+        super().__init__()
+        self._timed = timed
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        if self._timed.head_complete:
+            return 0
+        self._timed.arm()
+        return self._timed.socket.recv_into(buffer)
+
+
+class Connection:
+    """A keep-alive connection to one peer. Used by one thread at a time; a context manager that closes it.
+
+    Args:
+        peer: The server.
+        token: Sent with every request if given.
+        patience: How long things may take.
+    """
+
+    def __init__(self, peer: PeerAddress, *, token: JobToken | None, patience: Patience) -> None:
+        self.peer = peer
+        self._token = token
+        self._patience = patience
+        self._http: HTTPConnection | None = None
+        self._socket: _TimedSocket | None = None
+        self._ahead = b""
+        self._started_s = 0.0
+        self._received = 0
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drops the connection; the next request opens a new one."""
+        if self._socket is not None:
+            self._socket.close()
+        self._http = self._socket = None
+        self._ahead = b""
+
+    def interrupt(self) -> None:
+        """Makes a read that another thread is blocked in end at once. Thread-safe."""
+        timed = self._socket
+        if timed is not None:
+            with contextlib.suppress(OSError):
+                timed.socket.shutdown(socket.SHUT_RDWR)
+
+    def get(self, path: str, *, headers: dict[str, str], expected_status: int, answer_within_s: float) -> HTTPResponse:
+        """Sends a request and reads the head of the answer; the body is read with ``read_into`` afterwards.
+
+        Raises:
+            PeerUnreachableError: No connection, or it broke.
+            PeerError: The peer refused; the class says why.
+            DeadlineExceededError: It took too long.
+        """
+        asked = dict(headers)
+        asked["Accept-Encoding"] = "identity"
+        if self._token is not None:
+            asked["Authorization"] = self._token.header()
+        try:
+            http = self._connected()
+            assert self._socket is not None
+            self._socket.read_until_s = min(
+                self._patience.deadline_s, time.monotonic() + answer_within_s + self._patience.stall_timeout_s
+            )
+            self._socket.head_complete = False
+            http.request("GET", path, headers=asked)
+            response = http.getresponse()
+            self._started_s = time.monotonic()
+            self._received = 0
+            if response.status != expected_status:
+                raise self._refusal(response)
+            # What was read ahead while looking for the end of the head belongs to the body.
+            self._socket.head_complete = True
+            self._ahead = response.fp.peek()
+            return response
+        except TimeoutError as error:
+            self.close()
+            if isinstance(error, TransportError):
+                raise
+            raise self._timed_out("waiting for the answer to", path) from error
+        except (OSError, HTTPException) as error:
+            self.close()
+            if isinstance(error, TransportError):
+                raise
+            raise PeerUnreachableError(
+                f"expected an answer to {path}, the connection failed: {type(error).__name__}: {error}",
+                peer=str(self.peer),
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, views: Sequence[memoryview]) -> None:
+        """Fills all views, in order, with the next bytes of the body.
+
+        Raises:
+            PeerUnreachableError: The body ended early.
+            DeadlineExceededError: It came too slowly.
+        """
+        assert self._socket is not None
+        try:
+            for start in range(0, len(views), _MAX_VIEWS_PER_READ):
+                self._fill(list(views[start : start + _MAX_VIEWS_PER_READ]))
+        except TimeoutError as error:
+            self.close()
+            if isinstance(error, TransportError):
+                raise
+            raise self._timed_out("reading", f"after {self._received} bytes") from error
+        except OSError as error:
+            self.close()
+            if isinstance(error, TransportError):
+                raise
+            raise PeerUnreachableError(f"the connection broke: {error}", peer=str(self.peer)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def end_response(self, response: HTTPResponse) -> None:
+        """Frees the connection for the next request, once the body was read to its end."""
+        response.close()
+        if response.will_close:
+            self.close()
+
+    def _connected(self) -> HTTPConnection:
+        if self._http is not None:
+            return self._http
+        timeout_s = min(
+            self._patience.connect_timeout_s, self._patience.remaining_s(f"connecting to {self.peer}", self.peer)
+        )
+        connected = socket.create_connection((self.peer.host, self.peer.port), timeout=timeout_s)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = _TimedSocket(connected)
+        self._http = HTTPConnection(self.peer.host, self.peer.port)
+        self._http.sock = self._socket
+        return self._http
+
+    def _fill(self, views: list[memoryview]) -> None:
+        sock = self._socket
+        assert sock is not None
+        index = 0
+        while index < len(views) and self._ahead:
+            taken = min(len(self._ahead), len(views[index]))
+            views[index][:taken] = self._ahead[:taken]
+            self._ahead = self._ahead[taken:]
+            self._received += taken
+            if taken < len(views[index]):
+                views[index] = views[index][taken:]
+                break
+            index += 1
+        while index < len(views):
+            self._arm()
+            if index == len(views) - 1:
+                got = sock.socket.recv_into(views[index])
+            else:
+                got = sock.socket.recvmsg_into(views[index:])[0]
+            if not got:
+                raise PeerUnreachableError(
+                    f"expected more of the body, the peer closed the connection after {self._received} bytes",
+                    peer=str(self.peer),
+                )
+            self._received += got
+            while got:
+                size = len(views[index])
+                if got < size:
+                    views[index] = views[index][got:]
+                    break
+                got -= size
+                index += 1
+
+    def _arm(self) -> None:
+        """Allows the next read until the deadline, the stall timeout or the minimum throughput ends it."""
+        assert self._socket is not None
+        now_s = time.monotonic()
+        slowest_s = self._started_s + self._patience.stall_timeout_s + self._received / self._patience.min_bytes_per_s
+        self._socket.read_until_s = min(self._patience.deadline_s, now_s + self._patience.stall_timeout_s, slowest_s)
+        self._socket.arm()
+
+    def _timed_out(self, doing: str, what: str) -> DeadlineExceededError:
+        return DeadlineExceededError(
+            f"timed out {doing} {what}: less than {self._patience.min_bytes_per_s:.0f} bytes/s, nothing for "
+            f"{self._patience.stall_timeout_s:.0f} s, or the deadline passed",
+            peer=str(self.peer),
+        )
+
+    def _refusal(self, response: HTTPResponse) -> PeerError:
+        with contextlib.suppress(OSError, HTTPException, ValueError):
+            text = response.read(_MAX_ERROR_BODY_BYTES).decode("utf-8", "replace")
+        peer = str(self.peer)
+        reason = f"{response.status} {response.reason}: {text}"
+        match response.status:
+            case 401:
+                return PeerAuthenticationError(f"the peer refused the job token: {reason}", peer=peer)
+            case 404:
+                served = parse_served_steps(response.headers.get(SERVED_STEPS_HEADER))
+                return StepNotServedError(f"the peer does not serve it: {reason}", served=served, peer=peer)
+            case 409:
+                return SnapshotReplacedError(f"the snapshot was replaced: {reason}", peer=peer)
+            case 503:
+                return PeerNotReadyError(f"the peer is not ready: {reason}", peer=peer)
+            case _:
+                return PeerProtocolError(f"unexpected answer {reason}", peer=peer)

@@ -1,0 +1,225 @@
+"""The snapshots that are being served, and who still reads them.
+
+A snapshot leaves the shelf when a new one needs its place. One that is being read keeps its memory until the last
+reader is done. A fetch consists of several requests, so each request also keeps its snapshot on the shelf for a
+moment after it ended (the lease), as long as its connection is open; otherwise a trainer that publishes every step
+would replace a snapshot between two requests of the same fetch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ft_transport.errors import SnapshotLimitError
+from ft_transport.wire.manifest import SnapshotId
+from ft_transport.wire.routes import LATEST, StepSelector
+
+
+class ServedSnapshot(Protocol):
+    """What the server needs of a snapshot; ``tensors.snapshot.Snapshot`` is one."""
+
+    @property
+    def step(self) -> int:
+        """The committed step."""
+
+    @property
+    def snapshot_id(self) -> SnapshotId:
+        """The snapshot's id."""
+
+    @property
+    def header(self) -> bytes:
+        """The file's first bytes, everything before the data."""
+
+    @property
+    def descriptor(self) -> int:
+        """A file to send from; stays open until ``close``."""
+
+    @property
+    def file_start(self) -> int:
+        """Where the safetensors file begins in the descriptor."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Length of the safetensors file."""
+
+    @property
+    def close(self) -> Callable[[], None]:
+        """Frees the memory. The shelf calls it exactly once, when the last reader is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    until_s: float
+    is_connected: Callable[[], bool]
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    snapshot: ServedSnapshot
+    sequence: int
+    num_readers: int = 0
+    leases: list[_Lease] = field(default_factory=list)
+    retired: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """One request that reads a snapshot; a context manager that ends the reading."""
+
+    snapshot: ServedSnapshot
+    _shelf: Shelf
+    _entry: _Entry
+    _is_connected: Callable[[], bool]
+
+    def __enter__(self) -> ServedSnapshot:
+        return self.snapshot
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._shelf._end_reading(self._entry, self._is_connected)
+
+
+@dataclass(slots=True, eq=False)
+class Shelf:
+    """Holds at most ``max_snapshots``, the reserved places included. Thread-safe.
+
+    Attributes:
+        max_snapshots: How many snapshots may be alive at once.
+        lease_s: How long after its last request a snapshot counts as still being fetched, in seconds.
+        clock: Monotonic seconds.
+    """
+
+    max_snapshots: int
+    lease_s: float
+    clock: Callable[[], float]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _entries: list[_Entry] = field(default_factory=list)
+    _leaving: list[_Entry] = field(default_factory=list)
+    _num_reserved: int = 0
+    _sequence: int = 0
+    _listeners: list[Callable[[], None]] = field(default_factory=list)
+
+    def listen(self, on_change: Callable[[], None]) -> None:
+        """Calls ``on_change`` after every arrival, on the thread that brought it. Set up before the first one."""
+        self._listeners.append(on_change)
+
+    def reserve(self) -> None:
+        """Makes sure that one more snapshot may be taken, retiring the oldest one that nobody reads if need be.
+
+        Raises:
+            SnapshotLimitError: All places are taken by snapshots that are being read.
+        """
+        to_close: list[_Entry] = []
+        with self._lock:
+            alive = len(self._entries) + len(self._leaving) + self._num_reserved
+            if alive >= self.max_snapshots:
+                idle = [entry for entry in self._entries if not entry.num_readers and not self._is_leased(entry)]
+                if not idle:
+                    readers = sum(entry.num_readers for entry in (*self._entries, *self._leaving))
+                    raise SnapshotLimitError(
+                        f"expected at most {self.max_snapshots} snapshots alive at once (max_snapshots): those of "
+                        f"steps {[entry.snapshot.step for entry in (*self._entries, *self._leaving)]} are still being "
+                        f"fetched ({readers} requests under way)"
+                    )
+                self._entries.remove(idle[0])
+                to_close.append(idle[0])
+            self._num_reserved += 1
+        for entry in to_close:
+            entry.snapshot.close()
+
+    def cancel_reservation(self) -> None:
+        """Gives a reserved place back without a snapshot."""
+        with self._lock:
+            self._num_reserved -= 1
+
+    def put(self, snapshot: ServedSnapshot) -> None:
+        """Puts a snapshot on the reserved place and tells the listeners. The shelf owns it from now on."""
+        with self._lock:
+            self._num_reserved -= 1
+            self._sequence += 1
+            self._entries.append(_Entry(snapshot, self._sequence))
+        for listener in self._listeners:
+            listener()
+
+    def newest_sequence(self) -> int:
+        """Number of the newest snapshot ever put here, 0 before the first; grows with each one."""
+        with self._lock:
+            return self._sequence
+
+    def newest_step(self) -> int | None:
+        """Step of the newest snapshot."""
+        with self._lock:
+            return self._entries[-1].snapshot.step if self._entries else None
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps that are served, oldest first."""
+        with self._lock:
+            return tuple(entry.snapshot.step for entry in self._entries)
+
+    def num_readers(self) -> int:
+        """Requests that are reading at this moment."""
+        with self._lock:
+            return sum(entry.num_readers for entry in (*self._entries, *self._leaving))
+
+    def newest(self) -> ServedSnapshot | None:
+        """The newest snapshot, without reading it."""
+        with self._lock:
+            return self._entries[-1].snapshot if self._entries else None
+
+    def read(
+        self,
+        step: StepSelector,
+        *,
+        snapshot_id: SnapshotId | None = None,
+        after_sequence: int = 0,
+        is_connected: Callable[[], bool] = lambda: True,
+    ) -> Reading | None:
+        """Begins reading the newest snapshot that fits, or returns ``None`` if none does.
+
+        Args:
+            step: A step, or ``latest``.
+            snapshot_id: Only this snapshot.
+            after_sequence: Only snapshots newer than this number.
+            is_connected: Whether the reader may still come back; its lease ends when it cannot. Any thread may call it.
+        """
+        with self._lock:
+            for entry in reversed(self._entries):
+                snapshot = entry.snapshot
+                if (
+                    (step in (LATEST, snapshot.step))
+                    and (snapshot_id is None or snapshot.snapshot_id == snapshot_id)
+                    and entry.sequence > after_sequence
+                ):
+                    entry.num_readers += 1
+                    return Reading(snapshot, self, entry, is_connected)
+        return None
+
+    def clear(self) -> None:
+        """Retires everything; what is being read is freed when its readers are done."""
+        with self._lock:
+            entries, self._entries = self._entries, []
+            busy = [entry for entry in entries if entry.num_readers]
+            for entry in busy:
+                entry.retired = True
+            self._leaving.extend(busy)
+        for entry in entries:
+            if entry not in busy:
+                entry.snapshot.close()
+
+    def _is_leased(self, entry: _Entry) -> bool:
+        now_s = self.clock()
+        entry.leases = [lease for lease in entry.leases if lease.until_s > now_s and lease.is_connected()]
+        return bool(entry.leases)
+
+    def _end_reading(self, entry: _Entry, is_connected: Callable[[], bool]) -> None:
+        with self._lock:
+            entry.num_readers -= 1
+            self._is_leased(entry)  # forgets those that ended
+            entry.leases.append(_Lease(self.clock() + self.lease_s, is_connected))
+            closing = entry.retired and not entry.num_readers
+            if closing:
+                self._leaving.remove(entry)
+        if closing:
+            entry.snapshot.close()

@@ -1,0 +1,37 @@
+"""The job token: who may read the weights of this job."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from typing import Final
+
+TOKEN_VARIABLE: Final = "FT_TRANSPORT_TOKEN"
+"""Environment variable: the secret that every process of a job shares. Unset, no token is asked for."""
+
+
+class JobToken:
+    """A shared secret that cannot be printed by accident."""
+
+    __slots__ = ("_secret",)
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+
+    @classmethod
+    def from_environment(cls) -> JobToken | None:
+        """The token that the environment sets, or ``None``."""
+        secret = os.environ.get(TOKEN_VARIABLE)
+        return cls(secret) if secret else None
+
+    def header(self) -> str:
+        """Value of the ``Authorization`` header (RFC 6750, section 2.1)."""
+        return f"Bearer {self._secret.decode()}"
+
+    def accepts(self, header: str | None) -> bool:
+        """Whether an ``Authorization`` header carries this token; takes the same time wherever they differ."""
+        given = (header or "").encode("utf-8", "surrogateescape")
+        return hmac.compare_digest(given, self.header().encode())
+
+    def __repr__(self) -> str:
+        return "JobToken(…)"

@@ -1,0 +1,369 @@
+"""The facade: one object that serves snapshots and receives them. Every default of the package is set here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Generic, TypeVar, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ft_transport.errors import (
+    ConfigurationError,
+    FetchFailedError,
+    SnapshotReplacedError,
+    TransportError,
+)
+from ft_transport.net.client import FetchProgress, FetchSettings, fetch_data, fetch_manifest
+from ft_transport.net.connection import Connection, Patience, PeerAddress
+from ft_transport.net.server import FreshSnapshot, SnapshotServer
+from ft_transport.net.shelf import Shelf
+from ft_transport.net.token import JobToken
+from ft_transport.tensors.copying import default_num_threads
+from ft_transport.tensors.restore import Restore
+from ft_transport.tensors.snapshot import PendingSnapshot, SnapshotTaker
+from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.routes import StepSelector
+
+T = TypeVar("T")
+
+_DEFAULT_NUM_CONNECTIONS = 4
+
+ReadLock = Callable[[timedelta], AbstractContextManager[object]]
+"""Holds the state still: given a timeout, a context manager inside which no optimizer steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportSettings:
+    """What few users change.
+
+    Attributes:
+        host: Address to bind; ``None`` for all addresses of both families (IPv4 alone where IPv6 is off).
+        port: Port to bind; 0 for any free one.
+        advertise: Host, address or network interface that peers are told. Default: the environment variable
+            ``FT_TRANSPORT_ADVERTISE``, or else this host's name.
+        replica: How this replica calls itself in ``/status``.
+        token: The job token that every request must carry. Default: the environment variable ``FT_TRANSPORT_TOKEN``;
+            without it nobody is asked.
+        max_snapshots: Snapshots alive at once, each as large as the state.
+        num_copy_threads: Threads that copy and digest a snapshot.
+        chunk_bytes: Unit of fetch and of digest.
+        verify: Whether received chunks are compared with their digests.
+        max_failures: Failures in a row after which a source is given up.
+        connect_timeout: For one connection attempt.
+        stall_timeout: Longest time without progress, for sender and receiver.
+        min_bytes_per_s: A connection that delivers less is given up, so that a trickle cannot defeat the deadlines.
+        lease: How long after its last request a snapshot still counts as being fetched.
+        max_receive_bytes: The largest snapshot that is accepted. Default: this machine's memory.
+        meshes: Device meshes for received DTensors that have no counterpart in the receiver's own state.
+        on_progress: Called while receiving, after each chunk, on a receiving thread.
+    """
+
+    host: str | None = None
+    port: int = 0
+    advertise: str | None = None
+    replica: str = field(default_factory=socket.gethostname)
+    token: str | None = field(default=None, repr=False)
+    max_snapshots: int = 2
+    num_copy_threads: int = field(default_factory=default_num_threads)
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    verify: bool = True
+    max_failures: int = 4
+    connect_timeout: timedelta = timedelta(seconds=10)
+    stall_timeout: timedelta = timedelta(seconds=30)
+    min_bytes_per_s: float = 64 * 1024
+    lease: timedelta = timedelta(seconds=5)
+    max_receive_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    meshes: Sequence[DeviceMesh] = ()
+    on_progress: Callable[[FetchProgress], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_snapshots", "num_copy_threads", "chunk_bytes", "max_failures", "max_receive_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"expected {name} of at least 1, got {getattr(self, name)}")
+        for name in ("connect_timeout", "stall_timeout"):
+            if getattr(self, name) <= timedelta(0):
+                raise ConfigurationError(f"expected a positive {name}, got {getattr(self, name)}")
+        if not self.min_bytes_per_s > 0:
+            raise ConfigurationError(f"expected a positive min_bytes_per_s, got {self.min_bytes_per_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received(Generic[T]):
+    """A state that arrived whole and verified, and the committed step that it shows."""
+
+    step: int
+    state: T
+
+
+class SnapshotInProgress:
+    """A snapshot whose small parts are copied and whose large ones may still be copied in the background.
+
+    Each method is called once, in this order, on any one thread at a time: ``copy_deferred`` under the read lock,
+    then ``publish``.
+    """
+
+    def __init__(self, pending: PendingSnapshot, shelf: Shelf) -> None:
+        self._pending = pending
+        self._shelf = shelf
+
+    def copy_deferred(self) -> None:
+        """Copies what ``begin_snapshot`` left for later; the read lock may be released afterwards."""
+        try:
+            self._pending.copy_deferred()
+        except BaseException:
+            self._shelf.cancel_reservation()
+            raise
+
+    def publish(self) -> None:
+        """Digests the copy and serves it. Needs no lock."""
+        try:
+            snapshot = self._pending.finish()
+        except BaseException:
+            self._shelf.cancel_reservation()
+            raise
+        self._shelf.put(snapshot)
+
+    def abandon(self) -> None:
+        """Gives everything back without a snapshot."""
+        self._pending.abandon()
+        self._shelf.cancel_reservation()
+
+
+class HTTPTransport(Generic[T]):
+    """Serves this replica's state to others over HTTP, and receives theirs.
+
+    A drop-in for torchft's ``CheckpointTransport`` (torchft/checkpointing/transport.py): same methods, same meaning,
+    same first constructor arguments. Thread-safe.
+
+    Args:
+        timeout: Longest time that a request is held on the server, and the default deadline.
+        num_chunks: Parallel connections when receiving; 0 takes 4. (torchft's name: it splits into as many chunks.)
+        state_dict: The receiver's own state. Tensors that fit are then received into directly, which saves their
+            memory and the copy; called afresh for each ``recv_checkpoint``.
+        read_lock: Held while a snapshot is copied, so that no optimizer steps meanwhile (``Manager.read_lock``).
+        settings: Everything else.
+
+    Raises:
+        ConfigurationError: A setting cannot work, or the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta = timedelta(seconds=60),
+        num_chunks: int = 0,
+        *,
+        state_dict: Callable[[], object] | None = None,
+        read_lock: ReadLock | None = None,
+        settings: TransportSettings | None = None,
+    ) -> None:
+        if num_chunks < 0:
+            raise ConfigurationError(f"expected num_chunks of at least 0, got {num_chunks}")
+        self._timeout = timeout
+        self._num_connections = num_chunks or _DEFAULT_NUM_CONNECTIONS
+        self._state_dict = state_dict
+        self._read_lock = read_lock
+        self._settings = settings if settings is not None else TransportSettings()
+        token = self._settings.token
+        self._token = JobToken(token) if token is not None else JobToken.from_environment()
+        self._shelf = Shelf(
+            max_snapshots=self._settings.max_snapshots,
+            lease_s=self._settings.lease.total_seconds(),
+            clock=time.monotonic,
+        )
+        self._taker = SnapshotTaker(
+            max_snapshots=self._settings.max_snapshots,
+            num_threads=self._settings.num_copy_threads,
+            chunk_bytes=self._settings.chunk_bytes,
+        )
+        try:
+            self._server = SnapshotServer(
+                self._shelf,
+                host=self._settings.host,
+                port=self._settings.port,
+                advertise=self._settings.advertise,
+                replica=self._settings.replica,
+                token=self._token,
+                max_wait_s=timeout.total_seconds(),
+                stall_timeout_s=self._settings.stall_timeout.total_seconds(),
+                fresh_snapshot=None,
+            )
+        except BaseException:
+            self._taker.close()
+            raise
+        self._shutdown_lock = threading.Lock()
+        self._is_shut_down = False
+
+    def metadata(self) -> str:
+        """What a receiver needs to find this transport: ``http://host:port/checkpoint/``."""
+        return f"{self._server.address}/checkpoint/"
+
+    def address(self) -> str:
+        """The same as ``metadata`` (torchft's name)."""
+        return self.metadata()
+
+    def send_checkpoint(
+        self, dst_ranks: Sequence[int], step: int, state_dict: T | Callable[[], T], timeout: timedelta
+    ) -> None:
+        """Takes a snapshot and serves it from now on; returns when it can be fetched.
+
+        Args:
+            dst_ranks: Who will fetch it; anybody with the token may.
+            step: The committed step that the state shows.
+            state_dict: The state, or a function that returns it, called under the read lock.
+            timeout: For taking the read lock.
+
+        Raises:
+            SnapshotError: The state cannot be captured, or too many snapshots are still being fetched.
+        """
+        del dst_ranks
+        with self._read_lock(timeout) if self._read_lock is not None else contextlib.nullcontext():
+            state = state_dict() if callable(state_dict) else state_dict
+            in_progress = self.begin_snapshot(step, state)
+        in_progress.publish()
+
+    def begin_snapshot(
+        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool] | None = None
+    ) -> SnapshotInProgress:
+        """Begins a snapshot on the thread that owns the state; the caller holds the read lock.
+
+        Args:
+            step: The committed step that the state shows.
+            state: Any nesting of supported kinds.
+            deferrable: Says of a live tensor that it stays as it is while the read lock is held, so that
+                ``SnapshotInProgress.copy_deferred`` may copy it later.
+
+        Raises:
+            SnapshotError: The state cannot be captured, or too many snapshots are still being fetched.
+        """
+        self._shelf.reserve()
+        try:
+            return SnapshotInProgress(self._taker.begin(step, state, deferrable=deferrable), self._shelf)
+        except BaseException as error:
+            self._shelf.cancel_reservation()
+            if isinstance(error, TransportError) and error.step is None:
+                error.step = step
+            raise
+
+    def allow_checkpoint(self, step: int) -> None:
+        """Does nothing: a snapshot is served from the moment it is whole, under the step it was taken at."""
+
+    def disallow_checkpoint(self) -> None:
+        """Returns at once: what is served is a copy that no step can change, so nobody has to be waited for."""
+
+    def serve_fresh(self, fresh_snapshot: FreshSnapshot | None) -> None:
+        """Lets a request for ``latest`` ask for a new snapshot.
+
+        Args:
+            fresh_snapshot: Asks the owner of the state for a snapshot and returns at once, with the number
+                (``newest_sequence``) after which a snapshot is new enough. ``None``: whatever is there is served.
+        """
+        self._server.fresh_snapshot = fresh_snapshot
+
+    def newest_sequence(self) -> int:
+        """How many snapshots have been published so far."""
+        return self._shelf.newest_sequence()
+
+    def newest_step(self) -> int | None:
+        """The step of the newest snapshot, ``None`` before the first."""
+        return self._shelf.newest_step()
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        """Receives the state of ``step`` from the peer that ``metadata`` names.
+
+        Args:
+            src_rank: The peer's rank, for messages.
+            metadata: What its ``metadata()`` returned.
+            step: The step.
+            timeout: For everything, from the first connection to the last byte.
+
+        Returns:
+            The state; its tensors are the receiver's own where they were received in place.
+
+        Raises:
+            DeadlineExceededError: It took too long.
+            FetchFailedError: The peer could not deliver.
+            TransportError: Anything else; see ``ft_transport.errors``.
+        """
+        del src_rank
+        into = self._state_dict() if self._state_dict is not None else None
+        return self.fetch(metadata, step, timeout=timeout, into=into).state
+
+    def fetch(
+        self, metadata: str, step: StepSelector = "latest", *, timeout: timedelta | None = None, into: object = None
+    ) -> Received[T]:
+        """Receives a state and says which step it shows.
+
+        Args:
+            metadata: What the peer's ``metadata()`` returned.
+            step: A step, or ``latest``: the peer then takes a new snapshot if its state has moved on.
+            timeout: For everything; the transport's own by default.
+            into: The receiver's own state to receive into; its tensors must not be used until this returns.
+
+        Raises:
+            TransportError: As for ``recv_checkpoint``. If bytes had landed in ``into`` they were overwritten with NaN
+                patterns.
+        """
+        deadline_s = time.monotonic() + (timeout if timeout is not None else self._timeout).total_seconds()
+        peer = PeerAddress.from_url(metadata)
+        settings = self._fetch_settings(deadline_s)
+        while True:
+            with Connection(peer, token=settings.token, patience=settings.patience) as connection:
+                manifest = fetch_manifest(connection, step, settings)
+                try:
+                    return Received(step=manifest.step, state=cast(T, self._receive(peer, manifest, settings, into)))
+                except FetchFailedError as error:
+                    # A newer snapshot took the place of the one that this fetch was bound to: begin again with it.
+                    if not isinstance(error.failures[-1], SnapshotReplacedError):
+                        raise
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Stops serving and frees the snapshots. May be called twice.
+
+        Args:
+            wait: Whether to return only when the server's thread has ended.
+        """
+        with self._shutdown_lock:
+            if self._is_shut_down:
+                return
+            self._is_shut_down = True
+        self._server.close(wait=wait)
+        self._shelf.clear()
+        self._taker.close()
+
+    def _receive(self, peer: PeerAddress, manifest: Manifest, settings: FetchSettings, into: object) -> object:
+        restore = Restore(manifest, into=into, meshes=self._settings.meshes, max_bytes=self._settings.max_receive_bytes)
+        try:
+            fetch_data([peer], manifest, restore, settings)
+            return restore.finish()
+        except BaseException as error:
+            if restore.destination_touched:
+                restore.poison()
+                if isinstance(error, TransportError):
+                    error.destination_touched = True
+            raise
+
+    def _fetch_settings(self, deadline_s: float) -> FetchSettings:
+        settings = self._settings
+        return FetchSettings(
+            num_connections=self._num_connections,
+            verify=settings.verify,
+            max_failures=settings.max_failures,
+            token=self._token,
+            patience=Patience(
+                deadline_s=deadline_s,
+                connect_timeout_s=settings.connect_timeout.total_seconds(),
+                stall_timeout_s=settings.stall_timeout.total_seconds(),
+                min_bytes_per_s=settings.min_bytes_per_s,
+            ),
+            on_progress=settings.on_progress,
+        )
