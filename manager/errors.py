@@ -1,0 +1,162 @@
+"""What can go wrong in the manager, as one tree.
+
+    ManagerError
+    ├── LockTimeoutError    (also a TimeoutError) the state lock stayed held until the deadline
+    ├── LockOrderError      the wait asked for could only end in a deadlock, so it is refused at once
+    ├── LockNotHeldError    a section of the state lock was released twice
+    ├── RegistryError       a key is taken, unknown or missing, or the function under a key failed
+    └── StateTornError      the replica holds part of a state and must not step
+
+The fields are attributes, the sentence is made by ``str()``, and every error survives pickling, so that one can
+cross a process boundary without losing what it knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["read", "write"]
+
+_DOING: dict[Kind, str] = {"read": "reading", "write": "writing"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockHolder:
+    """One open section of the state lock, as it was when somebody asked.
+
+    Attributes:
+        kind: How the section holds the lock. A read nested in a write section counts as ``write``, since that
+            is what it does to the others.
+        what: What the section was opened for, in the words of whoever opened it.
+        thread_name: Name of the thread that opened it.
+        thread_id: ``threading.get_ident()`` of that thread.
+        age_s: Seconds since it was opened.
+    """
+
+    kind: Kind
+    what: str
+    thread_name: str
+    thread_id: int
+    age_s: float
+
+    def __str__(self) -> str:
+        """Say it as a clause that follows 'the lock is held'."""
+        return f"for {_DOING[self.kind]} by thread {self.thread_name!r} ({self.what!r}) for {self.age_s:.1f} s"
+
+
+class ManagerError(Exception):
+    """Root of everything that the manager raises on purpose."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by fields: the constructors take keywords, which the default way of pickling cannot pass."""
+        return _remake, (type(self), self.args, dict(self.__dict__))
+
+
+def _remake(error_type: type[ManagerError], args: tuple[object, ...], fields: dict[str, object]) -> ManagerError:
+    error = error_type.__new__(error_type, *args)
+    error.__dict__.update(fields)
+    return error
+
+
+class LockTimeoutError(ManagerError, TimeoutError):
+    """The state lock could not be taken before the deadline.
+
+    Attributes:
+        wanted: What the caller wanted, e.g. ``"write ('optimizer step')"``.
+        waited_s: Seconds it waited.
+        holders: Every section that was open when it gave up.
+    """
+
+    def __init__(self, *, wanted: str, waited_s: float, holders: tuple[LockHolder, ...]) -> None:
+        """Keep the fields; see the class."""
+        super().__init__()
+        self.wanted = wanted
+        self.waited_s = waited_s
+        self.holders = holders
+
+    def __str__(self) -> str:
+        """Name every holder, what it holds the lock for and since when."""
+        held = "; and ".join(str(holder) for holder in self.holders)
+        state = f"the lock is held {held}" if held else "nobody holds the lock any more"
+        return f"waited {self.waited_s:.1f} s to {self.wanted}; {state}"
+
+
+class LockOrderError(ManagerError):
+    """The thread holds a section that the one it asks for would have to wait for.
+
+    Attributes:
+        wanted: What the caller wanted, e.g. ``"write ('optimizer step')"``.
+        holders: The open sections of the calling thread.
+    """
+
+    def __init__(self, *, wanted: str, holders: tuple[LockHolder, ...]) -> None:
+        """Keep the fields; see the class."""
+        super().__init__()
+        self.wanted = wanted
+        self.holders = holders
+
+    def __str__(self) -> str:
+        """Say what the thread holds and must release first."""
+        held = "; and ".join(str(holder) for holder in self.holders)
+        return f"cannot {self.wanted} before this thread releases what it holds: the lock is held {held}"
+
+
+class LockNotHeldError(ManagerError):
+    """A section was released that is not open.
+
+    Attributes:
+        kind: Whether the section was for reading or for writing.
+        what: What it had been opened for.
+    """
+
+    def __init__(self, *, kind: Kind, what: str) -> None:
+        """Keep the fields; see the class."""
+        super().__init__()
+        self.kind: Kind = kind
+        self.what = what
+
+    def __str__(self) -> str:
+        """Name the section."""
+        return f"expected an open {self.kind} section {self.what!r} to release, but it has been released already"
+
+
+class RegistryError(ManagerError):
+    """The registry of state functions was used, or answered, wrongly.
+
+    Attributes:
+        reason: The whole sentence, which names the keys.
+        keys: The keys concerned.
+    """
+
+    def __init__(self, reason: str, *, keys: tuple[str, ...] = ()) -> None:
+        """Keep the fields; see the class."""
+        super().__init__(reason)
+        self.reason = reason
+        self.keys = keys
+
+    def __str__(self) -> str:
+        """Return the reason."""
+        return self.reason
+
+
+class StateTornError(ManagerError):
+    """The replica holds part of a state: to train on it would spread the damage, so it must not step.
+
+    Attributes:
+        step: The step whose state was being received when it failed.
+        reason: Why receiving it failed.
+    """
+
+    def __init__(self, *, step: int | str, reason: str) -> None:
+        """Keep the fields; see the class."""
+        super().__init__()
+        self.step = step
+        self.reason = reason
+
+    def __str__(self) -> str:
+        """Say which step is torn, why, and what mends it."""
+        return (
+            f"this replica holds only part of the state of step {self.step} and must not step until a whole state has "
+            f"been received: {self.reason}"
+        )

@@ -1,0 +1,169 @@
+"""The functions that give and take a replica's state, under the keys that travel with it.
+
+Rules: a key is registered once; a received state is compared with the keys before the first load function runs, so
+that a mismatch changes nothing; load functions run in the order of registration (a scheduler may rely on its
+optimizer having been loaded). The registry takes no lock: whoever calls it holds the state lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from manager.errors import RegistryError
+
+Scope = Literal["replicated", "local"]
+_SCOPES = ("replicated", "local")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateEntry:
+    """One registered pair of functions.
+
+    Attributes:
+        key: Name of this part of the state, unique in its registry over both scopes.
+        load_state_dict: Takes what ``state_dict`` of a peer (or of an earlier run) returned.
+        state_dict: Returns the present state; called afresh for every snapshot.
+        scope: ``replicated`` state is equal on every replica, ``local`` state belongs to this one.
+        on_training_thread: The functions may only be called from the training thread.
+    """
+
+    key: str
+    load_state_dict: Callable[[Any], object]
+    state_dict: Callable[[], object]
+    scope: Scope
+    on_training_thread: bool
+
+
+class StateRegistry:
+    """Keeps the state functions of one replica.
+
+    Register before training starts: registration is not synchronised with the other methods, which may be called
+    from any thread. The registry keeps the functions, and with them their objects, alive.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._entries: dict[str, StateEntry] = {}
+
+    def register(
+        self,
+        key: str,
+        load_state_dict: Callable[[Any], object],
+        state_dict: Callable[[], object],
+        *,
+        scope: Scope = "replicated",
+        on_training_thread: bool = False,
+    ) -> None:
+        """Register one pair of functions; argument order as in torchft.
+
+        Args:
+            key: A non-empty name that is not taken yet.
+            load_state_dict: See `StateEntry`; what it returns is ignored.
+            state_dict: See `StateEntry`.
+            scope: See `StateEntry`.
+            on_training_thread: See `StateEntry`.
+
+        Raises:
+            RegistryError: The key is taken or empty, or the scope is unknown.
+            TypeError: The key is no string, or one of the functions cannot be called.
+        """
+        if not isinstance(key, str):
+            raise TypeError(f"expected a str as key of a registered state, got {key!r} ({type(key).__name__})")
+        if not key:
+            raise RegistryError("expected a non-empty key for a registered state, got ''", keys=(key,))
+        if scope not in _SCOPES:
+            raise RegistryError(f"expected scope 'replicated' or 'local' for state {key!r}, got {scope!r}", keys=(key,))
+        for role, function in (("load_state_dict", load_state_dict), ("state_dict", state_dict)):
+            if not callable(function):
+                raise TypeError(f"expected a callable as {role} of state {key!r}, got {type(function).__name__}")
+        entry = StateEntry(
+            key=key,
+            load_state_dict=load_state_dict,
+            state_dict=state_dict,
+            scope=scope,
+            on_training_thread=on_training_thread,
+        )
+        taken = self._entries.setdefault(key, entry)
+        if taken is not entry:
+            raise RegistryError(
+                f"expected a new key, got {key!r}, which is registered already as {taken.scope} state", keys=(key,)
+            )
+
+    def register_object(
+        self, key: str, obj: object, *, scope: Scope = "replicated", on_training_thread: bool = False
+    ) -> None:
+        """Register the two methods of a module, optimizer, scheduler, data loader or anything like them.
+
+        Args:
+            key: As in `register`.
+            obj: Anything with ``state_dict()`` and ``load_state_dict(state)``.
+            scope: See `StateEntry`.
+            on_training_thread: See `StateEntry`.
+
+        Raises:
+            RegistryError: As in `register`.
+            TypeError: The object lacks one of the two methods, or as in `register`.
+        """
+        methods = {name: getattr(obj, name, None) for name in ("load_state_dict", "state_dict")}
+        lacking = [name for name, method in methods.items() if not callable(method)]
+        if lacking:
+            raise TypeError(
+                f"expected an object with state_dict() and load_state_dict() under key {key!r}, got "
+                f"{type(obj).__name__}, which has no {' and no '.join(lacking)}"
+            )
+        load_state_dict: Any = methods["load_state_dict"]
+        state_dict: Any = methods["state_dict"]
+        self.register(key, load_state_dict, state_dict, scope=scope, on_training_thread=on_training_thread)
+
+    def entries(self, scope: Scope | None = None) -> tuple[StateEntry, ...]:
+        """Return the entries of one scope, or of both, in the order of registration."""
+        return tuple(entry for entry in self._entries.values() if scope is None or entry.scope == scope)
+
+    def state_dict(self, scope: Scope = "replicated") -> dict[str, object]:
+        """Call the state functions of one scope.
+
+        The caller holds the state lock for reading, and keeps holding it until it has copied what it got: the
+        values are whatever the functions return, live tensors as a rule.
+
+        Returns:
+            What each function returned, by key, in the order of registration.
+        """
+        return {entry.key: entry.state_dict() for entry in self.entries(scope)}
+
+    def load_state_dict(self, state: Mapping[str, object], scope: Scope = "replicated") -> None:
+        """Hand each part of a received state to its load function.
+
+        The caller holds the state lock for writing. If a load function fails, the parts before it have been loaded
+        and those after it have not.
+
+        Args:
+            state: What `state_dict` of a replica with the same registrations returned.
+            scope: Which entries to load; the state has to match their keys exactly.
+
+        Raises:
+            RegistryError: The keys differ (nothing has been loaded then), or a load function failed (its exception
+                is the cause, and the message tells what had been loaded before).
+        """
+        entries = self.entries(scope)
+        missing = tuple(entry.key for entry in entries if entry.key not in state)
+        expected = {entry.key for entry in entries}
+        unexpected = tuple(key for key in state if key not in expected)
+        if missing or unexpected:
+            raise RegistryError(
+                f"expected {scope} state with exactly the keys {sorted(expected)}; missing: {list(missing)}, "
+                f"unexpected: {list(unexpected)}; nothing was loaded",
+                keys=missing + unexpected,
+            )
+        loaded: list[str] = []
+        for entry in entries:
+            try:
+                entry.load_state_dict(state[entry.key])
+            except Exception as error:
+                raise RegistryError(
+                    f"expected load_state_dict of {entry.key!r} to take the received state, got "
+                    f"{type(error).__name__}: {error}; loaded before it: {loaded}",
+                    keys=(entry.key,),
+                ) from error
+            loaded.append(entry.key)
