@@ -1,0 +1,334 @@
+"""The manager of one replica: who may change its state, who may read it, and when a snapshot shows a whole step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+from torch.optim import Optimizer
+
+from ft_transport import HTTPTransport, TransportError
+from manager.errors import ManagerError, RegistryError, StateTornError
+from manager.hooks import OptimizerAttachment, attach_optimizers
+from manager.registry import Scope, StateRegistry
+from manager.rwlock import StateLock
+from manager.snapshots import Snapshotter
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_USER_KEY = "user"
+_MANAGER_KEY = "manager"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """What `Manager.recover` did.
+
+    Attributes:
+        step: The committed step that this replica shows now.
+        source: The address that it came from.
+    """
+
+    step: int
+    source: str
+
+
+class Manager:
+    """Holds the lock over a replica's state, and connects the trainer with the transport.
+
+    A training loop looks like this::
+
+        manager = Manager(checkpoint_transport=HTTPTransport())
+        manager.register("model", model)
+        manager.register("optimizer", optimizer)
+        with manager.attach(optimizer):
+            for step in range(num_steps):
+                manager.start_step(step)
+                loss(model).backward()
+                optimizer.step()
+
+    `start_step` is the step boundary: what is registered then shows the committed step, and a snapshot that somebody
+    asked for begins there. The thread that calls it is the training thread. Locking methods may be called from any
+    thread; registering, attaching, `start_step`, `snapshot`, `load` and `recover` belong to the training thread.
+    """
+
+    def __init__(
+        self,
+        load_state_dict: Callable[[Any], object] | None = None,
+        state_dict: Callable[[], object] | None = None,
+        *,
+        checkpoint_transport: HTTPTransport[Any] | None = None,
+        timeout: timedelta = timedelta(seconds=60),
+    ) -> None:
+        """Make a manager without state.
+
+        Args:
+            load_state_dict: With ``state_dict``, registered under the key ``default`` (as in torchft).
+            state_dict: See ``load_state_dict``.
+            checkpoint_transport: Serves this replica's snapshots and receives others'. The manager owns it and shuts
+                it down.
+            timeout: Deadline of every wait for the lock.
+
+        Raises:
+            ValueError: Only one of the two functions was given.
+        """
+        self._timeout = timeout
+        self._lock = StateLock(timeout=timeout)
+        self._registry = StateRegistry()
+        self._attachments: list[OptimizerAttachment] = []
+        self._transport = checkpoint_transport
+        self._step = 0
+        self._training_thread: int | None = None
+        self._torn: StateTornError | None = None
+        self._snapshotter: Snapshotter | None = None
+        if (load_state_dict is None) != (state_dict is None):
+            raise ValueError("expected both load_state_dict and state_dict, or neither")
+        if load_state_dict is not None and state_dict is not None:
+            self.register_state_dict_fn("default", load_state_dict, state_dict)
+        if checkpoint_transport is not None:
+            self._snapshotter = Snapshotter(lock=self._lock, sink=checkpoint_transport, state=self.replica_state)
+            checkpoint_transport.serve_fresh(self._snapshotter.request)
+
+    # ---------------------------------------------------------------------------------------------- the lock
+
+    def allow_state_dict_read(self) -> None:
+        """Let readers in again; as torchft's method. Idempotent, from any thread."""
+        self._lock.allow()
+
+    def disallow_state_dict_read(self) -> None:
+        """Keep readers out until `allow_state_dict_read`; as torchft's method. Idempotent, from any thread.
+
+        Raises:
+            LockTimeoutError: Readers held the lock until the deadline; nothing has changed then.
+        """
+        self._lock.disallow()
+
+    def writing(
+        self, what: str = "changing the state", timeout: timedelta | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return a context manager inside which this thread may change the state. Nests.
+
+        Raises:
+            LockTimeoutError: Others held the lock until the deadline.
+        """
+        return self._lock.write(what, timeout)
+
+    def reading(self, what: str = "reading the state", timeout: timedelta | None = None) -> AbstractContextManager[Any]:
+        """Return a context manager inside which no optimizer steps. Hold it for a copy, never across a network.
+
+        Raises:
+            LockTimeoutError: A writer held the lock until the deadline.
+        """
+        return self._lock.read(what, timeout)
+
+    def read_lock(self, timeout: timedelta) -> AbstractContextManager[Any]:
+        """Return what an ``HTTPTransport`` takes as ``read_lock``."""
+        return self._lock.read("taking a snapshot", timeout)
+
+    # ---------------------------------------------------------------------------------------- what the state is
+
+    def register_state_dict_fn(
+        self,
+        key: str,
+        load_state_dict: Callable[[T], object],
+        state_dict: Callable[[], T],
+        *,
+        scope: Scope = "replicated",
+        on_training_thread: bool = False,
+    ) -> None:
+        """Register the two functions of one part of the state; as torchft's method.
+
+        Args:
+            key: Names the part; the same on every replica.
+            load_state_dict: Takes a received part. Called inside the write lock.
+            state_dict: Returns the part, live tensors as they are. Called afresh for every snapshot.
+            scope: ``replicated`` state is equal on every replica and is served to others; ``local`` state is not.
+            on_training_thread: The functions may only be called on the training thread.
+
+        Raises:
+            RegistryError: The key is taken.
+        """
+        self._registry.register(key, load_state_dict, state_dict, scope=scope, on_training_thread=on_training_thread)
+
+    def register(self, key: str, obj: object, *, scope: Scope = "replicated", on_training_thread: bool = False) -> None:
+        """Register anything with ``state_dict`` and ``load_state_dict``: a module, optimizer, scheduler, loader.
+
+        Raises:
+            RegistryError: The key is taken.
+            TypeError: The object lacks one of the methods.
+        """
+        self._registry.register_object(key, obj, scope=scope, on_training_thread=on_training_thread)
+
+    def attach(self, *optimizers: Optimizer) -> OptimizerAttachment:
+        """Make every ``step()`` of the optimizers a write section, so that nobody copies a state in the middle of one.
+
+        Their parameters and states are then cloned in the background when a snapshot is taken. So nothing else may
+        change those tensors outside a `writing` section; where something does (the parameter averaging of torchft's
+        LocalSGD and DiLoCo), leave the optimizer unattached, and its state is copied at the step boundary instead.
+
+        Returns:
+            A handle that detaches them; also a context manager.
+        """
+        attachment = attach_optimizers(self._lock, optimizers, before_step=self._refuse_torn_state)
+        self._attachments.append(attachment)
+        return attachment
+
+    def replica_state(self) -> dict[str, object]:
+        """Return the replicated state of this replica, live tensors included; the caller holds the lock.
+
+        Raises:
+            ManagerError: A state function that asked for the training thread would run on another one.
+        """
+        here = threading.get_ident()
+        if self._training_thread not in (None, here):
+            keys = [entry.key for entry in self._registry.entries("replicated") if entry.on_training_thread]
+            if keys:
+                raise ManagerError(
+                    f"expected the training thread to call the state functions of {keys}, got another one"
+                )
+        return {_USER_KEY: self._registry.state_dict("replicated"), _MANAGER_KEY: self.state_dict()}
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the manager's own counters."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Set the manager's own counters."""
+        self._step = state_dict["step"]
+
+    def current_step(self) -> int:
+        """The committed step that the state shows; the last one that `start_step` was given."""
+        return self._step
+
+    # ---------------------------------------------------------------------------------------------- snapshots
+
+    def start_step(self, step: int) -> None:
+        """The step boundary. Call it at the top of every iteration, before data is drawn and ``forward`` runs.
+
+        Args:
+            step: How many steps are committed: the state shows exactly these.
+
+        Raises:
+            StateTornError: This replica holds part of a state.
+        """
+        self._refuse_torn_state()
+        self._training_thread = threading.get_ident()
+        self._step = step
+        if self._snapshotter is not None:
+            self._snapshotter.boundary(step, self._attached_optimizers())
+
+    def snapshot(self, step: int | None = None) -> Future[None]:
+        """Take a snapshot now; the training thread calls this between two steps.
+
+        Args:
+            step: The committed step; the current one by default.
+
+        Returns:
+            Done when the snapshot can be fetched.
+
+        Raises:
+            ManagerError: There is no transport.
+            TransportError: The state cannot be captured.
+        """
+        self._refuse_torn_state()
+        if self._snapshotter is None:
+            raise ManagerError("expected a checkpoint_transport to serve the snapshot, and this manager has none")
+        self._training_thread = threading.get_ident()
+        if step is not None:
+            self._step = step
+        return self._snapshotter.take(self._step, self._attached_optimizers(), self._timeout)
+
+    # ----------------------------------------------------------------------------------------------- recovery
+
+    def recover(
+        self, metadata: str, step: int | Literal["latest"] = "latest", timeout: timedelta | None = None
+    ) -> Recovery:
+        """Receive the state of a peer into this replica's own tensors, and load it.
+
+        The lock is held for writing meanwhile: nobody is served what is only half there. If the transfer fails after
+        bytes have landed, this replica refuses to step until a recovery succeeds.
+
+        Args:
+            metadata: What the peer's transport returned from ``metadata()``.
+            step: The step to receive, or the peer's latest.
+            timeout: For all of it.
+
+        Raises:
+            TransportError: The transfer failed.
+            RegistryError: What came does not fit what is registered here.
+            ManagerError: There is no transport.
+        """
+        if self._transport is None:
+            raise ManagerError("expected a checkpoint_transport to receive with, and this manager has none")
+        deadline = timeout if timeout is not None else self._timeout
+        with self._lock.write(f"receiving step {step} from {metadata}", deadline):
+            earlier, self._torn = self._torn, StateTornError(step=step, reason="the transfer was interrupted")
+            try:
+                received = self._transport.fetch(metadata, step, timeout=deadline, into=self.replica_state())
+            except TransportError as error:
+                self._torn = StateTornError(step=step, reason=str(error)) if error.destination_touched else earlier
+                raise
+            self._load(received.state, received.step)
+        logger.info("recovered step %d from %s", received.step, metadata)
+        return Recovery(step=received.step, source=metadata)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Apply a received state inside the write lock.
+
+        Args:
+            state: What `replica_state` of a peer returned.
+
+        Raises:
+            RegistryError: It does not fit what is registered here. If a load function failed midway, this replica
+                refuses to step until another load succeeds.
+        """
+        with self._lock.write("loading a received state"):
+            self._load(state, self._step_of(state))
+
+    def shutdown(self, wait: bool = True) -> None:
+        """End the threads and the transport. May be called twice.
+
+        Args:
+            wait: Whether to return only when the server has ended.
+        """
+        if self._snapshotter is not None:
+            self._snapshotter.close()
+        if self._transport is not None:
+            self._transport.serve_fresh(None)
+            self._transport.shutdown(wait=wait)
+
+    def _load(self, state: Mapping[str, Any], step: int) -> None:
+        before = self._torn
+        user = state.get(_USER_KEY)
+        if not isinstance(user, Mapping):
+            raise RegistryError(f"expected a replica's state with the part {_USER_KEY!r}", keys=(_USER_KEY,))
+        self._torn = StateTornError(step=step, reason="loading it was interrupted")
+        try:
+            self._registry.load_state_dict(user, "replicated")
+            self.load_state_dict(state[_MANAGER_KEY])
+        except RegistryError as error:
+            self._torn = StateTornError(step=step, reason=str(error)) if error.__cause__ is not None else before
+            raise
+        self._torn = None
+
+    @staticmethod
+    def _step_of(state: Mapping[str, Any]) -> int:
+        counters = state.get(_MANAGER_KEY)
+        if not isinstance(counters, Mapping) or not isinstance(counters.get("step"), int):
+            raise RegistryError(f"expected a replica's state with the part {_MANAGER_KEY!r}", keys=(_MANAGER_KEY,))
+        step: int = counters["step"]
+        return step
+
+    def _refuse_torn_state(self) -> None:
+        if self._torn is not None:
+            raise self._torn
+
+    def _attached_optimizers(self) -> list[Optimizer]:
+        return [optimizer for attachment in self._attachments for optimizer in attachment.optimizers]

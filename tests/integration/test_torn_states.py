@@ -1,0 +1,90 @@
+"""Served bytes equal the state at one committed step, while the trainer never pauses (promise 1)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+FETCHES_PER_RECEIVER = 25
+
+
+class Script:
+    """A script in a process of its own that answers lines with lines."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def receive(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the process ended with {self._process.wait(10)}"
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=10)
+
+
+@contextmanager
+def scripts(kind: str) -> Iterator[tuple[Script, list[Script]]]:
+    running: list[Script] = []
+    try:
+        running.append(Script(str(HERE / "stepping_trainer.py"), kind))
+        url = running[0].receive()
+        running += [Script(str(HERE / "receiving_replica.py"), kind, url) for _ in range(2)]
+        yield running[0], running[1:]
+    finally:
+        for script in running:
+            script.close()
+
+
+def count_torn(fetched: list[dict[str, Any]], digests: dict[str, str]) -> int:
+    return sum(item["digest"] != digests[str(item["step"])] for item in fetched)
+
+
+@pytest.mark.timeout(240)
+def test_no_fetch_is_torn_while_the_trainer_steps_without_pause() -> None:
+    with scripts("ours") as (trainer, receivers):
+        fetched = []
+        for _ in range(FETCHES_PER_RECEIVER):
+            for receiver in receivers:
+                receiver.send("latest")
+            fetched += [receiver.receive() for receiver in receivers]
+        trainer.send("digests")
+        digests = trainer.receive()
+
+    assert len(fetched) == 2 * FETCHES_PER_RECEIVER
+    assert count_torn(fetched, digests) == 0
+    # The trainer kept going: the fetches saw it at many different steps.
+    assert len({item["step"] for item in fetched}) >= FETCHES_PER_RECEIVER // 2
+
+
+@pytest.mark.timeout(240)
+def test_the_same_check_finds_torchft_torn(torchft_ready: None) -> None:
+    with scripts("torchft") as (trainer, receivers):
+        fetched = []
+        for _ in range(3):
+            trainer.send("serve")
+            step = trainer.receive()
+            for receiver in receivers:
+                receiver.send(str(step))
+            fetched += [receiver.receive() for receiver in receivers]
+        trainer.send("digests")
+        digests = trainer.receive()
+
+    assert count_torn(fetched, digests) > 0
