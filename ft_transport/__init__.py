@@ -25,6 +25,7 @@ from ft_transport.errors import (
 )
 from ft_transport.net.client import FetchProgress
 from ft_transport.tensors.encodings import register_encoding
+from ft_transport.tensors.state_digest import state_digest
 from ft_transport.transport import HTTPTransport, Received, SnapshotInProgress, TransportSettings
 
 __all__ = [
@@ -51,4 +52,5 @@ __all__ = [
     "TransportSettings",
     "UnsupportedLeafError",
     "register_encoding",
+    "state_digest",
 ]

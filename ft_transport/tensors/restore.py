@@ -270,7 +270,8 @@ def _allocate_fresh(manifest: Manifest, direct: Mapping[int, torch.Tensor]) -> t
             end += -(-(entry.end - entry.start) // _ALIGN_BYTES) * _ALIGN_BYTES
     if not end:
         return None, offsets
-    buffer = mmap.mmap(-1, end)
+    # Private, because shared anonymous memory gets no huge pages on most systems.
+    buffer = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
         # Fewer, larger page faults: a fresh buffer of small pages is filled at a fraction of the speed.
         buffer.madvise(mmap.MADV_HUGEPAGE)
