@@ -195,6 +195,16 @@ class Manager:
                 )
         return {_USER_KEY: self._registry.state_dict("replicated"), _MANAGER_KEY: self.state_dict()}
 
+    def metadata(self) -> str:
+        """Return the address that peers recover from.
+
+        Raises:
+            ManagerError: There is no transport.
+        """
+        if self._transport is None:
+            raise ManagerError("expected a checkpoint_transport to serve this replica's state, and there is none")
+        return self._transport.metadata()
+
     def state_dict(self) -> dict[str, int]:
         """Return the manager's own counters."""
         return {"step": self._step}
