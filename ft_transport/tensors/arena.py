@@ -6,6 +6,7 @@ first; so arenas are made resident once and then reused for snapshot after snaps
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import sys
@@ -16,7 +17,7 @@ from typing import Final
 
 import torch
 
-from ft_transport.errors import SnapshotLimitError
+from ft_transport.errors import SnapshotError, SnapshotLimitError
 from ft_transport.wire.manifest import MAX_HEADER_BYTES
 
 HEADER_ROOM_BYTES: Final = -(-(MAX_HEADER_BYTES + 8) // (2 << 20)) * (2 << 20)
@@ -95,8 +96,11 @@ class ArenaPool:
 
         Raises:
             SnapshotLimitError: Every arena is taken.
+            SnapshotError: There is not enough memory, or the pool was closed.
         """
         with self._lock:
+            if self._closed:
+                raise SnapshotError("expected an open transport, got one that was shut down")
             fitting = [arena for arena in self._free if arena.capacity_bytes >= data_bytes]
             if fitting:
                 arena = min(fitting, key=lambda candidate: candidate.capacity_bytes)
@@ -113,12 +117,14 @@ class ArenaPool:
             self._num_taken += 1
         for arena in outgrown:
             arena.close()
+        page = mmap.PAGESIZE
         try:
-            page = mmap.PAGESIZE
             return Arena(max(-(-data_bytes // page) * page, page), pin=self._pin)
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 self._num_taken -= 1
+            if isinstance(error, (OSError, OverflowError)):
+                raise SnapshotError(f"expected {data_bytes} bytes of host memory for a snapshot: {error}") from error
             raise
 
     def give_back(self, arena: Arena) -> None:
@@ -152,8 +158,9 @@ def _make_resident(mapping: mmap.mmap) -> None:
         try:
             mapping.madvise(_MADV_POPULATE_WRITE)
             return
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # no memory
+                raise
             # A kernel before 5.14: touched page by page below.
-            pass
     for position in range(0, len(mapping), mmap.PAGESIZE):
         mapping[position] = 0

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Final, NamedTuple, TypeVar
 
+from ft_transport.errors import SnapshotError
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.integrity import digest
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _MIN_SHARE_BYTES: Final = 1 << 20
 """Below this a second thread costs more than it saves."""
@@ -46,9 +50,14 @@ class HostCopier:
             _copy_all(copies)
             return
         shares = _divide(copies, max(total // self._num_threads + 1, _MIN_SHARE_BYTES))
-        futures = [self._pool.submit(_copy_all, share) for share in shares]
-        for future in futures:
-            future.result()
+        futures: list[Future[None]] = []
+        try:
+            futures.extend(self._submit(_copy_all, share) for share in shares)
+            for future in futures:
+                future.result()
+        finally:
+            # A signal handler may raise here: nothing may be written any more when the caller lets go of the memory.
+            wait(futures)
 
     def digests(self, data: memoryview, chunks: ChunkTable) -> list[int]:
         """One digest per chunk of ``data``, computed by all threads."""
@@ -57,7 +66,13 @@ class HostCopier:
             start, end = chunks.range_of(index, index + 1)
             return digest(data[start:end])
 
-        return list(self._pool.map(digest_of, range(chunks.num_chunks)))
+        return [future.result() for future in [self._submit(digest_of, index) for index in range(chunks.num_chunks)]]
+
+    def _submit(self, function: Callable[[T], R], argument: T) -> Future[R]:
+        try:
+            return self._pool.submit(function, argument)
+        except RuntimeError as error:
+            raise SnapshotError("expected an open transport, got one that was shut down") from error
 
     def close(self) -> None:
         """Ends the threads after the work that they have."""

@@ -76,18 +76,25 @@ class DeviceCopier:
         hand their memory to somebody else meanwhile.
         """
         finished = []
-        for device, event in after.items():
-            stream = self._streams.setdefault(device, self._accelerator.new_stream(device))
-            stream.wait_event(event)
-            with stream:
-                for target, source in copies:
-                    if source.device == device:
-                        target.copy_(source, non_blocking=True)
-            done = self._accelerator.new_event(device)
-            done.record(stream)
-            finished.append(done)
-        for done in finished:
-            done.synchronize()
+        try:
+            for device, event in after.items():
+                if device not in self._streams:
+                    self._streams[device] = self._accelerator.new_stream(device)
+                stream = self._streams[device]
+                stream.wait_event(event)
+                done = self._accelerator.new_event(device)
+                try:
+                    with stream:
+                        for target, source in copies:
+                            if source.device == device:
+                                target.copy_(source, non_blocking=True)
+                finally:
+                    done.record(stream)
+                    finished.append(done)
+        finally:
+            # After an error too: what was queued must not write into memory that the caller then gives away.
+            for done in finished:
+                done.synchronize()
 
 
 def pinning() -> Callable[[torch.Tensor], Callable[[], None]] | None:

@@ -40,6 +40,11 @@ QUANTIZED: Final = {
 }
 """Quantized dtypes, and the integer dtype of their representation."""
 
+WHOLE_BYTE_DTYPES_BY_NAME: Final = {
+    name: dtype for name, dtype in DTYPES_BY_NAME.items() if not name.startswith(("qint", "quint"))
+}
+"""The dtypes whose elements are plain bytes; quantized ones mean nothing without their scale."""
+
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -51,6 +56,16 @@ def name_of(dtype: torch.dtype) -> str:
 def carrier_of(dtype: torch.dtype) -> torch.dtype:
     """A dtype of the same item size whose copy kernel moves bits unchanged; many small dtypes have no kernel."""
     return _CARRIERS[dtype.itemsize]
+
+
+def overlaps_itself(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two elements of the layout may be the same memory, as those of an expanded dimension are."""
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
+        if step <= reach:
+            return 0 not in shape
+        reach += (size - 1) * step
+    return False
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -6,10 +6,12 @@ tuples from classes that the receiver already has, and custom types from functio
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -36,7 +38,8 @@ DEFAULT_FACTORIES: Final[dict[str, Callable[[], object] | None]] = {
     "none": None, "list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str, "bool": bool,
     "tuple": tuple,
 }  # fmt: skip
-FACTORY_NAMES: Final = {factory: name for name, factory in DEFAULT_FACTORIES.items()}
+_NUMPY_DTYPE: Final = re.compile(r"[|<>](b1|[iufcSUV][1-9][0-9]{0,9}|[mM]8(\[[0-9]{0,9}[A-Za-z]{1,7}\])?)")
+"""The type strings that numpy gives to dtypes of plain values; ``numpy.dtype`` itself understands far more."""
 
 _LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 _MEMORY_FORMATS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.memory_format)}
@@ -93,6 +96,20 @@ def encoding_for_name(name: str) -> Encoding | None:
     return _by_name.get(name)
 
 
+def key_label(key: object) -> str:
+    """How a key of a mapping reads in a path. Runs no code of types that are not Python's own."""
+    if type(key) is str:
+        return key
+    if type(key) is tuple:
+        return f"({', '.join(key_label(item) for item in key)})"
+    if type(key) is int:
+        # Decimal digits are limited, and take time that grows with the square of their number.
+        return str(key) if key.bit_length() <= 64 else f"{key:#x}"
+    if key is None or type(key) in (bool, float, complex, bytes) or isinstance(key, np.generic):
+        return repr(key)
+    return f"<{type(key).__name__}>"
+
+
 def encode_int(value: int) -> Node:
     """An int of any size."""
     return value if -_JSON_INT_LIMIT <= value < _JSON_INT_LIMIT else BigIntNode(f"{value:x}")
@@ -146,18 +163,47 @@ def numpy_dtype(text: str) -> np.dtype[Any]:
     Raises:
         ManifestError: It names none, or one whose values are pointers or records.
     """
+    if _NUMPY_DTYPE.fullmatch(text) is None:
+        raise ManifestError(f"expected the type string of a numpy dtype of plain values, got {text[:64]!r}")
     try:
-        dtype = np.dtype(text)
-    except (TypeError, ValueError, SyntaxError) as error:
+        return np.dtype(text)
+    except (TypeError, ValueError, OverflowError) as error:
         raise ManifestError(f"expected a numpy type string, got {text[:64]!r}") from error
-    if not is_plain_numpy_dtype(dtype):
-        raise ManifestError(f"expected a numpy dtype of plain values, got {text[:64]!r}")
-    return dtype
+
+
+def numpy_values(text: str, data: bytes | bytearray) -> np.ndarray[Any, Any]:
+    """The values of dtype ``text`` that ``data`` holds, in one dimension; shares its memory.
+
+    Raises:
+        ManifestError: The dtype is unknown, or the bytes are not values of it.
+    """
+    dtype = numpy_dtype(text)
+    if len(data) % dtype.itemsize:
+        raise ManifestError(f"expected bytes of a numpy {dtype}, got {len(data)}")
+    if dtype.kind == "U" and data:
+        # numpy does not look at them before Python crashes on them.
+        code_points = np.frombuffer(data, dtype=np.dtype(f"{text[0]}u4"))
+        if int(code_points.max()) > sys.maxunicode:
+            raise ManifestError(f"expected the characters of a numpy {dtype}, got {int(code_points.max()):#x}")
+    return np.frombuffer(data, dtype=dtype)
 
 
 def is_plain_numpy_dtype(dtype: np.dtype[Any]) -> bool:
     """Whether values of the dtype are self-contained bytes that its type string describes."""
     return not dtype.hasobject and dtype.fields is None and dtype.subdtype is None and dtype.isbuiltin != 2
+
+
+def is_plain_numpy_scalar(value: np.generic[Any]) -> bool:
+    """Whether the scalar comes back from its dtype and bytes. Strings lose trailing zeros there, and empty ones all."""
+    if not is_plain_numpy_dtype(value.dtype) or not value.dtype.itemsize:
+        return False
+    match value:
+        case np.str_():
+            return not value.endswith("\0")
+        case np.bytes_():
+            return not value.endswith(b"\0")
+        case _:
+            return True
 
 
 def encode_constant(value: object) -> Node | None:
@@ -188,7 +234,9 @@ def decode_constant(node: ConstantNode) -> object:
         case "device":
             try:
                 value = torch.device(node.name)
-            except RuntimeError:
+            except (RuntimeError, Warning):  # deprecated kinds warn, and a warning may be an error
+                value = None
+            if str(value) != node.name:  # torch keeps 8 bits of an index
                 value = None
     if value is None:
         raise ManifestError(f"expected a {node.kind} of this torch {torch.__version__}, got {node.name[:64]!r}")
@@ -212,16 +260,33 @@ def decode_simple(node: BigIntNode | FloatNode | ComplexNode | StringNode | Byte
         case BytesNode():
             return bytearray(node.data) if node.mutable else node.data
         case NumpyScalarNode():
-            dtype = numpy_dtype(node.dtype)
-            if dtype.itemsize != len(node.data) or dtype.itemsize == 0:
-                raise ManifestError(f"expected {dtype.itemsize} bytes for a numpy {dtype}, got {len(node.data)}")
-            return np.frombuffer(node.data, dtype=dtype)[0]
+            values = numpy_values(node.dtype, node.data)
+            if len(values) != 1:
+                raise ManifestError(f"expected the bytes of one numpy {values.dtype}, got {len(values)}")
+            return values[0]
 
 
-def is_named_tuple_type(type_: Any) -> bool:
+def is_named_tuple_type(type_: type[Any]) -> bool:
     """Whether the type looks like ``collections.namedtuple`` or ``typing.NamedTuple`` made it."""
-    fields = getattr(type_, "_fields", None)
-    return issubclass(type_, tuple) and isinstance(fields, tuple) and all(isinstance(field, str) for field in fields)
+    fields = getattr(type_, "_fields", None) if issubclass(type_, tuple) else None
+    return isinstance(fields, tuple) and all(isinstance(field, str) for field in fields)
+
+
+def find_named_tuple_type(node: NamedTupleNode) -> type[Any] | None:
+    """The class that this process has under the node's name, if it is a named tuple of the same fields."""
+    found: Any = sys.modules.get(node.module)
+    for part in node.qualname.split("."):
+        # The plain dictionaries of modules and classes: any other look-up could run code for a name from the network
+        # (a module's __getattr__, the import behind a lazy module, a property).
+        if issubclass(type(found), ModuleType):
+            found = object.__getattribute__(found, "__dict__").get(part)
+        elif issubclass(type(found), type):
+            found = type.__getattribute__(found, "__dict__").get(part)
+        else:
+            return None
+    if not issubclass(type(found), type) or not is_named_tuple_type(found):  # isinstance asks the object
+        return None
+    return found if list(found._fields) == node.fields else None
 
 
 def named_tuple_type(node: NamedTupleNode) -> type[Any]:
@@ -230,16 +295,11 @@ def named_tuple_type(node: NamedTupleNode) -> type[Any]:
     Raises:
         ManifestError: No loaded module has it, or it has other fields.
     """
-    found: Any = sys.modules.get(node.module)
-    for part in node.qualname.split("."):
-        # vars() and not getattr(): a module's or class's __getattr__ must not run for a name from the network.
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    if (
-        not (isinstance(found, type) and is_named_tuple_type(found))
-        or list(getattr(found, "_fields", ())) != node.fields
-    ):
+    found = find_named_tuple_type(node)
+    if found is None:
         raise ManifestError(
-            f"expected the named tuple {node.module}.{node.qualname} with fields {node.fields} to be defined in this "
-            "process; import its module before receiving, or register an encoding for it"
+            f"expected the named tuple {node.module[:100]}.{node.qualname[:100]} with {len(node.fields)} fields "
+            f"{node.fields[:10]} to be defined in this process; import its module before receiving, or register an "
+            "encoding for it"
         )
     return found

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,6 +20,7 @@ from ft_transport.errors import SnapshotError, UnsupportedLeafError
 from ft_transport.tensors import encodings
 from ft_transport.tensors.dtypes import QUANTIZED, SAFETENSORS_NAMES, carrier_of, is_dense, name_of
 from ft_transport.tensors.placements import dtensor_node
+from ft_transport.tensors.views import Base, ViewKey, find_views, view_key
 from ft_transport.wire.nodes import (
     BytesNode,
     CustomNode,
@@ -37,9 +39,8 @@ from ft_transport.wire.nodes import (
     ViewNode,
 )
 
-MAX_DEPTH: Final = 200
-"""Deepest nesting accepted; both Python's and the JSON decoder's recursion stay far from their limits."""
-_DENSE_TYPES: Final = (torch.Tensor, torch.nn.Buffer)
+MAX_DEPTH: Final = 100
+"""Deepest nesting accepted: a level takes up to seven frames of Python's default thousand."""
 _INLINE_BYTES: Final = 4096
 """Longer bytes leaves go to the data, where they are copied, chunked and digested like tensors."""
 
@@ -86,76 +87,42 @@ def flatten(state: object) -> FlatState:
         UnsupportedLeafError: A leaf has no safe encoding; the error names its path.
         SnapshotError: The state contains itself or is nested too deeply.
     """
-    flattener = _Flattener({})
-    tree = flattener.encode(state, "")
-    views = _find_views(flattener.blocks)
-    if views:
-        flattener = _Flattener(views)
-        tree = flattener.encode(state, "")
-    return FlatState(tree=tree, blocks=flattener.blocks)
+    try:
+        flat = _flatten(state, {})
+        blocks = flat.blocks
+        views = find_views(blocks.names, blocks.sources, blocks.addresses, blocks.num_bytes)
+        if views:
+            flat = _flatten(state, views)
+    except RecursionError as error:
+        raise SnapshotError(f"expected a state that Python's recursion limit lets through: {error}") from error
+    except SnapshotError as error:
+        error.path = error.path or "(root)"
+        raise
+    return flat
 
 
-_ViewKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
-
-
-def _view_key(tensor: torch.Tensor) -> _ViewKey:
-    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-
-def _find_views(blocks: Blocks) -> dict[_ViewKey, torch.Tensor]:
-    """The tensors that lie inside another contiguous one of the same dtype and storage, each with that other one."""
-    if len(blocks.sources) < 2:
-        return {}
-    starts = np.array(blocks.addresses, dtype=np.int64)
-    ends = starts + np.array(blocks.num_bytes, dtype=np.int64)
-    for index in np.flatnonzero(starts == 0).tolist():
-        starts[index] = blocks.sources[index].data_ptr()
-        ends[index] = starts[index] + _extent_bytes(blocks.sources[index])
-    order = np.lexsort((-ends, starts))
-    if not (starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any():
-        return {}
-    views: dict[_ViewKey, torch.Tensor] = {}
-    base: torch.Tensor | None = None
-    base_end = 0
-    for index in order.tolist():
-        source = blocks.sources[index]
-        end = int(ends[index])
-        if base is not None and end <= base_end and end > int(starts[index]):
-            offset_bytes = source.data_ptr() - base.data_ptr()
-            if (
-                source.dtype == base.dtype
-                and source.device == base.device
-                and source.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
-                and offset_bytes % source.dtype.itemsize == 0
-            ):
-                views[_view_key(source)] = base
-        elif end > base_end and source.is_contiguous():
-            base, base_end = source, end
-    return views
-
-
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the tensor's first element to behind its last."""
-    if tensor.is_contiguous():
-        return tensor.numel() * tensor.dtype.itemsize
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.dtype.itemsize
+def _flatten(state: object, views: dict[ViewKey, Base]) -> FlatState:
+    flattener = _Flattener(views)
+    try:
+        return FlatState(tree=flattener.encode(state, ""), blocks=flattener.blocks)
+    finally:
+        # Its own methods hold it, and it holds live tensors, which must not wait for the garbage collector.
+        flattener.encoders.clear()
 
 
 class _Flattener:
-    def __init__(self, views: dict[_ViewKey, torch.Tensor]) -> None:
+    def __init__(self, views: dict[ViewKey, Base]) -> None:
         self.blocks = Blocks()
         self._views = views
         self._node_by_memory: dict[tuple[object, ...], Node] = {}
+        # Tensors whose address stands for them above, but which are no source: kept, so that nobody takes the address.
+        self._kept: list[torch.Tensor] = []
         self._names: set[str] = {"__metadata__"}
         self._open: set[int] = set()
-        self._encoders: dict[type[Any], Callable[[Any, str], Node]] = {
+        self.encoders: dict[type[Any], Callable[[Any, str], Node]] = {
             torch.Tensor: self._tensor,
-            torch.nn.Parameter: self._leaf,
-            torch.nn.Buffer: self._tensor,
-            DTensor: self._tensor,
+            torch.nn.Parameter: self._parameter,
+            DTensor: self._dtensor,
             dict: lambda value, path: self._mapping("dict", value, path),
             OrderedDict: lambda value, path: self._mapping("ordered", value, path),
             Counter: lambda value, path: self._mapping("counter", value, path),
@@ -178,31 +145,55 @@ class _Flattener:
         }
 
     def encode(self, value: object, path: str) -> Node:
-        encoder = self._encoders.get(type(value))
+        encoder = self.encoders.get(type(value))
         return encoder(value, path) if encoder is not None else self._other(value, path)
 
     def _other(self, value: object, path: str) -> Node:
         type_ = type(value)
         custom = encodings.encoding_for_type(type_)
         if custom is not None:
-            return CustomNode(custom.name, self._nested(value, path, lambda: self.encode(custom.encode(value), path)))
-        if isinstance(value, np.generic) and encodings.is_plain_numpy_dtype(value.dtype) and value.dtype.itemsize:
+            return CustomNode(custom.name, self._nested(value, path, lambda: self._custom(custom, value, path)))
+        if isinstance(value, np.generic) and encodings.is_plain_numpy_scalar(value):
             return encodings.encode_numpy_scalar(value)
         if encodings.is_named_tuple_type(type_) and isinstance(value, tuple):
-            fields: list[str] = list(type_._fields)  # type: ignore[attr-defined]
-            return NamedTupleNode(type_.__module__, type_.__qualname__, fields, self._items(value, value, path))
+            return self._named_tuple(value, path)
         constant = encodings.encode_constant(value)
         if constant is not None:
             return constant
         raise UnsupportedLeafError(
             f"expected a leaf with a safe encoding, got {type_.__module__}.{type_.__qualname__}; leave it out of the "
             "state, or give its type an encoding with register_encoding",
-            path=path or "(root)",
+            path=path,
         )
+
+    def _custom(self, custom: encodings.Encoding, value: object, path: str) -> Node:
+        try:
+            encoded = custom.encode(value)
+        except Exception as error:
+            raise SnapshotError(
+                f"the encoding {custom.name!r} failed: {type(error).__name__}: {error}", path=path
+            ) from error
+        return self.encode(encoded, path)
+
+    def _named_tuple(self, value: tuple[object, ...], path: str) -> Node:
+        type_ = type(value)
+        node = NamedTupleNode(
+            type_.__module__,
+            type_.__qualname__,
+            list(type_._fields),  # type: ignore[attr-defined]
+            self._items(value, value, path),
+        )
+        if encodings.find_named_tuple_type(node) is not type_ or getattr(value, "__dict__", None):
+            raise UnsupportedLeafError(
+                f"expected a named tuple whose class a receiver finds as {type_.__module__}.{type_.__qualname__}, with "
+                "nothing but its fields; define it at the top of a module, or register an encoding for it",
+                path=path,
+            )
+        return node
 
     def _nested(self, value: object, path: str, encode: Callable[[], Any]) -> Any:
         if id(value) in self._open:
-            raise SnapshotError("expected a tree, got a container that contains itself", path=path or "(root)")
+            raise SnapshotError("expected a tree, got a container that contains itself", path=path)
         if len(self._open) >= MAX_DEPTH:
             raise SnapshotError(f"expected at most {MAX_DEPTH} levels of nesting", path=path)
         self._open.add(id(value))
@@ -223,7 +214,11 @@ class _Flattener:
     def _sequence(
         self, kind: Literal["list", "tuple", "set", "frozenset", "size"], value: Iterable[object], path: str
     ) -> Node:
-        return SequenceNode(kind, self._items(value, value, path))
+        items = self._items(value, value, path)
+        if kind in ("set", "frozenset"):
+            # Iteration order differs between processes (hash randomisation); equal sets read the same everywhere.
+            items.sort(key=msgspec.json.encode)
+        return SequenceNode(kind, items)
 
     def _mapping_items(self, value: dict[Any, object], path: str) -> list[Node]:
         def encode() -> list[Node]:
@@ -231,8 +226,12 @@ class _Flattener:
             prefix = f"{path}." if path else ""
             for key, item in value.items():
                 # A fast lane for what nearly every key and value of a large state is.
-                name = f"{prefix}{key}"
-                items.append(key if type(key) is str and key.isascii() else self.encode(key, f"{name} (key)"))
+                if type(key) is str and key.isascii():
+                    name = prefix + key
+                    items.append(key)
+                else:
+                    name = prefix + encodings.key_label(key)
+                    items.append(self.encode(key, f"{name} (key)"))
                 if type(item) is torch.Tensor and not item.requires_grad:
                     items.append(self._plain_tensor(item, name))
                 else:
@@ -245,7 +244,9 @@ class _Flattener:
         return MappingNode(kind, self._mapping_items(value, path))
 
     def _default_dict(self, value: defaultdict[Any, object], path: str) -> Node:
-        factory = encodings.FACTORY_NAMES.get(value.default_factory)
+        factory = next(
+            (name for name, type_ in encodings.DEFAULT_FACTORIES.items() if type_ is value.default_factory), None
+        )
         if factory is None:
             raise UnsupportedLeafError(
                 f"expected a defaultdict of a builtin type, got the factory {value.default_factory!r}", path=path
@@ -259,47 +260,58 @@ class _Flattener:
         return StoredBytesNode(self._store_bytes(block, path), mutable)
 
     def _numpy_array(self, value: np.ndarray[Any, Any], path: str) -> Node:
-        if not encodings.is_plain_numpy_dtype(value.dtype):
+        if not encodings.is_plain_numpy_dtype(value.dtype) or not value.dtype.itemsize:
             raise UnsupportedLeafError(f"expected a numpy array of plain values, got dtype {value.dtype}", path=path)
         # Read afresh, because numpy memory may be read-only or of another byte order, which torch cannot wrap.
         data = bytearray(value.tobytes())
         block = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return NumpyArrayNode(self._store_bytes(block, path), value.dtype.str, value.shape)
 
-    def _leaf(self, value: torch.Tensor, path: str) -> Node:
-        node = self._tensor(value.detach(), path)
-        return LeafNode(node, parameter=True, requires_grad=value.requires_grad)
+    def _parameter(self, value: torch.Tensor, path: str) -> Node:
+        return LeafNode(self._tensor(value.detach(), path), parameter=True, requires_grad=value.requires_grad)
+
+    def _dtensor(self, value: DTensor, path: str) -> Node:
+        self._check_leaf(value, path)
+        # DTensor.clone() and friends dispatch collectively; the local shard is all that this process has.
+        node = dtensor_node(value, self._plain_tensor(value.to_local().detach(), path), path)
+        # A Parameter made of a DTensor has the class DTensor, and only isinstance tells.
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        if is_parameter or value.requires_grad:
+            return LeafNode(node, parameter=is_parameter, requires_grad=value.requires_grad)
+        return node
 
     def _tensor(self, value: torch.Tensor, path: str) -> Node:
-        if isinstance(value, DTensor):
-            # DTensor.clone() and friends dispatch collectively; the local shard is all that this process has.
-            return dtensor_node(value, self._plain_tensor(value.to_local().detach(), path), path)
         if value.requires_grad:
-            if not value.is_leaf:
-                raise UnsupportedLeafError("expected a leaf of the autograd graph, got a computed tensor", path=path)
+            self._check_leaf(value, path)
             return LeafNode(self._plain_tensor(value.detach(), path), parameter=False, requires_grad=True)
         return self._plain_tensor(value, path)
 
+    @staticmethod
+    def _check_leaf(value: torch.Tensor, path: str) -> None:
+        if value.requires_grad and not value.is_leaf:
+            raise UnsupportedLeafError("expected a leaf of the autograd graph, got a computed tensor", path=path)
+
     def _plain_tensor(self, value: torch.Tensor, path: str) -> Node:
         dtype = value.dtype
-        if value.layout is not torch.strided or value.is_meta or type(value) not in _DENSE_TYPES:
+        if value.layout is not torch.strided or value.is_meta or type(value) is not torch.Tensor:
             raise UnsupportedLeafError(
                 f"expected a dense tensor, got {type(value).__name__} of layout {value.layout} on {value.device}",
                 path=path,
             )
-        if dtype in QUANTIZED:
+        if value.is_quantized:
             return self._quantized(value, path)
-        contiguous = value.is_contiguous() and not (value.is_neg() or value.is_conj())
-        num_bytes = value.nbytes
+        is_lazy = value.is_neg() or value.is_conj()
+        contiguous = value.is_contiguous() and not is_lazy
         shape = tuple(value.shape)
         memory: tuple[object, ...] | None = None
         address = 0
-        if num_bytes:
-            if self._views:
-                base = self._views.get(_view_key(value))
-                if base is not None:
-                    return self._view(value, base, path)
+        if value.nbytes:
             start = value.data_ptr()
+            if not start:
+                raise UnsupportedLeafError("expected a tensor with memory, got one whose storage was freed", path=path)
+            base = self._views.get(view_key(value)) if self._views and not is_lazy else None
+            if base is not None:
+                return self._view(value, base)
             if contiguous:
                 memory = (start, dtype, shape)
                 address = start if value.is_cpu else 0
@@ -315,32 +327,36 @@ class _Flattener:
             node = self._described(value, path, wire_dtype, shape)
         if memory is not None:
             self._node_by_memory[memory] = node
+            if is_lazy:
+                self._kept.append(value)
         return node
 
     def _described(self, value: torch.Tensor, path: str, wire_dtype: str | None, shape: tuple[int, ...]) -> Node:
         """A tensor of which the entry alone would not say dtype or memory layout."""
         source = value.resolve_conj().resolve_neg()
-        stride = source.stride() if is_dense(shape, source.stride()) else torch.empty(shape, device="meta").stride()
-        if wire_dtype is None:
-            if not source.is_contiguous():
-                source = source.view(carrier_of(source.dtype))
-            itemsize = value.dtype.itemsize
-            entry_shape = shape if itemsize == 1 else (*shape, itemsize)
-            index = self._store(source, path, "U8", entry_shape, _host_address(source))
-        else:
+        # Holes are left out: they are memory of somebody else.
+        is_row_major = source.is_contiguous() or not is_dense(shape, source.stride())
+        stride = torch.empty(shape, device="meta").stride() if is_row_major else source.stride()
+        if wire_dtype is not None:
             index = self._store(source, path, wire_dtype, shape, _host_address(source))
-        return LayoutNode(index, name_of(value.dtype), shape, tuple(stride))
+            return TensorNode(index) if is_row_major else LayoutNode(index, name_of(value.dtype), shape, stride)
+        if not source.is_contiguous():
+            source = source.view(carrier_of(source.dtype))
+        itemsize = value.dtype.itemsize
+        entry_shape = shape if itemsize == 1 else (*shape, itemsize)
+        index = self._store(source, path, "U8", entry_shape, _host_address(source))
+        return LayoutNode(index, name_of(value.dtype), shape, stride)
 
-    def _view(self, value: torch.Tensor, base: torch.Tensor, path: str) -> Node:
-        base_node = self._plain_tensor(base, path)
-        if not isinstance(base_node, TensorNode) or value.is_neg() or value.is_conj():
-            # A view into memory that has no plain entry: stored on its own.
-            self._views.pop(_view_key(value))
-            return self._plain_tensor(value, path)
-        offset = (value.data_ptr() - base.data_ptr()) // value.dtype.itemsize
-        return ViewNode(base_node.index, tuple(value.shape), value.stride(), offset)
+    def _view(self, value: torch.Tensor, base: Base) -> Node:
+        tensor, name = base
+        node = self._plain_tensor(tensor, name)
+        assert isinstance(node, TensorNode), "a base is row-major and of a dtype that safetensors knows"
+        offset = (value.data_ptr() - tensor.data_ptr()) // value.dtype.itemsize
+        return ViewNode(node.index, tuple(value.shape), value.stride(), offset)
 
     def _quantized(self, value: torch.Tensor, path: str) -> Node:
+        if value.dtype not in QUANTIZED:
+            raise UnsupportedLeafError(f"expected a tensor of whole bytes, got dtype {value.dtype}", path=path)
         if value.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
             raise UnsupportedLeafError(
                 f"expected a tensor quantized per tensor, got {value.qscheme()}; store its integers and scales instead",
@@ -359,6 +375,9 @@ class _Flattener:
     def _store(self, source: torch.Tensor, path: str, dtype: str, shape: tuple[int, ...], address: int) -> int:
         blocks = self.blocks
         name = path or "(root)"
+        if not name.isascii():
+            # Lone surrogates, which a str key may hold, have no place in JSON.
+            name = name.encode("utf-8", "backslashreplace").decode()
         if name in self._names:
             numbered = (f"{name}#{number}" for number in count(2))
             name = next(candidate for candidate in numbered if candidate not in self._names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ft_transport.errors import RestoreError, UnsupportedLeafError
+from ft_transport.errors import ManifestError, RestoreError, UnsupportedLeafError
 from ft_transport.wire.nodes import DTensorNode, Node, Placement
 
 
@@ -116,29 +117,91 @@ class MeshResolver:
         for mesh in chain(self._meshes, (dtensor.device_mesh for dtensor in _dtensors(self._state))):
             if tuple(mesh.mesh.shape) == node.mesh_shape and mesh.mesh_dim_names == names:
                 return mesh
-        ranks = torch.tensor(node.mesh_ranks, dtype=torch.int)
-        if not dist.is_initialized() or ranks.numel() == 0 or ranks.numel() != torch.Size(node.mesh_shape).numel():
+        if not dist.is_initialized() or not _is_mesh(node):
             raise RestoreError(
                 f"expected a device mesh of shape {list(node.mesh_shape)} and names {names} in the receiver's state, "
                 "found none, and torch.distributed is not initialised to build one; receive into a state that has it",
                 path=path,
             )
         # No process group is created: a collective over this mesh is the caller's to set up.
-        mesh = DeviceMesh(node.device_type, ranks.reshape(node.mesh_shape), mesh_dim_names=names, _init_backend=False)
+        ranks = torch.tensor(node.mesh_ranks, dtype=torch.int).reshape(node.mesh_shape)
+        mesh = DeviceMesh(node.device_type, ranks, mesh_dim_names=names, _init_backend=False)
         self._meshes.append(mesh)
         return mesh
 
 
-def rebuild(local: torch.Tensor, node: DTensorNode, mesh: DeviceMesh) -> DTensor:
-    """A DTensor around ``local`` on ``mesh``; no collective runs."""
-    return DTensor.from_local(
-        local,
-        mesh,
-        decode_placements(node.placements),
-        run_check=False,
-        shape=torch.Size(node.global_shape),
-        stride=node.global_stride,
+def rebuild(local: torch.Tensor, node: DTensorNode, mesh: DeviceMesh, path: str) -> DTensor:
+    """A DTensor around ``local`` on ``mesh``; no collective runs.
+
+    Raises:
+        ManifestError: The node contradicts itself or the local shard.
+        RestoreError: The receiver stands elsewhere in the mesh, where another part belongs.
+    """
+    _check(local, node, path)
+    coordinate = mesh.get_coordinate()
+    here = list(coordinate) if coordinate is not None else None
+    if here != node.coordinate and any(placement.kind != "replicate" for placement in node.placements):
+        raise RestoreError(
+            f"expected the shard of mesh coordinate {here}, which is this process's own, got that of {node.coordinate}",
+            path=path,
+        )
+    try:
+        dtensor = DTensor.from_local(
+            local,
+            mesh,
+            decode_placements(node.placements),
+            run_check=False,
+            shape=torch.Size(node.global_shape),
+            stride=node.global_stride,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ManifestError(f"expected a global shape that torch can count: {error}", path=path) from error
+    if here is None:
+        # Outside the mesh from_local forgets the shard, which distribute_tensor, for one, leaves there.
+        dtensor._local_tensor = local
+    return dtensor
+
+
+def _is_mesh(node: DTensorNode) -> bool:
+    """Whether a mesh can be made of what the node says of it."""
+    try:
+        is_device = torch.device(node.device_type).type == node.device_type
+    except (RuntimeError, Warning):  # deprecated kinds warn, and a warning may be an error
+        is_device = False
+    names = node.mesh_dim_names
+    return (
+        is_device
+        and 0 < len(node.mesh_ranks) == math.prod(node.mesh_shape)
+        and len(set(node.mesh_ranks)) == len(node.mesh_ranks)
+        and max(node.mesh_ranks) < 2**31
+        and (names is None or len(set(names)) == len(names) == len(node.mesh_shape))
     )
+
+
+def _check(local: torch.Tensor, node: DTensorNode, path: str) -> None:
+    """Refuses a node whose numbers do not fit together; torch takes them as they are."""
+    num_dims = len(node.global_shape)
+    if not (
+        len(node.placements) == len(node.mesh_shape)
+        and num_dims == len(node.global_stride) == len(node.local_offset)
+        and (node.coordinate is None or (local.dim() == num_dims and len(node.coordinate) == len(node.mesh_shape)))
+    ):
+        raise ManifestError("expected as many placements as mesh dimensions, and one rank throughout", path=path)
+    is_sharded = [False] * num_dims
+    for placement in node.placements:
+        if placement.kind == "replicate":
+            continue
+        if placement.dim >= num_dims or (placement.kind == "strided_shard" and placement.split_factor < 1):
+            raise ManifestError(f"expected a shard of {num_dims} dimensions, got {placement}", path=path)
+        is_sharded[placement.dim] = True
+    if node.coordinate is None:  # a process outside the mesh holds an empty tensor of any rank
+        return
+    for whole, part, start, sharded in zip(node.global_shape, local.shape, node.local_offset, is_sharded, strict=True):
+        if part > whole or (part != whole and not sharded) or start > whole:
+            raise ManifestError(
+                f"expected a part of {list(node.global_shape)}, got {list(local.shape)} from {list(node.local_offset)}",
+                path=path,
+            )
 
 
 def _dtensors(state: object) -> Iterator[DTensor]:

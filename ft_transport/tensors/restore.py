@@ -7,21 +7,24 @@ fails, ``poison`` overwrites what was touched, so that a part of a state cannot 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.tensors import placements
-from ft_transport.tensors.dtypes import DTYPES_BY_SAFETENSORS_NAME
-from ft_transport.tensors.unflatten import Unflattener
+from ft_transport.tensors.dtypes import DTYPES_BY_SAFETENSORS_NAME, carrier_of, name_of, overlaps_itself
+from ft_transport.tensors.unflatten import Unflattener, as_plain
+from ft_transport.tensors.views import ViewKey, extent_bytes, has_own_memory, view_key
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import (
     DefaultDictNode,
@@ -74,7 +77,11 @@ class Restore:
         self._meshes = meshes
         self._touched = threading.Event()
         matcher = _Matcher(manifest)
-        matcher.match(manifest.tree, into)
+        try:
+            matcher.match(manifest.tree, into)
+        except RecursionError as error:
+            raise ManifestError("expected a tree that Python's recursion limit lets through") from error
+        self._is_copying = False
         self._direct = matcher.direct
         self._indirect = matcher.indirect
         self._destinations = matcher.destinations
@@ -112,14 +119,22 @@ class Restore:
             ManifestError: The tree does not agree with the tensor table or names what this process does not have.
             RestoreError: A DTensor needs a mesh that the receiver does not have.
         """
-        state = Unflattener(
+        unflattener = Unflattener(
             tensor_of=self._tensor,
             is_destination=self._is_destination,
             meshes=placements.MeshResolver(self._into, self._meshes),
-        ).build(self._manifest.tree, self._into, "")
-        with torch.no_grad():
-            for target, source in self._copies_to_targets():
-                target.copy_(source)
+        )
+        try:
+            state = unflattener.build(self._manifest.tree, self._into)
+        except RecursionError as error:
+            raise ManifestError("expected a tree that Python's recursion limit lets through") from error
+        # All that can be wrong with the snapshot is found before the first one is written.
+        sources = [self._source_of(node) for node, _ in self._indirect]
+        if self._indirect:
+            self._touched.set()
+            self._is_copying = True
+        for (_, target), source in zip(self._indirect, sources, strict=True):
+            _copy_bits(target, source)
         return state
 
     def poison(self) -> None:
@@ -131,6 +146,11 @@ class Restore:
             # A bool of all bits set is no valid bool.
             value = 1 if tensor.dtype is torch.bool else _POISON_BYTE
             ctypes.memset(tensor.data_ptr(), value, tensor.nbytes)
+        for node, target in self._indirect if self._is_copying else ():
+            bits = torch.full((self._source_of(node).nbytes,), _POISON_BYTE, dtype=torch.uint8)
+            if target.dtype is torch.bool:
+                bits.fill_(1)
+            _copy_bits(target, bits.view(target.dtype).view(target.shape))
 
     def _memory(self, index: int, offset: int, num_bytes: int) -> memoryview:
         """A part of the memory that takes entry ``index``."""
@@ -142,14 +162,11 @@ class Restore:
         return self._fresh_view[start : start + num_bytes]
 
     def _is_destination(self, index: int, tensor: torch.Tensor) -> bool:
-        return self._direct.get(index) is tensor or (index, tensor.data_ptr()) in self._destinations
+        return self._direct.get(index) is tensor or (index, view_key(tensor)) in self._destinations
 
-    def _copies_to_targets(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        for node, target in self._indirect:
-            source = self._tensor(node.index)
-            if isinstance(node, LayoutNode):
-                source = Unflattener.reinterpret(source, node)
-            yield target, source
+    def _source_of(self, node: TensorNode | LayoutNode) -> torch.Tensor:
+        source = self._tensor(node.index)
+        return Unflattener.reinterpret(source, node) if isinstance(node, LayoutNode) else source
 
     def _tensor(self, index: int) -> torch.Tensor:
         """The entry ``index`` as a tensor of its wire dtype: the receiver's own, or one in fresh memory."""
@@ -170,28 +187,40 @@ class Restore:
         return tensor.clone() if entry.end - entry.start < _KEEP_SHARED_BYTES else tensor
 
 
+class _Offer(NamedTuple):
+    """A tensor of the receiver that fits a node, and the memory from its first element to behind its last."""
+
+    node: TensorNode | LayoutNode
+    tensor: torch.Tensor
+    is_direct: bool
+    start: int
+    end: int
+
+
 class _Matcher:
     """Finds, for each entry of the table, a tensor of the receiver that can take its bytes.
 
     Attributes:
         direct: By entry, the tensor whose memory takes the bytes as they come.
         indirect: Tensors that are copied to at the end.
-        destinations: Entry and address of every tensor in ``direct`` and ``indirect``.
+        destinations: Entry and memory of every tensor in ``direct`` and ``indirect``.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self.direct: dict[int, torch.Tensor] = {}
         self.indirect: list[tuple[TensorNode | LayoutNode, torch.Tensor]] = []
-        self.destinations: set[tuple[int, int]] = set()
-        self._addresses: dict[int, int] = {}
+        self.destinations: dict[tuple[int, ViewKey], _Offer] = {}
 
     def match(self, node: Node, into: object) -> None:
         """Walks the tree and the receiver's state side by side."""
         self._collect(node, into)
-        self._drop_overlapping()
-        self.destinations.update(self._addresses.items())
-        self.destinations.update((target.index, tensor.data_ptr()) for target, tensor in self.indirect)
+        self._refuse_overlapping()
+        for offer in self.destinations.values():
+            if offer.is_direct and offer.node.index not in self.direct:
+                self.direct[offer.node.index] = offer.tensor
+            else:
+                self.indirect.append((offer.node, offer.tensor))
 
     def _collect(self, node: Node, into: object) -> None:
         match node:
@@ -234,30 +263,45 @@ class _Matcher:
         if index >= len(self._manifest.tensors):
             return  # Reported with its path when the state is built.
         entry = self._manifest.tensors[index]
-        if DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype) is not into.dtype or into.shape != entry.shape:
-            return
-        if not (into.is_cpu and into.is_contiguous()) or into.is_neg() or into.is_conj():
-            self.indirect.append((node, into))
-            return
-        address = into.data_ptr()
-        if self._addresses.setdefault(index, address) == address:
-            self.direct[index] = into
-        else:
-            self.indirect.append((node, into))
+        if into.shape == entry.shape and DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype) is into.dtype:
+            self._offer(node, into, is_row_major=True)
 
     def _consider_layout(self, node: LayoutNode, into: torch.Tensor) -> None:
-        if str(into.dtype) == f"torch.{node.dtype}" and tuple(into.shape) == node.shape and 0 not in into.stride():
-            self.indirect.append((node, into))
+        if node.index < len(self._manifest.tensors) and into.shape == node.shape and name_of(into.dtype) == node.dtype:
+            self._offer(node, into, is_row_major=False)
 
-    def _drop_overlapping(self) -> None:
-        """Of the receiver's tensors that share memory, only the first may be written by two entries."""
-        end = -1
-        for address, index in sorted((address, index) for index, address in self._addresses.items()):
-            entry = self._manifest.tensors[index]
-            if address < end and entry.end > entry.start:
-                del self.direct[index], self._addresses[index]
+    def _offer(self, node: TensorNode | LayoutNode, into: torch.Tensor, *, is_row_major: bool) -> None:
+        if not has_own_memory(into):
+            return
+        tensor = as_plain(into)
+        is_contiguous = tensor.is_contiguous()
+        if not is_contiguous and overlaps_itself(tensor.shape, tensor.stride()):
+            return
+        key = view_key(tensor)
+        num_bytes = tensor.nbytes if is_contiguous else extent_bytes(tensor)
+        if key[0] or not num_bytes:  # a storage that was freed has no address
+            is_direct = is_row_major and is_contiguous and tensor.is_cpu and not (tensor.is_neg() or tensor.is_conj())
+            self.destinations.setdefault((node.index, key), _Offer(node, tensor, is_direct, key[0], key[0] + num_bytes))
+
+    def _refuse_overlapping(self) -> None:
+        """Of the receiver's tensors that share memory, keeps the first: each byte has one entry that writes it."""
+        offers = self.destinations.values()
+        starts = np.fromiter((offer.start for offer in offers), dtype=np.int64, count=len(offers))
+        ends = np.fromiter((offer.end for offer in offers), dtype=np.int64, count=len(offers))
+        order = np.argsort(starts, kind="stable")
+        # Nearly always nothing overlaps, which this tells without looking at any pair.
+        if not (starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any():
+            return
+        keys = list(self.destinations)
+        written: dict[torch.device, int] = {}
+        for position in order.tolist():
+            offer = self.destinations[keys[position]]
+            if offer.start == offer.end:
+                continue
+            if offer.start < written.get(offer.tensor.device, 0):
+                del self.destinations[keys[position]]
             else:
-                end = max(end, address + entry.end - entry.start)
+                written[offer.tensor.device] = offer.end
 
 
 def _allocate_fresh(manifest: Manifest, direct: Mapping[int, torch.Tensor]) -> tuple[mmap.mmap | None, dict[int, int]]:
@@ -271,8 +315,22 @@ def _allocate_fresh(manifest: Manifest, direct: Mapping[int, torch.Tensor]) -> t
     if not end:
         return None, offsets
     # Private, because shared anonymous memory gets no huge pages on most systems.
-    buffer = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        buffer = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise RestoreError(f"expected {end} bytes of memory to receive into: {error}", step=manifest.step) from error
     if sys.platform == "linux":
         # Fewer, larger page faults: a fresh buffer of small pages is filled at a fraction of the speed.
-        buffer.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without them
+            buffer.madvise(mmap.MADV_HUGEPAGE)
     return buffer, offsets
+
+
+def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies to a tensor of the same dtype and shape, whatever its device, strides or dtype."""
+    target = target.detach()
+    if not (target.is_conj() or target.is_neg()):
+        # Of many small dtypes torch can copy the bits only.
+        carrier = carrier_of(target.dtype)
+        target, source = target.view(carrier), source.view(carrier)
+    target.copy_(source)

@@ -142,6 +142,7 @@ class PendingSnapshot:
         self._device_copier = device_copier
         self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
         self._deferred: list[int] = []
+        self._is_held = True
         devices = {source.device for source in flat.blocks.sources if not source.is_cpu}
         self._marks = device_copier.mark(sorted(devices, key=str)) if devices else {}
 
@@ -172,6 +173,7 @@ class PendingSnapshot:
 
     def finish(self) -> Snapshot:
         """Digests the data and encodes the header. The live state is not looked at any more."""
+        assert self._is_held, "nothing follows finish, or a failure"
         assert not self._deferred, "copy_deferred comes before finish"
         arena, pool = self._arena, self._pool
         try:
@@ -200,6 +202,7 @@ class PendingSnapshot:
         except BaseException:
             self.abandon()
             raise
+        self._is_held = False
         return Snapshot(
             step=self.step,
             snapshot_id=snapshot_id,
@@ -211,9 +214,11 @@ class PendingSnapshot:
         )
 
     def abandon(self) -> None:
-        """Gives the arena back without a snapshot."""
-        self._flat.blocks.sources.clear()
-        self._pool.give_back(self._arena)
+        """Gives the arena back without a snapshot. Does nothing after ``finish`` or a failure."""
+        if self._is_held:
+            self._is_held = False
+            self._flat.blocks.sources.clear()
+            self._pool.give_back(self._arena)
 
     def _copy(self, indices: range | list[int]) -> None:
         blocks = self._flat.blocks

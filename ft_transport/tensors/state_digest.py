@@ -33,5 +33,7 @@ def state_digest(state: object) -> int:
         hasher.update(f"{name}\0{dtype}\0{shape}\0".encode())
         if source.nbytes:
             host = source.detach().view(carrier_of(source.dtype)).cpu().contiguous()
-            hasher.update(host.reshape(-1).view(torch.uint8).numpy().data)
+            # A single element may have any stride, which the view as bytes does not take.
+            flat_host = host.as_strided((host.numel(),), (1,))
+            hasher.update(flat_host.view(torch.uint8).numpy().data)
     return hasher.intdigest()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from ft_transport.errors import ManifestError, RestoreError
+from ft_transport.errors import ManifestError, RestoreError, TransportError
 from ft_transport.tensors import encodings
-from ft_transport.tensors.dtypes import DTYPES_BY_NAME, QUANTIZED, is_dense
+from ft_transport.tensors.dtypes import DTYPES_BY_NAME, QUANTIZED, WHOLE_BYTE_DTYPES_BY_NAME, carrier_of, is_dense
 from ft_transport.tensors.placements import MeshResolver, matches, rebuild
+from ft_transport.tensors.views import has_own_memory, view_key
 from ft_transport.wire.nodes import (
     BigIntNode,
     BytesNode,
@@ -39,6 +41,8 @@ from ft_transport.wire.nodes import (
     ViewNode,
 )
 
+_MAX_LABEL_CHARACTERS: Final = 200
+
 
 class Unflattener:
     """Builds one state. Not thread-safe.
@@ -62,7 +66,7 @@ class Unflattener:
         self._meshes = meshes
         self._tensors: dict[Node, torch.Tensor] = {}
 
-    def build(self, node: Node, into: object, path: str) -> object:
+    def build(self, node: Node, into: object, path: str = "") -> object:
         """The value that ``node`` describes.
 
         Args:
@@ -75,6 +79,13 @@ class Unflattener:
             ManifestError: The node contradicts the tensor table or itself.
             RestoreError: It needs something that the receiver does not have.
         """
+        try:
+            return self._build(node, into, path)
+        except TransportError as error:
+            error.path = error.path or path or "(root)"
+            raise
+
+    def _build(self, node: Node, into: object, path: str) -> object:
         match node:
             case None | bool() | int() | float() | str():
                 return node
@@ -120,14 +131,17 @@ class Unflattener:
         Raises:
             ManifestError: The bytes are not as many as dtype and shape need.
         """
-        dtype = DTYPES_BY_NAME.get(node.dtype)
+        dtype = WHOLE_BYTE_DTYPES_BY_NAME.get(node.dtype)
         if dtype is None:
             raise ManifestError(f"expected a dtype of torch {torch.__version__}, got {node.dtype[:64]!r}")
-        if torch.Size(node.shape).numel() * dtype.itemsize != stored.nbytes:
+        if math.prod(node.shape) * dtype.itemsize != stored.nbytes:
             raise ManifestError(f"expected bytes for {node.dtype}{list(node.shape)}, got {stored.nbytes}")
-        if dtype is stored.dtype:
-            return stored.view(node.shape)
-        return stored.reshape(-1).view(torch.uint8).view(dtype).view(node.shape)
+        try:
+            # Not reshape: a single element may have any stride, which the view as bytes does not take.
+            flat = stored.detach().as_strided((stored.numel(),), (1,))
+            return flat.view(torch.uint8).view(dtype).view(node.shape)
+        except RuntimeError as error:  # an empty shape with sizes beyond what torch can count
+            raise ManifestError(f"expected a shape that torch can count, got {list(node.shape)}") from error
 
     def _stored(self, index: int, path: str) -> torch.Tensor:
         key = TensorNode(index)
@@ -139,21 +153,17 @@ class Unflattener:
         return self._tensors[key]
 
     def _tensor(self, node: TensorNode | LayoutNode | ViewNode, into: object, path: str) -> torch.Tensor:
-        if isinstance(into, torch.Tensor) and self._fits(node, into):
-            return into
+        # A view is never a destination of its own: it shows what its base was given.
+        receiver = as_plain(into) if has_own_memory(into) else None
+        if receiver is not None and type(node) is not ViewNode and self._is_destination(node.index, receiver):
+            return receiver
         known = self._tensors.get(node)
         if known is None:
             known = self._make_tensor(node, path)
             self._tensors[node] = known
+        if receiver is not None and known.numel() and view_key(receiver) == view_key(known):
+            return receiver
         return known
-
-    def _fits(self, node: TensorNode | LayoutNode | ViewNode, into: torch.Tensor) -> bool:
-        """Whether the receiver's own tensor is one that the data was, or will be, put into."""
-        match node:
-            case TensorNode() | LayoutNode():
-                return self._is_destination(node.index, into)
-            case ViewNode():
-                return False
 
     def _make_tensor(self, node: TensorNode | LayoutNode | ViewNode, path: str) -> torch.Tensor:
         stored = self._stored(node.index, path)
@@ -166,21 +176,21 @@ class Unflattener:
                 if len(node.shape) != len(node.stride):
                     raise ManifestError("expected as many strides as dimensions", path=path)
                 last = sum((size - 1) * step for size, step in zip(node.shape, node.stride, strict=True))
-                if 0 in node.shape or node.offset + last >= stored.numel():
+                if 0 in node.shape or math.prod(node.shape) >= 2**62 or node.offset + last >= stored.numel():
                     raise ManifestError(f"expected a view inside {stored.numel()} elements, got {node}", path=path)
-                return stored.as_strided(node.shape, node.stride, stored.storage_offset() + node.offset)
+                return stored.detach().as_strided(node.shape, node.stride, stored.storage_offset() + node.offset)
 
     @staticmethod
     def _laid_out(tensor: torch.Tensor, node: LayoutNode, path: str) -> torch.Tensor:
+        if tensor.stride() == node.stride:
+            return tensor
         if len(node.stride) != len(node.shape) or not is_dense(node.shape, node.stride):
             raise ManifestError(f"expected strides of a dense layout, got {node.stride} for {node.shape}", path=path)
-        if tensor.stride() == node.stride or tensor.numel() == 0:
-            return tensor
         # Expanded dimensions are stored repeated; one copy of each element is enough.
         compact = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in node.stride)]
         laid_out = torch.empty_strided(compact.shape, node.stride, dtype=tensor.dtype)
-        itemsize_view = torch.uint8 if tensor.dtype.itemsize == 1 else tensor.dtype
-        laid_out.view(itemsize_view).copy_(compact.view(itemsize_view))
+        carrier = carrier_of(tensor.dtype)
+        laid_out.view(carrier).copy_(compact.view(carrier))
         return laid_out.as_strided(node.shape, node.stride)
 
     def _pairs(self, items: Sequence[Node], into: object, path: str) -> Iterator[tuple[Any, object]]:
@@ -189,12 +199,17 @@ class Unflattener:
         counterparts: Mapping[Any, object] = into if isinstance(into, Mapping) else {}
         for key_node, value_node in zip(items[::2], items[1::2], strict=True):
             key: Any = key_node if type(key_node) is str else self.build(key_node, None, path)
-            name = f"{path}.{key}" if path else str(key)
+            label = (key if type(key) is str else encodings.key_label(key))[:_MAX_LABEL_CHARACTERS]
+            name = f"{path}.{label}" if path else label
             try:
                 counterpart = counterparts.get(key)
             except TypeError:
                 raise ManifestError(f"expected a hashable key, got {type(key).__name__}", path=path) from None
-            yield key, self.build(value_node, counterpart, name)
+            # A fast lane for what nearly every item of a large state is.
+            if type(value_node) is TensorNode:
+                yield key, self._tensor(value_node, counterpart, name)
+            else:
+                yield key, self.build(value_node, counterpart, name)
 
     def _mapping(self, node: MappingNode, into: object, path: str) -> object:
         pairs = self._pairs(node.items, into, path)
@@ -229,7 +244,7 @@ class Unflattener:
                     return frozenset(items)
                 case "size":
                     return torch.Size(items)  # type: ignore[arg-type]
-        except TypeError as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ManifestError(f"expected the items of a {node.kind}: {error}", path=path) from error
 
     def _bytes_of(self, index: int, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -239,11 +254,13 @@ class Unflattener:
         return stored.reshape(-1).numpy()
 
     def _numpy_array(self, node: NumpyArrayNode, path: str) -> np.ndarray[Any, Any]:
-        dtype = encodings.numpy_dtype(node.dtype)
-        data = self._bytes_of(node.index, path)
-        if torch.Size(node.shape).numel() * dtype.itemsize != data.nbytes:
-            raise ManifestError(f"expected bytes for {dtype}{list(node.shape)}, got {data.nbytes}", path=path)
-        return np.frombuffer(bytearray(data), dtype=dtype).reshape(node.shape)
+        values = encodings.numpy_values(node.dtype, bytearray(self._bytes_of(node.index, path)))
+        if math.prod(node.shape) != len(values):
+            raise ManifestError(f"expected values for {list(node.shape)}, got {len(values)}", path=path)
+        try:
+            return values.reshape(node.shape)
+        except ValueError as error:  # more dimensions, or an empty shape with larger sizes, than numpy can count
+            raise ManifestError(f"expected a shape that numpy can count, got {list(node.shape)}") from error
 
     def _custom(self, node: CustomNode, path: str) -> object:
         encoding = encodings.encoding_for_name(node.name)
@@ -252,42 +269,71 @@ class Unflattener:
                 f"expected the encoding {node.name[:64]!r} to be registered in this process (register_encoding)",
                 path=path,
             )
-        return encoding.decode(self.build(node.value, None, path))
+        value = self.build(node.value, None, path)
+        try:
+            return encoding.decode(value)
+        except TransportError:
+            raise
+        except Exception as error:
+            raise RestoreError(
+                f"the encoding {encoding.name!r} could not decode what came: {type(error).__name__}: {error}", path=path
+            ) from error
 
     def _quantized(self, node: QuantizedNode, path: str) -> torch.Tensor:
         dtype = DTYPES_BY_NAME.get(node.dtype)
-        values = self.build(node.values, None, path)
+        # Copied below: a view or an expanded tensor may be larger than what was sent.
+        values = self.build(node.values, None, path) if isinstance(node.values, (TensorNode, LayoutNode)) else None
         integers = QUANTIZED.get(dtype) if dtype is not None else None
         if integers is None or not isinstance(values, torch.Tensor) or values.dtype != integers:
             raise ManifestError(f"expected the integers of a quantized tensor, got {node.dtype[:64]!r}", path=path)
-        scale = encodings.float_from_bits(node.scale_bits)
-        return torch._make_per_tensor_quantized_tensor(values, scale, node.zero_point)
+        if abs(node.zero_point) >= 2**31:
+            raise ManifestError(f"expected a zero point of 32 bits, got {node.zero_point}", path=path)
+        try:
+            return torch._make_per_tensor_quantized_tensor(
+                values, encodings.float_from_bits(node.scale_bits), node.zero_point
+            )
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ManifestError(f"expected a scale and zero point for {node.dtype}: {error}", path=path) from error
 
     def _leaf(self, node: LeafNode, into: object, path: str) -> torch.Tensor:
-        if isinstance(into, torch.Tensor):
-            value = self.build(node.value, into.detach(), path)
-            if isinstance(value, torch.Tensor) and value.data_ptr() == into.data_ptr() and value.shape == into.shape:
-                return into
-        else:
-            value = self.build(node.value, None, path)
+        receiver = into.detach() if isinstance(into, torch.Tensor) else None
+        value = self.build(node.value, receiver, path)
+        if (
+            isinstance(into, torch.Tensor)
+            and value is receiver
+            and into.is_leaf
+            and into.requires_grad == node.requires_grad
+            and isinstance(into, torch.nn.Parameter) == node.parameter
+        ):
+            return into
         if not isinstance(value, torch.Tensor):
             raise ManifestError(f"expected a tensor, got {type(value).__name__}", path=path)
         if node.requires_grad and not (value.is_floating_point() or value.is_complex()):
             raise ManifestError(f"expected a floating-point tensor to require grad, got {value.dtype}", path=path)
+        # One parameter at several places stays one; a tensor's node is all that names it.
+        is_named = isinstance(node.value, (TensorNode, LayoutNode, ViewNode))
+        if is_named and node in self._tensors:
+            return self._tensors[node]
         if node.parameter:
-            return torch.nn.Parameter(value, requires_grad=node.requires_grad)
-        return value.detach().requires_grad_(node.requires_grad)
-
-    def _dtensor(self, node: DTensorNode, into: object, path: str) -> DTensor:
-        if isinstance(into, DTensor) and matches(into, node):
-            local = self.build(node.local, into.to_local().detach(), path)
-            if isinstance(local, torch.Tensor) and local.data_ptr() == into.to_local().data_ptr():
-                return into
+            leaf: torch.Tensor = torch.nn.Parameter(value, requires_grad=node.requires_grad)
         else:
-            local = self.build(node.local, None, path)
-        if not isinstance(local, torch.Tensor):
+            leaf = value.detach().requires_grad_(node.requires_grad)
+        if is_named:
+            self._tensors[node] = leaf
+        return leaf
+
+    def _dtensor(self, node: DTensorNode, into: object, path: str) -> torch.Tensor:
+        receiver = into.to_local().detach() if isinstance(into, DTensor) and matches(into, node) else None
+        local = self.build(node.local, receiver, path)
+        if isinstance(into, DTensor) and receiver is not None and local is receiver:
+            return as_plain(into)
+        if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
             raise ManifestError(f"expected a local shard, got {type(local).__name__}", path=path)
-        try:
-            return rebuild(local, node, self._meshes.resolve(node, path))
-        except (RuntimeError, ValueError, AssertionError) as error:
-            raise ManifestError(f"expected a shard that fits its placements: {error}", path=path) from error
+        return rebuild(local.detach(), node, self._meshes.resolve(node, path), path)
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or without what makes it a Parameter or a leaf, where it was sent as neither."""
+    if type(tensor) is torch.Tensor and not tensor.requires_grad:
+        return tensor
+    return tensor.detach() if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else tensor

@@ -164,6 +164,8 @@ class FetchMachine:
             self._stop = Stop(None)
 
     def _request_failed(self, worker: WorkerIndex, error: TransportError) -> None:
+        if worker not in self._assignments:
+            return  # All its chunks had landed: what broke behind them costs nothing.
         assignment = self._release(worker)
         self._missing.insert(0, (assignment.next, assignment.end))
         self._num_missing += assignment.end - assignment.next

@@ -28,6 +28,9 @@ FORMAT_VERSION: Final = 1
 MAX_HEADER_BYTES: Final = 100_000_000
 """The limit of the safetensors library itself (``MAX_HEADER_SIZE`` in its ``tensor.rs``)."""
 
+MAX_ITEMS: Final = 2**48
+"""Bound on the product of an empty tensor's other sizes, whose strides torch computes in 64 bits."""
+
 ITEM_BITS: Final[dict[str, int]] = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
@@ -39,7 +42,7 @@ _PREFIX: Final = "ft_transport."
 _RESERVED_NAME: Final = "__metadata__"
 
 
-class TensorEntry(Struct, frozen=True):
+class TensorEntry(Struct, frozen=True, gc=False):
     """One tensor of the table: its safetensors name and dtype, shape, and byte range in the data, half-open."""
 
     name: str
@@ -82,7 +85,7 @@ class Manifest:
         return self.header_bytes + self.data_bytes
 
 
-class _HeaderEntry(Struct, frozen=True):
+class _HeaderEntry(Struct, frozen=True, gc=False):
     dtype: str
     shape: Dimensions
     data_offsets: tuple[Count, Count]
@@ -226,7 +229,12 @@ def _decode_table(header: dict[str, Raw], peer: str | None) -> tuple[TensorEntry
         bits = ITEM_BITS.get(tensor.dtype)
         if bits is None:
             raise ManifestError(f"expected a known dtype, got {tensor.dtype[:64]!r}", peer=peer, path=tensor.name)
-        expected_end = expected_start + math.prod(tensor.shape) * bits // 8
+        num_items = math.prod(tensor.shape)
+        if not num_items and math.prod(size for size in tensor.shape if size) > MAX_ITEMS:
+            raise ManifestError(
+                f"expected a shape that can be counted, got {list(tensor.shape)}", peer=peer, path=tensor.name
+            )
+        expected_end = expected_start + num_items * bits // 8
         if (tensor.start, tensor.end) != (expected_start, expected_end):
             raise ManifestError(
                 f"expected bytes [{expected_start}, {expected_end}) for {tensor.dtype}{list(tensor.shape)}, got "

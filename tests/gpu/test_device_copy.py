@@ -1,0 +1,136 @@
+"""On a real device: ordered behind the queued work, into pinned memory, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from state_equality import exact
+from state_tools import file_of, file_of_state, open_taker, receive
+from torch import nn
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def _queue_work() -> None:
+    """Keeps the training stream busy for a while after this returns."""
+    torch.cuda._sleep(200_000_000)
+
+
+def _on_host(value: Any) -> Any:
+    return {name: tensor.cpu() for name, tensor in value.items()}
+
+
+def test_a_snapshot_shows_the_kernels_that_were_only_queued() -> None:
+    parameter = torch.zeros(1 << 22, device="cuda")
+    with open_taker() as taker:
+        taker.take(0, parameter).close()  # the arena is there, so that nothing else waits for the device
+        for step in range(1, 6):
+            _queue_work()
+            parameter.add_(1)
+            snapshot = taker.take(step, parameter)
+            # Whatever the trainer does from here on comes too late.
+            parameter.add_(0)
+            received = receive(file_of(snapshot))
+            assert torch.equal(received, torch.full((1 << 22,), float(step)))
+            snapshot.close()
+
+
+def test_the_training_stream_is_not_waited_for_beyond_the_boundary() -> None:
+    parameter = torch.ones(1 << 20, device="cuda")
+    with open_taker() as taker:
+        taker.take(0, parameter).close()
+        torch.cuda.synchronize()
+        pending = taker.begin(1, parameter, deferrable=lambda tensor: True)
+        _queue_work()
+        later = torch.cuda.Event()
+        later.record()
+        pending.copy_deferred()
+        assert not later.query(), "the copy waited for work that was queued after the boundary"
+        snapshot = pending.finish()
+        assert receive(file_of(snapshot)).sum() == 1 << 20
+        snapshot.close()
+        torch.cuda.synchronize()
+
+
+def test_deferred_copies_from_another_thread_are_complete_when_they_return() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    parameter = torch.zeros(1 << 22, device="cuda")
+    with open_taker() as taker, ThreadPoolExecutor(1) as pool:
+        for step in range(1, 6):
+            _queue_work()
+            parameter.fill_(float(step))
+            pending = taker.begin(step, parameter, deferrable=lambda tensor: True)
+            pool.submit(pending.copy_deferred).result()
+            parameter.fill_(-1)
+            snapshot = pending.finish()
+            assert receive(file_of(snapshot)).unique().tolist() == [float(step)]
+            snapshot.close()
+
+
+def test_the_arena_is_pinned_while_it_lives() -> None:
+    with open_taker() as taker:
+        pending = taker.begin(1, torch.ones(1000, device="cuda"))
+        assert pending._arena.data.is_pinned()
+        pending.finish().close()
+
+
+def test_every_dtype_and_layout_comes_back_from_the_device() -> None:
+    whole = torch.randint(0, 255, (4 * 6 * 16,), dtype=torch.uint8, device="cuda")
+    state: dict[str, torch.Tensor] = {
+        str(dtype): whole.view(dtype)
+        for dtype in (torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint32)
+    }
+    grid = torch.randn(4, 6, device="cuda")
+    state |= {
+        "transposed": grid.t(),
+        "with holes": grid[:, ::2],
+        "expanded": grid[0].expand(3, 6),
+        "view": grid[1:3],
+        "grid": grid,
+        "conjugate": torch.randn(3, dtype=torch.complex64, device="cuda").conj(),
+        "complex128": torch.randn(2, 3, dtype=torch.complex128, device="cuda").t(),
+        "empty": torch.zeros(0, 3, device="cuda"),
+        "host": torch.ones(3),
+    }
+    assert exact(receive(file_of_state(state))) == exact(_on_host(state))
+
+
+def test_a_receiver_on_the_device_gets_the_bits_into_its_own_tensors() -> None:
+    state = {"a": torch.randn(100, 3), "b": torch.randn(3, 4).t(), "n": torch.tensor([float("nan"), -0.0])}
+    own = {name: torch.zeros_like(tensor).cuda() for name, tensor in state.items()}
+    received = receive(file_of_state({name: tensor.cuda() for name, tensor in state.items()}), into=own)
+    assert exact(_on_host(received)) == exact(state)
+    assert all(received[name] is own[name] for name in own)
+
+
+def test_a_trainer_on_the_device_continues_as_if_nothing_had_happened() -> None:
+    torch.manual_seed(3)
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).cuda()
+        return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        batch = torch.randn(16, 8, generator=torch.Generator().manual_seed(number)).cuda()
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = make()
+    for number in range(2):
+        step(model, optimizer, number)
+    with open_taker() as taker:
+        snapshot = taker.take(2, {"m": model.state_dict(), "o": optimizer.state_dict()})
+        file = file_of(snapshot)
+        snapshot.close()
+    fresh, fresh_optimizer = make()
+    received = receive(file)
+    fresh.load_state_dict(received["m"])
+    fresh_optimizer.load_state_dict(received["o"])
+    for number in range(2, 4):
+        step(model, optimizer, number)
+        step(fresh, fresh_optimizer, number)
+    assert exact(fresh.state_dict()) == exact(model.state_dict())

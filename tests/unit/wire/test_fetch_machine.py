@@ -1,0 +1,336 @@
+"""The fetch machine: every chunk is fetched once, whatever fails; nobody waits for what will not come."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_transport.errors import (
+    DeadlineExceededError,
+    FetchFailedError,
+    IntegrityError,
+    PeerAuthenticationError,
+    PeerUnreachableError,
+    SnapshotReplacedError,
+    TransportError,
+)
+from ft_transport.wire.fetch import (
+    MAX_CHUNKS_PER_REQUEST,
+    Aborted,
+    ChunkVerified,
+    FetchChunks,
+    FetchMachine,
+    RequestFailed,
+    Stop,
+    Wait,
+    WorkerIndex,
+)
+
+Verified: TypeAlias = list[int]
+
+
+def _machine(num_chunks: int, sources: int = 1, workers: int = 1, max_failures: int = 3) -> FetchMachine:
+    return FetchMachine(
+        num_chunks=num_chunks,
+        sources=[f"host{index}:1" for index in range(sources)],
+        num_workers=workers,
+        max_failures=max_failures,
+    )
+
+
+def _lost(source: int = 0) -> PeerUnreachableError:
+    return PeerUnreachableError("the connection broke", peer=f"host{source}:1")
+
+
+def _damaged(chunk: int) -> IntegrityError:
+    return IntegrityError("damaged", chunk=chunk, expected=1, actual=2, peer="host0:1", step=1)
+
+
+def _fetch(machine: FetchMachine, worker: int = 0) -> FetchChunks:
+    instruction = machine.next(WorkerIndex(worker))
+    assert isinstance(instruction, FetchChunks)
+    return instruction
+
+
+def _verify(machine: FetchMachine, worker: int, request: FetchChunks) -> None:
+    for _ in range(request.first, request.end):
+        machine.receive(ChunkVerified(WorkerIndex(worker)))
+
+
+def _fail(machine: FetchMachine, worker: int, error: TransportError) -> None:
+    machine.receive(RequestFailed(WorkerIndex(worker), error))
+
+
+def test_without_data_it_is_done_at_once() -> None:
+    machine = _machine(0)
+    assert machine.next(WorkerIndex(0)) == Stop(None)
+    assert machine.stopped == Stop(None)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 15, 16, 17, 31, 33, 64, 257])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_every_chunk_is_assigned_exactly_once(num_chunks: int, workers: int) -> None:
+    machine = _machine(num_chunks, workers=workers)
+    chunks: list[int] = []
+    sizes = []
+    while machine.stopped is None:
+        for worker in range(workers):
+            instruction = machine.next(WorkerIndex(worker))
+            if isinstance(instruction, FetchChunks):
+                assert instruction.delay_s == 0
+                chunks += range(instruction.first, instruction.end)
+                sizes.append(instruction.end - instruction.first)
+                _verify(machine, worker, instruction)
+    assert sorted(chunks) == list(range(num_chunks))
+    assert machine.stopped == Stop(None)
+    assert max(sizes) <= MAX_CHUNKS_PER_REQUEST
+    # Large requests first, single chunks at the end, so that no worker is left with a long one.
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == 1
+
+
+def test_a_worker_waits_while_another_has_the_last_chunks() -> None:
+    machine = _machine(2, workers=3)
+    first, second = _fetch(machine, 0), _fetch(machine, 1)
+    assert machine.next(WorkerIndex(2)) == Wait()
+    _fail(machine, 1, _lost())
+    # What failed is there for whoever asks first.
+    assert (_fetch(machine, 2).first, _fetch_range(second)) == (second.first, (1, 2))
+    _verify(machine, 0, first)
+    assert machine.next(WorkerIndex(0)) == Wait()
+    _verify(machine, 2, second)
+    assert machine.next(WorkerIndex(0)) == Stop(None)
+
+
+def _fetch_range(request: FetchChunks) -> tuple[int, int]:
+    return request.first, request.end
+
+
+def test_a_broken_request_keeps_what_was_verified() -> None:
+    machine = _machine(64)
+    request = _fetch(machine)
+    assert _fetch_range(request) == (0, 16)
+    for _ in range(5):
+        machine.receive(ChunkVerified(WorkerIndex(0)))
+    _fail(machine, 0, _lost())
+    assert _fetch_range(_fetch(machine)) == (5, 16)
+
+
+def test_retries_come_later_and_later_but_not_without_end() -> None:
+    machine = _machine(1, max_failures=12)
+    delays = []
+    for _ in range(11):
+        delays.append(_fetch(machine).delay_s)
+        _fail(machine, 0, _lost())
+    assert delays[0] == 0
+    assert delays == sorted(delays)
+    assert delays[1] < delays[2] < delays[3]
+    assert delays[-1] == delays[-2] <= 2
+
+
+def test_progress_makes_a_source_trusted_again() -> None:
+    machine = _machine(100, max_failures=2)
+    for _ in range(30):
+        assert _fetch(machine).delay_s <= 0.05
+        machine.receive(ChunkVerified(WorkerIndex(0)))
+        _fail(machine, 0, _lost())
+    assert machine.stopped is None
+
+
+def test_when_all_sources_fail_the_error_names_them_and_every_failure() -> None:
+    machine = _machine(3, sources=2, max_failures=2)
+    for _ in range(4):
+        source = _fetch(machine).source
+        _fail(machine, 0, _lost(source))
+    assert machine.stopped is not None
+    error = machine.stopped.error
+    assert isinstance(error, FetchFailedError)
+    assert len(error.failures) == 4
+    assert {failure.peer for failure in error.failures} == {"host0:1", "host1:1"}
+    text = str(error)
+    assert "host0:1, host1:1" in text
+    assert "3 chunks are missing" in text
+    assert "failure 4: the connection broke" in text
+    assert machine.next(WorkerIndex(0)) is machine.stopped
+
+
+def test_of_very_many_failures_the_last_are_kept() -> None:
+    machine = _machine(1000, max_failures=2)
+    for number in range(200):  # of requests for 16 chunks
+        _fetch(machine)
+        machine.receive(ChunkVerified(WorkerIndex(0)))
+        _fail(machine, 0, PeerUnreachableError(f"number {number}"))
+    _fetch(machine)
+    _fail(machine, 0, PeerUnreachableError("the last"))
+    assert machine.stopped is not None
+    assert isinstance(machine.stopped.error, FetchFailedError)
+    assert len(machine.stopped.error.failures) <= 10
+    assert machine.stopped.error.failures[-1].message == "the last"
+
+
+def test_the_other_source_takes_over_the_rest() -> None:
+    machine = _machine(40, sources=2, workers=2, max_failures=2)
+    done: Verified = []
+    while machine.stopped is None:
+        for worker in range(2):
+            instruction = machine.next(WorkerIndex(worker))
+            if not isinstance(instruction, FetchChunks):
+                continue
+            if instruction.source == 0:
+                _fail(machine, worker, _lost())
+                continue
+            done += range(instruction.first, instruction.end)
+            _verify(machine, worker, instruction)
+    assert machine.stopped == Stop(None)
+    assert sorted(done) == list(range(40))
+
+
+def test_two_workers_ask_two_sources() -> None:
+    machine = _machine(40, sources=2, workers=4)
+    assert sorted(_fetch(machine, worker).source for worker in range(4)) == [0, 0, 1, 1]
+
+
+def test_a_damaged_chunk_comes_from_elsewhere_the_next_time() -> None:
+    machine = _machine(4, sources=2)
+    damaged = _fetch(machine)
+    _fail(machine, 0, _damaged(damaged.first))
+    again = _fetch(machine)
+    assert again.first == damaged.first
+    assert again.source != damaged.source
+
+
+def test_a_source_that_always_damages_one_chunk_ends_the_fetch() -> None:
+    machine = _machine(30, workers=2, max_failures=3)
+    while machine.stopped is None:
+        for worker in range(2):
+            instruction = machine.next(WorkerIndex(worker))
+            if not isinstance(instruction, FetchChunks):
+                continue
+            for chunk in range(instruction.first, instruction.end):
+                if chunk == 7:
+                    _fail(machine, worker, _damaged(7))
+                    break
+                machine.receive(ChunkVerified(WorkerIndex(worker)))
+    assert isinstance(machine.stopped.error, FetchFailedError)
+    assert all(isinstance(failure, IntegrityError) for failure in machine.stopped.error.failures)
+
+
+def test_a_failure_behind_the_last_chunk_of_a_request_costs_nothing() -> None:
+    machine = _machine(2, max_failures=1)
+    _verify(machine, 0, _fetch(machine))
+    _fail(machine, 0, _lost())
+    _verify(machine, 0, _fetch(machine))
+    assert machine.stopped == Stop(None)
+
+
+@pytest.mark.parametrize(
+    "error", [PeerAuthenticationError("refused"), SnapshotReplacedError("gone")], ids=lambda error: type(error).__name__
+)
+def test_a_source_that_cannot_recover_is_asked_once(error: TransportError) -> None:
+    machine = _machine(4, sources=2, max_failures=9)
+    bad = _fetch(machine).source
+    _fail(machine, 0, error)
+    for _ in range(3):
+        request = _fetch(machine)
+        assert request.source != bad
+        _verify(machine, 0, request)
+    alone = _machine(4, max_failures=9)
+    _fetch(alone)
+    _fail(alone, 0, error)
+    assert alone.stopped is not None
+    assert isinstance(alone.stopped.error, FetchFailedError)
+    assert alone.stopped.error.failures == (error,)
+
+
+def test_abort_stops_every_worker_with_its_error() -> None:
+    machine = _machine(100, workers=2)
+    request = _fetch(machine, 0)
+    error = DeadlineExceededError("too late")
+    machine.receive(Aborted(error))
+    machine.receive(Aborted(TransportError("a second one")))
+    _verify(machine, 0, request)
+    _fail(machine, 0, _lost())
+    assert machine.next(WorkerIndex(0)) == Stop(error)
+    assert machine.next(WorkerIndex(1)) == Stop(error)
+
+
+class _Model:
+    """Plays the workers of a fetch and keeps count of who holds and who verified what."""
+
+    def __init__(self, num_chunks: int, sources: int, workers: int, max_failures: int) -> None:
+        self.machine = _machine(num_chunks, sources, workers, max_failures)
+        self.num_chunks = num_chunks
+        self.verified: Verified = []
+        self.held: dict[int, list[int]] = {worker: [] for worker in range(workers)}
+
+    def ask(self, worker: int) -> None:
+        instruction = self.machine.next(WorkerIndex(worker))
+        match instruction:
+            case FetchChunks():
+                chunks = list(range(instruction.first, instruction.end))
+                taken = {chunk for held in self.held.values() for chunk in held}
+                assert chunks
+                assert not taken & set(chunks), "two workers hold one chunk"
+                assert not set(self.verified) & set(chunks), "a verified chunk is fetched again"
+                self.held[worker] = chunks
+            case Wait():
+                assert any(self.held.values()), "a worker waits for nobody"
+            case Stop():
+                assert instruction == self.machine.stopped
+
+    def verify(self, worker: int) -> None:
+        self.verified.append(self.held[worker].pop(0))
+        self.machine.receive(ChunkVerified(WorkerIndex(worker)))
+
+    def fail(self, worker: int, error: TransportError) -> None:
+        self.held[worker] = []
+        _fail(self.machine, worker, error)
+
+
+@given(
+    st.integers(0, 60),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from(["verify"] * 5 + ["lost", "refused", "replaced"])), max_size=150
+    ),
+)
+@settings(max_examples=300)
+def test_any_course_of_events_ends_whole_or_with_an_error(
+    num_chunks: int, sources: int, workers: int, max_failures: int, events: list[tuple[int, str]]
+) -> None:
+    model = _Model(num_chunks, sources, workers, max_failures)
+    for number, event in events:
+        worker = number % workers
+        if not model.held[worker]:
+            model.ask(worker)
+        if model.machine.stopped is not None or not model.held[worker]:
+            continue
+        match event:
+            case "verify":
+                model.verify(worker)
+            case "lost":
+                model.fail(worker, _lost())
+            case "refused":
+                model.fail(worker, PeerAuthenticationError("refused"))
+            case "replaced":
+                model.fail(worker, SnapshotReplacedError("gone"))
+    # From here on all goes well: then it ends, and soon.
+    for _ in range(2 * num_chunks + 1):
+        for worker in range(workers):
+            if model.machine.stopped is None and not model.held[worker]:
+                model.ask(worker)
+            if model.machine.stopped is None and model.held[worker]:
+                model.verify(worker)
+    stopped = model.machine.stopped
+    assert stopped is not None
+    assert len(set(model.verified)) == len(model.verified)
+    if stopped.error is None:
+        assert sorted(model.verified) == list(range(num_chunks))
+    else:
+        assert isinstance(stopped.error, FetchFailedError)
+        assert len(model.verified) < num_chunks

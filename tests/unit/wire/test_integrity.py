@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_transport.wire.integrity import Hasher, digest
+
+
+def test_the_digest_is_xxh3_64_as_published() -> None:
+    # The empty input with seed 0: XSUM_XXH3_testdata in the reference implementation (xxHash, cli/xsum_sanity_check.c).
+    assert digest(b"") == 0x2D06800538D394C2
+
+
+@given(st.binary(max_size=2000), st.lists(st.integers(0, 2000), max_size=5))
+def test_piece_by_piece_is_the_same_as_at_once(data: bytes, cuts: list[int]) -> None:
+    hasher = Hasher()
+    start = 0
+    for end in [*sorted(cuts), len(data)]:
+        hasher.update(memoryview(data)[start:end])
+        start = max(start, min(end, len(data)))
+    assert hasher.intdigest() == digest(data) == digest(memoryview(data))
+
+
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_one_changed_bit_changes_the_digest(data: bytes, choose: st.DataObject) -> None:
+    damaged = bytearray(data)
+    damaged[choose.draw(st.integers(0, len(data) - 1))] ^= 1 << choose.draw(st.integers(0, 7))
+    assert digest(bytes(damaged)) != digest(data)
