@@ -33,8 +33,9 @@ class OptimizerAttachment:
             to by the stepping threads.
     """
 
-    def __init__(self, guards: list[_Guard], waits_s: deque[float]) -> None:
+    def __init__(self, lock: StateLock, guards: list[_Guard], waits_s: deque[float]) -> None:
         """For `attach_optimizers` alone."""
+        self._lock = lock
         self._guards = guards
         self.waits_s = waits_s
 
@@ -44,7 +45,16 @@ class OptimizerAttachment:
         return tuple(guard.optimizer for guard in self._guards)
 
     def remove(self) -> None:
-        """Detach all optimizers; a second call does nothing. Not to be called while one of them steps."""
+        """Detach all optimizers; a second call does nothing. Not to be called while one of them steps.
+
+        Whoever reads at that moment relies on them being attached, so this waits for him.
+
+        Raises:
+            LockTimeoutError: Others held the lock until the deadline; the optimizers stay attached.
+            LockOrderError: This thread holds the lock for reading; the optimizers stay attached.
+        """
+        if self._guards:
+            self._lock.acquire_write("detaching optimizers").release()
         while self._guards:
             self._guards[-1].remove()
             self._guards.pop()
@@ -91,7 +101,7 @@ def attach_optimizers(
             raise TypeError(f"expected torch optimizers to attach, got {type(optimizer).__name__}")
     waits_s: deque[float] = deque(maxlen=_MAX_WAITS)
     guards = [_Guard(lock, optimizer, before_step, on_step_end, waits_s) for optimizer in attached]
-    return OptimizerAttachment(guards, waits_s)
+    return OptimizerAttachment(lock, guards, waits_s)
 
 
 class _PerThread(threading.local):

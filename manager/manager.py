@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -169,15 +170,16 @@ class Manager:
     def attach(self, *optimizers: Optimizer) -> OptimizerAttachment:
         """Make every ``step()`` of the optimizers a write section, so that nobody copies a state in the middle of one.
 
-        Their parameters and states are then cloned in the background when a snapshot is taken. So nothing else may
-        change those tensors outside a `writing` section; where something does (the parameter averaging of torchft's
-        LocalSGD and DiLoCo), leave the optimizer unattached, and its state is copied at the step boundary instead.
+        Their parameters and states are then cloned in the background when a snapshot is taken, from the step boundary
+        until the pre-step hook at the latest. Nothing else may change those tensors meanwhile outside a `writing`
+        section; where something does, leave the optimizer unattached, and its state is copied at the boundary
+        instead. torchft's LocalSGD and DiLoCo sync inside ``step()``, behind the pre-step hook, and so may be attached.
 
         Returns:
             A handle that detaches them; also a context manager.
         """
         attachment = attach_optimizers(self._lock, optimizers, before_step=self._refuse_torn_state)
-        self._attachments.append(attachment)
+        self._attachments = [*(earlier for earlier in self._attachments if earlier.optimizers), attachment]
         return attachment
 
     def replica_state(self) -> dict[str, object]:
@@ -186,13 +188,7 @@ class Manager:
         Raises:
             ManagerError: A state function that asked for the training thread would run on another one.
         """
-        here = threading.get_ident()
-        if self._training_thread not in (None, here):
-            keys = [entry.key for entry in self._registry.entries("replicated") if entry.on_training_thread]
-            if keys:
-                raise ManagerError(
-                    f"expected the training thread to call the state functions of {keys}, got another one"
-                )
+        self._require_training_thread()
         return {_USER_KEY: self._registry.state_dict("replicated"), _MANAGER_KEY: self.state_dict()}
 
     def metadata(self) -> str:
@@ -244,13 +240,15 @@ class Manager:
             Done when the snapshot can be fetched.
 
         Raises:
-            ManagerError: There is no transport.
+            ManagerError: There is no transport, or it has been shut down.
+            LockTimeoutError: The snapshot before was not finished, or another thread was writing, until the deadline.
             TransportError: The state cannot be captured.
         """
         self._refuse_torn_state()
         if self._snapshotter is None:
             raise ManagerError("expected a checkpoint_transport to serve the snapshot, and this manager has none")
-        self._training_thread = threading.get_ident()
+        if self._training_thread is None:
+            self._training_thread = threading.get_ident()
         if step is not None:
             self._step = step
         return self._snapshotter.take(self._step, self._attached_optimizers(), self._timeout)
@@ -273,19 +271,28 @@ class Manager:
         Raises:
             TransportError: The transfer failed.
             RegistryError: What came does not fit what is registered here.
-            ManagerError: There is no transport.
+            LockTimeoutError: Others held the lock until the deadline.
+            ManagerError: There is no transport, or a state function asked for the training thread.
         """
         if self._transport is None:
             raise ManagerError("expected a checkpoint_transport to receive with, and this manager has none")
-        deadline = timeout if timeout is not None else self._timeout
-        with self._lock.write(f"receiving step {step} from {metadata}", deadline):
+        total = timeout if timeout is not None else self._timeout
+        start_s = time.monotonic()
+        with self._lock.write(f"receiving step {step} from {metadata}", total):
+            into = self.replica_state()
+            remaining = max(total - timedelta(seconds=time.monotonic() - start_s), timedelta(0))
             earlier, self._torn = self._torn, StateTornError(step=step, reason="the transfer was interrupted")
             try:
-                received = self._transport.fetch(metadata, step, timeout=deadline, into=self.replica_state())
+                received = self._transport.fetch(metadata, step, timeout=remaining, into=into)
             except TransportError as error:
                 self._torn = StateTornError(step=step, reason=str(error)) if error.destination_touched else earlier
                 raise
-            self._load(received.state, received.step)
+            try:
+                self._load(received.state)
+            except RegistryError as error:
+                # Whether or not a load function ran: what fits has been received in place.
+                self._torn = StateTornError(step=received.step, reason=str(error))
+                raise
         logger.info("recovered step %d from %s", received.step, metadata)
         return Recovery(step=received.step, source=metadata)
 
@@ -298,9 +305,11 @@ class Manager:
         Raises:
             RegistryError: It does not fit what is registered here. If a load function failed midway, this replica
                 refuses to step until another load succeeds.
+            ManagerError: A load function asked for the training thread.
         """
+        self._require_training_thread()
         with self._lock.write("loading a received state"):
-            self._load(state, self._step_of(state))
+            self._load(state)
 
     def shutdown(self, wait: bool = True) -> None:
         """End the threads and the transport. May be called twice.
@@ -314,31 +323,44 @@ class Manager:
             self._transport.serve_fresh(None)
             self._transport.shutdown(wait=wait)
 
-    def _load(self, state: Mapping[str, Any], step: int) -> None:
-        before = self._torn
-        user = state.get(_USER_KEY)
-        if not isinstance(user, Mapping):
-            raise RegistryError(f"expected a replica's state with the part {_USER_KEY!r}", keys=(_USER_KEY,))
-        self._torn = StateTornError(step=step, reason="loading it was interrupted")
+    def _load(self, state: object) -> None:
+        parts = state if isinstance(state, Mapping) else {}
+        for key in (_USER_KEY, _MANAGER_KEY):
+            if not isinstance(parts.get(key), Mapping):
+                raise RegistryError(
+                    f"expected a replica's state with the part {key!r}, which is missing; nothing was loaded",
+                    keys=(key,),
+                )
+        step = parts[_MANAGER_KEY].get("step")
+        if not isinstance(step, int):
+            raise RegistryError(
+                f"expected a step number in the part {_MANAGER_KEY!r} of a replica's state, got {step!r}; nothing was "
+                "loaded",
+                keys=(_MANAGER_KEY,),
+            )
+        before, self._torn = self._torn, StateTornError(step=step, reason="loading it was interrupted")
+        if self._snapshotter is not None:
+            self._snapshotter.state_replaced()
         try:
-            self._registry.load_state_dict(user, "replicated")
-            self.load_state_dict(state[_MANAGER_KEY])
+            self._registry.load_state_dict(parts[_USER_KEY], "replicated")
         except RegistryError as error:
             self._torn = StateTornError(step=step, reason=str(error)) if error.__cause__ is not None else before
             raise
+        self.load_state_dict(parts[_MANAGER_KEY])
         self._torn = None
 
-    @staticmethod
-    def _step_of(state: Mapping[str, Any]) -> int:
-        counters = state.get(_MANAGER_KEY)
-        if not isinstance(counters, Mapping) or not isinstance(counters.get("step"), int):
-            raise RegistryError(f"expected a replica's state with the part {_MANAGER_KEY!r}", keys=(_MANAGER_KEY,))
-        step: int = counters["step"]
-        return step
+    def _require_training_thread(self) -> None:
+        if self._training_thread in (None, threading.get_ident()):
+            return
+        keys = [entry.key for entry in self._registry.entries("replicated") if entry.on_training_thread]
+        if keys:
+            raise ManagerError(f"expected the training thread to call the state functions of {keys}, got another one")
 
     def _refuse_torn_state(self) -> None:
-        if self._torn is not None:
-            raise self._torn
+        torn = self._torn
+        if torn is not None:
+            # A new one each time: an exception keeps every traceback, and the frames in it, of where it was raised.
+            raise StateTornError(step=torn.step, reason=torn.reason)
 
     def _attached_optimizers(self) -> list[Optimizer]:
         return [optimizer for attachment in self._attachments for optimizer in attachment.optimizers]

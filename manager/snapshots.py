@@ -12,19 +12,27 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+
+# Not the builtin one before Python 3.11.
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
 import torch
 from torch.optim import Optimizer
 
-from manager.errors import LockTimeoutError
+from manager.errors import LockTimeoutError, ManagerError
 from manager.rwlock import Section, StateLock
 
 logger = logging.getLogger(__name__)
 
 MIN_DEFERRED_BYTES: Final = 64 << 10
 """Smaller tensors are copied at the boundary: that takes no longer than handing them to another thread."""
+
+_BOUNDARY_PATIENCE: Final = timedelta(milliseconds=100)
+"""How long a step boundary waits for another thread's write section before it leaves a request to the next one."""
 
 
 class SnapshotInProgress(Protocol):
@@ -41,7 +49,7 @@ class SnapshotInProgress(Protocol):
 
 
 class SnapshotSink(Protocol):
-    """Where snapshots go; ``ft_transport.HTTPTransport`` is one."""
+    """Where snapshots go; ``ft_transport.HTTPTransport`` is one. The last two methods answer at once."""
 
     def begin_snapshot(
         self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool] | None = None
@@ -55,12 +63,35 @@ class SnapshotSink(Protocol):
         """Step of the newest one."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """One snapshot, from its beginning on the training thread until it is published or has failed.
+
+    Attributes:
+        step: The committed step that it shows.
+        epoch: The step boundary at which it was begun.
+        num_before: How many snapshots had been published before it.
+        future: Done with it. It cannot be cancelled: what holds the lock has to be carried through.
+    """
+
+    step: int
+    epoch: int
+    num_before: int
+    future: Future[None] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.future.set_running_or_notify_cancel()
+
+
 class Snapshotter:
     """Takes snapshots of one replica's state. ``request`` may be called by any thread, the rest by the training thread.
 
+    A request is kept as the number that it was given, until as many snapshots have been published: so one that fails or
+    comes too early cannot make it forgotten.
+
     Args:
         lock: The lock around the state.
-        sink: Where snapshots go.
+        sink: Where snapshots go. Those of the replica's state come from here alone.
         state: Calls the state functions.
     """
 
@@ -70,9 +101,14 @@ class Snapshotter:
         self._sink = sink
         self._state = state
         self._mutex = threading.Lock()
-        self._is_wanted = False
-        self._current_step: int | None = None
-        self._running: tuple[int, Future[None]] | None = None
+        self._step: int | None = None
+        # Counts whatever may have changed the state: the same step number can stand for two states.
+        self._epoch = 0
+        self._published_epoch = -1
+        self._wanted_after = -1
+        self._run: _Run | None = None
+        self._is_closed = False
+        self._is_postponed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-snapshot")
 
     def request(self) -> int:
@@ -82,16 +118,16 @@ class Snapshotter:
             The number of snapshots published so far that are too old; any later one will do.
         """
         with self._mutex:
-            published = self._sink.newest_sequence()
-            if published and self._sink.newest_step() == self._current_step:
+            if self._published_epoch == self._epoch and self._sink.newest_step() == self._step:
                 return 0
-            running = self._running
-            if running is not None and not running[1].done():
-                if running[0] == self._current_step:
-                    return published
-                published += 1
-            self._is_wanted = True
-            return published
+            run = self._run
+            if run is None:
+                after = self._sink.newest_sequence()
+            else:
+                # Whether it has been published at this very moment does not matter to these numbers.
+                after = run.num_before if run.epoch == self._epoch else run.num_before + 1
+            self._wanted_after = max(self._wanted_after, after)
+            return after
 
     def boundary(self, step: int, optimizers: Iterable[Optimizer]) -> None:
         """Note that ``step`` is committed, and begin a snapshot of it if one was asked for.
@@ -99,20 +135,29 @@ class Snapshotter:
         A failure is logged and not raised: whoever asks for a snapshot must not be able to stop the training.
         """
         with self._mutex:
-            self._current_step = step
-            running = self._running
-            if not self._is_wanted or (running is not None and not running[1].done()):
+            self._step = step
+            self._epoch += 1
+            if self._is_closed or self._run is not None or self._wanted_after < 0:
                 return
-            self._is_wanted = False
+            num_published = self._sink.newest_sequence()
+            if num_published > self._wanted_after:
+                self._wanted_after = -1
+                return
+            run = self._run = _Run(step, self._epoch, num_published)
         try:
-            self._begin(step, optimizers)
+            self._begin(run, optimizers, _BOUNDARY_PATIENCE)
         except Exception as error:
-            if getattr(error, "retryable", False):
-                logger.warning("step %d: no snapshot yet for those who asked for one: %s", step, error)
-                with self._mutex:
-                    self._is_wanted = True
+            if isinstance(error, LockTimeoutError) or getattr(error, "retryable", False):
+                # Once, and not at every step for as long as a slow receiver holds the places.
+                level = logging.DEBUG if self._is_postponed else logging.WARNING
+                logger.log(level, "step %d: no snapshot yet for those who asked for one: %s", step, error)
+                self._is_postponed = True
             else:
                 logger.exception("step %d: no snapshot could be taken for those who asked for one", step)
+                with self._mutex:
+                    self._wanted_after = -1
+        else:
+            self._is_postponed = False
 
     def take(self, step: int, optimizers: Iterable[Optimizer], timeout: timedelta) -> Future[None]:
         """Begin a snapshot of ``step`` in any case.
@@ -121,79 +166,103 @@ class Snapshotter:
             Done when the snapshot can be fetched; carries the error if it failed.
 
         Raises:
-            LockTimeoutError: The one before was not finished in time.
+            LockTimeoutError: The one before was not finished in time, or another thread was writing.
+            ManagerError: After ``close``.
             TransportError: The state cannot be captured.
         """
         with self._mutex:
-            self._current_step = step
-            running = self._running
-        if running is not None:
+            if self._is_closed:
+                raise ManagerError("expected a manager that serves snapshots, and this one has been shut down")
+            self._step = step
+            self._epoch += 1
+            before = self._run
+        if before is not None:
             try:
-                running[1].exception(timeout.total_seconds())
-            except TimeoutError:
+                before.future.exception(timeout.total_seconds())
+            except FutureTimeoutError:
                 raise LockTimeoutError(
-                    wanted=f"begin a snapshot of step {step} after that of step {running[0]}",
+                    wanted=f"begin a snapshot of step {step} after that of step {before.step}",
                     waited_s=timeout.total_seconds(),
                     holders=self._lock.holders(),
                 ) from None
-        return self._begin(step, optimizers)
+        with self._mutex:
+            run = self._run = _Run(step, self._epoch, self._sink.newest_sequence())
+        self._begin(run, optimizers, timeout)
+        return run.future
+
+    def state_replaced(self) -> None:
+        """Note that no snapshot so far, whatever its step, shows the present state."""
+        with self._mutex:
+            self._epoch += 1
 
     def close(self) -> None:
-        """Finish what is running and end the thread."""
+        """Finish what is running and end the thread. No further snapshot is begun."""
+        with self._mutex:
+            self._is_closed = True
         self._pool.shutdown(wait=True)
 
-    def _begin(self, step: int, optimizers: Iterable[Optimizer]) -> Future[None]:
-        what = f"snapshot of step {step}"
-        if self._lock.write_owned():
+    def _begin(self, run: _Run, optimizers: Iterable[Optimizer], timeout: timedelta) -> None:
+        section: Section | None = None
+        try:
             # Inside the caller's own write section nothing may be left for later: the section ends when he says.
-            in_progress = self._sink.begin_snapshot(step, self._state())
-            return self._submit(step, in_progress, None)
-        section = self._lock.acquire_read(what, detached=True)
-        try:
-            in_progress = self._sink.begin_snapshot(step, self._state(), deferrable=_guarded_by(optimizers))
+            if not self._lock.write_owned():
+                section = self._lock.acquire_read(f"snapshot of step {run.step}", timeout, detached=True)
+            state = self._state()
+            deferrable = _guarded_by(optimizers) if section is not None else None
+            unfinished = [self._sink.begin_snapshot(run.step, state, deferrable=deferrable)]
+            try:
+                self._pool.submit(self._complete, run, unfinished, section)
+            except BaseException:
+                # An exception of a signal handler may come when the work has been handed over already.
+                with suppress(IndexError):
+                    unfinished.pop().abandon()
+                raise
         except BaseException:
-            section.release()
-            raise
-        return self._submit(step, in_progress, section)
-
-    def _submit(self, step: int, in_progress: SnapshotInProgress, section: Section | None) -> Future[None]:
-        try:
-            future = self._pool.submit(_complete, step, in_progress, section)
-        except BaseException:
-            in_progress.abandon()
-            if section is not None:
+            if section is not None and section.is_open:
                 section.release()
+            with self._mutex:
+                self._run = None
             raise
-        with self._mutex:
-            self._running = (step, future)
-        return future
 
-
-def _complete(step: int, in_progress: SnapshotInProgress, section: Section | None) -> None:
-    """Copies the rest, opens the lock, and only then does what needs no lock."""
-    try:
+    def _complete(self, run: _Run, unfinished: list[SnapshotInProgress], section: Section | None) -> None:
+        """Copies the rest, opens the lock, and only then does what needs no lock."""
         try:
-            in_progress.copy_deferred()
-        finally:
-            if section is not None:
-                section.release()
-        in_progress.publish()
-    except Exception:
-        logger.exception("step %d: the snapshot failed", step)
-        raise
+            in_progress = unfinished.pop()
+            try:
+                in_progress.copy_deferred()
+            finally:
+                if section is not None:
+                    section.release()
+            in_progress.publish()
+        except BaseException as error:
+            logger.exception("step %d: the snapshot failed", run.step)
+            with self._mutex:
+                self._run = None
+                # Who asked while it was under way may have been promised a later one.
+                if self._wanted_after <= run.num_before and not getattr(error, "retryable", False):
+                    self._wanted_after = -1
+            run.future.set_exception(error)
+        else:
+            with self._mutex:
+                self._run = None
+                self._published_epoch = run.epoch
+            run.future.set_result(None)
 
 
 def _guarded_by(optimizers: Iterable[Optimizer]) -> Callable[[torch.Tensor], bool]:
-    """Says of a tensor whether it is large and belongs to one of the optimizers, parameter or state."""
-    guarded: set[int] = set()
+    """Says of a tensor whether it is large and belongs to one of the optimizers, parameter or state.
+
+    It has to be the very memory of theirs: what merely shares a storage with it may be changed by others.
+    """
+    guarded: set[tuple[torch.device, int, int]] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            guarded.update(_storage(parameter) for parameter in group["params"])
+            guarded.update(filter(None, map(_memory, group["params"])))
         for values in optimizer.state.values():
-            guarded.update(_storage(value) for value in _tensors_of(values))
+            guarded.update(filter(None, map(_memory, _tensors_of(values))))
 
     def deferrable(tensor: torch.Tensor) -> bool:
-        return tensor.nbytes >= MIN_DEFERRED_BYTES and _storage(tensor) in guarded
+        return tensor.nbytes >= MIN_DEFERRED_BYTES and _memory(tensor) in guarded
 
     return deferrable
 
@@ -204,6 +273,9 @@ def _tensors_of(values: Any) -> list[torch.Tensor]:
     return [value for value in values.values() if isinstance(value, torch.Tensor)]
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _memory(tensor: torch.Tensor) -> tuple[torch.device, int, int] | None:
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.untyped_storage().data_ptr()
+    try:
+        return local.device, local.data_ptr(), local.nbytes
+    except RuntimeError:  # sparse tensors and other wrappers have no memory of their own
+        return None

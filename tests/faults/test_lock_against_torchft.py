@@ -37,10 +37,10 @@ class _TorchftState:
         self._state_dict_lock.r_acquire()
 
     def can_read(self) -> bool:
-        return _elsewhere(lambda: self._state_dict_lock.r_acquire())
+        return _elsewhere(self._state_dict_lock.r_acquire)
 
     def can_write(self) -> bool:
-        return _elsewhere(lambda: self._state_dict_lock.w_acquire())
+        return _elsewhere(self._state_dict_lock.w_acquire)
 
 
 class _OurState(StateLock):

@@ -70,8 +70,10 @@ def test_no_fetch_is_torn_while_the_trainer_steps_without_pause() -> None:
 
     assert len(fetched) == 2 * FETCHES_PER_RECEIVER
     assert count_torn(fetched, digests) == 0
-    # The trainer kept going: the fetches saw it at many different steps.
-    assert len({item["step"] for item in fetched}) >= FETCHES_PER_RECEIVER // 2
+    # The trainer kept going: the fetches saw it at different steps.
+    steps = {item["step"] for item in fetched}
+    assert len(steps) >= 5
+    assert max(steps) - min(steps) >= 10
 
 
 @pytest.mark.timeout(240)

@@ -1,0 +1,209 @@
+"""The LocalSGD and DiLoCo classes of torchft run unchanged on the lock controls of our manager."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from state_equality import exact
+
+from ft_transport import HTTPTransport
+from manager import LockTimeoutError, Manager, RandomState
+
+pytest.importorskip("torchft")
+from torchft.local_sgd import DiLoCo, LocalSGD
+
+pytestmark = pytest.mark.usefixtures("torchft_ready")
+
+_TIMEOUT = timedelta(seconds=30)
+_SYNC_EVERY = 3
+
+
+class _DoneWork:
+    """Stands in for ``torch.distributed.Work`` (as ``torchft/work.py: _DummyWork``): done already."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+class QuorumOfOne(Manager):
+    """Stands in for the quorum, which a later issue brings: a single replica, which always commits.
+
+    These are the members that the classes in ``torchft/local_sgd.py`` use of ``torchft/manager.py`` besides
+    ``register_state_dict_fn``, ``disallow_state_dict_read`` and ``allow_state_dict_read``, which are ours.
+    """
+
+    _use_async_quorum = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.num_commits = 0
+        self.holders_at_commit: list[tuple[str, ...]] = []
+
+    def start_quorum(self, *_: Any, **__: Any) -> None: ...
+
+    def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> _DoneWork:
+        tensor.mul_(0.5)  # the average with a replica of zeros: a sync that can be told from none
+        return _DoneWork()
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        self.holders_at_commit.append(tuple(holder.what for holder in self._lock.holders()))
+        self.num_commits += 1
+        return True
+
+    def current_step(self) -> int:
+        return self.num_commits
+
+
+class Training:
+    """One replica under LocalSGD or DiLoCo."""
+
+    def __init__(self, kind: str, transport: HTTPTransport[Any] | None = None, *, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.manager = QuorumOfOne(checkpoint_transport=transport, timeout=_TIMEOUT)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(16, 2048), torch.nn.BatchNorm1d(2048), torch.nn.Linear(2048, 4)
+        )
+        self.inner = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.outer = torch.optim.SGD(self.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        self.manager.register("model", self.model)
+        self.manager.register("inner", self.inner)
+        self.manager.register("rng", RandomState())
+        self.wrapper: Any = (
+            LocalSGD(self.manager, self.model, self.inner, sync_every=_SYNC_EVERY)
+            if kind == "LocalSGD"
+            else DiLoCo(self.manager, [self.model], self.inner, self.outer, sync_every=_SYNC_EVERY)
+        )
+
+    def train_step(self, closure: Callable[[], Any] | None = None) -> None:
+        self.inner.zero_grad()
+        self.model(torch.randn(8, 16)).square().mean().backward()
+        self.inner.step(closure)
+
+
+def _can_read(manager: Manager) -> bool:
+    """Whether another thread gets a read section at once."""
+    outcome: list[bool] = []
+
+    def read() -> None:
+        try:
+            with manager.reading("probe", timedelta(0)):
+                outcome.append(True)
+        except LockTimeoutError:
+            outcome.append(False)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(_TIMEOUT.total_seconds())
+    return outcome == [True]
+
+
+@contextmanager
+def _running(training: Training, *, attached: bool, attached_first: bool = True) -> Any:
+    with ExitStack() as stack:
+        layers = [training.manager.attach(training.inner) if attached else nullcontext(), training.wrapper]
+        for layer in layers if attached_first else reversed(layers):
+            stack.enter_context(layer)
+        yield
+
+
+@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo"])
+@pytest.mark.parametrize("attached", [False, True])
+def test_reading_is_disallowed_during_the_inner_step_and_allowed_after_it(kind: str, attached: bool) -> None:
+    training = Training(kind)
+    readable: list[bool] = []
+
+    def closure() -> float:
+        readable.append(_can_read(training.manager))
+        return 0.0
+
+    with _running(training, attached=attached):
+        for step in range(2 * _SYNC_EVERY):
+            assert _can_read(training.manager)
+            before = training.model[0].weight.detach().clone()
+            training.train_step(closure)
+            assert not torch.equal(training.model[0].weight, before)
+            assert training.manager.num_commits == (step + 1) // _SYNC_EVERY
+    assert readable == [False] * 2 * _SYNC_EVERY
+    assert not training.manager._lock.holders()
+    # torchft's classes allow reading before they change the parameters at a sync; a known gap of theirs.
+    assert training.manager.holders_at_commit == [()] * 2
+
+
+@pytest.mark.parametrize("attached_first", [False, True])
+@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo"])
+def test_a_failing_inner_step_of_an_attached_optimizer_opens_the_lock(kind: str, attached_first: bool) -> None:
+    training = Training(kind)
+
+    def fail() -> float:
+        assert not _can_read(training.manager)
+        raise RuntimeError("out of memory")
+
+    with _running(training, attached=True, attached_first=attached_first):
+        training.train_step()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            training.train_step(fail)
+        assert _can_read(training.manager)
+        assert not training.manager._lock.holders()
+        for _ in range(_SYNC_EVERY - 1):
+            training.train_step()
+    assert training.manager.num_commits == 1
+    assert _can_read(training.manager)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo"])
+def test_snapshots_at_boundaries_of_a_run_are_exact(
+    kind: str,
+    attached: bool,
+    new_transport: Callable[[], HTTPTransport[Any]],
+    fetched_while_looping: Callable[[Manager, HTTPTransport[Any], Callable[[], None]], int],
+) -> None:
+    transport = new_transport()
+    training = Training(kind, transport)
+    with _running(training, attached=attached):
+        assert fetched_while_looping(training.manager, transport, training.train_step) >= 15
+    # The steps at which the averaged parameters replace the local ones were among them.
+    assert training.manager.num_commits >= 5
+    training.manager.shutdown()
+
+
+def test_the_state_of_diloco_makes_the_trip_to_another_replica(
+    new_transport: Callable[[], HTTPTransport[Any]],
+) -> None:
+    source, address = Training("DiLoCo", transport := new_transport(), seed=1), transport.metadata()
+    ours = Training("DiLoCo", new_transport(), seed=2)
+    with _running(source, attached=False), _running(ours, attached=False):
+        for step in range(_SYNC_EVERY):
+            source.manager.start_step(step)
+            source.train_step()
+        ours.train_step()
+        source.manager.snapshot(_SYNC_EVERY).result(_TIMEOUT.total_seconds())
+        expected = exact(source.manager.replica_state()["user"])
+        assert exact(ours.manager.replica_state()["user"]) != expected
+
+        recovery = ours.manager.recover(address, _SYNC_EVERY)
+
+        assert recovery.step == _SYNC_EVERY
+        assert exact(ours.manager.replica_state()["user"]) == expected
+        fragments = [training.wrapper._fragments[0] for training in (ours, source)]
+        assert exact(fragments[0].original_parameters) == exact(fragments[1].original_parameters)
+        # Not the parameters that it was built with: the outer step has moved them, and its momentum came along.
+        momentum = ours.outer.state_dict()["state"][0]["momentum_buffer"]
+        assert exact(momentum) == exact(source.outer.state_dict()["state"][0]["momentum_buffer"])
+        assert momentum.any()
+        # From here on both go the same way, through the next outer step.
+        ours.wrapper._local_step = 0
+        for training in (source, ours):
+            torch.manual_seed(3)
+            for _ in range(_SYNC_EVERY):
+                training.train_step()
+        assert (source.manager.num_commits, ours.manager.num_commits) == (2, 1)
+        assert exact(ours.model.state_dict()) == exact(source.model.state_dict())
+    for training in (source, ours):
+        training.manager.shutdown()
