@@ -22,7 +22,8 @@ from ft_transport.errors import (
     SnapshotReplacedError,
     TransportError,
 )
-from ft_transport.net.client import FetchProgress, FetchSettings, fetch_data, fetch_manifest
+from ft_transport.net.asking import fetch_manifest
+from ft_transport.net.client import FetchProgress, FetchSettings, fetch_data
 from ft_transport.net.connection import Connection, Patience, PeerAddress
 from ft_transport.net.server import FreshSnapshot, SnapshotServer
 from ft_transport.net.shelf import Shelf
@@ -90,6 +91,10 @@ class TransportSettings:
         for name in ("max_snapshots", "num_copy_threads", "chunk_bytes", "max_failures", "max_receive_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"expected {name} of at least 1, got {getattr(self, name)}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigurationError(f"expected a port from 0 to 65535, got {self.port}")
+        if self.lease < timedelta(0):
+            raise ConfigurationError(f"expected a lease that is not negative, got {self.lease}")
         for name in ("connect_timeout", "stall_timeout"):
             if getattr(self, name) <= timedelta(0):
                 raise ConfigurationError(f"expected a positive {name}, got {getattr(self, name)}")
@@ -166,6 +171,8 @@ class HTTPTransport(Generic[T]):
         read_lock: ReadLock | None = None,
         settings: TransportSettings | None = None,
     ) -> None:
+        if timeout < timedelta(0):
+            raise ConfigurationError(f"expected a timeout that is not negative, got {timeout}")
         if num_chunks < 0:
             raise ConfigurationError(f"expected num_chunks of at least 0, got {num_chunks}")
         self._timeout = timeout
@@ -316,15 +323,18 @@ class HTTPTransport(Generic[T]):
         deadline_s = time.monotonic() + (timeout if timeout is not None else self._timeout).total_seconds()
         peer = PeerAddress.from_url(metadata)
         settings = self._fetch_settings(deadline_s)
+        touched = False
         while True:
-            with Connection(peer, token=settings.token, patience=settings.patience) as connection:
-                manifest = fetch_manifest(connection, step, settings)
-                try:
+            try:
+                with Connection(peer, token=settings.token, patience=settings.patience) as connection:
+                    manifest = fetch_manifest(connection, step, settings)
                     return Received(step=manifest.step, state=cast(T, self._receive(peer, manifest, settings, into)))
-                except FetchFailedError as error:
-                    # A newer snapshot took the place of the one that this fetch was bound to: begin again with it.
-                    if not isinstance(error.failures[-1], SnapshotReplacedError):
-                        raise
+            except TransportError as error:
+                # What an earlier attempt did to the receiver's tensors holds for the last one as well.
+                error.destination_touched = touched = touched or error.destination_touched
+                # A newer snapshot took the place of the one that this fetch was bound to: begin again with it.
+                if not (isinstance(error, FetchFailedError) and isinstance(error.failures[-1], SnapshotReplacedError)):
+                    raise
 
     def shutdown(self, wait: bool = True) -> None:
         """Stops serving and frees the snapshots. May be called twice.
@@ -333,12 +343,12 @@ class HTTPTransport(Generic[T]):
             wait: Whether to return only when the server's thread has ended.
         """
         with self._shutdown_lock:
-            if self._is_shut_down:
-                return
+            is_first = not self._is_shut_down
             self._is_shut_down = True
         self._server.close(wait=wait)
-        self._shelf.clear()
-        self._taker.close()
+        if is_first:
+            self._shelf.clear()
+            self._taker.close()
 
     def _receive(self, peer: PeerAddress, manifest: Manifest, settings: FetchSettings, into: object) -> object:
         restore = Restore(manifest, into=into, meshes=self._settings.meshes, max_bytes=self._settings.max_receive_bytes)

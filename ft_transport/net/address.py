@@ -15,7 +15,7 @@ from ft_transport.errors import ConfigurationError
 ADVERTISE_VARIABLE: Final = "FT_TRANSPORT_ADVERTISE"
 """Environment variable: host name, address or network interface that peers should use."""
 _SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
-_LISTEN_BACKLOG: Final = 1024
+LISTEN_BACKLOG: Final = 1024
 
 
 def listen(host: str | None, port: int) -> socket.socket:
@@ -28,33 +28,35 @@ def listen(host: str | None, port: int) -> socket.socket:
     Raises:
         ConfigurationError: The address cannot be bound.
     """
+    if not 0 <= port <= 65535:
+        raise ConfigurationError(f"expected a port from 0 to 65535, got port {port}")
     try:
         if host is None:
             if socket.has_dualstack_ipv6():
                 try:
                     return socket.create_server(
-                        ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_LISTEN_BACKLOG
+                        ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=LISTEN_BACKLOG
                     )
                 except OSError:
                     # Compiled in but switched off on this host (ipv6.disable=1, containers).
                     pass
-            return socket.create_server(("0.0.0.0", port), backlog=_LISTEN_BACKLOG)
+            return socket.create_server(("0.0.0.0", port), backlog=LISTEN_BACKLOG)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_LISTEN_BACKLOG)
-    except OSError as error:
+        return socket.create_server((host, port), family=family, backlog=LISTEN_BACKLOG)
+    except (OSError, UnicodeError) as error:
         raise ConfigurationError(f"expected to listen on {host or '*'} port {port}: {error}") from error
 
 
-def advertised_host(setting: str | None) -> str:
+def advertised_host(setting: str | None, *, bound: str | None = None) -> str:
     """The host that peers are told, as it stands in a URL (IPv6 in brackets).
 
-    In this order: the setting, the environment variable ``FT_TRANSPORT_ADVERTISE``, this host's name if it resolves,
-    the loopback address. A setting may be the name of a network interface.
+    In this order: the setting, the environment variable ``FT_TRANSPORT_ADVERTISE``, the address bound unless it stands
+    for all, this host's name if it resolves, the loopback address. A setting may be the name of a network interface.
 
     Raises:
         ConfigurationError: The setting is neither an address nor a name nor an interface with an address.
     """
-    chosen = setting or os.environ.get(ADVERTISE_VARIABLE)
+    chosen = setting or os.environ.get(ADVERTISE_VARIABLE) or (None if _is_wildcard(bound) else bound)
     if not chosen:
         name = socket.gethostname()
         return name if _resolves(name) else "127.0.0.1"
@@ -90,6 +92,14 @@ def interface_address(name: str) -> str:
             if interface == name and scope in ("00", "10"):
                 return f"[{ipaddress.IPv6Address(int(digits, 16))}]"
     raise ConfigurationError(f"expected the network interface {name!r} to have an address to advertise, found none")
+
+
+def _is_wildcard(host: str | None) -> bool:
+    """Whether ``host`` is no address that a peer could connect to."""
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def _resolves(name: str) -> bool:

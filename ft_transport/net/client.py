@@ -1,4 +1,4 @@
-"""Fetching a snapshot: the manifest first, then its chunks over parallel connections, each byte into its place.
+"""Fetching the data of a snapshot: its chunks over parallel connections, each byte into its place.
 
 The decisions are those of ``wire.fetch``; this module performs them with one thread per connection. Reads block and
 release the GIL, so a receiver's threads move bytes as fast as the kernel hands them out.
@@ -10,16 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Final, Protocol
 
 from ft_transport.errors import (
     DeadlineExceededError,
     IntegrityError,
-    ManifestError,
-    PeerNotReadyError,
     PeerProtocolError,
-    PeerUnreachableError,
-    StepNotServedError,
     TransportError,
 )
 from ft_transport.net.connection import Connection, Patience, PeerAddress
@@ -34,15 +31,12 @@ from ft_transport.wire.fetch import (
     Wait,
     WorkerIndex,
 )
-from ft_transport.wire.integrity import Hasher, digest
-from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_header
-from ft_transport.wire.routes import MANIFEST_DIGEST_HEADER, StepSelector, full_path, metadata_path
+from ft_transport.wire.integrity import Hasher
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.routes import full_path
 
 _READ_BYTES: Final = 1 << 20
 """Read this much, then digest it while it is still in the core's cache."""
-_RETRY_PAUSE_S: Final = 0.1
-_HOLD_S: Final = 10.0
-"""The longest that the server is asked to hold one request; after that the client asks again."""
 
 
 class Destination(Protocol):
@@ -82,78 +76,6 @@ class FetchSettings:
     on_progress: Callable[[FetchProgress], None] | None
 
 
-def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSettings) -> Manifest:
-    """The manifest of the snapshot that a peer serves for ``step``, waiting for it until the deadline.
-
-    Args:
-        connection: To the peer. As long as the caller leaves it open, the peer keeps the snapshot for it.
-        step: A step or ``latest``.
-        settings: How to fetch.
-
-    Raises:
-        StepNotServedError: The peer serves later steps only.
-        DeadlineExceededError: The step did not come, or the peer could not be reached, in time.
-        PeerError: The peer refused, or answered outside the protocol.
-        ManifestError: What it sent is no manifest.
-        IntegrityError: The manifest was damaged on the way.
-    """
-    patience = settings.patience
-    peer = connection.peer
-    last: TransportError | None = None
-    while True:
-        try:
-            patience.remaining_s(f"waiting for step {step}", peer)
-            return _read_manifest(connection, step, patience)
-        except DeadlineExceededError as error:
-            connection.close()
-            if last is None:
-                raise
-            raise DeadlineExceededError(
-                f"timed out waiting for a snapshot; last: {last}", peer=str(peer), step=step
-            ) from error
-        except (PeerUnreachableError, PeerNotReadyError, IntegrityError) as error:
-            connection.close()
-            last = error
-        except StepNotServedError as error:
-            error.step = step
-            raise
-        time.sleep(min(_RETRY_PAUSE_S, max(0.0, patience.deadline_s - time.monotonic())))
-
-
-def _read_manifest(connection: Connection, step: StepSelector, patience: Patience) -> Manifest:
-    peer = str(connection.peer)
-    wait_s = min(_HOLD_S, max(0.0, patience.deadline_s - time.monotonic()))
-    response = connection.get(
-        metadata_path(step, wait_s=wait_s), headers={}, expected_status=200, answer_within_s=wait_s
-    )
-    length = response.length
-    if length is None or length > MAX_HEADER_BYTES:
-        raise ManifestError(
-            f"expected a manifest of at most {MAX_HEADER_BYTES} bytes, the peer announced {length}",
-            peer=peer,
-            step=step,
-        )
-    body = bytearray(length)
-    connection.read_into([memoryview(body)])
-    connection.end_response(response)
-    announced = response.headers.get(MANIFEST_DIGEST_HEADER, "")
-    actual = digest(memoryview(body))
-    if announced != f"{actual:016x}":
-        try:
-            expected = int(announced, 16)
-        except ValueError:
-            raise PeerProtocolError(
-                f"expected a manifest digest, got {announced[:64]!r}", peer=peer, step=step
-            ) from None
-        raise IntegrityError(
-            "the manifest was damaged", chunk=None, expected=expected, actual=actual, peer=peer, step=step
-        )
-    manifest = decode_header(memoryview(body), peer=peer)
-    if isinstance(step, int) and manifest.step != step:
-        raise PeerProtocolError(f"expected the manifest of step {step}, got step {manifest.step}", peer=peer, step=step)
-    return manifest
-
-
 def fetch_data(
     sources: Sequence[PeerAddress], manifest: Manifest, destination: Destination, settings: FetchSettings
 ) -> None:
@@ -170,6 +92,10 @@ def fetch_data(
         DeadlineExceededError: The deadline passed first.
     """
     _Fetch(sources, manifest, destination, settings).run()
+
+
+class _ProgressError(Exception):
+    """The caller's ``on_progress`` raised; never to be taken for a failure of a source."""
 
 
 class _Fetch:
@@ -191,32 +117,60 @@ class _Fetch:
         )
         self._changed = threading.Condition()
         self._connections: list[Connection] = []
+        self._interruption: BaseException | None = None
+        self._ended: set[WorkerIndex] = set()
+        self._ends: SimpleQueue[WorkerIndex] = SimpleQueue()
         self._started_s = time.monotonic()
         self._done_bytes = 0
 
     def run(self) -> None:
-        """Runs one thread per further connection, and the first one on this thread."""
+        """Runs one thread per further connection, and the first one on this thread.
+
+        Returns or raises only when no thread writes to the destination any more, whatever signals come meanwhile.
+        """
         threads = [
             threading.Thread(
-                target=self._work, args=(WorkerIndex(index),), name=f"ft-transport-fetch-{index}", daemon=True
+                target=self._work_on_thread, args=(WorkerIndex(index),), name=f"ft-transport-fetch-{index}", daemon=True
             )
             for index in range(1, self._num_workers)
         ]
-        for thread in threads:
-            thread.start()
+        num_started = 0
         try:
+            for thread in threads:
+                thread.start()
+                num_started += 1
             self._work(WorkerIndex(0))
         except BaseException as error:
-            # A signal handler raised on this thread: the others must not go on writing behind the caller's back.
-            self._abort(TransportError(f"the fetch was interrupted: {type(error).__name__}"))
-            raise
-        finally:
-            for thread in threads:
-                thread.join()
+            self._interrupt(error)
+        # Not Thread.join: interrupted by a signal handler that raises, it takes a running thread for an ended one.
+        while len(self._ended) < num_started:
+            try:
+                self._ends.get()
+            except BaseException as error:
+                self._interrupt(error)
+        for thread in threads[:num_started]:
+            thread.join()
+        if self._interruption is not None:
+            raise self._interruption
         stopped = self._machine.stopped
         assert stopped is not None, "the workers end only when the machine stops"
         if stopped.error is not None:
             raise stopped.error
+
+    def _work_on_thread(self, worker: WorkerIndex) -> None:
+        try:
+            self._work(worker)
+        except BaseException as error:
+            self._interrupt(error)
+        finally:
+            self._ended.add(worker)
+            self._ends.put(worker)
+
+    def _interrupt(self, error: BaseException) -> None:
+        """Ends the fetch because ``error`` was raised where none is expected; ``run`` raises it again."""
+        if self._interruption is None:
+            self._interruption = error
+        self._abort(TransportError(f"the fetch was interrupted: {type(error).__name__}"))
 
     def _work(self, worker: WorkerIndex) -> None:
         connections: dict[int, Connection] = {}
@@ -247,29 +201,49 @@ class _Fetch:
                 self._connections.append(connection)
         try:
             if instruction.delay_s:
+                left_s = settings.patience.remaining_s("waiting to try again", source)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._machine.stopped is not None, timeout=instruction.delay_s)
+                    if self._changed.wait_for(
+                        lambda: self._machine.stopped is not None, timeout=min(instruction.delay_s, left_s)
+                    ):
+                        return
             self._receive_chunks(worker, connection, instruction.first, instruction.end)
         except TransportError as error:
             connection.close()
             error.step = self._manifest.step
-            out_of_time = time.monotonic() >= settings.patience.deadline_s
-            if out_of_time:
-                self._abort(error)
-            else:
-                with self._changed:
-                    self._machine.receive(RequestFailed(worker, error))
-                    self._changed.notify_all()
+            if settings.patience.is_over():
+                self._abort(self._out_of_time(error))
+                return
+            with self._changed:
+                self._machine.receive(RequestFailed(worker, error))
+                self._changed.notify_all()
+                stopped = self._machine.stopped
+            if stopped is not None:
+                self._interrupt_connections()
         except Exception as error:
-            failure = TransportError(f"the receiver failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
+            cause = error.__cause__ if isinstance(error, _ProgressError) else error
+            failure = TransportError(f"the receiver failed: {type(cause).__name__}: {cause}", step=self._manifest.step)
+            failure.__cause__ = cause
             self._abort(failure)
+
+    def _out_of_time(self, error: TransportError) -> DeadlineExceededError:
+        out_of_time = DeadlineExceededError(
+            f"timed out with {self._done_bytes} of {self._manifest.data_bytes} bytes received; last: {error.message}",
+            peer=error.peer,
+            step=self._manifest.step,
+        )
+        out_of_time.__cause__ = error
+        return out_of_time
 
     def _abort(self, error: TransportError) -> None:
         """Stops the machine and wakes every worker, also those that are reading."""
         with self._changed:
             self._machine.receive(Aborted(error))
             self._changed.notify_all()
+        self._interrupt_connections()
+
+    def _interrupt_connections(self) -> None:
+        with self._changed:
             connections = list(self._connections)
         for connection in connections:
             connection.interrupt()
@@ -297,10 +271,11 @@ class _Fetch:
                 if self._machine.stopped is not None:
                     connection.close()
                     return
+                # First, because an error of the caller's own must end a fetch also at its last chunk.
+                self._report_progress(chunk)
                 self._machine.receive(ChunkVerified(worker))
                 if self._machine.stopped is not None:
                     self._changed.notify_all()
-                self._report_progress(chunk)
         connection.end_response(response)
 
     def _receive_chunk(self, connection: Connection, chunk: int) -> None:
@@ -325,13 +300,15 @@ class _Fetch:
         start, stop = self._manifest.chunks.range_of(chunk, chunk + 1)
         self._done_bytes += stop - start
         if self._settings.on_progress is not None:
-            self._settings.on_progress(
-                FetchProgress(
-                    done_bytes=self._done_bytes,
-                    total_bytes=self._manifest.data_bytes,
-                    elapsed_s=time.monotonic() - self._started_s,
-                )
+            progress = FetchProgress(
+                done_bytes=self._done_bytes,
+                total_bytes=self._manifest.data_bytes,
+                elapsed_s=time.monotonic() - self._started_s,
             )
+            try:
+                self._settings.on_progress(progress)
+            except Exception as error:
+                raise _ProgressError from error
 
 
 def _batches(views: list[memoryview]) -> Iterator[list[memoryview]]:

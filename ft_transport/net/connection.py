@@ -34,6 +34,8 @@ from ft_transport.wire.routes import SERVED_STEPS_HEADER, parse_served_steps
 _MAX_ERROR_BODY_BYTES: Final = 2048
 _MAX_VIEWS_PER_READ: Final = 512
 """Below IOV_MAX, which Linux puts at 1024 (``man 2 readv``)."""
+_CLOCK_TOLERANCE_S: Final = 0.001
+"""A wait may end this much before its time, because the system counts in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ class PeerAddress:
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise ConfigurationError(f"expected the URL of a peer, got {url[:200]!r}: {error}") from error
-        if parts.scheme != "http" or not host or parts.username is not None:
+        if parts.scheme != "http" or not host or parts.username is not None or not host.isprintable() or " " in host:
             raise ConfigurationError(f"expected a URL like http://host:port/checkpoint/, got {url[:200]!r}")
         return cls(host=host, port=port if port is not None else 80)
 
@@ -70,7 +72,7 @@ class Patience:
     Attributes:
         deadline_s: When all has to be done, on the monotonic clock.
         connect_timeout_s: For one connection attempt, in seconds.
-        stall_timeout_s: Without a single byte, and for what ``min_bytes_per_s`` allows on top, in seconds.
+        stall_timeout_s: Without a single byte, and on top of what ``min_bytes_per_s`` allows, in seconds.
         min_bytes_per_s: A body that comes slower than this, averaged over the request, is given up.
     """
 
@@ -78,6 +80,10 @@ class Patience:
     connect_timeout_s: float
     stall_timeout_s: float
     min_bytes_per_s: float
+
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() >= self.deadline_s - _CLOCK_TOLERANCE_S
 
     def remaining_s(self, doing: str, peer: PeerAddress) -> float:
         """Seconds left.
@@ -91,12 +97,11 @@ class Patience:
         return remaining_s
 
 
-class _TimedSocket(io.RawIOBase):
-    """A socket whose reads end at a time that ``read_until_s`` gives, however the bytes trickle."""
+class _TimedSocket:
+    """What http.client asks of a socket; its reads end at ``read_until_s``, however the bytes trickle."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        super().__init__()
-        self.socket = connected
+    def __init__(self, raw: socket.socket) -> None:
+        self.raw = raw
         self.read_until_s = 0.0
         self.head_complete = False
 
@@ -105,19 +110,17 @@ class _TimedSocket(io.RawIOBase):
         remaining_s = self.read_until_s - time.monotonic()
         if remaining_s <= 0:
             raise TimeoutError
-        self.socket.settimeout(remaining_s)
+        self.raw.settimeout(remaining_s)
 
-    # What http.client asks of a socket:
     def makefile(self, _mode: str, *_args: object, **_kwargs: object) -> io.BufferedReader:
         return io.BufferedReader(_Borrowed(self))
 
     def sendall(self, data: bytes) -> None:
         self.arm()
-        self.socket.sendall(data)
+        self.raw.sendall(data)
 
     def close(self) -> None:
-        self.socket.close()
-        super().close()
+        """Nothing: http.client closes after the head of an answer that ends its connection, before the body."""
 
 
 class _Borrowed(io.RawIOBase):
@@ -137,7 +140,7 @@ class _Borrowed(io.RawIOBase):
         if self._timed.head_complete:
             return 0
         self._timed.arm()
-        return self._timed.socket.recv_into(buffer)
+        return self._timed.raw.recv_into(buffer)
 
 
 class Connection:
@@ -156,6 +159,7 @@ class Connection:
         self._http: HTTPConnection | None = None
         self._socket: _TimedSocket | None = None
         self._ahead = b""
+        self._is_interrupted = False
         self._started_s = 0.0
         self._received = 0
 
@@ -168,24 +172,25 @@ class Connection:
     def close(self) -> None:
         """Drops the connection; the next request opens a new one."""
         if self._socket is not None:
-            self._socket.close()
+            self._socket.raw.close()
         self._http = self._socket = None
         self._ahead = b""
 
     def interrupt(self) -> None:
-        """Makes a read that another thread is blocked in end at once. Thread-safe."""
+        """Ends what another thread is waiting for at once, and all requests to come. Thread-safe."""
+        self._is_interrupted = True
         timed = self._socket
         if timed is not None:
             with contextlib.suppress(OSError):
-                timed.socket.shutdown(socket.SHUT_RDWR)
+                timed.raw.shutdown(socket.SHUT_RDWR)
 
     def get(self, path: str, *, headers: dict[str, str], expected_status: int, answer_within_s: float) -> HTTPResponse:
         """Sends a request and reads the head of the answer; the body is read with ``read_into`` afterwards.
 
         Raises:
-            PeerUnreachableError: No connection, or it broke.
+            PeerUnreachableError: No connection, it broke, or nothing came for too long.
             PeerError: The peer refused; the class says why.
-            DeadlineExceededError: It took too long.
+            DeadlineExceededError: The deadline passed.
         """
         asked = dict(headers)
         asked["Accept-Encoding"] = "identity"
@@ -213,12 +218,18 @@ class Connection:
             if isinstance(error, TransportError):
                 raise
             raise self._timed_out("waiting for the answer to", path) from error
-        except (OSError, HTTPException) as error:
+        except OSError as error:
             self.close()
             if isinstance(error, TransportError):
                 raise
             raise PeerUnreachableError(
                 f"expected an answer to {path}, the connection failed: {type(error).__name__}: {error}",
+                peer=str(self.peer),
+            ) from error
+        except HTTPException as error:
+            self.close()
+            raise PeerProtocolError(
+                f"expected an HTTP answer to {path}, got {type(error).__name__}: {str(error)[:200]!r}",
                 peer=str(self.peer),
             ) from error
         except BaseException:
@@ -229,8 +240,8 @@ class Connection:
         """Fills all views, in order, with the next bytes of the body.
 
         Raises:
-            PeerUnreachableError: The body ended early.
-            DeadlineExceededError: It came too slowly.
+            PeerUnreachableError: The body ended early or came too slowly.
+            DeadlineExceededError: The deadline passed.
         """
         assert self._socket is not None
         try:
@@ -259,15 +270,37 @@ class Connection:
     def _connected(self) -> HTTPConnection:
         if self._http is not None:
             return self._http
-        timeout_s = min(
-            self._patience.connect_timeout_s, self._patience.remaining_s(f"connecting to {self.peer}", self.peer)
-        )
-        connected = socket.create_connection((self.peer.host, self.peer.port), timeout=timeout_s)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = _TimedSocket(connected)
+        timed = self._open()
         self._http = HTTPConnection(self.peer.host, self.peer.port)
-        self._http.sock = self._socket
+        self._http.auto_open = 0
+        self._http.sock = timed
         return self._http
+
+    def _open(self) -> _TimedSocket:
+        """Connects to the first of the peer's addresses that answers."""
+        doing = f"connecting to {self.peer}"
+        self._patience.remaining_s(doing, self.peer)
+        try:
+            addresses = socket.getaddrinfo(self.peer.host, self.peer.port, type=socket.SOCK_STREAM)
+        except UnicodeError as error:
+            raise PeerUnreachableError(f"expected a host name: {error}", peer=str(self.peer)) from error
+        failures = []
+        for family, kind, protocol, _name, address in addresses:
+            timeout_s = min(self._patience.connect_timeout_s, self._patience.remaining_s(doing, self.peer))
+            self._socket = timed = _TimedSocket(socket.socket(family, kind, protocol))
+            try:
+                timed.raw.settimeout(timeout_s)
+                timed.raw.connect(address)
+                timed.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            except OSError as error:
+                self.close()
+                failures.append(f"{address[0]}: {type(error).__name__}: {error}")
+                continue
+            if self._is_interrupted:
+                raise PeerUnreachableError("the request was given up", peer=str(self.peer))
+            return timed
+        self._patience.remaining_s(doing, self.peer)
+        raise PeerUnreachableError(f"no address accepts a connection: {'; '.join(failures)}", peer=str(self.peer))
 
     def _fill(self, views: list[memoryview]) -> None:
         sock = self._socket
@@ -285,9 +318,9 @@ class Connection:
         while index < len(views):
             self._arm()
             if index == len(views) - 1:
-                got = sock.socket.recv_into(views[index])
+                got = sock.raw.recv_into(views[index])
             else:
-                got = sock.socket.recvmsg_into(views[index:])[0]
+                got = sock.raw.recvmsg_into(views[index:])[0]
             if not got:
                 raise PeerUnreachableError(
                     f"expected more of the body, the peer closed the connection after {self._received} bytes",
@@ -310,14 +343,18 @@ class Connection:
         self._socket.read_until_s = min(self._patience.deadline_s, now_s + self._patience.stall_timeout_s, slowest_s)
         self._socket.arm()
 
-    def _timed_out(self, doing: str, what: str) -> DeadlineExceededError:
-        return DeadlineExceededError(
-            f"timed out {doing} {what}: less than {self._patience.min_bytes_per_s:.0f} bytes/s, nothing for "
-            f"{self._patience.stall_timeout_s:.0f} s, or the deadline passed",
+    def _timed_out(self, doing: str, what: str) -> TransportError:
+        """The error after a wait: the whole deadline is over, or this peer is too slow and another try may help."""
+        if self._patience.is_over():
+            return DeadlineExceededError(f"timed out {doing} {what}: the deadline passed", peer=str(self.peer))
+        return PeerUnreachableError(
+            f"timed out {doing} {what}: nothing came for {self._patience.stall_timeout_s:g} s, or less than "
+            f"{self._patience.min_bytes_per_s:.0f} bytes/s",
             peer=str(self.peer),
         )
 
     def _refusal(self, response: HTTPResponse) -> PeerError:
+        text = ""
         with contextlib.suppress(OSError, HTTPException, ValueError):
             text = response.read(_MAX_ERROR_BODY_BYTES).decode("utf-8", "replace")
         peer = str(self.peer)
@@ -331,6 +368,14 @@ class Connection:
             case 409:
                 return SnapshotReplacedError(f"the snapshot was replaced: {reason}", peer=peer)
             case 503:
-                return PeerNotReadyError(f"the peer is not ready: {reason}", peer=peer)
+                retry_after_s = _seconds(response.headers.get("Retry-After"))
+                return PeerNotReadyError(f"the peer is not ready: {reason}", retry_after_s=retry_after_s, peer=peer)
             case _:
                 return PeerProtocolError(f"unexpected answer {reason}", peer=peer)
+
+
+def _seconds(text: str | None) -> float:
+    """What a ``Retry-After`` header says, within reason; one second where it says nothing of use."""
+    if text is not None and text.isascii() and text.isdigit() and len(text) <= 3:
+        return float(text)
+    return 1.0

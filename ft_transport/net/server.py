@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import IO, Final
+from typing import Final
 
 import msgspec
 from aiohttp import web
@@ -26,10 +27,10 @@ from ft_transport.errors import (
     StepNotServedError,
     TransportError,
 )
-from ft_transport.net.address import advertised_host, listen
-from ft_transport.net.shelf import Reading, ServedSnapshot, Shelf
+from ft_transport.net.address import LISTEN_BACKLOG, advertised_host, listen
+from ft_transport.net.sending import send_range
+from ft_transport.net.shelf import Reading, Shelf
 from ft_transport.net.token import JobToken
-from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import (
     FULL_ROUTE,
@@ -46,9 +47,12 @@ from ft_transport.wire.routes import (
 
 logger = logging.getLogger(__name__)
 
-_SLICE_BYTES: Final = 8 << 20
-"""What one deadline covers: a receiver has to take this much within ``stall_timeout_s``."""
 _START_TIMEOUT_S: Final = 30.0
+_KEEP_ALIVE_S: Final = 75.0
+"""How long a connection may be silent; aiohttp's own default is an hour."""
+_SETTLING_ROUNDS: Final = 5
+_MAX_CONNECTIONS: Final = 512
+"""No crowd of receivers may take the descriptors and the memory that the training needs."""
 
 FreshSnapshot = Callable[[], int]
 """Asks the owner of the state for a snapshot that is not older than now, without waiting for it. Returns the number
@@ -66,7 +70,7 @@ class SnapshotServer:
         replica: How this replica calls itself in ``/status``.
         token: Required on every route if given.
         max_wait_s: The longest that a request is held until its step is there, in seconds.
-        stall_timeout_s: How long a receiver may take for 8 MiB before it is cut off, in seconds.
+        stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
         fresh_snapshot: Asks for a new snapshot when ``latest`` is requested.
     """
 
@@ -92,61 +96,81 @@ class SnapshotServer:
         self._socket = listen(host, port)
         try:
             self.port: int = self._socket.getsockname()[1]
-            self.address = f"http://{advertised_host(advertise or host)}:{self.port}"
-            self._loop = asyncio.new_event_loop()
+            self.address = f"http://{advertised_host(advertise, bound=host)}:{self.port}"
+            # The class by name: a policy that the process has set may make loops without sendfile (uvloop).
+            self._loop = asyncio.SelectorEventLoop()
             self._changed = asyncio.Event()
             self._closing = False
             self._handlers: set[asyncio.Task[object]] = set()
-            started: Future[web.AppRunner] = Future()
+            started: Future[None] = Future()
             self._thread = threading.Thread(target=self._run, args=(started,), name="ft-transport-server", daemon=True)
             self._thread.start()
-            self._runner = started.result(_START_TIMEOUT_S)
+            started.result(_START_TIMEOUT_S)
         except BaseException:
             self._socket.close()
             raise
         shelf.listen(self._on_change)
 
     def close(self, *, wait: bool) -> None:
-        """Stops serving; running transfers are cut off.
+        """Stops serving; running transfers are cut off. May be called again, to wait after all.
 
         Args:
             wait: Whether to return only when the thread has ended.
         """
-        if self._closing:
-            return
-        self._closing = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        if not self._closing:
+            self._closing = True
+            with contextlib.suppress(RuntimeError):  # The thread has ended already.
+                self._loop.call_soon_threadsafe(self._loop.stop)
         if wait:
             self._thread.join()
 
-    def _run(self, started: Future[web.AppRunner]) -> None:
+    def _run(self, started: Future[None]) -> None:
         loop = self._loop
         asyncio.set_event_loop(loop)
         try:
             try:
-                runner = loop.run_until_complete(self._start())
+                runner, listener = loop.run_until_complete(self._start())
             except BaseException as error:
                 started.set_exception(error)
                 return
-            started.set_result(runner)
+            started.set_result(None)
             loop.run_forever()
-            for handler in tuple(self._handlers):
-                handler.cancel()
-            loop.run_until_complete(runner.cleanup())
+            loop.run_until_complete(self._stop(runner, listener))
         finally:
             self._socket.close()
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
 
-    async def _start(self) -> web.AppRunner:
+    async def _start(self) -> tuple[web.AppRunner, asyncio.AbstractServer]:
         app = web.Application(middlewares=[self._guard])
         app.router.add_get(METADATA_ROUTE, self._metadata, allow_head=True)
         app.router.add_get(FULL_ROUTE, self._full, allow_head=True)
         app.router.add_get(STATUS_ROUTE, self._status, allow_head=True)
-        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.1)
+        runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, shutdown_timeout=0.1, keepalive_timeout=_KEEP_ALIVE_S
+        )
         await runner.setup()
-        await web.SockSite(runner, self._socket).start()
-        return runner
+        server = runner.server
+        assert server is not None
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        max_connections = _MAX_CONNECTIONS if soft_limit < 0 else min(_MAX_CONNECTIONS, soft_limit // 2)
+
+        def accept() -> asyncio.BaseProtocol:
+            return server() if len(server.connections) < max_connections else _Busy()
+
+        return runner, await self._loop.create_server(accept, sock=self._socket, backlog=LISTEN_BACKLOG)
+
+    async def _stop(self, runner: web.AppRunner, listener: asyncio.AbstractServer) -> None:
+        listener.close()
+        # asyncio takes three rounds of the loop from an accepted connection to one that can be closed.
+        for _ in range(_SETTLING_ROUNDS):
+            await asyncio.sleep(0)
+        for handler in tuple(self._handlers):
+            handler.cancel()
+        await runner.cleanup()
+        # And one from a closed transport to a closed socket.
+        for _ in range(_SETTLING_ROUNDS):
+            await asyncio.sleep(0)
 
     def _on_change(self) -> None:
         with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown at the same moment.
@@ -169,7 +193,8 @@ class SnapshotServer:
                 raise PeerAuthenticationError("expected the job token as 'Authorization: Bearer …'")
             return await handler(request)
         except TransportError as error:
-            logger.info("%s %s from %s refused: %s", request.method, request.path, request.remote, error)
+            # The path as it came: a decoded one may hold line ends, and forge lines of the log.
+            logger.info("%s %s from %s refused: %s", request.method, request.raw_path[:200], request.remote, error)
             headers = {SERVED_STEPS_HEADER: ",".join(map(str, self._shelf.steps()))}
             if isinstance(error, PeerNotReadyError):
                 headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
@@ -195,71 +220,42 @@ class SnapshotServer:
         return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
     async def _metadata(self, request: web.Request) -> web.StreamResponse:
-        with await self._read(request) as snapshot:
-            body = snapshot.header[8:]
-            headers = {"ETag": f'"{snapshot.snapshot_id}"', MANIFEST_DIGEST_HEADER: f"{digest(body):016x}"}
-            return web.Response(body=body, content_type="application/json", headers=headers)
+        reading = await self._read(request)
+        with reading as snapshot:
+            headers = {
+                "Content-Type": "application/json",
+                "Cache-Control": "no-store",
+                "ETag": f'"{snapshot.snapshot_id}"',
+                MANIFEST_DIGEST_HEADER: f"{reading.manifest_digest:016x}",
+            }
+            # All of the file's header but the length before it.
+            return await self._send(request, reading, web.StreamResponse(headers=headers), 8, len(snapshot.header))
 
     async def _full(self, request: web.Request) -> web.StreamResponse:
-        with await self._read(request) as snapshot:
-            return await self._send_file(request, snapshot)
-
-    async def _send_file(self, request: web.Request, snapshot: ServedSnapshot) -> web.StreamResponse:
-        total = snapshot.total_bytes
-        etag = f'"{snapshot.snapshot_id}"'
-        start, end, partial = 0, total, False
-        try:
-            asked = request.http_range
-        except ValueError:
-            asked = slice(None)  # Several ranges, or another unit: RFC 9110 section 14.2 lets a server ignore it.
-        if (asked.start is not None or asked.stop is not None) and request.headers.get("If-Range", etag) == etag:
-            start, end, _ = asked.indices(total)
-            partial = True
-        if partial and start >= end:
-            raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{total}"})
-        response = web.StreamResponse(
-            status=206 if partial else 200,
-            headers={
+        reading = await self._read(request)
+        with reading as snapshot:
+            total = snapshot.total_bytes
+            etag = f'"{snapshot.snapshot_id}"'
+            headers = {
                 "Content-Type": "application/octet-stream",
                 "Content-Disposition": f'attachment; filename="step-{snapshot.step}.safetensors"',
                 "Accept-Ranges": "bytes",
                 "Cache-Control": "no-store",
                 "ETag": etag,
-            },
-        )
-        if partial:
-            response.headers["Content-Range"] = f"bytes {start}-{end - 1}/{total}"
-        response.content_length = end - start
-        await response.prepare(request)
-        if request.method != "HEAD":
-            await self._send_body(request, snapshot, start, end)
-        await response.write_eof()
-        return response
+            }
+            asked = _asked_range(request, total, etag)
+            if asked is None:
+                return await self._send(request, reading, web.StreamResponse(headers=headers), 0, total)
+            start, end = asked
+            if start >= end:
+                raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{total}"})
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{total}"
+            return await self._send(request, reading, web.StreamResponse(status=206, headers=headers), start, end)
 
-    async def _send_body(self, request: web.Request, snapshot: ServedSnapshot, start: int, end: int) -> None:
-        """Sends ``[start, end)`` of the file; a receiver that stalls is cut off."""
-        with open(snapshot.descriptor, "rb", buffering=0, closefd=False) as file:
-            while start < end:
-                num_bytes = min(_SLICE_BYTES, end - start)
-                await self._send_slice(request, file, snapshot.file_start + start, num_bytes)
-                start += num_bytes
-
-    async def _send_slice(self, request: web.Request, file: IO[bytes], position: int, num_bytes: int) -> None:
-        transport = request.transport
-        if transport is None:
-            raise ConnectionResetError("the receiver closed the connection")
-        try:
-            await asyncio.wait_for(
-                self._loop.sendfile(transport, file, position, num_bytes), timeout=self._stall_timeout_s
-            )
-        except asyncio.TimeoutError:
-            logger.warning(
-                "receiver %s took less than %d bytes in %.0f s and was cut off",
-                request.remote, num_bytes, self._stall_timeout_s,
-            )  # fmt: skip
-            # Only an abort frees the socket of a peer that does not read; a close would wait for it.
-            transport.abort()
-            raise ConnectionResetError("the receiver stalled") from None
+    async def _send(
+        self, request: web.Request, reading: Reading, response: web.StreamResponse, start: int, end: int
+    ) -> web.StreamResponse:
+        return await send_range(request, reading, response, start, end, stall_timeout_s=self._stall_timeout_s)
 
     async def _read(self, request: web.Request) -> Reading:
         """Begins reading the snapshot that a request names, waiting for it if it may still come."""
@@ -268,14 +264,10 @@ class SnapshotServer:
             raise StepNotServedError(
                 f"expected a step number or 'latest' in the path, got {request.match_info['step'][:64]!r}"
             )
-        transport = request.transport
-
-        def is_connected() -> bool:
-            return transport is not None and not transport.is_closing()
-
+        is_closed = _closed_of(request)
         bound_to = request.query.get(SNAPSHOT_PARAMETER)
         if bound_to is not None:
-            reading = self._shelf.read(step, snapshot_id=SnapshotId(bound_to), is_connected=is_connected)
+            reading = self._shelf.read(step, snapshot_id=SnapshotId(bound_to), is_closed=is_closed)
             if reading is None:
                 raise SnapshotReplacedError(
                     f"expected snapshot {bound_to[:32]} of step {step}, which is no longer served; start again"
@@ -285,12 +277,12 @@ class SnapshotServer:
         deadline_s = time.monotonic() + self._wait_s(request)
         while True:
             changed = self._changed
-            reading = self._shelf.read(step, after_sequence=after, is_connected=is_connected)
+            reading = self._shelf.read(step, after_sequence=after, is_closed=is_closed)
             if reading is not None:
                 return reading
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0 or not self._may_come(step):
-                return self._read_or_refuse(step, is_connected)
+                return self._read_or_refuse(step, is_closed)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), remaining_s)
 
@@ -298,9 +290,9 @@ class SnapshotServer:
         newest_step = self._shelf.newest_step()
         return step == LATEST or newest_step is None or step > newest_step
 
-    def _read_or_refuse(self, step: StepSelector, is_connected: Callable[[], bool]) -> Reading:
+    def _read_or_refuse(self, step: StepSelector, is_closed: Callable[[], bool]) -> Reading:
         """After the wait: the newest snapshot for ``latest``, however old, or the reason why there is none."""
-        reading = self._shelf.read(step, is_connected=is_connected)
+        reading = self._shelf.read(step, is_closed=is_closed)
         if reading is not None:
             return reading
         served = self._shelf.steps()
@@ -319,3 +311,40 @@ class SnapshotServer:
         if not 0 <= asked_s < float("inf"):
             raise ConfigurationError(f"expected a number of seconds in '{WAIT_PARAMETER}', got {text[:64]!r}")
         return min(asked_s, self._max_wait_s)
+
+
+class _Busy(asyncio.Protocol):
+    """Answers whoever connects while there are too many, and closes."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(
+            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+        )
+        transport.close()
+
+
+def _closed_of(request: web.Request) -> Callable[[], bool]:
+    """Says whether the receiver of an answer can read no more of it."""
+    transport = request.transport
+    if transport is None:
+        return lambda: True
+    # Where the server itself closes after the answer, that says nothing of how far the receiver is.
+    return transport.is_closing if request.keep_alive else lambda: False
+
+
+def _asked_range(request: web.Request, total: int, etag: str) -> tuple[int, int] | None:
+    """The half-open range that a request asks for, empty if it lies outside; ``None`` for the whole file."""
+    # RFC 9110: a range is defined for GET alone (14.2), and If-Range makes it conditional (13.1.5).
+    if request.method != "GET" or request.headers.get("If-Range", etag) != etag:
+        return None
+    try:
+        asked = request.http_range
+    except ValueError:
+        return None  # Several ranges, or another unit, which a server may ignore (14.2).
+    if asked.start is None and asked.stop is None:
+        return None
+    if asked.start == 0 and asked.stop is None and "=-" in request.headers.get("Range", ""):
+        return total, total  # The last zero bytes.
+    start, end, _ = asked.indices(total)
+    return start, end

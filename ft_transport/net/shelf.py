@@ -4,6 +4,9 @@ A snapshot leaves the shelf when a new one needs its place. One that is being re
 reader is done. A fetch consists of several requests, so each request also keeps its snapshot on the shelf for a
 moment after it ended (the lease), as long as its connection is open; otherwise a trainer that publishes every step
 would replace a snapshot between two requests of the same fetch.
+
+The lease also guards what is on its way: ``sendfile`` gives the kernel the pages of the memory file and no copy of
+them, so a new snapshot in the same memory would change bytes that were sent but that the receiver has not read yet.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ft_transport.errors import SnapshotLimitError
+from ft_transport.errors import SnapshotError, SnapshotLimitError
+from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import LATEST, StepSelector
 
@@ -50,35 +54,38 @@ class ServedSnapshot(Protocol):
         """Frees the memory. The shelf calls it exactly once, when the last reader is done."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    until_s: float
-    is_connected: Callable[[], bool]
-
-
 @dataclass(slots=True, eq=False)
 class _Entry:
     snapshot: ServedSnapshot
     sequence: int
+    manifest_digest: int
     num_readers: int = 0
-    leases: list[_Lease] = field(default_factory=list)
+    leased_until_s: dict[Callable[[], bool], float] = field(default_factory=dict)
     retired: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """One request that reads a snapshot; a context manager that ends the reading."""
+    """One request that reads a snapshot; a context manager that ends the reading.
+
+    Attributes:
+        snapshot: What is read.
+        manifest_digest: Digest of its JSON header.
+        unread_s: How long after the end some of it may still be on its way to the receiver, in seconds.
+    """
 
     snapshot: ServedSnapshot
+    manifest_digest: int
     _shelf: Shelf
     _entry: _Entry
-    _is_connected: Callable[[], bool]
+    _is_closed: Callable[[], bool]
+    unread_s: float = 0.0
 
     def __enter__(self) -> ServedSnapshot:
         return self.snapshot
 
     def __exit__(self, *_exc_info: object) -> None:
-        self._shelf._end_reading(self._entry, self._is_connected)
+        self._shelf._end_reading(self._entry, self._is_closed, self.unread_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +106,7 @@ class Shelf:
     _leaving: list[_Entry] = field(default_factory=list)
     _num_reserved: int = 0
     _sequence: int = 0
+    _closed: bool = False
     _listeners: list[Callable[[], None]] = field(default_factory=list)
 
     def listen(self, on_change: Callable[[], None]) -> None:
@@ -110,9 +118,12 @@ class Shelf:
 
         Raises:
             SnapshotLimitError: All places are taken by snapshots that are being read.
+            SnapshotError: The shelf was cleared for good.
         """
         to_close: list[_Entry] = []
         with self._lock:
+            if self._closed:
+                raise SnapshotError("expected a transport that serves, and this one was shut down")
             alive = len(self._entries) + len(self._leaving) + self._num_reserved
             if alive >= self.max_snapshots:
                 idle = [entry for entry in self._entries if not entry.num_readers and not self._is_leased(entry)]
@@ -135,11 +146,20 @@ class Shelf:
             self._num_reserved -= 1
 
     def put(self, snapshot: ServedSnapshot) -> None:
-        """Puts a snapshot on the reserved place and tells the listeners. The shelf owns it from now on."""
+        """Puts a snapshot on the reserved place and tells the listeners. The shelf owns it from now on.
+
+        After ``clear`` it is freed at once: a shutdown may overtake a snapshot that is still being copied.
+        """
+        manifest_digest = digest(memoryview(snapshot.header)[8:])
         with self._lock:
             self._num_reserved -= 1
-            self._sequence += 1
-            self._entries.append(_Entry(snapshot, self._sequence))
+            closed = self._closed
+            if not closed:
+                self._sequence += 1
+                self._entries.append(_Entry(snapshot, self._sequence, manifest_digest))
+        if closed:
+            snapshot.close()
+            return
         for listener in self._listeners:
             listener()
 
@@ -174,7 +194,7 @@ class Shelf:
         *,
         snapshot_id: SnapshotId | None = None,
         after_sequence: int = 0,
-        is_connected: Callable[[], bool] = lambda: True,
+        is_closed: Callable[[], bool] = lambda: False,
     ) -> Reading | None:
         """Begins reading the newest snapshot that fits, or returns ``None`` if none does.
 
@@ -182,7 +202,8 @@ class Shelf:
             step: A step, or ``latest``.
             snapshot_id: Only this snapshot.
             after_sequence: Only snapshots newer than this number.
-            is_connected: Whether the reader may still come back; its lease ends when it cannot. Any thread may call it.
+            is_closed: Whether the reader's connection is; its lease ends with that. Names the reader too: one lease
+                for each distinct function. Any thread may call it.
         """
         with self._lock:
             for entry in reversed(self._entries):
@@ -193,12 +214,13 @@ class Shelf:
                     and entry.sequence > after_sequence
                 ):
                     entry.num_readers += 1
-                    return Reading(snapshot, self, entry, is_connected)
+                    return Reading(snapshot, entry.manifest_digest, self, entry, is_closed)
         return None
 
     def clear(self) -> None:
-        """Retires everything; what is being read is freed when its readers are done."""
+        """Retires everything for good; what is being read is freed when its readers are done."""
         with self._lock:
+            self._closed = True
             entries, self._entries = self._entries, []
             busy = [entry for entry in entries if entry.num_readers]
             for entry in busy:
@@ -210,14 +232,19 @@ class Shelf:
 
     def _is_leased(self, entry: _Entry) -> bool:
         now_s = self.clock()
-        entry.leases = [lease for lease in entry.leases if lease.until_s > now_s and lease.is_connected()]
-        return bool(entry.leases)
+        entry.leased_until_s = {
+            is_closed: until_s
+            for is_closed, until_s in entry.leased_until_s.items()
+            if until_s > now_s and not is_closed()
+        }
+        return bool(entry.leased_until_s)
 
-    def _end_reading(self, entry: _Entry, is_connected: Callable[[], bool]) -> None:
+    def _end_reading(self, entry: _Entry, is_closed: Callable[[], bool], unread_s: float) -> None:
         with self._lock:
             entry.num_readers -= 1
             self._is_leased(entry)  # forgets those that ended
-            entry.leases.append(_Lease(self.clock() + self.lease_s, is_connected))
+            until_s = self.clock() + max(self.lease_s, unread_s)
+            entry.leased_until_s[is_closed] = max(until_s, entry.leased_until_s.get(is_closed, 0.0))
             closing = entry.retired and not entry.num_readers
             if closing:
                 self._leaving.remove(entry)

@@ -6,21 +6,37 @@ import hmac
 import os
 from typing import Final
 
+from ft_transport.errors import ConfigurationError
+
 TOKEN_VARIABLE: Final = "FT_TRANSPORT_TOKEN"
 """Environment variable: the secret that every process of a job shares. Unset, no token is asked for."""
 
 
 class JobToken:
-    """A shared secret that cannot be printed by accident."""
+    """A shared secret that cannot be printed by accident.
+
+    Raises:
+        ConfigurationError: It is empty, or holds what a header cannot carry: anything but visible ASCII.
+    """
 
     __slots__ = ("_secret",)
 
     def __init__(self, secret: str) -> None:
+        # A header would carry other characters in one encoding and be read in another, and never match.
+        if not secret or not all("!" <= character <= "~" for character in secret):
+            raise ConfigurationError(
+                "expected a job token of visible ASCII characters, got one that is empty or holds others (white space, "
+                "a line end)"
+            )
         self._secret = secret.encode()
 
     @classmethod
     def from_environment(cls) -> JobToken | None:
-        """The token that the environment sets, or ``None``."""
+        """The token that the environment sets, or ``None``.
+
+        Raises:
+            ConfigurationError: It cannot be a token.
+        """
         secret = os.environ.get(TOKEN_VARIABLE)
         return cls(secret) if secret else None
 

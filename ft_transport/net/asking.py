@@ -1,0 +1,108 @@
+"""Asking a peer for the manifest of a snapshot, and waiting for it where it is not there yet."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from ft_transport.errors import (
+    DeadlineExceededError,
+    IntegrityError,
+    ManifestError,
+    PeerNotReadyError,
+    PeerProtocolError,
+    PeerUnreachableError,
+    StepNotServedError,
+    TransportError,
+)
+from ft_transport.net.client import FetchSettings
+from ft_transport.net.connection import Connection, Patience
+from ft_transport.wire.integrity import digest
+from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_header
+from ft_transport.wire.routes import MANIFEST_DIGEST_HEADER, StepSelector, metadata_path
+
+_RETRY_PAUSE_S: Final = 0.1
+_HOLD_S: Final = 10.0
+"""The longest that the server is asked to hold one request; after that the client asks again."""
+
+
+def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSettings) -> Manifest:
+    """The manifest of the snapshot that a peer serves for ``step``, waiting for it until the deadline.
+
+    Args:
+        connection: To the peer. As long as the caller leaves it open, the peer keeps the snapshot for it.
+        step: A step or ``latest``.
+        settings: How to fetch.
+
+    Raises:
+        StepNotServedError: The peer serves other steps, and this one does not come any more.
+        DeadlineExceededError: The step did not come, or the peer could not be reached, in time.
+        PeerError: The peer refused, or answered outside the protocol.
+        ManifestError: What it sent is no manifest.
+        IntegrityError: The manifest was damaged on the way, time and again.
+    """
+    patience = settings.patience
+    num_damaged = 0
+    peer = connection.peer
+    last: TransportError | None = None
+    while True:
+        try:
+            patience.remaining_s(f"waiting for step {step}", peer)
+            return _read_manifest(connection, step, patience)
+        except DeadlineExceededError as error:
+            connection.close()
+            if last is None:
+                raise
+            raise DeadlineExceededError(
+                f"timed out waiting for a snapshot; last: {last}", peer=str(peer), step=step
+            ) from error
+        except (PeerUnreachableError, PeerNotReadyError) as error:
+            connection.close()
+            last = error
+        except IntegrityError as error:
+            connection.close()
+            num_damaged += 1
+            if num_damaged >= settings.max_failures:
+                raise
+            last = error
+        except StepNotServedError as error:
+            error.step = step
+            # Later steps than those served may still come: the peer held the request for a while, not for good.
+            if not isinstance(step, int) or not error.served or step < max(error.served):
+                raise
+            last = error
+        time.sleep(min(_RETRY_PAUSE_S, max(0.0, patience.deadline_s - time.monotonic())))
+
+
+def _read_manifest(connection: Connection, step: StepSelector, patience: Patience) -> Manifest:
+    peer = str(connection.peer)
+    wait_s = min(_HOLD_S, max(0.0, patience.deadline_s - time.monotonic()))
+    response = connection.get(
+        metadata_path(step, wait_s=wait_s), headers={}, expected_status=200, answer_within_s=wait_s
+    )
+    length = response.length
+    if not length or length > MAX_HEADER_BYTES:
+        raise ManifestError(
+            f"expected a manifest of 1 to {MAX_HEADER_BYTES} bytes, the peer announced {length}",
+            peer=peer,
+            step=step,
+        )
+    body = bytearray(length)
+    connection.read_into([memoryview(body)])
+    connection.end_response(response)
+    announced = response.headers.get(MANIFEST_DIGEST_HEADER, "")
+    actual = digest(memoryview(body))
+    if announced != f"{actual:016x}":
+        try:
+            expected = int(announced, 16)
+        except ValueError:
+            raise PeerProtocolError(
+                f"expected a manifest digest, got {announced[:64]!r}", peer=peer, step=step
+            ) from None
+        raise IntegrityError(
+            "the manifest was damaged", chunk=None, expected=expected, actual=actual, peer=peer, step=step
+        )
+    manifest = decode_header(memoryview(body), peer=peer)
+    if isinstance(step, int) and manifest.step != step:
+        raise PeerProtocolError(f"expected the manifest of step {step}, got step {manifest.step}", peer=peer, step=step)
+    return manifest

@@ -1,0 +1,358 @@
+"""A source that dies, lies or stalls costs what was in flight, or leaves an error and no half state (promises 2, 6)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_transport import (
+    DeadlineExceededError,
+    FetchFailedError,
+    FetchProgress,
+    HTTPTransport,
+    IntegrityError,
+    ManifestError,
+    PeerError,
+    PeerProtocolError,
+    PeerUnreachableError,
+    TransportError,
+)
+from tests.faults.proxy import Fault, Link, corrupt, cut, delay, lie, stall, trickle
+from tests.faults.transports import (
+    CHUNK_BYTES,
+    STATE_BYTES,
+    blank,
+    closed_port,
+    fetching_threads,
+    holds,
+    is_poisoned,
+    is_state,
+    network,
+    transport,
+)
+
+MIDDLE = STATE_BYTES // 2
+HEADS_BYTES = 64 << 10  # the manifest and the heads of all answers take far less
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize("num_connections", [1, 4])
+def test_a_connection_cut_once_costs_what_was_in_flight(num_connections: int, reset: bool) -> None:
+    into = blank()
+    with network(num_connections) as net:
+        # Inside the first request of the connection, and inside a chunk.
+        net.proxy.inject(cut(CHUNK_BYTES * 3 // 2, reset=reset))
+        assert is_state(net.fetch(into=into), 1)
+        assert net.proxy.num_faulty == 1
+        # Of a chunk that was cut nothing is kept; a reset may also drop what the receiver had not read yet.
+        lost_bytes = (3 if reset else 1) * CHUNK_BYTES
+        assert net.proxy.num_bytes <= STATE_BYTES + lost_bytes + HEADS_BYTES
+    assert holds(into, 1)
+
+
+def test_a_connection_that_is_cut_again_and_again_still_ends() -> None:
+    with network(2, max_failures=3) as net:
+        # Each delivers something, so none of these failures follow in a row.
+        net.proxy.inject(cut(CHUNK_BYTES * 5 // 2), times=10)
+        assert is_state(net.fetch(), 1)
+        assert net.proxy.num_faulty == 10
+
+
+@pytest.mark.parametrize("on", ["/full", "/metadata"])
+def test_a_byte_changed_once_is_fetched_again(on: str) -> None:
+    into = blank()
+    with network(2) as net:
+        net.proxy.inject(corrupt(900 if on == "/metadata" else 100_000), on=on)
+        assert is_state(net.fetch(into=into), 1)
+        assert net.proxy.num_faulty == 1
+
+
+def test_bytes_changed_every_time_are_an_error_that_names_them() -> None:
+    into = blank()
+    with network(1, max_failures=3) as net:
+        net.proxy.inject(corrupt(20_000), times=1000)
+        with pytest.raises(FetchFailedError) as caught:
+            net.fetch(into=into)
+        peer = f"127.0.0.1:{net.proxy.port}"
+    failures = caught.value.failures
+    assert len(failures) == 3
+    for failure in failures:
+        assert isinstance(failure, IntegrityError)
+        assert (failure.peer, failure.step, failure.chunk) == (peer, 1, 0)
+        assert failure.expected != failure.actual
+        for part in (peer, "step 1", "chunk 0", f"{failure.expected:016x}", f"{failure.actual:016x}"):
+            assert part in str(caught.value)
+    assert caught.value.destination_touched
+    assert is_poisoned(into)
+
+
+def test_without_verification_nobody_notices() -> None:
+    """What turning it off means; and that the test above fails for the right reason."""
+    with network(1, verify=False) as net:
+        net.proxy.inject(corrupt(20_000), times=1000)
+        assert not is_state(net.fetch(), 1)
+
+
+def test_a_manifest_changed_every_time_is_an_error() -> None:
+    into = blank()
+    with network(1, max_failures=3) as net:
+        net.proxy.inject(corrupt(900), on="/metadata", times=1000)
+        with pytest.raises(IntegrityError, match="manifest") as caught:
+            net.fetch(into=into)
+        assert caught.value.peer == f"127.0.0.1:{net.proxy.port}"
+        assert net.proxy.num_faulty == 3
+    assert not caught.value.destination_touched
+    assert not into["a"].any()  # not touched, so not poisoned either
+
+
+@pytest.mark.parametrize("fault", [stall(MIDDLE // 2), trickle(MIDDLE // 2, pause_s=0.02)], ids=["stall", "trickle"])
+@pytest.mark.parametrize("num_connections", [1, 3])
+def test_the_deadline_ends_a_fetch_that_does_not_end_by_itself(num_connections: int, fault: Fault) -> None:
+    into = blank()
+    with network(num_connections) as net:
+        net.proxy.inject(fault, times=1000)
+        started_s = time.monotonic()
+        with pytest.raises(DeadlineExceededError, match=r"timed out with \d+ of \d+ bytes") as caught:
+            net.fetch(into=into, timeout_s=1)
+        assert 0.9 < time.monotonic() - started_s < 4
+        assert caught.value.step == 1
+        assert isinstance(caught.value, TimeoutError)
+        assert fetching_threads() == []
+    assert caught.value.destination_touched
+    assert "overwritten with NaN" in str(caught.value)
+    assert is_poisoned(into)
+
+
+@pytest.mark.parametrize("fault", [stall(MIDDLE // 2), trickle(MIDDLE // 2, pause_s=0.02)], ids=["stall", "trickle"])
+def test_a_connection_that_stalls_is_replaced_long_before_the_deadline(fault: Fault) -> None:
+    with network(1, stall_timeout=timedelta(seconds=0.3), min_bytes_per_s=1e8) as net:
+        net.proxy.inject(fault)
+        started_s = time.monotonic()
+        assert is_state(net.fetch(), 1)
+        assert time.monotonic() - started_s < 10
+        assert net.proxy.num_faulty == 1
+
+
+@pytest.mark.parametrize("fault", [stall(0), stall(300), trickle(0, pause_s=0.02)], ids=["silent", "cut", "trickle"])
+def test_the_deadline_also_ends_the_wait_for_the_manifest(fault: Fault) -> None:
+    with network(1) as net:
+        net.proxy.inject(fault, on="/metadata", times=1000)
+        started_s = time.monotonic()
+        with pytest.raises(DeadlineExceededError, match="timed out"):
+            net.fetch(timeout_s=0.5)
+        assert time.monotonic() - started_s < 4
+
+
+def test_when_the_peer_is_given_up_nobody_waits_for_a_connection_that_stalls() -> None:
+    stalled = threading.Event()
+    with network(2) as net:
+        net.proxy.inject(stall(CHUNK_BYTES // 2, stalled))
+
+        def refuse(link: Link, data: bytes) -> bool:
+            assert stalled.wait(20)
+            return lie(b"206 Partial", b"418 Teapot ")(link, data)
+
+        net.proxy.inject(refuse, times=1000)
+        started_s = time.monotonic()
+        with pytest.raises(FetchFailedError, match="418"):
+            net.fetch()
+        assert time.monotonic() - started_s < 10
+        assert fetching_threads() == []
+
+
+def test_a_slow_network_is_no_fault() -> None:
+    with network(2) as net:
+        net.proxy.inject(delay(0.002), times=1000)
+        assert is_state(net.fetch(), 1)
+
+
+@pytest.mark.parametrize(
+    ("true", "false"),
+    [
+        (b"206 Partial", b"200 Partial"),
+        (b"Content-Range: bytes ", b"Content-Range: bytes 9"),
+        (b"Content-Range: ", b"X-Range: "),
+        (b"Content-Length: ", b"Content-Length: 9"),
+        (b"Content-Length: ", b"X-Length: "),
+        (b"HTTP/1.1 ", b"FTP/1.1 "),
+    ],
+)
+def test_an_answer_that_does_not_fit_the_question_is_refused(true: bytes, false: bytes) -> None:
+    into = blank()
+    with network(2) as net:
+        net.proxy.inject(lie(true, false), times=1000)
+        with pytest.raises(FetchFailedError) as caught:
+            net.fetch(into=into, timeout_s=20)
+    assert isinstance(caught.value.failures[-1], PeerProtocolError)
+    # It was refused by its head: nothing landed.
+    assert not caught.value.destination_touched
+    assert not into["a"].any()
+
+
+def test_a_closed_port_is_tried_until_the_deadline() -> None:
+    into = blank()
+    with transport() as receiver:
+        port = closed_port()
+        with pytest.raises(DeadlineExceededError, match=rf"timed out.*refused.*127\.0\.0\.1:{port}") as caught:
+            receiver.recv_checkpoint(0, f"http://127.0.0.1:{port}/checkpoint/", 1, timedelta(seconds=0.4))
+    assert caught.value.step == 1
+    assert not into["a"].any()
+
+
+def test_no_time_at_all_is_a_timeout() -> None:
+    with network() as net:
+        for timeout_s in (0, -1):
+            with pytest.raises(DeadlineExceededError, match="timed out"):
+                net.fetch(timeout_s=timeout_s)
+
+
+@contextmanager
+def serving_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    script = Path(__file__).parent / "serving_process.py"
+    process = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+@pytest.mark.parametrize("num_connections", [1, 4])
+def test_a_peer_that_is_killed_in_the_middle_is_an_error(num_connections: int) -> None:
+    into = {"w": blank()["a"].new_zeros(16 << 20)}  # 64 MiB: more than all socket buffers hold
+    with serving_process() as (process, url):
+
+        def kill(progress: FetchProgress) -> None:
+            if progress.done_bytes > progress.total_bytes // 8:
+                process.kill()
+
+        with transport(num_connections, on_progress=kill) as receiver, pytest.raises(FetchFailedError) as caught:
+            receiver.fetch(url, "latest", into=into)
+    assert all(isinstance(failure, PeerUnreachableError) for failure in caught.value.failures)
+    assert caught.value.failures[-1].peer in url
+    assert caught.value.destination_touched
+    assert into["w"].isnan().all()
+    assert fetching_threads() == []
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, and nothing that pytest itself would react to."""
+
+
+def raising(error: BaseException, *, after: int) -> Callable[[FetchProgress], None]:
+    def on_progress(progress: FetchProgress) -> None:
+        if progress.done_bytes >= after:
+            raise error
+
+    return on_progress
+
+
+@pytest.mark.parametrize("num_connections", [1, 3])
+@pytest.mark.parametrize("after", [0, MIDDLE, STATE_BYTES])
+def test_an_interruption_from_the_callback_ends_the_fetch(num_connections: int, after: int) -> None:
+    into = blank()
+    with network(num_connections, on_progress=raising(Interrupted(), after=after)) as net:
+        with pytest.raises(Interrupted):
+            net.fetch(into=into)
+        assert fetching_threads() == []
+        assert is_poisoned(into)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("user's own"), PeerUnreachableError("looks like ours")])
+@pytest.mark.parametrize("after", [0, STATE_BYTES])
+def test_an_error_of_the_callback_is_no_failure_of_the_peer(error: Exception, after: int) -> None:
+    into = blank()
+    with network(3, on_progress=raising(error, after=after)) as net:
+        with pytest.raises(TransportError, match="the receiver failed") as caught:
+            net.fetch(into=into)
+        assert fetching_threads() == []
+    assert not isinstance(caught.value, (FetchFailedError, PeerError))
+    assert caught.value.__cause__ is error
+    assert is_poisoned(into)
+
+
+def threads_inside_fetch() -> list[str]:
+    """Those that could still write into the receiver's tensors, as opposed to those that are about to end."""
+    frames = sys._current_frames()
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith("ft-transport-fetch")
+        and any("_receive" in frame.f_code.co_name for frame, _ in traceback.walk_stack(frames.get(thread.ident or 0)))
+    ]
+
+
+@pytest.mark.parametrize("num_signals", [1, 3])
+@pytest.mark.parametrize("num_connections", [1, 3])
+def test_a_signal_on_the_callers_thread_ends_all_threads_before_it_returns(
+    num_connections: int, num_signals: int
+) -> None:
+    into = blank()
+    stalled, landed = threading.Event(), threading.Event()
+
+    def interrupt(*_args: object) -> None:
+        raise Interrupted
+
+    def send_signals() -> None:
+        assert stalled.wait(20)
+        assert landed.wait(20)
+        for _ in range(num_signals):  # The later ones hit the clean-up.
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    sending = threading.Thread(target=send_signals)
+    try:
+        with network(num_connections, on_progress=lambda _: landed.set()) as net:
+            net.proxy.inject(stall(MIDDLE // 4, stalled), times=1000)
+            sending.start()
+            started_s = time.monotonic()
+            try:
+                net.fetch(into=into)
+                pytest.fail("it was interrupted")
+            except Interrupted:
+                left = threads_inside_fetch()
+            finally:
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            assert time.monotonic() - started_s < 10
+            assert left == []
+            sending.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    # Later signals may have interrupted the poisoning, but nobody can have written after it.
+    assert is_poisoned(into) or num_signals > 1
+
+
+def test_what_no_http_server_answers_is_an_error_at_once() -> None:
+    with network() as net:
+        net.proxy.inject(lie(b"HTTP/1.1", b"SSH-2.0-"), on="/metadata", times=1000)
+        with pytest.raises(PeerProtocolError):
+            net.fetch()
+        net.proxy._orders.clear()
+        net.proxy.inject(lie(b"Content-Length: ", b"Content-Length: 99999999"), on="/metadata", times=1000)
+        with pytest.raises(ManifestError, match="expected a manifest of 1 to"):
+            net.fetch()
+
+
+def test_a_transport_still_works_after_a_failed_fetch() -> None:
+    into = blank()
+    with network(2, max_failures=1) as net:
+        net.proxy.inject(cut(10_000), times=1)
+        with pytest.raises(FetchFailedError):
+            net.fetch(into=into)
+        assert is_poisoned(into)
+        receiver: HTTPTransport[Any] = net.receiver
+        assert is_state(receiver.fetch(net.proxy.url, 1, into=into).state, 1)
+    assert holds(into, 1)

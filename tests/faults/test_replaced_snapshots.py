@@ -1,0 +1,207 @@
+"""Snapshots come and go while others fetch: what arrives is always one whole state (promise 1)."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from ft_transport import (
+    DeadlineExceededError,
+    FetchFailedError,
+    FetchProgress,
+    SnapshotLimitError,
+    SnapshotReplacedError,
+    StepNotServedError,
+    TransportError,
+)
+from tests.faults.proxy import cut
+from tests.faults.transports import (
+    CHUNK_BYTES,
+    STATE_BYTES,
+    TIMEOUT,
+    Net,
+    blank,
+    holds,
+    is_poisoned,
+    is_state,
+    network,
+    state_of,
+    transport,
+)
+
+ONE_PLACE = {"max_snapshots": 1, "lease": timedelta(0), "stall_timeout": timedelta(seconds=5)}
+
+
+class Publisher:
+    """Replaces the snapshot from inside a fetch, as soon as the sender sees that its connections are gone."""
+
+    def __init__(self, step: int, seed: int) -> None:
+        self._step = step
+        self._seed = seed
+        self.done = threading.Event()
+        self.net: Net
+
+    def __call__(self, progress: FetchProgress) -> None:
+        if self.done.is_set() or progress.done_bytes < STATE_BYTES // 4:
+            return
+        self.done.set()
+        # Everything that the sender would wait for ends: all connections through the proxy are cut.
+        self.net.proxy.cut_all()
+        retry = threading.Event()
+        while True:
+            try:
+                self.net.sender.send_checkpoint([], self._step, state_of(self._seed), TIMEOUT)
+                return
+            except SnapshotLimitError:
+                assert not retry.wait(0.01)
+
+
+@pytest.mark.parametrize("num_connections", [1, 3])
+@pytest.mark.parametrize("step", [1, "latest"])
+def test_a_fetch_whose_snapshot_is_replaced_starts_again(num_connections: int, step: Any) -> None:
+    into = blank()
+    # The same step with other numbers: only the id of the snapshot tells them apart.
+    publish = Publisher(step=1, seed=2)
+    with network(num_connections, on_progress=publish, sender=ONE_PLACE) as net:
+        publish.net = net
+        received = net.fetch(step, into=into)
+    assert publish.done.is_set()
+    assert received["seed"] == 2
+    assert holds(into, 2)
+
+
+def test_a_step_that_is_gone_leaves_poison_and_says_so() -> None:
+    """The second attempt fails before a byte lands, and still the first one has touched the receiver's tensors."""
+    into = blank()
+    publish = Publisher(step=2, seed=2)
+    with network(2, on_progress=publish, sender=ONE_PLACE) as net:
+        publish.net = net
+        with pytest.raises(StepNotServedError) as caught:
+            net.fetch(1, into=into)
+    assert caught.value.served == (2,)
+    assert caught.value.destination_touched
+    assert is_poisoned(into)
+
+
+def test_the_deadline_holds_for_all_attempts_together() -> None:
+    into = blank()
+    with network(1, sender=ONE_PLACE) as net:
+        net.proxy.inject(cut(CHUNK_BYTES // 2), times=10_000)
+        net.receiver._settings = _with(net.receiver._settings, max_failures=10_000)
+        with pytest.raises(DeadlineExceededError) as caught:
+            net.fetch(1, into=into, timeout_s=0.6)
+    assert caught.value.destination_touched
+    assert is_poisoned(into)
+
+
+def _with(settings: Any, **changes: Any) -> Any:
+    from dataclasses import replace
+
+    return replace(settings, **changes)
+
+
+def test_replacement_is_an_error_of_its_own() -> None:
+    with network(1, sender=ONE_PLACE) as net:
+        net.proxy.inject(lambda link, data: bool(link.send(_CONFLICT)), times=10_000)
+        with pytest.raises(TransportError) as caught:
+            net.fetch(1, timeout_s=0.5)
+    # Each attempt began again, until the time was over.
+    assert isinstance(caught.value, DeadlineExceededError)
+    assert len(net.proxy.requests) > 4
+
+
+_CONFLICT = b"HTTP/1.1 409 Conflict\r\nContent-Length: 0\r\n\r\n"
+
+
+def test_many_receive_one_snapshot_while_the_sender_goes_on() -> None:
+    num_receivers = 8
+    steps = 20
+    go = threading.Barrier(num_receivers + 1)
+    with transport(max_snapshots=3, lease=timedelta(seconds=1)) as sender:
+        sender.send_checkpoint([], 0, state_of(0), TIMEOUT)
+
+        def fetch_all(_index: int) -> list[tuple[int, bool]]:
+            fetched = []
+            with transport(2) as receiver:
+                into = blank()
+                go.wait(30)
+                for _ in range(6):
+                    received = receiver.fetch(sender.metadata(), "latest", into=into)
+                    fetched.append((received.step, is_state(received.state, received.step)))
+            return fetched
+
+        with ThreadPoolExecutor(num_receivers) as pool:
+            running = [pool.submit(fetch_all, index) for index in range(num_receivers)]
+            go.wait(30)
+            published, refused = 0, 0
+            while not all(future.done() for future in running):
+                try:
+                    sender.send_checkpoint([], published + 1, state_of((published + 1) % steps), TIMEOUT)
+                    published += 1
+                except SnapshotLimitError:
+                    refused += 1
+                    threading.Event().wait(0.005)
+                if published + 1 == steps:
+                    break
+            fetched = [item for future in running for item in future.result()]
+    assert len(fetched) == 6 * num_receivers
+    assert all(whole for _, whole in fetched)
+    assert published > 0
+
+
+def test_many_receive_the_same_snapshot_at_once() -> None:
+    num_receivers = 8
+    with transport(max_snapshots=2) as sender:
+        sender.send_checkpoint([], 1, state_of(1), TIMEOUT)
+
+        def fetch(index: int) -> torch.Tensor:
+            with transport(1 + index % 4) as receiver:
+                received = receiver.fetch(sender.metadata(), 1)
+                assert is_state(received.state, 1)
+                return received.state["a"]
+
+        with ThreadPoolExecutor(num_receivers) as pool:
+            tensors = list(pool.map(fetch, range(num_receivers)))
+    assert len({tensor.data_ptr() for tensor in tensors}) == num_receivers
+
+
+def test_while_all_places_are_being_fetched_a_snapshot_is_refused_and_nothing_breaks() -> None:
+    refused: list[SnapshotLimitError] = []
+    net: Net
+
+    def publish(_progress: FetchProgress) -> None:
+        if not refused:
+            with pytest.raises(SnapshotLimitError, match=r"at most 1 .*steps \[1\]") as caught:
+                net.sender.send_checkpoint([], 2, state_of(2), TIMEOUT)
+            refused.append(caught.value)
+
+    with network(2, on_progress=publish, sender=ONE_PLACE) as net:
+        assert is_state(net.fetch(1), 1)
+        assert refused[0].retryable
+        assert net.sender.newest_step() == 1
+        net.proxy.cut_all()
+        _until_published(net, 2)
+        assert is_state(net.fetch(2), 2)
+
+
+def _until_published(net: Net, step: int) -> None:
+    for _ in range(1000):
+        try:
+            return net.sender.send_checkpoint([], step, state_of(step), TIMEOUT)
+        except SnapshotLimitError:
+            threading.Event().wait(0.01)
+    raise AssertionError("the place did not become free")
+
+
+def test_failures_of_a_replaced_snapshot_are_kept_apart_from_others() -> None:
+    """A refusal that is not the replacement ends the fetch, whatever came before it."""
+    with network(1, max_failures=2) as net:
+        net.proxy.inject(lambda link, data: False, times=10_000)
+        with pytest.raises(FetchFailedError) as caught:
+            net.fetch(1)
+    assert not any(isinstance(failure, SnapshotReplacedError) for failure in caught.value.failures)

@@ -1,0 +1,306 @@
+"""HTTPTransport from end to end: between processes, as torchft calls it, and for those who only have curl."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import safetensors.torch
+import torch
+
+from ft_transport import (
+    FetchFailedError,
+    HTTPTransport,
+    SnapshotError,
+    TransportSettings,
+    UnsupportedLeafError,
+    state_digest,
+)
+
+HERE = Path(__file__).parent
+TIMEOUT = timedelta(seconds=30)
+MIB = 1 << 20
+
+
+def make(num_chunks: int = 0, *, read_lock: Any = None, state_dict: Any = None, **settings: Any) -> HTTPTransport[Any]:
+    chosen: dict[str, Any] = {"host": "127.0.0.1", "lease": timedelta(0), **settings}
+    return HTTPTransport(
+        TIMEOUT, num_chunks, read_lock=read_lock, state_dict=state_dict, settings=TransportSettings(**chosen)
+    )
+
+
+@pytest.fixture
+def sender() -> Iterator[HTTPTransport[Any]]:
+    made = make()
+    yield made
+    made.shutdown()
+
+
+@contextmanager
+def slow_reader(transport: HTTPTransport[Any], step: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A download in a process of its own that has begun and would take minutes."""
+    process = subprocess.Popen(
+        ["curl", "--silent", "--limit-rate", "100k", f"{transport.metadata()}{step}/full"], stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert len(process.stdout.read(1)) == 1
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+
+
+@pytest.mark.parametrize(("num_tensors", "bytes_per_tensor"), [(64, 4 * MIB), (4096, 64 << 10)])
+def test_another_process_receives_in_place_and_needs_no_memory_for_it(
+    sender: HTTPTransport[Any], num_tensors: int, bytes_per_tensor: int
+) -> None:
+    state = {f"w{index}": torch.randn(bytes_per_tensor // 4) for index in range(num_tensors)}
+    sender.send_checkpoint([1], 7, state, TIMEOUT)
+    done = subprocess.run(
+        [sys.executable, str(HERE / "fetching_process.py"), sender.metadata(), str(num_tensors), str(bytes_per_tensor)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+
+    total = num_tensors * bytes_per_tensor
+    assert (report["step"], report["digest"]) == (7, state_digest(state))
+    assert report["in_place"]
+    assert report["extra_bytes"] <= 64 * MIB
+    # The progress: never back, and to the end.
+    assert report["done_bytes"] == sorted(report["done_bytes"])
+    assert len(report["done_bytes"]) >= 10
+    assert (report["done_bytes"][-1], report["total_bytes"]) == (total, [total])
+    assert report["elapsed_ascending"]
+
+
+def test_the_receivers_own_state_function_says_where_to_receive(sender: HTTPTransport[Any]) -> None:
+    own = {"w": torch.zeros(1000), "n": 0}
+    receiver = make(state_dict=lambda: own)
+    try:
+        sender.send_checkpoint([1], 1, {"w": torch.arange(1000.0), "n": 5}, TIMEOUT)
+        received = receiver.recv_checkpoint(0, sender.metadata(), 1, TIMEOUT)
+    finally:
+        receiver.shutdown()
+    assert received["w"] is own["w"]
+    assert torch.equal(own["w"], torch.arange(1000.0))
+    assert received["n"] == 5
+
+
+def test_the_state_function_is_called_afresh_under_the_read_lock_which_opens_before_anything_is_sent() -> None:
+    held: list[str] = []
+    calls: list[bool] = []
+    weight = torch.zeros(1000)
+
+    @contextmanager
+    def read_lock(timeout: timedelta) -> Iterator[None]:
+        assert timeout == TIMEOUT
+        held.append("lock")
+        yield
+        held.pop()
+
+    def state() -> dict[str, torch.Tensor]:
+        calls.append(bool(held))
+        return {"w": weight}
+
+    sender = make(read_lock=read_lock)
+    try:
+        for step in (1, 2):
+            sender.send_checkpoint([], step, state, TIMEOUT)
+            assert held == []
+            weight += 1  # What was taken does not follow.
+        received = [sender.fetch(sender.metadata(), step).state["w"] for step in (1, 2)]
+    finally:
+        sender.shutdown()
+    assert calls == [True, True]
+    assert [tensor[0].item() for tensor in received] == [0.0, 1.0]
+
+
+@needs_curl
+def test_disallow_returns_at_once_while_somebody_reads_slowly(sender: HTTPTransport[Any]) -> None:
+    sender.send_checkpoint([1], 1, {"w": torch.zeros(16 * MIB)}, TIMEOUT)
+    with slow_reader(sender, 1) as process:
+        started_s = time.monotonic()
+        sender.disallow_checkpoint()
+        sender.allow_checkpoint(2)
+        sender.disallow_checkpoint()
+        assert time.monotonic() - started_s < 0.5
+        # And a new snapshot does not wait for the reader either.
+        sender.send_checkpoint([1], 2, {"w": torch.ones(16)}, TIMEOUT)
+        assert time.monotonic() - started_s < 5
+        assert process.poll() is None
+
+
+@needs_curl
+@pytest.mark.parametrize("wait", [True, False])
+def test_shutdown_does_not_wait_for_a_slow_reader_and_may_be_called_twice(wait: bool) -> None:
+    sender = make()
+    sender.send_checkpoint([1], 1, {"w": torch.zeros(16 * MIB)}, TIMEOUT)
+    with slow_reader(sender, 1):
+        started_s = time.monotonic()
+        sender.shutdown(wait=wait)
+        sender.shutdown()
+        assert time.monotonic() - started_s < 5
+    with pytest.raises(SnapshotError, match="shut down"):
+        sender.send_checkpoint([1], 2, {"w": torch.zeros(1)}, TIMEOUT)
+
+
+def test_a_fetch_from_a_transport_that_shuts_down_is_an_error() -> None:
+    sender = make()
+    shutting_down = threading.Event()
+
+    def shut_down(_progress: object) -> None:
+        if not shutting_down.is_set():
+            shutting_down.set()
+            sender.shutdown()
+
+    receiver = make(2, on_progress=shut_down)
+    into = {"w": torch.zeros(16 * MIB)}
+    try:
+        sender.send_checkpoint([1], 1, {"w": torch.ones(16 * MIB)}, TIMEOUT)
+        with pytest.raises(FetchFailedError):
+            receiver.fetch(sender.metadata(), 1, into=into)
+    finally:
+        receiver.shutdown()
+        sender.shutdown()
+    assert into["w"].isnan().all()
+
+
+def test_a_state_that_cannot_be_sent_reserves_nothing() -> None:
+    sender = make(max_snapshots=1)
+    try:
+        for step in range(3):
+            with pytest.raises(UnsupportedLeafError) as caught:
+                sender.send_checkpoint([1], step, {"w": torch.zeros(4), "bad": object()}, TIMEOUT)
+            assert "bad" in str(caught.value)
+            assert caught.value.step == step
+
+        def failing() -> object:
+            raise KeyError("the user's own")
+
+        with pytest.raises(KeyError, match="own"):
+            sender.send_checkpoint([1], 3, failing, TIMEOUT)
+        sender.send_checkpoint([1], 4, {"a": 1}, TIMEOUT)
+        assert sender.fetch(sender.metadata(), 4).state == {"a": 1}
+    finally:
+        sender.shutdown()
+
+
+def test_a_snapshot_that_is_abandoned_reserves_nothing() -> None:
+    sender = make(max_snapshots=1)
+    try:
+        for _ in range(3):
+            in_progress = sender.begin_snapshot(1, {"w": torch.zeros(4)}, deferrable=lambda _: True)
+            in_progress.abandon()
+        in_progress = sender.begin_snapshot(2, {"w": torch.ones(4)}, deferrable=lambda _: True)
+        assert sender.newest_step() is None
+        in_progress.copy_deferred()
+        in_progress.publish()
+        assert (sender.newest_step(), sender.newest_sequence()) == (2, 1)
+    finally:
+        sender.shutdown()
+
+
+def curl(*arguments: str) -> None:
+    subprocess.run(["curl", "--silent", "--show-error", "--fail", *arguments], check=True, timeout=60)
+
+
+@needs_curl
+def test_what_curl_saves_is_a_safetensors_file(sender: HTTPTransport[Any], tmp_path: Path) -> None:
+    state = {
+        "model": {"w": torch.randn(300, 70), "half": torch.randn(33).bfloat16(), "mask": torch.tensor([True, False])},
+        "step": torch.tensor(3),
+        "name": "not a tensor",
+    }
+    sender.send_checkpoint([1], 3, state, TIMEOUT)
+    path = tmp_path / "model.safetensors"
+    curl("--output", str(path), f"{sender.metadata()}3/full")
+    loaded = safetensors.torch.load_file(path)
+
+    expected = [state["model"]["w"], state["model"]["half"], state["model"]["mask"], state["step"]]  # type: ignore[index]
+    assert len(loaded) == len(expected)
+    for tensor in expected:
+        assert sum(found.dtype == tensor.dtype and torch.equal(found, tensor) for found in loaded.values()) == 1
+
+
+@needs_curl
+@pytest.mark.parametrize("how", ["latest", "number"])
+def test_curl_resumes_a_download(sender: HTTPTransport[Any], tmp_path: Path, how: str) -> None:
+    weights = torch.randn(2 * MIB)
+    sender.send_checkpoint([1], 3, {"w": weights}, TIMEOUT)
+    url = f"{sender.metadata()}{'latest' if how == 'latest' else 3}/full"
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    curl("--output", str(whole), url)
+    resumed.write_bytes(whole.read_bytes()[:1_234_567])
+    curl("--continue-at", "-", "--output", str(resumed), url)
+    assert resumed.read_bytes() == whole.read_bytes()
+    assert torch.equal(next(iter(safetensors.torch.load_file(resumed).values())), weights)
+
+
+def test_a_download_that_lags_behind_is_not_overwritten_by_the_next_snapshots() -> None:
+    """What the server has sent lies in socket buffers for a while, and must stay what it was."""
+    weights = torch.full((64 << 10,), 1.0)
+    sender = make(max_snapshots=2)
+    try:
+        sender.send_checkpoint([1], 1, {"w": weights}, TIMEOUT)
+        url = urlsplit(sender.metadata())
+        with closing(HTTPConnection("127.0.0.1", url.port, timeout=30)) as http:
+            http.request("GET", "/checkpoint/1/full")
+            response = http.getresponse()
+            published = 0
+            while published < 30:
+                # One place is left beside the snapshot that is being read, and is used again and again.
+                sender.send_checkpoint([1], 2 + published, {"w": weights * (2 + published)}, TIMEOUT)
+                published += 1
+            body = response.read()
+    finally:
+        sender.shutdown()
+    assert torch.equal(next(iter(safetensors.torch.load(body).values())), weights)
+
+
+def test_metadata_is_a_url_that_torchfts_receivers_can_pass_on(sender: HTTPTransport[Any]) -> None:
+    parts = urlsplit(sender.metadata())
+    assert (parts.scheme, parts.hostname, parts.path) == ("http", "127.0.0.1", "/checkpoint/")
+    assert sender.address() == sender.metadata()
+
+
+def test_two_transports_exchange_states_at_the_same_time() -> None:
+    transports = [make(2), make(2)]
+    states = [{"w": torch.full((MIB,), float(index))} for index in range(2)]
+    results: dict[int, Any] = {}
+    try:
+        for index in range(2):
+            transports[index].send_checkpoint([1 - index], 1, states[index], TIMEOUT)
+
+        def receive(index: int) -> None:
+            results[index] = transports[index].recv_checkpoint(1 - index, transports[1 - index].metadata(), 1, TIMEOUT)
+
+        threads = [threading.Thread(target=receive, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        for transport in transports:
+            transport.shutdown()
+    for index in range(2):
+        assert torch.equal(results[index]["w"], states[1 - index]["w"])

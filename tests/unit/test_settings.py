@@ -1,0 +1,86 @@
+"""A setting that cannot work is refused where it is made, by its name."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from ft_transport import ConfigurationError, HTTPTransport, TransportSettings
+from ft_transport.net.token import TOKEN_VARIABLE
+
+ZERO = timedelta(0)
+NEGATIVE = timedelta(seconds=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_snapshots", 0),
+        ("num_copy_threads", 0),
+        ("chunk_bytes", 0),
+        ("chunk_bytes", -1),
+        ("max_failures", 0),
+        ("max_receive_bytes", 0),
+        ("connect_timeout", ZERO),
+        ("connect_timeout", NEGATIVE),
+        ("stall_timeout", ZERO),
+        ("lease", NEGATIVE),
+        ("min_bytes_per_s", 0),
+        ("min_bytes_per_s", -1.0),
+        ("min_bytes_per_s", float("nan")),
+        ("port", -1),
+        ("port", 65536),
+    ],
+)
+def test_a_setting_out_of_range_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        TransportSettings(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [({"num_chunks": -1}, "num_chunks"), ({"timeout": NEGATIVE}, "timeout")],
+)
+def test_an_argument_out_of_range_is_named(arguments: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        HTTPTransport(**arguments)
+
+
+@pytest.mark.parametrize("token", ["", "two words", "ü"])
+def test_a_token_that_cannot_be_sent_is_refused_without_leaving_anything(
+    monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    with pytest.raises(ConfigurationError, match="token"):
+        HTTPTransport(settings=TransportSettings(host="127.0.0.1", token=token))
+    if token:
+        monkeypatch.setenv(TOKEN_VARIABLE, token)
+        with pytest.raises(ConfigurationError, match="token"):
+            HTTPTransport(settings=TransportSettings(host="127.0.0.1"))
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    settings = TransportSettings(
+        max_snapshots=1, num_copy_threads=1, chunk_bytes=1, max_failures=1, max_receive_bytes=1, lease=ZERO, port=65535
+    )
+    assert settings.chunk_bytes == 1
+
+
+def test_settings_cannot_be_changed_later() -> None:
+    settings = TransportSettings()
+    with pytest.raises(AttributeError):
+        settings.port = 1  # type: ignore[misc]
+
+
+def test_the_smallest_settings_carry_a_state() -> None:
+    timeout = timedelta(seconds=30)
+    settings = TransportSettings(
+        host="127.0.0.1", max_snapshots=1, num_copy_threads=1, chunk_bytes=1, max_failures=1, lease=ZERO
+    )
+    transport: HTTPTransport[Any] = HTTPTransport(timeout, num_chunks=1, settings=settings)
+    try:
+        transport.send_checkpoint([], 1, {"b": bytes(range(100)), "n": None}, timeout)
+        assert transport.fetch(transport.metadata(), 1).state == {"b": bytes(range(100)), "n": None}
+    finally:
+        transport.shutdown()
