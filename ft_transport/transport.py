@@ -63,7 +63,8 @@ class TransportSettings:
         connect_timeout: For one connection attempt.
         stall_timeout: Longest time without progress, for sender and receiver.
         min_bytes_per_s: A connection that delivers less is given up, so that a trickle cannot defeat the deadlines.
-        lease: How long after its last request a snapshot still counts as being fetched.
+        lease: How long after its last request a snapshot still counts as being fetched while that receiver stays
+            connected. Where data was sent it is at least ``stall_timeout``: the receiver may not have read it yet.
         max_receive_bytes: The largest snapshot that is accepted. Default: this machine's memory.
         meshes: Device meshes for received DTensors that have no counterpart in the receiver's own state.
         on_progress: Called while receiving, after each chunk, on a receiving thread.

@@ -103,6 +103,7 @@ class _TimedSocket:
     def __init__(self, raw: socket.socket) -> None:
         self.raw = raw
         self.read_until_s = 0.0
+        self.in_head = False
         self.head_complete = False
 
     def arm(self) -> None:
@@ -140,7 +141,11 @@ class _Borrowed(io.RawIOBase):
         if self._timed.head_complete:
             return 0
         self._timed.arm()
-        return self._timed.raw.recv_into(buffer)
+        got = self._timed.raw.recv_into(buffer)
+        if not got and self._timed.in_head:
+            # http.client would take what has come of the head for a whole one.
+            raise ConnectionResetError("the peer closed the connection before the end of the answer's head")
+        return got
 
 
 class Connection:
@@ -202,9 +207,10 @@ class Connection:
             self._socket.read_until_s = min(
                 self._patience.deadline_s, time.monotonic() + answer_within_s + self._patience.stall_timeout_s
             )
-            self._socket.head_complete = False
+            self._socket.in_head, self._socket.head_complete = True, False
             http.request("GET", path, headers=asked)
             response = http.getresponse()
+            self._socket.in_head = False
             self._started_s = time.monotonic()
             self._received = 0
             if response.status != expected_status:

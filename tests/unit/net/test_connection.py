@@ -181,7 +181,7 @@ def test_silence_is_given_up_and_the_connection_can_be_used_again() -> None:
         assert receive(connection) == BODY
 
 
-@pytest.mark.parametrize("sent", [0, 20, 60, 1000])
+@pytest.mark.parametrize("sent", [0, 5, 20, 38, 41, 42, 60, 1000])
 @pytest.mark.parametrize("reset", [False, True])
 def test_an_answer_cut_short_is_a_lost_connection(sent: int, reset: bool) -> None:
     def script(peer: Peer) -> None:
@@ -190,14 +190,8 @@ def test_an_answer_cut_short_is_a_lost_connection(sent: int, reset: bool) -> Non
         if reset:
             peer.reset()
 
-    with (
-        scripted(script) as port,
-        connection_to(port) as connection,
-        pytest.raises((PeerUnreachableError, PeerProtocolError)) as caught,
-    ):
+    with scripted(script) as port, connection_to(port) as connection, pytest.raises(PeerUnreachableError) as caught:
         receive(connection)
-    if not sent or sent > len(ok()) - len(BODY):
-        assert isinstance(caught.value, PeerUnreachableError)
     assert caught.value.peer == f"127.0.0.1:{port}"
 
 
