@@ -1,0 +1,1 @@
+"""Measurements, each beside its ceiling and its peers in the same run: ``python -m benchmarks --help``."""
