@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
@@ -56,6 +57,41 @@ def test_a_stalled_reader_is_cut_off_and_its_snapshot_freed(what: str, caplog: p
             assert snapshot.closed.wait(20)
             assert len(read_rest(sock)) < len(LARGE)
     assert "was cut off" in caplog.text
+
+
+@pytest.mark.parametrize(("piece_bytes", "is_whole"), [(1 << 20, True), (1 << 15, False)])
+def test_a_slow_reader_is_served_as_long_as_it_takes_enough(
+    piece_bytes: int, is_whole: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(stall_timeout_s=0.5) as served:
+        content = served.put(5, LARGE[: 24 << 20]).content
+        with receiver(served, "/checkpoint/5/full", buffer_bytes=2 * piece_bytes) as sock:
+            received = 0
+            never = threading.Event()
+            with contextlib.suppress(ConnectionError):
+                while received < len(content) and (piece := sock.recv(piece_bytes, socket.MSG_WAITALL)):
+                    received += len(piece)
+                    never.wait(0.05)  # 4 MiB in half a second is what it has to take at least.
+    assert (received >= len(content)) == is_whole
+    assert ("was cut off" in caplog.text) != is_whole
+
+
+@pytest.mark.parametrize("end", ["stall", "shutdown"])
+def test_no_thread_goes_on_sending(end: str) -> None:
+    with serving(stall_timeout_s=0.3 if end == "stall" else 60) as served:
+        snapshot = served.put(5, LARGE)
+        with receiver(served, "/checkpoint/5/full"):
+            until(lambda: _sending_threads() == 1)
+            if end == "shutdown":
+                served.server.close(wait=True)
+            else:
+                served.shelf.clear()
+                assert snapshot.closed.wait(20)
+            until(lambda: _sending_threads() == 0)
+
+
+def _sending_threads() -> int:
+    return sum(thread.name == "ft-transport-send" for thread in threading.enumerate())
 
 
 def test_a_reader_that_vanishes_ends_its_reading_and_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
