@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import socket
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ from ft_transport.wire.routes import SERVED_STEPS_HEADER, parse_served_steps
 _MAX_ERROR_BODY_BYTES: Final = 2048
 _MAX_VIEWS_PER_READ: Final = 512
 """Below IOV_MAX, which Linux puts at 1024 (``man 2 readv``)."""
+_TICK_S: Final = 0.1
+"""How often a read that waits for more looks at the clock."""
+_TIMEVAL: Final = struct.Struct("@ll")
 _CLOCK_TOLERANCE_S: Final = 0.001
 """A wait may end this much before its time, because the system counts in milliseconds."""
 
@@ -113,6 +117,15 @@ class _TimedSocket:
             raise TimeoutError
         self.raw.settimeout(remaining_s)
 
+    def block(self, at_most_s: float) -> None:
+        """Lets reads wait in the kernel, for about ``at_most_s`` or until all that they ask for is there.
+
+        With a timeout of its own, Python asks for each part of a read whether it is there, and is woken for each.
+        """
+        self.raw.settimeout(None)
+        microseconds = max(1, round(at_most_s * 1e6))
+        self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
+
     def makefile(self, _mode: str, *_args: object, **_kwargs: object) -> io.BufferedReader:
         return io.BufferedReader(_Borrowed(self))
 
@@ -165,8 +178,9 @@ class Connection:
         self._socket: _TimedSocket | None = None
         self._ahead = b""
         self._is_interrupted = False
-        self._started_s = 0.0
+        self._started_s = self._received_s = 0.0
         self._received = 0
+        self._tick_s = 0.0
 
     def __enter__(self) -> Connection:
         return self
@@ -211,8 +225,9 @@ class Connection:
             http.request("GET", path, headers=asked)
             response = http.getresponse()
             self._socket.in_head = False
-            self._started_s = time.monotonic()
+            self._started_s = self._received_s = time.monotonic()
             self._received = 0
+            self._tick_s = 0.0
             if response.status != expected_status:
                 raise self._refusal(response)
             # What was read ahead while looking for the end of the head belongs to the body.
@@ -322,17 +337,21 @@ class Connection:
                 break
             index += 1
         while index < len(views):
-            self._arm()
-            if index == len(views) - 1:
-                got = sock.raw.recv_into(views[index])
-            else:
-                got = sock.raw.recvmsg_into(views[index:])[0]
+            self._check_pace()
+            try:
+                if index == len(views) - 1:
+                    got = sock.raw.recv_into(views[index], 0, socket.MSG_WAITALL)
+                else:
+                    got = sock.raw.recvmsg_into(views[index:], 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                continue
             if not got:
                 raise PeerUnreachableError(
                     f"expected more of the body, the peer closed the connection after {self._received} bytes",
                     peer=str(self.peer),
                 )
             self._received += got
+            self._received_s = time.monotonic()
             while got:
                 size = len(views[index])
                 if got < size:
@@ -341,13 +360,22 @@ class Connection:
                 got -= size
                 index += 1
 
-    def _arm(self) -> None:
-        """Allows the next read until the deadline, the stall timeout or the minimum throughput ends it."""
-        assert self._socket is not None
-        now_s = time.monotonic()
-        slowest_s = self._started_s + self._patience.stall_timeout_s + self._received / self._patience.min_bytes_per_s
-        self._socket.read_until_s = min(self._patience.deadline_s, now_s + self._patience.stall_timeout_s, slowest_s)
-        self._socket.arm()
+    def _check_pace(self) -> None:
+        """Allows the next read, until the deadline, the stall timeout or the minimum throughput ends it."""
+        patience = self._patience
+        until_s = min(
+            patience.deadline_s,
+            self._received_s + patience.stall_timeout_s,
+            self._started_s + patience.stall_timeout_s + self._received / patience.min_bytes_per_s,
+        )
+        remaining_s = until_s - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError
+        tick_s = min(_TICK_S, remaining_s)
+        if tick_s != self._tick_s:
+            assert self._socket is not None
+            self._socket.block(tick_s)
+            self._tick_s = tick_s
 
     def _timed_out(self, doing: str, what: str) -> TransportError:
         """The error after a wait: the whole deadline is over, or this peer is too slow and another try may help."""
