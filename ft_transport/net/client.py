@@ -38,6 +38,9 @@ from ft_transport.wire.routes import full_path
 _READ_BYTES: Final = 1 << 20
 """Read this much, then digest it while it is still in the core's cache."""
 
+_IN_FLIGHT_BYTES: Final = 16 << 20
+"""More than the buffers of both sockets grow to by Linux's defaults (``tcp_rmem``, ``tcp_wmem``)."""
+
 
 class Destination(Protocol):
     """Memory for the data of one snapshot."""
@@ -114,6 +117,7 @@ class _Fetch:
             sources=[str(source) for source in sources],
             num_workers=self._num_workers,
             max_failures=settings.max_failures,
+            num_in_flight=-(-_IN_FLIGHT_BYTES // manifest.chunks.chunk_bytes),
         )
         self._changed = threading.Condition()
         self._connections: list[Connection] = []
@@ -276,6 +280,11 @@ class _Fetch:
                 self._machine.receive(ChunkVerified(worker))
                 if self._machine.stopped is not None:
                     self._changed.notify_all()
+                is_cut_short = chunk + 1 < end and not self._machine.has_request(worker)
+            if is_cut_short:
+                # Others fetch the rest; HTTP has no other way to say that it is not wanted any more.
+                connection.close()
+                return
         connection.end_response(response)
 
     def _receive_chunk(self, connection: Connection, chunk: int) -> None:

@@ -1,8 +1,8 @@
 """The fetch machine: what each connection does next, decided without any input or output.
 
 Workers (one connection each) ask ``next`` for an instruction, perform it, and report events with ``receive``. The
-machine divides the chunks among them, gives what a failed request left over to another connection or source, drops
-sources that keep failing, and says when all is done or nothing can be.
+machine divides the chunks among them, gives what a failed request left over, and half of what a slow one has before
+it, to another connection or source, drops sources that keep failing, and says when all is done or nothing can be.
 
              ┌──────────── RequestFailed: the rest of the range returns ───────────┐
              ▼                                                                     │
@@ -20,7 +20,9 @@ from ft_transport.errors import FetchFailedError, TransportError
 WorkerIndex = NewType("WorkerIndex", int)
 SourceIndex = NewType("SourceIndex", int)
 
-MAX_CHUNKS_PER_REQUEST: Final = 16
+MAX_CHUNKS_PER_REQUEST: Final = 64
+_LEAST_AT_THE_END: Final = 4
+"""Chunks of one request when there are many in all; a request costs both sides about as much as half a megabyte."""
 _FIRST_RETRY_S: Final = 0.05
 _LONGEST_RETRY_S: Final = 2.0
 
@@ -100,14 +102,20 @@ class FetchMachine:
         sources: Names of the sources, for messages; all serve the same bytes.
         num_workers: How many workers will ask.
         max_failures: A source is dropped after this many failures in a row.
+        num_in_flight: How many chunks the buffers of a connection may hold. They are lost when others take over the
+            rest of its request, so fewer are not worth it.
     """
 
-    def __init__(self, *, num_chunks: int, sources: Sequence[str], num_workers: int, max_failures: int) -> None:
+    def __init__(
+        self, *, num_chunks: int, sources: Sequence[str], num_workers: int, max_failures: int, num_in_flight: int
+    ) -> None:
         self._missing: list[tuple[int, int]] = [(0, num_chunks)] if num_chunks else []
         self._num_missing = num_chunks
         self._num_unverified = num_chunks
         self._num_workers = num_workers
+        self._least_per_request = max(1, min(_LEAST_AT_THE_END, num_chunks // (16 * num_workers)))
         self._max_failures = max_failures
+        self._num_in_flight = num_in_flight
         self._sources = [_Source(name) for name in sources]
         self._assignments: dict[WorkerIndex, _Assignment] = {}
         self._failures: list[TransportError] = []
@@ -123,11 +131,26 @@ class FetchMachine:
         if self._stop is not None:
             return self._stop
         assert worker not in self._assignments, "a worker reports the end of its request before it asks again"
-        if not self._missing:
+        taken = self._take_missing() or self._take_over()
+        if taken is None:
             return Wait()
+        first, end = taken
         source = self._choose_source()
-        # Large requests while much is left, small ones towards the end, so that all workers end together.
-        size = max(1, min(MAX_CHUNKS_PER_REQUEST, self._num_missing // (2 * self._num_workers)))
+        self._assignments[worker] = _Assignment(source, first, end)
+        self._sources[source].num_active += 1
+        failures = self._sources[source].failures
+        delay_s = min(_FIRST_RETRY_S * 2 ** (failures - 1), _LONGEST_RETRY_S) if failures else 0.0
+        return FetchChunks(source, first, end, delay_s)
+
+    def has_request(self, worker: WorkerIndex) -> bool:
+        """Whether chunks of the worker's request are still its own; the rest may have been taken over by others."""
+        return worker in self._assignments
+
+    def _take_missing(self) -> tuple[int, int] | None:
+        """Large ranges while much is left, small ones towards the end."""
+        if not self._missing:
+            return None
+        size = max(self._least_per_request, min(MAX_CHUNKS_PER_REQUEST, self._num_missing // self._num_workers))
         first, end = self._missing[0]
         taken_end = min(end, first + size)
         if taken_end == end:
@@ -135,11 +158,19 @@ class FetchMachine:
         else:
             self._missing[0] = (taken_end, end)
         self._num_missing -= taken_end - first
-        self._assignments[worker] = _Assignment(source, first, taken_end)
-        self._sources[source].num_active += 1
-        failures = self._sources[source].failures
-        delay_s = min(_FIRST_RETRY_S * 2 ** (failures - 1), _LONGEST_RETRY_S) if failures else 0.0
-        return FetchChunks(source, first, taken_end, delay_s)
+        return first, taken_end
+
+    def _take_over(self) -> tuple[int, int] | None:
+        """Half of what the worker with the longest way to go has not begun, so that a slow connection delays nobody."""
+        slowest = max(self._assignments.values(), key=lambda assignment: assignment.end - assignment.next, default=None)
+        if slowest is None:
+            return None
+        num_taken = (slowest.end - slowest.next - 1) // 2
+        if num_taken < self._num_in_flight:
+            return None
+        end = slowest.end
+        slowest.end -= num_taken
+        return slowest.end, end
 
     def receive(self, event: Event) -> None:
         """Takes note of what happened."""

@@ -29,6 +29,7 @@ from ft_transport import (
     PeerUnreachableError,
     TransportError,
 )
+from ft_transport.net import client
 from tests.faults.proxy import Fault, Link, corrupt, cut, delay, lie, stall, trickle
 from tests.faults.transports import (
     CHUNK_BYTES,
@@ -143,6 +144,20 @@ def test_a_connection_that_stalls_is_replaced_long_before_the_deadline(fault: Fa
         assert is_state(net.fetch(), 1)
         assert time.monotonic() - started_s < 10
         assert net.proxy.num_faulty == 1
+
+
+def test_a_stalled_connection_holds_up_no_more_than_the_chunk_that_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As if the sockets' buffers held one of these small chunks, so that more of them are worth taking over.
+    monkeypatch.setattr(client, "_IN_FLIGHT_BYTES", CHUNK_BYTES)
+    progress: list[FetchProgress] = []
+    into = blank()
+    with network(2, stall_timeout=timedelta(seconds=3), on_progress=progress.append) as net:
+        net.proxy.inject(stall(CHUNK_BYTES * 3 // 2))
+        assert is_state(net.fetch(into=into), 1)
+        assert net.proxy.num_faulty == 1
+    late = [entry for entry in progress if entry.elapsed_s > 3]
+    assert late
+    assert min(entry.done_bytes for entry in late) >= STATE_BYTES - 2 * CHUNK_BYTES
 
 
 @pytest.mark.parametrize("fault", [stall(0), stall(300), trickle(0, pause_s=0.02)], ids=["silent", "cut", "trickle"])

@@ -19,7 +19,7 @@ from ft_transport import (
     StepNotServedError,
     TransportError,
 )
-from tests.faults.proxy import cut
+from tests.faults.proxy import cut, stall
 from tests.faults.transports import (
     CHUNK_BYTES,
     STATE_BYTES,
@@ -69,6 +69,8 @@ def test_a_fetch_whose_snapshot_is_replaced_starts_again(num_connections: int, s
     publish = Publisher(step=1, seed=2)
     with network(num_connections, on_progress=publish, sender=ONE_PLACE) as net:
         publish.net = net
+        # The buffers on the way could hold everything that the first attempt asks for.
+        net.proxy.inject(stall(STATE_BYTES * 3 // 8 // num_connections), times=num_connections)
         received = net.fetch(step, into=into)
     assert publish.done.is_set()
     assert received["seed"] == 2
@@ -81,6 +83,7 @@ def test_a_step_that_is_gone_leaves_poison_and_says_so() -> None:
     publish = Publisher(step=2, seed=2)
     with network(2, on_progress=publish, sender=ONE_PLACE) as net:
         publish.net = net
+        net.proxy.inject(stall(STATE_BYTES * 3 // 16), times=2)
         with pytest.raises(StepNotServedError) as caught:
             net.fetch(1, into=into)
     assert caught.value.served == (2,)

@@ -32,12 +32,15 @@ from ft_transport.wire.fetch import (
 Verified: TypeAlias = list[int]
 
 
-def _machine(num_chunks: int, sources: int = 1, workers: int = 1, max_failures: int = 3) -> FetchMachine:
+def _machine(
+    num_chunks: int, sources: int = 1, workers: int = 1, max_failures: int = 3, num_in_flight: int = 1
+) -> FetchMachine:
     return FetchMachine(
         num_chunks=num_chunks,
         sources=[f"host{index}:1" for index in range(sources)],
         num_workers=workers,
         max_failures=max_failures,
+        num_in_flight=num_in_flight,
     )
 
 
@@ -87,9 +90,9 @@ def test_every_chunk_is_assigned_exactly_once(num_chunks: int, workers: int) -> 
     assert sorted(chunks) == list(range(num_chunks))
     assert machine.stopped == Stop(None)
     assert max(sizes) <= MAX_CHUNKS_PER_REQUEST
-    # Large requests first, single chunks at the end, so that no worker is left with a long one.
+    # Large requests first, small ones at the end, so that no worker is left with a long one.
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] == 1
+    assert workers == 1 or sizes[-1] <= 4
 
 
 def test_a_worker_waits_while_another_has_the_last_chunks() -> None:
@@ -112,11 +115,52 @@ def _fetch_range(request: FetchChunks) -> tuple[int, int]:
 def test_a_broken_request_keeps_what_was_verified() -> None:
     machine = _machine(64)
     request = _fetch(machine)
-    assert _fetch_range(request) == (0, 16)
+    assert _fetch_range(request) == (0, 64)
     for _ in range(5):
         machine.receive(ChunkVerified(WorkerIndex(0)))
     _fail(machine, 0, _lost())
-    assert _fetch_range(_fetch(machine)) == (5, 16)
+    assert _fetch_range(_fetch(machine)) == (5, 64)
+
+
+def _fetch_all_but_the_first(machine: FetchMachine, num_chunks: int) -> FetchChunks:
+    """Worker 0 gets a request and receives nothing, worker 1 fetches all that was never assigned."""
+    slow = _fetch(machine, 0)
+    request = slow
+    while request.end < num_chunks:
+        request = _fetch(machine, 1)
+        _verify(machine, 1, request)
+    return slow
+
+
+def test_an_idle_worker_takes_over_half_of_what_a_slow_one_has_not_begun() -> None:
+    machine = _machine(20, workers=2)
+    assert _fetch_range(_fetch_all_but_the_first(machine, 20)) == (0, 10)
+    machine.receive(ChunkVerified(WorkerIndex(0)))
+    # Chunk 1 is on its way to the slow one.
+    assert _fetch_range(_fetch(machine, 1)) == (6, 10)
+    for _ in range(1, 6):
+        assert machine.has_request(WorkerIndex(0))
+        machine.receive(ChunkVerified(WorkerIndex(0)))
+    assert not machine.has_request(WorkerIndex(0))
+    assert machine.has_request(WorkerIndex(1))
+
+
+def test_what_was_taken_over_does_not_return_with_a_failure() -> None:
+    machine = _machine(20, workers=2)
+    _fetch_all_but_the_first(machine, 20)
+    assert _fetch_range(_fetch(machine, 1)) == (6, 10)
+    _fail(machine, 0, _lost())
+    first = _fetch(machine, 0)
+    assert first.first == 0
+    assert first.end <= 6
+
+
+def test_little_is_left_to_the_one_that_has_it() -> None:
+    machine = _machine(128, workers=2, num_in_flight=4)
+    slow = _fetch_all_but_the_first(machine, 128)
+    for _ in range(slow.end - slow.first - 8):
+        machine.receive(ChunkVerified(WorkerIndex(0)))
+    assert machine.next(WorkerIndex(1)) == Wait()
 
 
 def test_retries_come_later_and_later_but_not_without_end() -> None:
@@ -159,7 +203,7 @@ def test_when_all_sources_fail_the_error_names_them_and_every_failure() -> None:
 
 def test_of_very_many_failures_the_last_are_kept() -> None:
     machine = _machine(1000, max_failures=2)
-    for number in range(200):  # of requests for 16 chunks
+    for number in range(200):
         _fetch(machine)
         machine.receive(ChunkVerified(WorkerIndex(0)))
         _fail(machine, 0, PeerUnreachableError(f"number {number}"))
@@ -219,7 +263,7 @@ def test_a_source_that_always_damages_one_chunk_ends_the_fetch() -> None:
 
 
 def test_a_failure_behind_the_last_chunk_of_a_request_costs_nothing() -> None:
-    machine = _machine(2, max_failures=1)
+    machine = _machine(2, workers=2, max_failures=1)
     _verify(machine, 0, _fetch(machine))
     _fail(machine, 0, _lost())
     _verify(machine, 0, _fetch(machine))
@@ -230,7 +274,7 @@ def test_a_failure_behind_the_last_chunk_of_a_request_costs_nothing() -> None:
     "error", [PeerAuthenticationError("refused"), SnapshotReplacedError("gone")], ids=lambda error: type(error).__name__
 )
 def test_a_source_that_cannot_recover_is_asked_once(error: TransportError) -> None:
-    machine = _machine(4, sources=2, max_failures=9)
+    machine = _machine(4, sources=2, workers=4, max_failures=9)
     bad = _fetch(machine).source
     _fail(machine, 0, error)
     for _ in range(3):
@@ -271,9 +315,12 @@ class _Model:
         match instruction:
             case FetchChunks():
                 chunks = list(range(instruction.first, instruction.end))
-                taken = {chunk for held in self.held.values() for chunk in held}
                 assert chunks
-                assert not taken & set(chunks), "two workers hold one chunk"
+                for other, held in self.held.items():
+                    rest = [chunk for chunk in held if chunk not in chunks]
+                    assert rest == held[: len(rest)], "a chunk was taken from the middle"
+                    assert bool(rest) == bool(held), "a chunk that is on its way was taken over"
+                    self.held[other] = rest
                 assert not set(self.verified) & set(chunks), "a verified chunk is fetched again"
                 self.held[worker] = chunks
             case Wait():
@@ -284,6 +331,7 @@ class _Model:
     def verify(self, worker: int) -> None:
         self.verified.append(self.held[worker].pop(0))
         self.machine.receive(ChunkVerified(WorkerIndex(worker)))
+        assert self.machine.has_request(WorkerIndex(worker)) == bool(self.held[worker])
 
     def fail(self, worker: int, error: TransportError) -> None:
         self.held[worker] = []
