@@ -239,6 +239,21 @@ class HTTPTransport(Generic[T]):
             in_progress = self.begin_snapshot(step, state)
         in_progress.publish()
 
+    def prepare(self, state: object) -> None:
+        """Makes the memory for ``max_snapshots`` snapshots of ``state`` ready, so that none of them waits for it.
+
+        Memory that is used for the first time comes at about a tenth of the speed at which it is copied to. A state
+        that has become larger needs another call, or else its next snapshots make room for themselves.
+
+        Args:
+            state: A state of the same size as those that will be sent. Looked at on the calling thread, which has to
+                be the one that owns it; the memory is made ready on another thread, after this has returned.
+
+        Raises:
+            SnapshotError: The state cannot be captured.
+        """
+        self._taker.prepare(state)
+
     def begin_snapshot(
         self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool] | None = None
     ) -> SnapshotInProgress:

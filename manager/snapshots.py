@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 MIN_DEFERRED_BYTES: Final = 64 << 10
 """Smaller tensors are copied at the boundary: that takes no longer than handing them to another thread."""
 
+_PREPARED_AT_BOUNDARY: Final = 2
+"""One step has been taken then, so that the optimizers have made their states."""
+
 _BOUNDARY_PATIENCE: Final = timedelta(milliseconds=100)
 """How long a step boundary waits for another thread's write section before it leaves a request to the next one."""
 
@@ -50,6 +53,9 @@ class SnapshotInProgress(Protocol):
 
 class SnapshotSink(Protocol):
     """Where snapshots go; ``ft_transport.HTTPTransport`` is one. The last two methods answer at once."""
+
+    def prepare(self, state: object) -> None:
+        """Makes memory for snapshots of a state of this size ready, in the background."""
 
     def begin_snapshot(
         self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool] | None = None
@@ -104,6 +110,7 @@ class Snapshotter:
         self._step: int | None = None
         # Counts whatever may have changed the state: the same step number can stand for two states.
         self._epoch = 0
+        self._num_boundaries = 0
         self._published_epoch = -1
         self._wanted_after = -1
         self._run: _Run | None = None
@@ -132,11 +139,17 @@ class Snapshotter:
     def boundary(self, step: int, optimizers: Iterable[Optimizer]) -> None:
         """Note that ``step`` is committed, and begin a snapshot of it if one was asked for.
 
-        A failure is logged and not raised: whoever asks for a snapshot must not be able to stop the training.
+        After the first step, the memory for snapshots is made ready before anybody asks. A failure is logged and not
+        raised: whoever asks for a snapshot must not be able to stop the training.
         """
         with self._mutex:
             self._step = step
             self._epoch += 1
+            self._num_boundaries += 1
+            is_first_step_over = self._num_boundaries == _PREPARED_AT_BOUNDARY and not self._is_closed
+        if is_first_step_over:
+            self._prepare()
+        with self._mutex:
             if self._is_closed or self._run is not None or self._wanted_after < 0:
                 return
             num_published = self._sink.newest_sequence()
@@ -200,6 +213,14 @@ class Snapshotter:
         with self._mutex:
             self._is_closed = True
         self._pool.shutdown(wait=True)
+
+    def _prepare(self) -> None:
+        try:
+            with self._lock.read("size of snapshots", _BOUNDARY_PATIENCE):
+                self._sink.prepare(self._state())
+        except Exception as error:
+            # Whoever asks for a snapshot will be told, if it lasts.
+            logger.warning("the memory for snapshots could not be prepared: %s", error)
 
     def _begin(self, run: _Run, optimizers: Iterable[Optimizer], timeout: timedelta) -> None:
         section: Section | None = None

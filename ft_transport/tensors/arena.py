@@ -1,12 +1,15 @@
 """Arenas: reusable host buffers, each one anonymous memory file that the kernel can send from.
 
 A fresh mapping is filled at about a tenth of the speed of memory, because every page has to be found and cleared
-first; so arenas are made resident once and then reused for snapshot after snapshot.
+first; so arenas are made resident once and then reused for snapshot after snapshot. ``ArenaPool.prepare`` does that on
+a thread of its own, before they are needed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import logging
 import mmap
 import os
 import sys
@@ -27,12 +30,21 @@ The header is encoded after the copy, when the digests are known, and is put rig
 is a hole in the file and takes no memory.
 """
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14, include/uapi/asm-generic/mman-common.h
+_POPULATE_BYTES: Final = 16 << 20
+"""At once: meanwhile other threads of the process wait when they map memory."""
+
+logger = logging.getLogger(__name__)
 
 
 class Arena:
     """One memory file with room for ``capacity_bytes`` of tensor data, mapped and resident.
 
     Not thread-safe: whoever holds it writes it, and after that nobody does until it returns to its pool.
+
+    Args:
+        capacity_bytes: Room for data.
+        pin: As for ``ArenaPool``.
+        is_wanted: Asked now and then while the memory is made resident, which takes a second for a gigabyte or two.
 
     Attributes:
         capacity_bytes: Room for data.
@@ -41,20 +53,28 @@ class Arena:
         descriptor: The memory file; data begins at ``HEADER_ROOM_BYTES``.
     """
 
-    def __init__(self, capacity_bytes: int, *, pin: Callable[[torch.Tensor], Callable[[], None]] | None) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        pin: Callable[[torch.Tensor], Callable[[], None]] | None,
+        is_wanted: Callable[[], bool],
+    ) -> None:
         self.capacity_bytes = capacity_bytes
         self.descriptor = _memory_file()
         self._unpin: Callable[[], None] | None = None
         try:
             os.ftruncate(self.descriptor, HEADER_ROOM_BYTES + capacity_bytes)
             self._mapping = mmap.mmap(self.descriptor, capacity_bytes, offset=HEADER_ROOM_BYTES)
-            _make_resident(self._mapping)
             self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)
+            _make_resident(self.data.data_ptr(), capacity_bytes, is_wanted)
             self.view = memoryview(self._mapping)
             if pin is not None:
                 self._unpin = pin(self.data)
         except BaseException:
             os.close(self.descriptor)
+            # Whoever keeps the error keeps its traceback, and with that this object.
+            vars(self).clear()
             raise
 
     def write_header(self, header: bytes) -> int:
@@ -86,10 +106,25 @@ class ArenaPool:
     def __init__(self, max_arenas: int, *, pin: Callable[[torch.Tensor], Callable[[], None]] | None = None) -> None:
         self._max_arenas = max_arenas
         self._pin = pin
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._free: list[Arena] = []
         self._num_taken = 0
+        self._preparing: threading.Thread | None = None
         self._closed = False
+
+    def prepare(self, data_bytes: int) -> None:
+        """Makes, in the background, as many arenas with room for ``data_bytes`` as there may be. Returns at once.
+
+        Does nothing while an earlier call is still being carried out. A failure is logged; ``take`` tries again.
+        """
+        with self._changed:
+            if self._closed or self._preparing is not None or not self._is_one_missing(data_bytes):
+                return
+            preparing = threading.Thread(
+                target=self._prepare, args=(data_bytes,), name="ft-transport-arena", daemon=True
+            )
+            preparing.start()
+            self._preparing = preparing
 
     def take(self, data_bytes: int) -> Arena:
         """An arena with room for ``data_bytes``: a free one that is large enough, or else a new one.
@@ -98,30 +133,33 @@ class ArenaPool:
             SnapshotLimitError: Every arena is taken.
             SnapshotError: There is not enough memory, or the pool was closed.
         """
-        with self._lock:
-            if self._closed:
-                raise SnapshotError("expected an open transport, got one that was shut down")
-            fitting = [arena for arena in self._free if arena.capacity_bytes >= data_bytes]
-            if fitting:
-                arena = min(fitting, key=lambda candidate: candidate.capacity_bytes)
-                self._free.remove(arena)
-                self._num_taken += 1
-                return arena
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise SnapshotError("expected an open transport, got one that was shut down")
+                fitting = [arena for arena in self._free if arena.capacity_bytes >= data_bytes]
+                if fitting:
+                    arena = min(fitting, key=lambda candidate: candidate.capacity_bytes)
+                    self._free.remove(arena)
+                    self._num_taken += 1
+                    return arena
+                if self._preparing is None:
+                    break
+                # What is being made is here sooner than one that is begun now; its thread always ends.
+                self._changed.wait()
             if self._num_taken >= self._max_arenas:
                 raise SnapshotLimitError(
                     f"expected at most {self._max_arenas} snapshots alive at once (max_snapshots), and all of them are "
                     "still being written or read"
                 )
-            # What is too small for today's state is of no more use.
-            outgrown, self._free = self._free, []
+            outgrown = self._drop_outgrown(data_bytes)
             self._num_taken += 1
         for arena in outgrown:
             arena.close()
-        page = mmap.PAGESIZE
         try:
-            return Arena(max(-(-data_bytes // page) * page, page), pin=self._pin)
+            return self._make(data_bytes)
         except BaseException as error:
-            with self._lock:
+            with self._changed:
                 self._num_taken -= 1
             if isinstance(error, (OSError, OverflowError)):
                 raise SnapshotError(f"expected {data_bytes} bytes of host memory for a snapshot: {error}") from error
@@ -129,7 +167,7 @@ class ArenaPool:
 
     def give_back(self, arena: Arena) -> None:
         """Returns an arena that nobody reads any more."""
-        with self._lock:
+        with self._changed:
             self._num_taken -= 1
             keep = not self._closed
             if keep:
@@ -139,11 +177,54 @@ class ArenaPool:
 
     def close(self) -> None:
         """Frees what is free now, and the rest as it comes back."""
-        with self._lock:
+        with self._changed:
             self._closed = True
+            preparing = self._preparing
             free, self._free = self._free, []
+            self._changed.notify_all()
         for arena in free:
             arena.close()
+        if preparing is not None:
+            preparing.join()
+
+    def _prepare(self, data_bytes: int) -> None:
+        try:
+            while True:
+                with self._changed:
+                    if self._closed or not self._is_one_missing(data_bytes):
+                        return
+                    outgrown = self._drop_outgrown(data_bytes)
+                for arena in outgrown:
+                    arena.close()
+                arena = self._make(data_bytes)
+                with self._changed:
+                    keep = not self._closed
+                    if keep:
+                        self._free.append(arena)
+                        self._changed.notify_all()
+                if not keep:
+                    arena.close()
+        except (OSError, OverflowError, SnapshotError) as error:
+            if not self._closed:
+                logger.warning("no memory could be prepared for snapshots of %d bytes: %s", data_bytes, error)
+        finally:
+            with self._changed:
+                self._preparing = None
+                self._changed.notify_all()
+
+    def _make(self, data_bytes: int) -> Arena:
+        page = mmap.PAGESIZE
+        return Arena(max(-(-data_bytes // page) * page, page), pin=self._pin, is_wanted=lambda: not self._closed)
+
+    def _is_one_missing(self, data_bytes: int) -> bool:
+        num_fitting = sum(arena.capacity_bytes >= data_bytes for arena in self._free)
+        return self._num_taken + num_fitting < self._max_arenas
+
+    def _drop_outgrown(self, data_bytes: int) -> list[Arena]:
+        """Takes out what is too small for today's state, which is of no more use."""
+        outgrown = [arena for arena in self._free if arena.capacity_bytes < data_bytes]
+        self._free = [arena for arena in self._free if arena.capacity_bytes >= data_bytes]
+        return outgrown
 
 
 def _memory_file() -> int:
@@ -153,14 +234,25 @@ def _memory_file() -> int:
         return os.dup(file.fileno())
 
 
-def _make_resident(mapping: mmap.mmap) -> None:
-    if sys.platform == "linux":
+def _make_resident(address: int, num_bytes: int, is_wanted: Callable[[], bool]) -> None:
+    for start in range(0, num_bytes, _POPULATE_BYTES):
+        if not is_wanted():
+            raise SnapshotError("expected an open transport, got one that was shut down")
+        piece = min(_POPULATE_BYTES, num_bytes - start)
         try:
-            mapping.madvise(_MADV_POPULATE_WRITE)
-            return
+            _populate(address + start, piece)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # no memory
+            if error.errno not in (errno.EINVAL, errno.ENOSYS):  # no memory
                 raise
-            # A kernel before 5.14: touched page by page below.
-    for position in range(0, len(mapping), mmap.PAGESIZE):
-        mapping[position] = 0
+            # A kernel before 5.14.
+            ctypes.memset(address + start, 0, piece)
+
+
+def _populate(address: int, num_bytes: int) -> None:
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    # Not mmap.madvise, which keeps the GIL all the while.
+    if ctypes.CDLL(None, use_errno=True).madvise(
+        ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE
+    ):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

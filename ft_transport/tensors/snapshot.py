@@ -69,6 +69,17 @@ class SnapshotTaker:
         self._device_copier = DeviceCopier(accelerator if accelerator is not None else TorchAccelerator())
         self._chunk_bytes = chunk_bytes
 
+    def prepare(self, state: object) -> None:
+        """Makes memory for snapshots of ``state`` ready in the background; returns when its size is known.
+
+        Called on the thread that owns the state.
+
+        Raises:
+            SnapshotError: The state cannot be captured.
+        """
+        _, data_bytes = _lay_out(flatten(state))
+        self._pool.prepare(data_bytes)
+
     def begin(
         self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool] | None = None
     ) -> PendingSnapshot:

@@ -28,6 +28,7 @@ from ft_transport import (
     UnsupportedLeafError,
     state_digest,
 )
+from ft_transport.tensors import arena
 
 HERE = Path(__file__).parent
 TIMEOUT = timedelta(seconds=30)
@@ -218,6 +219,23 @@ def test_a_snapshot_that_is_abandoned_reserves_nothing() -> None:
         assert (sender.newest_step(), sender.newest_sequence()) == (2, 1)
     finally:
         sender.shutdown()
+
+
+def test_the_first_snapshot_finds_its_memory_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = make(max_snapshots=2)
+    try:
+        state = {"w": torch.rand(1 << 20), "b": torch.rand(3, dtype=torch.float64)}
+        sender.prepare(state)
+        preparing = sender._taker._pool._preparing
+        if preparing is not None:
+            preparing.join(20)
+        monkeypatch.setattr(arena, "Arena", None)
+        for step in (1, 2, 3):
+            sender.send_checkpoint([], step, state, TIMEOUT)
+        received = sender.fetch(sender.metadata(), 3).state
+    finally:
+        sender.shutdown()
+    assert torch.equal(received["w"], state["w"])
 
 
 def curl(*arguments: str) -> None:

@@ -64,6 +64,10 @@ class StandInTransport:
         self.before_begin: Callable[[], object] = lambda: None
         self.during_copy: Callable[[], object] = lambda: None
         self.during_publish: Callable[[], object] = lambda: None
+        self.on_prepare: Callable[[object], object] = lambda _state: None
+
+    def prepare(self, state: object) -> None:
+        self.on_prepare(state)
 
     def begin_snapshot(
         self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool] | None = None

@@ -29,6 +29,8 @@ class StandInTransport:
         self.after_publish: Callable[[], object] = lambda: None
         self._step = -1
 
+    def prepare(self, state: object) -> None: ...
+
     def begin_snapshot(
         self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool] | None = None
     ) -> StandInTransport:

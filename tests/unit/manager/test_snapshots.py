@@ -186,3 +186,34 @@ def test_another_threads_write_section_does_not_hold_up_the_boundary(replica: Re
     replica.boundary(1)
     replica.finish()
     assert replica.sink.newest_step() == 1
+
+
+# ----------------------------------------------------------------------------------------- memory, before it is needed
+
+
+def test_memory_is_prepared_once_after_the_first_step(replica: Replica) -> None:
+    prepared: list[dict[str, torch.Tensor]] = []
+    replica.sink.on_prepare = lambda state: prepared.append(flat(state))
+    replica.boundary(0)
+    assert prepared == []
+    replica.forward_backward()
+    replica.optimizer.step()
+    replica.more = flat(replica.optimizer.state_dict()["state"])
+    for step in range(1, 4):
+        replica.boundary(step)
+    assert len(prepared) == 1
+    # What the optimizer made in that step is counted.
+    assert any("momentum" in path for path in prepared[0])
+    assert replica.is_free()
+
+
+def test_memory_that_cannot_be_prepared_stops_nobody(replica: Replica, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_state: object) -> None:
+        raise RuntimeError("no memory today")
+
+    replica.sink.on_prepare = fail
+    replica.boundary(0)
+    replica.boundary(1)
+    assert "could not be prepared: no memory today" in caplog.text
+    assert replica.is_free()
+    replica.take(1).result(LONG_S)

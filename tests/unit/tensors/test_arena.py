@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -155,11 +156,10 @@ def test_memory_that_is_not_there_is_a_typed_error(data_bytes: int) -> None:
 def test_an_old_kernel_is_served_page_by_page_and_one_without_memory_is_not(
     monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    class Mapping(module.mmap.mmap):  # type: ignore[misc, name-defined]
-        def madvise(self, *_: int) -> None:
-            raise OSError(number, os.strerror(number))
+    def populate(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(module.mmap, "mmap", Mapping)
+    monkeypatch.setattr(module, "_populate", populate)
     pool = ArenaPool(1)
     if number == errno.ENOMEM:
         with pytest.raises(SnapshotError, match="Cannot allocate memory"):
@@ -169,4 +169,94 @@ def test_an_old_kernel_is_served_page_by_page_and_one_without_memory_is_not(
         assert os.fstat(arena.descriptor).st_blocks * 512 >= 10_000
         pool.give_back(arena)
         del arena
+    pool.close()
+
+
+def _until_prepared(pool: ArenaPool) -> None:
+    preparing = pool._preparing
+    if preparing is not None:
+        preparing.join(20)
+        assert not preparing.is_alive()
+
+
+def test_prepared_arenas_are_taken_and_no_others_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ArenaPool(2)
+    pool.prepare(10_000)
+    _until_prepared(pool)
+    monkeypatch.setattr(module, "Arena", None)
+    arenas = [pool.take(10_000), pool.take(10_000)]
+    pool.prepare(10_000)  # All there may be are there.
+    assert pool._preparing is None
+    for arena in arenas:
+        pool.give_back(arena)
+    pool.close()
+
+
+def test_what_is_too_small_is_replaced_when_more_is_prepared() -> None:
+    pool = ArenaPool(2)
+    pool.prepare(100)
+    _until_prepared(pool)
+    pool.prepare(1 << 20)
+    _until_prepared(pool)
+    assert [arena.capacity_bytes for arena in pool._free] == [1 << 20, 1 << 20]
+    pool.close()
+
+
+def test_who_comes_meanwhile_waits_for_the_arena_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    populate = module._populate
+
+    def slowly(address: int, num_bytes: int) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        populate(address, num_bytes)
+
+    monkeypatch.setattr(module, "_populate", slowly)
+    pool = ArenaPool(1)
+    pool.prepare(5000)
+    assert begun.wait(20)
+    taken: list[Arena] = []
+    taking = threading.Thread(target=lambda: taken.append(pool.take(5000)), daemon=True)
+    taking.start()
+    go_on.set()
+    taking.join(20)
+    assert len(taken) == 1
+    pool.give_back(taken[0])
+    pool.close()
+
+
+def test_closing_ends_the_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(*_: int) -> None:
+        begun.set()
+        assert go_on.wait(20)
+
+    monkeypatch.setattr(module, "_populate", slowly)
+    pool = ArenaPool(2)
+    pool.prepare(64 << 20)
+    assert begun.wait(20)
+    closing = threading.Thread(target=pool.close, daemon=True)
+    closing.start()
+    go_on.set()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert pool._free == []
+    with pytest.raises(SnapshotError, match="shut down"):
+        pool.take(1)
+
+
+def test_memory_that_cannot_be_prepared_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def populate(*_: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    pool = ArenaPool(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_populate", populate)
+        pool.prepare(5000)
+        _until_prepared(pool)
+    assert "no memory could be prepared for snapshots of 5000 bytes" in caplog.text
+    pool.give_back(pool.take(5000))
     pool.close()
