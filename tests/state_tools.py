@@ -28,6 +28,10 @@ def open_taker(max_snapshots: int = 2, **settings: Any) -> Iterator[SnapshotTake
         taker.close()
 
 
+def take(taker: SnapshotTaker, step: int, state: object) -> Snapshot:
+    return taker.begin(step, state).finish()
+
+
 def file_of(snapshot: Snapshot) -> bytes:
     """The safetensors file, as curl would save it."""
     return os.pread(snapshot.descriptor, snapshot.total_bytes, snapshot.file_start)
@@ -35,7 +39,7 @@ def file_of(snapshot: Snapshot) -> bytes:
 
 def file_of_state(state: object) -> bytes:
     with open_taker() as taker:
-        snapshot = taker.take(7, state)
+        snapshot = take(taker, 7, state)
         try:
             return file_of(snapshot)
         finally:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Final, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Final, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from ft_transport.errors import SnapshotError
 from ft_transport.wire.chunks import ChunkTable
@@ -15,16 +19,22 @@ from ft_transport.wire.integrity import digest
 T = TypeVar("T")
 R = TypeVar("R")
 
+Column: TypeAlias = npt.NDArray[np.int64]
+
 _MIN_SHARE_BYTES: Final = 1 << 20
 """Below this a second thread costs more than it saves."""
 
 
-class HostCopy(NamedTuple):
-    """``num_bytes`` from address ``source`` to address ``target``; the caller keeps both alive and unchanged."""
+@dataclass(frozen=True, slots=True, eq=False)
+class HostCopies:
+    """``num_bytes[i]`` from address ``sources[i]`` to ``targets[i]``; the caller keeps both alive and unchanged.
 
-    target: int
-    source: int
-    num_bytes: int
+    Columns, because a state may have tens of thousands of tensors and the lock is held while they are divided.
+    """
+
+    targets: Column
+    sources: Column
+    num_bytes: Column
 
 
 def default_num_threads() -> int:
@@ -43,9 +53,9 @@ class HostCopier:
         self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-copy")
 
-    def copy(self, copies: Sequence[HostCopy]) -> None:
+    def copy(self, copies: HostCopies) -> None:
         """Performs all copies, divided evenly by bytes among the threads; returns when the last is done."""
-        total = sum(copy.num_bytes for copy in copies)
+        total = int(copies.num_bytes.sum())
         if total < 2 * _MIN_SHARE_BYTES or self._num_threads == 1:
             _copy_all(copies)
             return
@@ -79,26 +89,33 @@ class HostCopier:
         self._pool.shutdown(wait=True)
 
 
-def _copy_all(copies: Sequence[HostCopy]) -> None:
+def _copy_all(copies: HostCopies) -> None:
     memmove = ctypes.memmove
-    for copy in copies:
-        memmove(copy.target, copy.source, copy.num_bytes)
+    for target, source, num_bytes in zip(
+        copies.targets.tolist(), copies.sources.tolist(), copies.num_bytes.tolist(), strict=True
+    ):
+        memmove(target, source, num_bytes)
 
 
-def _divide(copies: Sequence[HostCopy], share_bytes: int) -> list[list[HostCopy]]:
-    """Splits the list into shares of ``share_bytes``, cutting through large copies."""
-    shares: list[list[HostCopy]] = []
-    share: list[HostCopy] = []
-    room = share_bytes
-    for copy in copies:
-        rest = copy
-        while rest.num_bytes > room:
-            share.append(HostCopy(rest.target, rest.source, room))
-            rest = HostCopy(rest.target + room, rest.source + room, rest.num_bytes - room)
-            shares.append(share)
-            share, room = [], share_bytes
-        share.append(rest)
-        room -= rest.num_bytes
-    if share:
-        shares.append(share)
+def _divide(copies: HostCopies, share_bytes: int) -> list[HostCopies]:
+    """Splits the columns into shares of ``share_bytes``, cutting through large copies."""
+    ends = np.cumsum(copies.num_bytes)
+    total = int(ends[-1]) if len(ends) else 0
+    shares = []
+    for start in range(0, total, share_bytes):
+        end = min(start + share_bytes, total)
+        first = int(np.searchsorted(ends, start, side="right"))
+        last = int(np.searchsorted(ends, end, side="left"))
+        part = slice(first, last + 1)
+        targets, sources, num_bytes = (
+            copies.targets[part].copy(),
+            copies.sources[part].copy(),
+            copies.num_bytes[part].copy(),
+        )
+        skipped = start - int(ends[first] - copies.num_bytes[first])
+        targets[0] += skipped
+        sources[0] += skipped
+        num_bytes[0] -= skipped
+        num_bytes[-1] -= int(ends[last]) - end
+        shares.append(HostCopies(targets, sources, num_bytes))
     return shares

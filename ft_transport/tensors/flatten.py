@@ -53,7 +53,7 @@ class Blocks:
         names: Unique names, made from the paths.
         sources: Live tensors on any device, of any stride.
         dtypes: safetensors dtype of each entry.
-        shapes: Shape of each entry as it stands in the file.
+        shapes: Shape of each entry as it stands in the file; may be ``torch.Size``.
         num_bytes: Size of each entry.
         item_bytes: Size of one element of the source, which is also its alignment.
         addresses: Where a source begins that is on the CPU and row-major, so that its bytes can be copied as they
@@ -292,17 +292,20 @@ class _Flattener:
             raise UnsupportedLeafError("expected a leaf of the autograd graph, got a computed tensor", path=path)
 
     def _plain_tensor(self, value: torch.Tensor, path: str) -> Node:
+        # The order of these questions counts: each is asked of every tensor under the lock.
         dtype = value.dtype
-        if value.layout is not torch.strided or value.is_meta or type(value) is not torch.Tensor:
+        is_cpu = value.is_cpu
+        if value.layout is not torch.strided or type(value) is not torch.Tensor or (not is_cpu and value.is_meta):
             raise UnsupportedLeafError(
                 f"expected a dense tensor, got {type(value).__name__} of layout {value.layout} on {value.device}",
                 path=path,
             )
-        if value.is_quantized:
+        wire_dtype = SAFETENSORS_NAMES.get(dtype)
+        if wire_dtype is None and value.is_quantized:
             return self._quantized(value, path)
-        is_lazy = value.is_neg() or value.is_conj()
+        is_lazy = value.is_neg() or (dtype.is_complex and value.is_conj())
         contiguous = value.is_contiguous() and not is_lazy
-        shape = tuple(value.shape)
+        shape = value.shape
         memory: tuple[object, ...] | None = None
         address = 0
         if value.nbytes:
@@ -314,17 +317,16 @@ class _Flattener:
                 return self._view(value, base)
             if contiguous:
                 memory = (start, dtype, shape)
-                address = start if value.is_cpu else 0
+                address = start if is_cpu else 0
             else:
                 memory = (start, dtype, shape, value.stride(), value.is_neg(), value.is_conj())
             known = self._node_by_memory.get(memory)
             if known is not None:
                 return known
-        wire_dtype = SAFETENSORS_NAMES.get(dtype)
         if wire_dtype is not None and contiguous:
             node: Node = TensorNode(self._store(value, path, wire_dtype, shape, address))
         else:
-            node = self._described(value, path, wire_dtype, shape)
+            node = self._described(value, path, wire_dtype, tuple(shape))
         if memory is not None:
             self._node_by_memory[memory] = node
             if is_lazy:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.tensors import placements
+from ft_transport.tensors.collector import collector_paused
 from ft_transport.tensors.dtypes import DTYPES_BY_SAFETENSORS_NAME, carrier_of, name_of, overlaps_itself
 from ft_transport.tensors.unflatten import Unflattener, as_plain
 from ft_transport.tensors.views import ViewKey, extent_bytes, has_own_memory, view_key
@@ -78,7 +79,8 @@ class Restore:
         self._touched = threading.Event()
         matcher = _Matcher(manifest)
         try:
-            matcher.match(manifest.tree, into)
+            with collector_paused():
+                matcher.match(manifest.tree, into)
         except RecursionError as error:
             raise ManifestError("expected a tree that Python's recursion limit lets through") from error
         self._is_copying = False
@@ -125,7 +127,8 @@ class Restore:
             meshes=placements.MeshResolver(self._into, self._meshes),
         )
         try:
-            state = unflattener.build(self._manifest.tree, self._into)
+            with collector_paused():
+                state = unflattener.build(self._manifest.tree, self._into)
         except RecursionError as error:
             raise ManifestError("expected a tree that Python's recursion limit lets through") from error
         # All that can be wrong with the snapshot is found before the first one is written.

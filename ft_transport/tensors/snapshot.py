@@ -8,16 +8,17 @@ header, and needs no lock, because it reads the arena only.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Final
 
+import numpy as np
 import torch
 
 from ft_transport.errors import SnapshotError
 from ft_transport.tensors.arena import Arena, ArenaPool
-from ft_transport.tensors.copying import HostCopier, HostCopy
+from ft_transport.tensors.collector import collector_paused
+from ft_transport.tensors.copying import Column, HostCopier, HostCopies
 from ft_transport.tensors.device import Accelerator, DeviceCopier, TorchAccelerator, pinning
 from ft_transport.tensors.dtypes import carrier_of
 from ft_transport.tensors.flatten import FlatState, flatten
@@ -77,7 +78,9 @@ class SnapshotTaker:
         Raises:
             SnapshotError: The state cannot be captured.
         """
-        _, data_bytes = _lay_out(flatten(state))
+        with collector_paused():
+            flat = flatten(state)
+        _, data_bytes = _lay_out(flat)
         self._pool.prepare(data_bytes)
 
     def begin(
@@ -95,7 +98,8 @@ class SnapshotTaker:
         Raises:
             SnapshotError: The state cannot be captured; nothing is held.
         """
-        flat = flatten(state)
+        with collector_paused():
+            flat = flatten(state)
         starts, data_bytes = _lay_out(flat)
         arena = self._pool.take(data_bytes)
         try:
@@ -116,11 +120,6 @@ class SnapshotTaker:
             self._pool.give_back(arena)
             raise
 
-    def take(self, step: int, state: object) -> Snapshot:
-        """Captures ``state`` at once, all of it on the calling thread; see ``begin``."""
-        pending = self.begin(step, state)
-        return pending.finish()
-
     def close(self) -> None:
         """Ends the threads and frees the arenas that nobody reads."""
         self._copier.close()
@@ -135,7 +134,7 @@ class PendingSnapshot:
         *,
         step: int,
         flat: FlatState,
-        starts: list[int],
+        starts: Column,
         data_bytes: int,
         arena: Arena,
         pool: ArenaPool,
@@ -146,36 +145,32 @@ class PendingSnapshot:
         self.step = step
         self._flat = flat
         self._starts = starts
+        self._num_bytes = np.array(flat.blocks.num_bytes, dtype=np.int64)
+        self._addresses = np.array(flat.blocks.addresses, dtype=np.int64)
         self._data_bytes = data_bytes
         self._arena = arena
         self._pool = pool
         self._copier = copier
         self._device_copier = device_copier
         self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
-        self._deferred: list[int] = []
+        self._deferred: Column = np.empty(0, dtype=np.int64)
         self._is_held = True
         devices = {source.device for source in flat.blocks.sources if not source.is_cpu}
         self._marks = device_copier.mark(sorted(devices, key=str)) if devices else {}
 
-    @property
-    def deferred_bytes(self) -> int:
-        """Bytes that ``copy_deferred`` still has to copy."""
-        return sum(self._flat.blocks.num_bytes[index] for index in self._deferred)
-
     def copy_now(self, deferrable: Callable[[torch.Tensor], bool] | None) -> None:
         """Copies every block that is not deferrable, and notes the others."""
-        blocks = self._flat.blocks
+        sources = self._flat.blocks.sources
         if deferrable is None:
-            self._copy(range(len(blocks.sources)))
+            self._copy(np.arange(len(sources)))
             return
-        now: list[int] = []
-        for index, source in enumerate(blocks.sources):
-            (self._deferred if deferrable(source) else now).append(index)
-        self._copy(now)
+        is_deferred = np.fromiter(map(deferrable, sources), dtype=np.bool_, count=len(sources))
+        self._deferred = np.flatnonzero(is_deferred)
+        self._copy(np.flatnonzero(~is_deferred))
 
     def copy_deferred(self) -> None:
         """Copies the rest. The caller still holds the read lock and releases it afterwards."""
-        deferred, self._deferred = self._deferred, []
+        deferred, self._deferred = self._deferred, self._deferred[:0]
         try:
             self._copy(deferred)
         except BaseException:
@@ -185,15 +180,15 @@ class PendingSnapshot:
     def finish(self) -> Snapshot:
         """Digests the data and encodes the header. The live state is not looked at any more."""
         assert self._is_held, "nothing follows finish, or a failure"
-        assert not self._deferred, "copy_deferred comes before finish"
+        assert not len(self._deferred), "copy_deferred comes before finish"
         arena, pool = self._arena, self._pool
         try:
             blocks = self._flat.blocks
             tree = self._flat.tree
             table = [
-                TensorEntry(name, dtype, shape, start, start + num_bytes)
+                TensorEntry(name, dtype, tuple(shape), start, start + num_bytes)
                 for name, dtype, shape, start, num_bytes in zip(
-                    blocks.names, blocks.dtypes, blocks.shapes, self._starts, blocks.num_bytes, strict=True
+                    blocks.names, blocks.dtypes, blocks.shapes, self._starts.tolist(), blocks.num_bytes, strict=True
                 )
             ]
             # Live tensors must not outlive the copy: they would keep replaced parameters in memory.
@@ -231,20 +226,15 @@ class PendingSnapshot:
             self._flat.blocks.sources.clear()
             self._pool.give_back(self._arena)
 
-    def _copy(self, indices: range | list[int]) -> None:
+    def _copy(self, indices: Column) -> None:
         blocks = self._flat.blocks
-        base = self._arena.data.data_ptr()
-        starts, addresses, num_bytes = self._starts, blocks.addresses, blocks.num_bytes
-        host = [
-            HostCopy(base + starts[index], addresses[index], num_bytes[index])
-            for index in indices
-            if addresses[index] and num_bytes[index]
-        ]
-        self._copier.copy(host)
+        indices = indices[self._num_bytes[indices] > 0]
+        has_address = self._addresses[indices] != 0
+        host = indices[has_address]
+        targets = self._starts[host] + self._arena.data.data_ptr()
+        self._copier.copy(HostCopies(targets, self._addresses[host], self._num_bytes[host]))
         device: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index in indices:
-            if addresses[index] or not num_bytes[index]:
-                continue
+        for index in indices[~has_address].tolist():
             source = blocks.sources[index]
             carried = source.view(carrier_of(source.dtype))
             if source.is_cpu:
@@ -255,24 +245,22 @@ class PendingSnapshot:
             self._device_copier.copy(device, self._marks)
 
     def _target(self, index: int, source: torch.Tensor) -> torch.Tensor:
-        start = self._starts[index]
+        start = int(self._starts[index])
         block = self._arena.data[start : start + self._flat.blocks.num_bytes[index]]
         return block.view(carrier_of(source.dtype)).view(source.shape)
 
 
-def _lay_out(flat: FlatState) -> tuple[list[int], int]:
+def _lay_out(flat: FlatState) -> tuple[Column, int]:
     """Places the blocks: larger items first, so that each is aligned to its item size without any hole.
 
     Returns the start of each block and the length of the data.
     """
     blocks = flat.blocks
-    order: Sequence[int] = range(len(blocks.num_bytes))
-    if len(set(blocks.item_bytes)) > 1:
-        order = sorted(order, key=lambda index: -blocks.item_bytes[index])
-    ends = list(accumulate((blocks.num_bytes[index] for index in order), initial=0))
-    starts = [0] * len(order)
-    for index, start in zip(order, ends, strict=False):
-        starts[index] = start
-    if ends[-1] >= 2**62:
-        raise SnapshotError(f"expected a state of less than 2**62 bytes, got {ends[-1]}")
-    return starts, ends[-1]
+    data_bytes = sum(blocks.num_bytes)
+    if data_bytes >= 2**62:
+        raise SnapshotError(f"expected a state of less than 2**62 bytes, got {data_bytes}")
+    num_bytes = np.array(blocks.num_bytes, dtype=np.int64)
+    order = np.argsort(-np.array(blocks.item_bytes, dtype=np.int64), kind="stable")
+    starts = np.empty_like(num_bytes)
+    starts[order] = np.cumsum(num_bytes[order]) - num_bytes[order]
+    return starts, data_bytes

@@ -30,7 +30,7 @@ def state_digest(state: object) -> int:
     hasher.update(msgspec.json.encode(flat.tree))
     blocks = flat.blocks
     for name, dtype, shape, source in zip(blocks.names, blocks.dtypes, blocks.shapes, blocks.sources, strict=True):
-        hasher.update(f"{name}\0{dtype}\0{shape}\0".encode())
+        hasher.update(f"{name}\0{dtype}\0{tuple(shape)}\0".encode())
         if source.nbytes:
             host = source.detach().view(carrier_of(source.dtype)).cpu().contiguous()
             # A single element may have any stride, which the view as bytes does not take.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from state_equality import exact
-from state_tools import file_of, file_of_state, open_taker, receive
+from state_tools import file_of, file_of_state, open_taker, receive, take
 from torch import nn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -25,11 +25,11 @@ def _on_host(value: Any) -> Any:
 def test_a_snapshot_shows_the_kernels_that_were_only_queued() -> None:
     parameter = torch.zeros(1 << 22, device="cuda")
     with open_taker() as taker:
-        taker.take(0, parameter).close()  # the arena is there, so that nothing else waits for the device
+        take(taker, 0, parameter).close()  # the arena is there, so that nothing else waits for the device
         for step in range(1, 6):
             _queue_work()
             parameter.add_(1)
-            snapshot = taker.take(step, parameter)
+            snapshot = take(taker, step, parameter)
             # Whatever the trainer does from here on comes too late.
             parameter.add_(0)
             received = receive(file_of(snapshot))
@@ -40,7 +40,7 @@ def test_a_snapshot_shows_the_kernels_that_were_only_queued() -> None:
 def test_the_training_stream_is_not_waited_for_beyond_the_boundary() -> None:
     parameter = torch.ones(1 << 20, device="cuda")
     with open_taker() as taker:
-        taker.take(0, parameter).close()
+        take(taker, 0, parameter).close()
         torch.cuda.synchronize()
         pending = taker.begin(1, parameter, deferrable=lambda tensor: True)
         _queue_work()
@@ -123,7 +123,7 @@ def test_a_trainer_on_the_device_continues_as_if_nothing_had_happened() -> None:
     for number in range(2):
         step(model, optimizer, number)
     with open_taker() as taker:
-        snapshot = taker.take(2, {"m": model.state_dict(), "o": optimizer.state_dict()})
+        snapshot = take(taker, 2, {"m": model.state_dict(), "o": optimizer.state_dict()})
         file = file_of(snapshot)
         snapshot.close()
     fresh, fresh_optimizer = make()

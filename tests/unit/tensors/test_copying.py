@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_transport.tensors import copying
-from ft_transport.tensors.copying import HostCopier, HostCopy, default_num_threads
+from ft_transport.tensors.copying import HostCopier, HostCopies, default_num_threads
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.integrity import digest
 
@@ -30,10 +30,8 @@ def copier() -> Iterator[HostCopier]:
 def test_all_copies_arrive_however_they_are_divided(sizes: list[int], num_threads: int) -> None:
     source = np.random.default_rng(0).integers(0, 255, sum(sizes) + 1, dtype=np.uint8)
     target = np.zeros_like(source)
-    copies, start = [], 0
-    for size in sizes:
-        copies.append(HostCopy(target.ctypes.data + start, source.ctypes.data + start, size))
-        start += size
+    starts = np.cumsum([0, *sizes])[:-1]
+    copies = HostCopies(target.ctypes.data + starts, source.ctypes.data + starts, np.array(sizes, dtype=np.int64))
     copier = HostCopier(num_threads)
     try:
         copier.copy(copies)
@@ -45,21 +43,24 @@ def test_all_copies_arrive_however_they_are_divided(sizes: list[int], num_thread
 
 @given(st.lists(st.integers(0, 100), max_size=10), st.integers(1, 120))
 def test_shares_are_as_large_as_asked_and_cover_each_byte_once(sizes: list[int], share_bytes: int) -> None:
-    copies = [HostCopy(1000 * index, 5000 * index, size) for index, size in enumerate(sizes)]
-    shares = copying._divide(copies, share_bytes)
-    assert all(sum(copy.num_bytes for copy in share) == share_bytes for share in shares[:-1])
+    numbers = np.arange(len(sizes))
+    shares = copying._divide(HostCopies(1000 * numbers, 5000 * numbers, np.array(sizes, dtype=np.int64)), share_bytes)
+    assert all(share.num_bytes.sum() == share_bytes for share in shares[:-1])
     covered = [
-        (copy.target + at, copy.source + at) for share in shares for copy in share for at in range(copy.num_bytes)
+        (target + at, source + at)
+        for share in shares
+        for target, source, num_bytes in zip(share.targets, share.sources, share.num_bytes, strict=True)
+        for at in range(num_bytes)
     ]
-    assert covered == [(copy.target + at, copy.source + at) for copy in copies for at in range(copy.num_bytes)]
+    assert covered == [(1000 * index + at, 5000 * index + at) for index, size in enumerate(sizes) for at in range(size)]
 
 
 def test_after_an_error_no_thread_writes_any_more(copier: HostCopier, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end, ended = threading.Event(), threading.Event()
     real_wait = copying.wait
 
-    def copy_all(share: Sequence[HostCopy]) -> None:
-        if share[0].target == 0:
+    def copy_all(share: HostCopies) -> None:
+        if share.targets[0] == 0:
             raise MemoryError
         may_end.wait(10)
         ended.set()
@@ -72,7 +73,7 @@ def test_after_an_error_no_thread_writes_any_more(copier: HostCopier, monkeypatc
     monkeypatch.setattr(copying, "wait", wait)
     try:
         with pytest.raises(MemoryError):
-            copier.copy([HostCopy(0, 0, 4 << 20), HostCopy(1 << 40, 0, 4 << 20)])
+            copier.copy(HostCopies(np.array([0, 1 << 40]), np.array([0, 0]), np.array([4 << 20, 4 << 20])))
         assert ended.is_set()
     finally:
         may_end.set()

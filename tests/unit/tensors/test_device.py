@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from state_tools import file_of, open_taker, receive
+from state_tools import file_of, open_taker, receive, take
 
 from ft_transport.errors import SnapshotError
 from ft_transport.tensors import device as module
@@ -134,7 +134,7 @@ def test_a_snapshot_shows_the_work_that_was_queued_before_it(accelerator: StandI
     parameter = torch.zeros(4)
     accelerator.training[_DEVICE].queue.append(lambda: parameter.fill_(2.0))
     with open_taker(accelerator=accelerator) as taker:
-        snapshot = taker.take(1, [parameter])
+        snapshot = take(taker, 1, [parameter])
         assert receive(file_of(snapshot))[0].tolist() == [2.0] * 4
         snapshot.close()
 
@@ -146,7 +146,7 @@ def test_the_stand_in_shows_a_side_stream_that_does_not_wait(
     parameter = torch.zeros(4)
     accelerator.training[_DEVICE].queue.append(lambda: parameter.fill_(2.0))
     with open_taker(accelerator=accelerator) as taker:
-        snapshot = taker.take(1, [parameter])
+        snapshot = take(taker, 1, [parameter])
         assert receive(file_of(snapshot))[0].tolist() == [0.0] * 4
         snapshot.close()
 
@@ -192,7 +192,7 @@ def test_each_device_has_one_side_stream_for_good(accelerator: StandInAccelerato
     state = [torch.arange(3.0), torch.arange(6.0).view(2, 3).t(), torch.arange(5)]
     with open_taker(accelerator=accelerator) as taker:
         for step in range(3):
-            snapshot = taker.take(step, state)
+            snapshot = take(taker, step, state)
             received = receive(file_of(snapshot))
             assert [tensor.tolist() for tensor in received] == [tensor.tolist() for tensor in state]
             snapshot.close()
@@ -223,7 +223,7 @@ def test_after_an_error_nothing_writes_any_more(accelerator: StandInAccelerator)
 def test_on_the_host_no_stream_is_asked_for() -> None:
     accelerator = StandInAccelerator()
     with open_taker(accelerator=accelerator) as taker:
-        taker.take(1, torch.ones(3)).close()
+        take(taker, 1, torch.ones(3)).close()
     assert accelerator.log == []
     assert accelerator.num_streams == 0
 
@@ -256,8 +256,8 @@ def _with_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], StandInCudaRu
 def test_arenas_are_page_locked_where_there_is_cuda(_with_cuda: Callable[[int], StandInCudaRuntime]) -> None:  # noqa: PT019
     runtime = _with_cuda(0)
     with open_taker() as taker:
-        taker.take(1, torch.ones(3)).close()
-        taker.take(2, torch.ones(3)).close()
+        take(taker, 1, torch.ones(3)).close()
+        take(taker, 2, torch.ones(3)).close()
         assert [call[0] for call in runtime.calls] == ["register"]
         _, address, num_bytes, flags = runtime.calls[0]
         assert num_bytes == 4096
@@ -268,7 +268,7 @@ def test_arenas_are_page_locked_where_there_is_cuda(_with_cuda: Callable[[int], 
 def test_an_arena_that_cannot_be_page_locked_is_an_error(_with_cuda: Callable[[int], StandInCudaRuntime]) -> None:  # noqa: PT019
     _with_cuda(2)
     with open_taker() as taker, pytest.raises(SnapshotError, match="cudaHostRegister answered 2"):
-        taker.take(1, torch.ones(3))
+        take(taker, 1, torch.ones(3))
 
 
 def test_without_a_device_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
