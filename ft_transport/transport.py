@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Generic, TypeVar, cast
+from typing import Final, Generic, TypeVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,7 +37,9 @@ from ft_transport.wire.routes import StepSelector
 
 T = TypeVar("T")
 
-_DEFAULT_NUM_CONNECTIONS = 4
+_DEFAULT_NUM_CONNECTIONS: Final = 4
+_FIRST_RESTART_PAUSE_S: Final = 0.05
+_LONGEST_RESTART_PAUSE_S: Final = 1.0
 
 ReadLock = Callable[[timedelta], AbstractContextManager[object]]
 """Holds the state still: given a timeout, a context manager inside which no optimizer steps."""
@@ -340,6 +342,7 @@ class HTTPTransport(Generic[T]):
         peer = PeerAddress.from_url(metadata)
         settings = self._fetch_settings(deadline_s)
         touched = False
+        pause_s = 0.0
         while True:
             try:
                 with Connection(peer, token=settings.token, patience=settings.patience) as connection:
@@ -351,6 +354,9 @@ class HTTPTransport(Generic[T]):
                 # A newer snapshot took the place of the one that this fetch was bound to: begin again with it.
                 if not (isinstance(error, FetchFailedError) and isinstance(error.failures[-1], SnapshotReplacedError)):
                     raise
+            # At once the first time, and then ever later, in case the peer says so of all that it serves.
+            time.sleep(max(0.0, min(pause_s, deadline_s - time.monotonic())))
+            pause_s = min(max(_FIRST_RESTART_PAUSE_S, 2 * pause_s), _LONGEST_RESTART_PAUSE_S)
 
     def shutdown(self, wait: bool = True) -> None:
         """Stops serving and frees the snapshots. May be called twice.
