@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ _REPOSITORY: Final = Path(__file__).resolve().parent.parent
 RATE: Final = "GB/s"
 MEMORY: Final = "MB"
 
+_BUSY: Final = "sender's Python busy"
 _HTTP_PEERS: Final = ("torchft_http_0", "torchft_http_8")
 
 
@@ -42,12 +44,18 @@ class _Variant:
         label: Names it for people.
         role: Whose it is.
         address: Makes its sender ready for one more receiver, and says where that finds it.
+        is_busy: Whether another thread of the sender's process keeps Python busy meanwhile, as a training loop may.
     """
 
     key: str
     label: str
     role: Role
     address: Callable[[], str]
+    is_busy: bool = False
+
+    @property
+    def num_fetches(self) -> int:
+        return 1 if self.is_busy else _NUM_FETCHES
 
 
 def run(
@@ -76,7 +84,8 @@ def _run_state(spec: StateSpec, num_samples: int, say: Callable[[str], None], se
             first = round_number % len(variants)
             for variant in variants[first:] + variants[:first]:
                 settle()
-                outcome = _receive(variant, spec, num_bytes)
+                with _busy_interpreter() if variant.is_busy else contextlib.nullcontext():
+                    outcome = _receive(variant, spec, num_bytes)
                 _check(variant, outcome, digest)
                 _take_note(group, variant, round_number, num_bytes, outcome)
                 rates = [num_bytes / fetch["seconds"] / 1e9 for fetch in outcome["fetches"]]
@@ -100,12 +109,18 @@ def _variants(state: State, num_bytes: int, stack: contextlib.ExitStack, notes: 
         _Variant("ours_verify", f"ft_transport, in place, {connections}, verified", "ours", transport.metadata),
         _Variant("ours_no_verify", f"ft_transport, in place, {connections}, unverified", "ours", transport.metadata),
         _Variant("ours_fresh", f"ft_transport, fresh memory, {connections}, verified", "ours", transport.metadata),
+        _Variant(
+            "ours_busy", f"ft_transport, in place, {connections}, verified, {_BUSY}", "ours", transport.metadata, True
+        ),
     ]
     if peers.torchft_is_installed():
         for key, num_chunks in zip(_HTTP_PEERS, (0, peers.CHUNKED), strict=True):
             address = stack.enter_context(peers.torchft_http_sender(state, num_chunks))
             label = f"torchft HTTPTransport, fresh memory, num_chunks={num_chunks}"
             variants.append(_Variant(key, label, "peer", lambda address=address: address))
+            if not num_chunks:
+                label = f"{label}, {_BUSY}"
+                variants.append(_Variant(f"{key}_busy", label, "peer", lambda address=address: address, True))
         pg_sender = peers.TorchftPGSender(state)
         label = "torchft PGTransport, in place, gloo"
         variants.append(_Variant("torchft_pg", label, "peer", lambda: pg_sender.start(_NUM_FETCHES)))
@@ -113,7 +128,28 @@ def _variants(state: State, num_bytes: int, stack: contextlib.ExitStack, notes: 
         notes.append("torchft is not installed, so its rows are missing")
     label = f"bare sendfile → recv_into, {connections}"
     variants.append(_Variant("bare", label, "ceiling", lambda: str(bare_port)))
+    variants.append(_Variant("bare_fresh", f"{label}, fresh memory", "ceiling", lambda: str(bare_port)))
     return variants
+
+
+@contextlib.contextmanager
+def _busy_interpreter() -> Iterator[None]:
+    """A thread that computes in Python and never waits."""
+    stopping = threading.Event()
+
+    def compute() -> None:
+        number = 0
+        while not stopping.is_set():
+            for _ in range(1000):
+                number = (number * 5 + 1) % 1009
+
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
 
 
 def _receive(variant: _Variant, spec: StateSpec, num_bytes: int) -> dict[str, Any]:
@@ -125,7 +161,7 @@ def _receive(variant: _Variant, spec: StateSpec, num_bytes: int) -> dict[str, An
         "--scale", str(spec.scale),
         "--address", variant.address(),
         "--num-bytes", str(num_bytes),
-        "--num-fetches", str(_NUM_FETCHES),
+        "--num-fetches", str(variant.num_fetches),
     ]  # fmt: skip
     with subprocess.Popen(
         command, cwd=_REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
@@ -180,6 +216,11 @@ def judge(group: Group) -> list[Verdict]:
             "in place, verified / torchft HTTPTransport at its best", group.ratio(verified, http), to_http
         ),
         Verdict.at_least("fresh memory / torchft HTTPTransport at its best", group.ratio(fresh, http), fresh_to_http),
+        Verdict.at_least(
+            "sender's Python busy: ours / torchft HTTPTransport",
+            group.ratio(cold("ours_busy"), cold("torchft_http_0_busy")),
+            1.0,
+        ),
         Verdict(
             "peak memory above the receiver's own tensors, in place",
             memory.summary.high if memory is not None else None,

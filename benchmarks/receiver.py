@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -56,15 +57,25 @@ def _bare(address: str, num_bytes: int) -> Fetch:
     return bare_receiver(int(address), memoryview(destination.numpy()))
 
 
+def _bare_fresh(address: str, num_bytes: int) -> Fetch:
+    def fetch() -> None:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # As ours does: fewer and larger page faults.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        bare_receiver(int(address), memoryview(memory))()
+
+    return fetch
+
+
 def _prepare(variant: str, spec: StateSpec, address: str, num_bytes: int) -> Fetch:
     match variant:
-        case "ours_verify":
+        case "ours_verify" | "ours_busy":
             return _ours(spec, address, in_place=True, verify=True)
         case "ours_no_verify":
             return _ours(spec, address, in_place=True, verify=False)
         case "ours_fresh":
             return _ours(spec, address, in_place=False, verify=True)
-        case "torchft_http_0":
+        case "torchft_http_0" | "torchft_http_0_busy":
             return _torchft_http(address, 0)
         case "torchft_http_8":
             return _torchft_http(address, peers.CHUNKED)
@@ -72,6 +83,8 @@ def _prepare(variant: str, spec: StateSpec, address: str, num_bytes: int) -> Fet
             return _torchft_pg(spec, address)
         case "bare":
             return _bare(address, num_bytes)
+        case "bare_fresh":
+            return _bare_fresh(address, num_bytes)
         case _:
             raise ValueError(f"no variant {variant}")
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """``num_bytes`` at ``offset`` of destination ``slot``."""
 
     slot: int
@@ -34,6 +33,6 @@ class DestinationPlan:
         slot = bisect_right(self._starts, start) - 1
         while start < end:
             stop = min(end, self._ends[slot])
-            yield Piece(slot=slot, offset=start - self._starts[slot], num_bytes=stop - start)
+            yield Piece(slot, start - self._starts[slot], stop - start)
             start = stop
             slot += 1
