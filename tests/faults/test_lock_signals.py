@@ -19,12 +19,9 @@ from manager.rwlock import StateLock
 _ROUNDS = 2_000
 _DEADLINE_S = 90.0
 _SHORT = timedelta(seconds=5)
+_CALLED_BY_LOCK = ("readerwriterlock", "threading", "contextlib")
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers"),
-    # Python reports, and does not raise, what a handler raises inside a finalizer or a weak reference's callback.
-    pytest.mark.filterwarnings(r"ignore:(?s).*_InterruptedError:pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
 
 
 class _InterruptedError(Exception):
@@ -58,8 +55,12 @@ class _Alarm:
 
 def _is_within_lock(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("manager."):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("manager."):
             return True
+        # Python swallows what is raised in a callback of the garbage collector or of a weak reference.
+        if not module.startswith(_CALLED_BY_LOCK):
+            return False
         frame = frame.f_back
     return False
 
