@@ -150,16 +150,26 @@ class PeerAuthenticationError(PeerError):
 
 
 class PeerNotReadyError(PeerError):
-    """The peer has not taken a snapshot yet. ``retry_after_s`` is its own estimate, in seconds."""
+    """The peer has not taken a snapshot yet, or none since it was asked.
+
+    ``retry_after_s`` is its own estimate, in seconds; ``after`` what to repeat to it, see ``wire.routes``.
+    """
 
     retryable = True
     http_status = 503
 
     def __init__(
-        self, message: str, *, retry_after_s: float = 1.0, peer: str | None = None, step: int | str | None = None
+        self,
+        message: str,
+        *,
+        retry_after_s: float = 1.0,
+        after: int | None = None,
+        peer: str | None = None,
+        step: int | str | None = None,
     ) -> None:
         super().__init__(message, peer=peer, step=step)
         self.retry_after_s = retry_after_s
+        self.after = after
 
 
 class StepNotServedError(PeerError):

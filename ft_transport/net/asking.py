@@ -24,6 +24,7 @@ from ft_transport.wire.routes import MANIFEST_DIGEST_HEADER, StepSelector, metad
 _RETRY_PAUSE_S: Final = 0.1
 _HOLD_S: Final = 10.0
 """The longest that the server is asked to hold one request; after that the client asks again."""
+_HELD_SHARE: Final = 0.75
 
 
 def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSettings) -> Manifest:
@@ -45,10 +46,11 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
     num_damaged = 0
     peer = connection.peer
     last: TransportError | None = None
+    after: int | None = None
     while True:
         try:
             patience.remaining_s(f"waiting for step {step}", peer)
-            return _read_manifest(connection, step, patience)
+            return _read_manifest(connection, step, after, patience)
         except DeadlineExceededError as error:
             connection.close()
             if last is None:
@@ -59,6 +61,8 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
         except (PeerUnreachableError, PeerNotReadyError) as error:
             connection.close()
             last = error
+            if isinstance(error, PeerNotReadyError) and error.after is not None:
+                after = error.after if after is None else min(after, error.after)
         except IntegrityError as error:
             connection.close()
             num_damaged += 1
@@ -74,11 +78,12 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
         time.sleep(min(_RETRY_PAUSE_S, max(0.0, patience.deadline_s - time.monotonic())))
 
 
-def _read_manifest(connection: Connection, step: StepSelector, patience: Patience) -> Manifest:
+def _read_manifest(connection: Connection, step: StepSelector, after: int | None, patience: Patience) -> Manifest:
     peer = str(connection.peer)
-    wait_s = min(_HOLD_S, max(0.0, patience.deadline_s - time.monotonic()))
+    # Not all the time that is left: the peer's reason for not answering has to arrive before the deadline.
+    wait_s = min(_HOLD_S, max(0.0, patience.deadline_s - time.monotonic()) * _HELD_SHARE)
     response = connection.get(
-        metadata_path(step, wait_s=wait_s), headers={}, expected_status=200, answer_within_s=wait_s
+        metadata_path(step, wait_s=wait_s, after=after), headers={}, expected_status=200, answer_within_s=wait_s
     )
     length = response.length
     if not length or length > MAX_HEADER_BYTES:

@@ -30,7 +30,7 @@ from ft_transport.errors import (
     TransportError,
 )
 from ft_transport.net.token import JobToken
-from ft_transport.wire.routes import SERVED_STEPS_HEADER, parse_served_steps
+from ft_transport.wire.routes import AFTER_HEADER, SERVED_STEPS_HEADER, parse_after, parse_served_steps
 
 _MAX_ERROR_BODY_BYTES: Final = 2048
 _MAX_VIEWS_PER_READ: Final = 512
@@ -403,7 +403,10 @@ class Connection:
                 return SnapshotReplacedError(f"the snapshot was replaced: {reason}", peer=peer)
             case 503:
                 retry_after_s = _seconds(response.headers.get("Retry-After"))
-                return PeerNotReadyError(f"the peer is not ready: {reason}", retry_after_s=retry_after_s, peer=peer)
+                after = parse_after(response.headers.get(AFTER_HEADER))
+                return PeerNotReadyError(
+                    f"the peer is not ready: {reason}", retry_after_s=retry_after_s, after=after, peer=peer
+                )
             case _:
                 return PeerProtocolError(f"unexpected answer {reason}", peer=peer)
 

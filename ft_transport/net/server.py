@@ -33,6 +33,8 @@ from ft_transport.net.shelf import Reading, Shelf
 from ft_transport.net.token import JobToken
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import (
+    AFTER_HEADER,
+    AFTER_PARAMETER,
     FULL_ROUTE,
     LATEST,
     MANIFEST_DIGEST_HEADER,
@@ -42,6 +44,7 @@ from ft_transport.wire.routes import (
     STATUS_ROUTE,
     WAIT_PARAMETER,
     StepSelector,
+    parse_after,
     parse_step,
 )
 
@@ -198,6 +201,8 @@ class SnapshotServer:
             headers = {SERVED_STEPS_HEADER: ",".join(map(str, self._shelf.steps()))}
             if isinstance(error, PeerNotReadyError):
                 headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+                if error.after is not None:
+                    headers[AFTER_HEADER] = str(error.after)
             if isinstance(error, PeerAuthenticationError):
                 headers = {"WWW-Authenticate": "Bearer"}
             return web.json_response(
@@ -273,7 +278,7 @@ class SnapshotServer:
                     f"expected snapshot {bound_to[:32]} of step {step}, which is no longer served; start again"
                 )
             return reading
-        after = self.fresh_snapshot() if step == LATEST and self.fresh_snapshot is not None else 0
+        after = self._after(request) if step == LATEST else 0
         deadline_s = time.monotonic() + self._wait_s(request)
         while True:
             changed = self._changed
@@ -282,22 +287,39 @@ class SnapshotServer:
                 return reading
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0 or not self._may_come(step):
-                return self._read_or_refuse(step, is_closed)
+                return self._read_or_refuse(step, after, is_closed)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), remaining_s)
+
+    def _after(self, request: web.Request) -> int:
+        """The number behind which a snapshot is new enough for this request, or was for an earlier one like it."""
+        if self.fresh_snapshot is None:
+            return 0
+        earlier = parse_after(request.query.get(AFTER_PARAMETER))
+        if earlier is not None and self._shelf.newest_sequence() > earlier:
+            return earlier
+        fresh = self.fresh_snapshot()
+        return fresh if earlier is None else min(earlier, fresh)
 
     def _may_come(self, step: StepSelector) -> bool:
         newest_step = self._shelf.newest_step()
         return step == LATEST or newest_step is None or step > newest_step
 
-    def _read_or_refuse(self, step: StepSelector, is_closed: Callable[[], bool]) -> Reading:
-        """After the wait: the newest snapshot for ``latest``, however old, or the reason why there is none."""
-        reading = self._shelf.read(step, is_closed=is_closed)
+    def _read_or_refuse(self, step: StepSelector, after: int, is_closed: Callable[[], bool]) -> Reading:
+        """After the wait: what has come at the last moment, or the reason why nothing has."""
+        reading = self._shelf.read(step, after_sequence=after, is_closed=is_closed)
         if reading is not None:
             return reading
         served = self._shelf.steps()
         if not served:
-            raise PeerNotReadyError("expected a snapshot, and none has been taken yet", step=step)
+            raise PeerNotReadyError("expected a snapshot, and none has been taken yet", after=after, step=step)
+        if step == LATEST:
+            raise PeerNotReadyError(
+                f"expected a snapshot of the present state, the newest is one of an earlier state (step {served[-1]}): "
+                "the trainer has reached no step boundary since, or every snapshot is still being fetched",
+                after=after,
+                step=step,
+            )
         raise StepNotServedError(f"expected step {step}, this replica serves {list(served)}", served=served)
 
     def _wait_s(self, request: web.Request) -> float:

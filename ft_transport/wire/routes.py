@@ -5,7 +5,9 @@ GET       /checkpoint/{step}/metadata   its JSON header alone, with the digests
 GET       /status                       JSON: what is served, and to how many
 
 ``step`` is a number or ``latest``. ``?snapshot=ID`` binds a request to one snapshot (409 when it is gone), and
-``?wait=SECONDS`` bounds how long the server may hold the request until the step is there.
+``?wait=SECONDS`` bounds how long the server may hold the request until the step is there. A request for ``latest``
+that ended without a snapshot (503) says in ``FT-After`` what ``?after=`` repeats when it is made again: any snapshot
+begun since the first request is then new enough, however long it takes.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ STATUS_ROUTE: Final = "/status"
 
 SNAPSHOT_PARAMETER: Final = "snapshot"
 WAIT_PARAMETER: Final = "wait"
+AFTER_PARAMETER: Final = "after"
+AFTER_HEADER: Final = "FT-After"
 MANIFEST_DIGEST_HEADER: Final = "FT-Manifest-Digest"
 SERVED_STEPS_HEADER: Final = "FT-Served-Steps"
 
@@ -39,9 +43,18 @@ def parse_step(text: str) -> StepSelector | None:
     return None
 
 
-def metadata_path(step: StepSelector, *, wait_s: float) -> str:
+def metadata_path(step: StepSelector, *, wait_s: float, after: int | None = None) -> str:
     """Path and query that ask for the manifest and let the server wait ``wait_s`` seconds for the step."""
-    return f"/checkpoint/{quote(str(step))}/metadata?{urlencode({WAIT_PARAMETER: f'{wait_s:.3f}'})}"
+    query = {WAIT_PARAMETER: f"{wait_s:.3f}"}
+    if after is not None:
+        query[AFTER_PARAMETER] = str(after)
+    return f"/checkpoint/{quote(str(step))}/metadata?{urlencode(query)}"
+
+
+def parse_after(text: str | None) -> int | None:
+    """The number in an ``FT-After`` header or an ``after`` parameter; ``None`` if there is none."""
+    number = parse_step(text) if text is not None else None
+    return number if isinstance(number, int) else None
 
 
 def full_path(step: int, snapshot_id: SnapshotId) -> str:

@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 
 from ft_transport import (
+    DeadlineExceededError,
     FetchFailedError,
     HTTPTransport,
     SnapshotError,
@@ -236,6 +237,23 @@ def test_the_first_snapshot_finds_its_memory_prepared(monkeypatch: pytest.Monkey
     finally:
         sender.shutdown()
     assert torch.equal(received["w"], state["w"])
+
+
+def test_an_old_state_does_not_pass_for_the_latest(sender: HTTPTransport[Any]) -> None:
+    sender.send_checkpoint([], 3, {"a": 3}, TIMEOUT)
+    sender.serve_fresh(sender.newest_sequence)  # As a trainer that has moved on and is at no step boundary.
+    with pytest.raises(DeadlineExceededError, match=r"one of an earlier state \(step 3\)"):
+        sender.fetch(sender.metadata(), timeout=timedelta(seconds=1))
+    sender.serve_fresh(lambda: 0)
+    assert sender.fetch(sender.metadata()).step == 3
+
+
+def test_an_error_at_the_deadline_gives_the_reason_of_the_peer(sender: HTTPTransport[Any]) -> None:
+    with pytest.raises(DeadlineExceededError, match="none has been taken yet"):
+        sender.fetch(sender.metadata(), timeout=timedelta(seconds=0.5))
+    sender.send_checkpoint([], 3, {"a": 3}, TIMEOUT)
+    with pytest.raises(DeadlineExceededError, match=r"expected step 4, this replica serves \[3\]"):
+        sender.fetch(sender.metadata(), 4, timeout=timedelta(seconds=0.5))
 
 
 def curl(*arguments: str) -> None:

@@ -245,9 +245,20 @@ def test_latest_waits_for_a_snapshot_that_is_new_enough() -> None:
             assert asked.wait(20)
             new = served.put(2, b"new")
             assert http.getresponse().read() == new.content
-        # Nobody took a newer one in time: the newest there is.
+        # Nobody took a newer one in time: an old state must not pass for the latest.
         served.server.fresh_snapshot = lambda: 2
-        assert served.ask("/checkpoint/latest/full?wait=0").body == new.content
+        late = served.ask("/checkpoint/latest/full?wait=0")
+        assert late.status == 503
+        assert b"one of an earlier state (step 2)" in late.body
+        # Asked again, with the state changed once more meanwhile: what was new enough at first still is.
+        after = late.headers["FT-After"]
+        third = served.put(3, b"third")
+        served.server.fresh_snapshot = lambda: 3
+        assert served.ask("/checkpoint/latest/full?wait=0").status == 503
+        assert served.ask(f"/checkpoint/latest/full?wait=0&after={after}").body == third.content
+        # What another server said, or nobody, changes nothing.
+        for other in ("1000", "x"):
+            assert served.ask(f"/checkpoint/latest/full?wait=0&after={other}").status == 503
         assert served.ask("/checkpoint/1/full").body == old.content
 
 
