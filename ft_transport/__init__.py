@@ -25,6 +25,7 @@ from ft_transport.errors import (
 )
 from ft_transport.net.client import FetchProgress
 from ft_transport.tensors.encodings import register_encoding
+from ft_transport.tensors.restore import Incoming, Mismatch
 from ft_transport.tensors.state_digest import state_digest
 from ft_transport.transport import HTTPTransport, Received, SnapshotInProgress, TransportSettings
 
@@ -34,8 +35,10 @@ __all__ = [
     "FetchFailedError",
     "FetchProgress",
     "HTTPTransport",
+    "Incoming",
     "IntegrityError",
     "ManifestError",
+    "Mismatch",
     "PeerAuthenticationError",
     "PeerError",
     "PeerNotReadyError",

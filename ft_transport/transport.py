@@ -29,7 +29,7 @@ from ft_transport.net.server import FreshSnapshot, SnapshotServer
 from ft_transport.net.shelf import Shelf
 from ft_transport.net.token import JobToken
 from ft_transport.tensors.copying import default_num_threads
-from ft_transport.tensors.restore import Restore
+from ft_transport.tensors.restore import Incoming, Restore
 from ft_transport.tensors.snapshot import PendingSnapshot, SnapshotTaker
 from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
 from ft_transport.wire.manifest import Manifest
@@ -324,7 +324,13 @@ class HTTPTransport(Generic[T]):
         return self.fetch(metadata, step, timeout=timeout, into=into).state
 
     def fetch(
-        self, metadata: str, step: StepSelector = "latest", *, timeout: timedelta | None = None, into: object = None
+        self,
+        metadata: str,
+        step: StepSelector = "latest",
+        *,
+        timeout: timedelta | None = None,
+        into: object = None,
+        check: Callable[[Incoming], None] | None = None,
     ) -> Received[T]:
         """Receives a state and says which step it shows.
 
@@ -333,6 +339,8 @@ class HTTPTransport(Generic[T]):
             step: A step, or ``latest``: the peer then takes a new snapshot if its state has moved on.
             timeout: For everything; the transport's own by default.
             into: The receiver's own state to receive into; its tensors must not be used until this returns.
+            check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
+                untouched.
 
         Raises:
             TransportError: As for ``recv_checkpoint``. If bytes had landed in ``into`` they were overwritten with NaN
@@ -347,7 +355,9 @@ class HTTPTransport(Generic[T]):
             try:
                 with Connection(peer, token=settings.token, patience=settings.patience) as connection:
                     manifest = fetch_manifest(connection, step, settings)
-                    return Received(step=manifest.step, state=cast(T, self._receive(peer, manifest, settings, into)))
+                    return Received(
+                        step=manifest.step, state=cast(T, self._receive(peer, manifest, settings, into, check))
+                    )
             except TransportError as error:
                 # What an earlier attempt did to the receiver's tensors holds for the last one as well.
                 error.destination_touched = touched = touched or error.destination_touched
@@ -372,8 +382,17 @@ class HTTPTransport(Generic[T]):
             self._shelf.clear()
             self._taker.close()
 
-    def _receive(self, peer: PeerAddress, manifest: Manifest, settings: FetchSettings, into: object) -> object:
+    def _receive(
+        self,
+        peer: PeerAddress,
+        manifest: Manifest,
+        settings: FetchSettings,
+        into: object,
+        check: Callable[[Incoming], None] | None,
+    ) -> object:
         restore = Restore(manifest, into=into, meshes=self._settings.meshes, max_bytes=self._settings.max_receive_bytes)
+        if check is not None:
+            check(restore.incoming)
         try:
             fetch_data([peer], manifest, restore, settings)
             return restore.finish()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ft_transport import HTTPTransport, TransportError
 from manager.errors import ManagerError, RegistryError, StateTornError
+from manager.fit import MANAGER_KEY, USER_KEY, check_fit
 from manager.hooks import OptimizerAttachment, attach_optimizers
 from manager.registry import Scope, StateRegistry
 from manager.rwlock import StateLock
@@ -23,9 +24,6 @@ from manager.snapshots import Snapshotter
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-_USER_KEY = "user"
-_MANAGER_KEY = "manager"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +187,7 @@ class Manager:
             ManagerError: A state function that asked for the training thread would run on another one.
         """
         self._require_training_thread()
-        return {_USER_KEY: self._registry.state_dict("replicated"), _MANAGER_KEY: self.state_dict()}
+        return {USER_KEY: self._registry.state_dict("replicated"), MANAGER_KEY: self.state_dict()}
 
     def metadata(self) -> str:
         """Return the address that peers recover from.
@@ -270,7 +268,8 @@ class Manager:
 
         Raises:
             TransportError: The transfer failed.
-            RegistryError: What came does not fit what is registered here.
+            RegistryError: What the peer has does not fit what is registered here (nothing is received then, if modules
+                and optimizers show it), or a load function failed.
             LockTimeoutError: Others held the lock until the deadline.
             ManagerError: There is no transport, or a state function asked for the training thread.
         """
@@ -283,7 +282,16 @@ class Manager:
             remaining = max(total - timedelta(seconds=time.monotonic() - start_s), timedelta(0))
             earlier, self._torn = self._torn, StateTornError(step=step, reason="the transfer was interrupted")
             try:
-                received = self._transport.fetch(metadata, step, timeout=remaining, into=into)
+                received = self._transport.fetch(
+                    metadata,
+                    step,
+                    timeout=remaining,
+                    into=into,
+                    check=lambda incoming: check_fit(incoming, self._registry, into),
+                )
+            except RegistryError:
+                self._torn = earlier
+                raise
             except TransportError as error:
                 self._torn = StateTornError(step=step, reason=str(error)) if error.destination_touched else earlier
                 raise
@@ -325,28 +333,28 @@ class Manager:
 
     def _load(self, state: object) -> None:
         parts = state if isinstance(state, Mapping) else {}
-        for key in (_USER_KEY, _MANAGER_KEY):
+        for key in (USER_KEY, MANAGER_KEY):
             if not isinstance(parts.get(key), Mapping):
                 raise RegistryError(
                     f"expected a replica's state with the part {key!r}, which is missing; nothing was loaded",
                     keys=(key,),
                 )
-        step = parts[_MANAGER_KEY].get("step")
+        step = parts[MANAGER_KEY].get("step")
         if not isinstance(step, int):
             raise RegistryError(
-                f"expected a step number in the part {_MANAGER_KEY!r} of a replica's state, got {step!r}; nothing was "
+                f"expected a step number in the part {MANAGER_KEY!r} of a replica's state, got {step!r}; nothing was "
                 "loaded",
-                keys=(_MANAGER_KEY,),
+                keys=(MANAGER_KEY,),
             )
         before, self._torn = self._torn, StateTornError(step=step, reason="loading it was interrupted")
         if self._snapshotter is not None:
             self._snapshotter.state_replaced()
         try:
-            self._registry.load_state_dict(parts[_USER_KEY], "replicated")
+            self._registry.load_state_dict(parts[USER_KEY], "replicated")
         except RegistryError as error:
             self._torn = StateTornError(step=step, reason=str(error)) if error.__cause__ is not None else before
             raise
-        self.load_state_dict(parts[_MANAGER_KEY])
+        self.load_state_dict(parts[MANAGER_KEY])
         self._torn = None
 
     def _require_training_thread(self) -> None:

@@ -7,7 +7,7 @@ optimizer having been loaded). The registry takes no lock: whoever calls it hold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -132,6 +132,22 @@ class StateRegistry:
         """
         return {entry.key: entry.state_dict() for entry in self.entries(scope)}
 
+    def check_keys(self, keys: Collection[str], scope: Scope = "replicated") -> None:
+        """Compare the keys of a received state with those that are registered.
+
+        Raises:
+            RegistryError: They differ.
+        """
+        expected = [entry.key for entry in self.entries(scope)]
+        missing = tuple(key for key in expected if key not in keys)
+        unexpected = tuple(key for key in keys if key not in expected)
+        if missing or unexpected:
+            raise RegistryError(
+                f"expected {scope} state with exactly the keys {sorted(expected)}; missing: {list(missing)}, "
+                f"unexpected: {list(unexpected)}; nothing was loaded",
+                keys=missing + unexpected,
+            )
+
     def load_state_dict(self, state: Mapping[str, object], scope: Scope = "replicated") -> None:
         """Hand each part of a received state to its load function.
 
@@ -146,16 +162,8 @@ class StateRegistry:
             RegistryError: The keys differ (nothing has been loaded then), or a load function failed (its exception
                 is the cause, and the message tells what had been loaded before).
         """
+        self.check_keys(state, scope)
         entries = self.entries(scope)
-        missing = tuple(entry.key for entry in entries if entry.key not in state)
-        expected = {entry.key for entry in entries}
-        unexpected = tuple(key for key in state if key not in expected)
-        if missing or unexpected:
-            raise RegistryError(
-                f"expected {scope} state with exactly the keys {sorted(expected)}; missing: {list(missing)}, "
-                f"unexpected: {list(unexpected)}; nothing was loaded",
-                keys=missing + unexpected,
-            )
         loaded: list[str] = []
         for entry in entries:
             try:

@@ -13,6 +13,7 @@ import mmap
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -61,6 +62,9 @@ class Restore:
         meshes: Meshes for DTensors that have no counterpart in ``into``.
         max_bytes: Refuse a snapshot larger than this.
 
+    Attributes:
+        incoming: What comes, before it does.
+
     Raises:
         RestoreError: The snapshot is larger than ``max_bytes``.
     """
@@ -87,6 +91,7 @@ class Restore:
         self._direct = matcher.direct
         self._indirect = matcher.indirect
         self._destinations = matcher.destinations
+        self.incoming = Incoming(step=manifest.step, mismatches=tuple(matcher.mismatches), _tree=manifest.tree)
         self._fresh, self._fresh_offsets = _allocate_fresh(manifest, self._direct)
         self._fresh_view = memoryview(self._fresh) if self._fresh is not None else None
         filled = sorted((entry.start, index) for index, entry in enumerate(manifest.tensors) if entry.end > entry.start)
@@ -190,6 +195,40 @@ class Restore:
         return tensor.clone() if entry.end - entry.start < _KEEP_SHARED_BYTES else tensor
 
 
+class Mismatch(NamedTuple):
+    """A tensor of the receiver's at whose place one of another dtype or shape comes; both as ``float32[2, 3]``."""
+
+    path: str
+    own: str
+    received: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming:
+    """What is known of a state before its first byte is received.
+
+    Attributes:
+        step: The committed step that it shows.
+        mismatches: Where it differs in dtype or shape from the receiver's own state.
+    """
+
+    step: int
+    mismatches: tuple[Mismatch, ...]
+    _tree: Node
+
+    def keys(self, *path: str) -> tuple[str, ...] | None:
+        """The str keys of the mapping at ``path``, ``None`` if there is no mapping."""
+        node: Node = self._tree
+        for key in path:
+            if not isinstance(node, MappingNode):
+                return None
+            pairs = zip(node.items[::2], node.items[1::2], strict=False)
+            node = next((value for name, value in pairs if name == key), None)
+        if not isinstance(node, MappingNode):
+            return None
+        return tuple(key for key in node.items[::2] if isinstance(key, str))
+
+
 class _Offer(NamedTuple):
     """A tensor of the receiver that fits a node, and the memory from its first element to behind its last."""
 
@@ -207,6 +246,7 @@ class _Matcher:
         direct: By entry, the tensor whose memory takes the bytes as they come.
         indirect: Tensors that are copied to at the end.
         destinations: Entry and memory of every tensor in ``direct`` and ``indirect``.
+        mismatches: Tensors that stand where one of another dtype or shape comes.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -214,6 +254,7 @@ class _Matcher:
         self.direct: dict[int, torch.Tensor] = {}
         self.indirect: list[tuple[TensorNode | LayoutNode, torch.Tensor]] = []
         self.destinations: dict[tuple[int, ViewKey], _Offer] = {}
+        self.mismatches: list[Mismatch] = []
 
     def match(self, node: Node, into: object) -> None:
         """Walks the tree and the receiver's state side by side."""
@@ -266,12 +307,23 @@ class _Matcher:
         if index >= len(self._manifest.tensors):
             return  # Reported with its path when the state is built.
         entry = self._manifest.tensors[index]
-        if into.shape == entry.shape and DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype) is into.dtype:
+        dtype = DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype)
+        if into.shape == entry.shape and dtype is into.dtype:
             self._offer(node, into, is_row_major=True)
+        else:
+            self._note_mismatch(entry.name, into, name_of(dtype) if dtype is not None else entry.dtype, entry.shape)
 
     def _consider_layout(self, node: LayoutNode, into: torch.Tensor) -> None:
-        if node.index < len(self._manifest.tensors) and into.shape == node.shape and name_of(into.dtype) == node.dtype:
+        if node.index >= len(self._manifest.tensors):
+            return
+        if into.shape == node.shape and name_of(into.dtype) == node.dtype:
             self._offer(node, into, is_row_major=False)
+        else:
+            self._note_mismatch(self._manifest.tensors[node.index].name, into, node.dtype, node.shape)
+
+    def _note_mismatch(self, path: str, into: torch.Tensor, dtype: str, shape: Sequence[int]) -> None:
+        own = f"{name_of(into.dtype)}{list(into.shape)}"
+        self.mismatches.append(Mismatch(path, own, f"{dtype[:64]}{list(shape)}"))
 
     def _offer(self, node: TensorNode | LayoutNode, into: torch.Tensor, *, is_row_major: bool) -> None:
         if not has_own_memory(into):

@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 import torch
 from state_equality import exact
+from state_tools import file_of_state, manifest_of
 
 from ft_transport import FetchFailedError, FetchProgress, HTTPTransport, TransportError, TransportSettings
+from ft_transport.tensors.restore import Restore
 from manager import LockTimeoutError, Manager, ManagerError, RandomState, RegistryError, StateTornError
+from manager.fit import check_fit
+from manager.registry import StateRegistry
 
 _TIMEOUT = timedelta(seconds=20)
 
@@ -211,18 +215,69 @@ def test_a_peer_with_other_parts_is_refused_and_said_so(replicas: Callable[..., 
     peer.manager.register("more", Loader())
     with pytest.raises(RegistryError, match="'more'"):
         ours.manager.recover(peer.snapshot(), 0)
-    # Its tensors have landed in place, so this is no longer the state that it was.
-    with pytest.raises(StateTornError, match="'more'"):
-        ours.manager.start_step(0)
+    ours.train(1)  # Nothing was received.
     ours.manager.recover(good.snapshot(), 0)
     ours.train(1)
+
+
+def _widen(peer: Replica) -> None:
+    peer.model.double()
+
+
+def _drop_a_bias(peer: Replica) -> None:
+    peer.model[0].register_parameter("bias", None)
+
+
+def _add_a_buffer(peer: Replica) -> None:
+    peer.model.register_buffer("more", torch.zeros(3))
+
+
+def _reshape(peer: Replica) -> None:
+    peer.model[2].weight = torch.nn.Parameter(torch.zeros(8, 63))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_widen, r"0\.weight is float32\[64, 8\] here and float64\[64, 8\] there.* and \d more; nothing was received"),
+        (_drop_a_bias, r"missing: none, unexpected: 0\.bias; nothing was received"),
+        (_add_a_buffer, r"missing: more, unexpected: none; nothing was received"),
+        (_reshape, r"2\.weight is float32\[8, 63\] here and float32\[8, 64\] there; nothing was received"),
+    ],
+)
+def test_a_state_that_would_not_fit_exactly_is_refused_before_it_is_received(
+    replicas: Callable[..., Replica], change: Callable[[Replica], None], message: str
+) -> None:
+    ours, peer = replicas(0), replicas(1)
+    if change is not _widen:
+        change(ours)
+    else:
+        change(peer)
+    before = exact(ours.model.state_dict())
+    with pytest.raises(RegistryError, match=message):
+        ours.manager.recover(peer.snapshot(), 0)
+    assert exact(ours.model.state_dict()) == before
+    ours.manager.start_step(0)
+
+
+def test_a_module_that_loads_by_rules_of_its_own_is_not_asked_for_the_same_names() -> None:
+    class Lenient(torch.nn.Linear):
+        def load_state_dict(self, state_dict: Any, *_args: Any, **_kwargs: Any) -> Any:
+            return super().load_state_dict(state_dict, strict=False)
+
+    ours, theirs = StateRegistry(), StateRegistry()
+    ours.register_object("model", Lenient(2, 2, bias=False))
+    theirs.register_object("model", Lenient(2, 2))
+    own_state = {"user": ours.state_dict(), "manager": {}}
+    file = file_of_state({"user": theirs.state_dict(), "manager": {}})
+    check_fit(Restore(manifest_of(file), into=own_state, max_bytes=1 << 20).incoming, ours, own_state)
 
 
 def test_a_peer_that_is_no_manager_is_refused(replicas: Callable[..., Replica]) -> None:
     ours, peer = replicas(0), replicas(1)
     for step, state in enumerate((["a", "list"], {"user": {}}, {"user": {}, "manager": {"step": "one"}})):
         peer.transport.send_checkpoint([0], step, state, _TIMEOUT)
-        with pytest.raises(RegistryError, match="expected a"):
+        with pytest.raises(RegistryError, match=r"expected a replica's state|exactly the keys"):
             ours.manager.recover(peer.transport.metadata(), step)
 
 
