@@ -305,7 +305,10 @@ class _Flattener:
             return self._quantized(value, path)
         is_lazy = value.is_neg() or (dtype.is_complex and value.is_conj())
         contiguous = value.is_contiguous() and not is_lazy
-        shape = value.shape
+        try:
+            shape = value.shape
+        except RuntimeError as error:  # nested tensors, which say that they are strided
+            raise UnsupportedLeafError(f"expected a tensor with a shape: {error}", path=path) from error
         memory: tuple[object, ...] | None = None
         address = 0
         if value.nbytes:

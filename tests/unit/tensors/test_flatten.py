@@ -104,6 +104,14 @@ def test_what_has_no_safe_encoding_is_refused_by_its_path(what: str) -> None:
     assert caught.value.path == "(root)"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused_by_its_path(layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
+    with pytest.raises(UnsupportedLeafError, match=r"at a\.n"):
+        flatten({"a": {"n": nested}})
+
+
 def test_an_open_file_is_refused_by_its_path(tmp_path: Any) -> None:
     with (tmp_path / "log").open("w") as log, pytest.raises(UnsupportedLeafError, match=r"TextIOWrapper.*at log"):
         flatten({"log": log})
