@@ -65,6 +65,7 @@ class Manager:
         *,
         checkpoint_transport: HTTPTransport[Any] | None = None,
         timeout: timedelta = timedelta(seconds=60),
+        prepare_memory: bool = True,
     ) -> None:
         """Make a manager without state.
 
@@ -74,6 +75,9 @@ class Manager:
             checkpoint_transport: Serves this replica's snapshots and receives others'. The manager owns it and shuts
                 it down.
             timeout: Deadline of every wait for the lock.
+            prepare_memory: Whether host memory for as many snapshots as the transport may hold is made ready after
+                the first step; otherwise the first ones wait for it, inside `start_step`. The state functions are
+                called once for that.
 
         Raises:
             ValueError: Only one of the two functions was given.
@@ -92,7 +96,9 @@ class Manager:
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         if checkpoint_transport is not None:
-            self._snapshotter = Snapshotter(lock=self._lock, sink=checkpoint_transport, state=self.replica_state)
+            self._snapshotter = Snapshotter(
+                lock=self._lock, sink=checkpoint_transport, state=self.replica_state, prepare_memory=prepare_memory
+            )
             checkpoint_transport.serve_fresh(self._snapshotter.request)
 
     # ---------------------------------------------------------------------------------------------- the lock

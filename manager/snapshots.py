@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 MIN_DEFERRED_BYTES: Final = 64 << 10
 """Smaller tensors are copied at the boundary: that takes no longer than handing them to another thread."""
 
-_PREPARED_AT_BOUNDARY: Final = 2
-"""One step has been taken then, so that the optimizers have made their states."""
+_PREPARED_AT_BOUNDARIES: Final = (2, 4)
+"""First and last attempt. One step has been taken by then as a rule, so that the optimizers have made their states."""
 
 _BOUNDARY_PATIENCE: Final = timedelta(milliseconds=100)
 """How long a step boundary waits for another thread's write section before it leaves a request to the next one."""
@@ -99,9 +99,12 @@ class Snapshotter:
         lock: The lock around the state.
         sink: Where snapshots go. Those of the replica's state come from here alone.
         state: Calls the state functions.
+        prepare_memory: Whether the memory for snapshots is made ready before the first is asked for.
     """
 
-    def __init__(self, *, lock: StateLock, sink: SnapshotSink, state: Callable[[], object]) -> None:
+    def __init__(
+        self, *, lock: StateLock, sink: SnapshotSink, state: Callable[[], object], prepare_memory: bool = True
+    ) -> None:
         """Take none yet."""
         self._lock = lock
         self._sink = sink
@@ -111,6 +114,7 @@ class Snapshotter:
         # Counts whatever may have changed the state: the same step number can stand for two states.
         self._epoch = 0
         self._num_boundaries = 0
+        self._is_prepared = not prepare_memory
         self._published_epoch = -1
         self._wanted_after = -1
         self._run: _Run | None = None
@@ -146,8 +150,9 @@ class Snapshotter:
             self._step = step
             self._epoch += 1
             self._num_boundaries += 1
-            is_first_step_over = self._num_boundaries == _PREPARED_AT_BOUNDARY and not self._is_closed
-        if is_first_step_over:
+            first, last = _PREPARED_AT_BOUNDARIES
+            is_to_prepare = not self._is_prepared and first <= self._num_boundaries <= last and not self._is_closed
+        if is_to_prepare:
             self._prepare()
         with self._mutex:
             if self._is_closed or self._run is not None or self._wanted_after < 0:
@@ -218,6 +223,7 @@ class Snapshotter:
         try:
             with self._lock.read("size of snapshots", _BOUNDARY_PATIENCE):
                 self._sink.prepare(self._state())
+            self._is_prepared = True
         except Exception as error:
             # Whoever asks for a snapshot will be told, if it lasts.
             logger.warning("the memory for snapshots could not be prepared: %s", error)

@@ -265,6 +265,8 @@ class Connection:
             DeadlineExceededError: The deadline passed.
         """
         assert self._socket is not None
+        # What this side did in between is no fault of the peer's.
+        self._received_s = time.monotonic()
         try:
             for start in range(0, len(views), _MAX_VIEWS_PER_READ):
                 self._fill(list(views[start : start + _MAX_VIEWS_PER_READ]))

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import struct
+import sys
 import threading
 from typing import Final
 
@@ -27,7 +28,7 @@ _PIECE_BYTES: Final = 64 << 20
 _LEAST_BYTES: Final = 4 << 20
 """What a receiver has to take within ``stall_timeout_s``, unless less is left."""
 _ACKED_BYTES: Final = struct.Struct("=120xQ")
-"""``tcpi_bytes_acked`` in ``struct tcp_info`` (``linux/tcp.h``, since Linux 4.1)."""
+"""``tcpi_bytes_acked`` in ``struct tcp_info`` (``linux/tcp.h``, since Linux 4.1); the handshake counts as one."""
 
 _DROP_UNSENT: Final = struct.pack("ii", 1, 0)
 
@@ -51,7 +52,7 @@ async def send_range(
         if request.method != "HEAD":
             await _send_body(request, reading, start, end, stall_timeout_s)
         await response.write_eof()
-    except ConnectionError as error:
+    except OSError as error:
         logger.info("receiver %s left before the end: %s", request.remote, error)
         if request.transport is not None:
             request.transport.abort()
@@ -77,64 +78,85 @@ async def _send_body(request: web.Request, reading: Reading, start: int, end: in
     position += num_first
     if position == file_end:
         return
+    if transport.is_closing():
+        raise ConnectionResetError("it closed the connection")
     # With a descriptor of its own, the thread can never write to a connection that came after this one.
     connected = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+    was_reading = transport.is_reading()
     transport.pause_reading()
     try:
-        await _send_on_thread(
-            request, connected, snapshot.descriptor, position, file_end, stall_timeout_s=stall_timeout_s
-        )
+        body = _Body(connected, snapshot.descriptor, position, file_end)
+        await _send_on_thread(request, body, stall_timeout_s)
     finally:
         connected.close()
-        transport.resume_reading()
+        if was_reading:
+            transport.resume_reading()
 
 
-async def _send_on_thread(
-    request: web.Request, connected: socket.socket, descriptor: int, start: int, end: int, *, stall_timeout_s: float
-) -> None:
+class _Body:
+    """What one thread sends, and how far the receiver is."""
+
+    def __init__(self, connected: socket.socket, descriptor: int, start: int, end: int) -> None:
+        self.connected = connected
+        self._descriptor = descriptor
+        self._position = start
+        self._end = end
+        self._num_acked_before = _acked_bytes(connected)
+        self._num_bytes = end - start
+
+    def send(self) -> None:
+        """Sends everything; blocks."""
+        # Where nobody says what the receiver has acknowledged, what the kernel took has to stand for it.
+        piece_bytes = _PIECE_BYTES if self._num_acked_before else _LEAST_BYTES
+        # The flag belongs to the connection, not to its descriptor: the event loop needs it back.
+        os.set_blocking(self.connected.fileno(), True)
+        try:
+            while self._position < self._end:
+                num_bytes = min(self._end - self._position, piece_bytes)
+                sent = os.sendfile(self.connected.fileno(), self._descriptor, self._position, num_bytes)
+                if not sent:
+                    raise ConnectionAbortedError(f"the memory file ends at {self._position}, expected {self._end}")
+                self._position += sent
+        finally:
+            os.set_blocking(self.connected.fileno(), False)
+
+    def remaining_bytes(self) -> int:
+        """How much the receiver has yet to take; too little by what was on its way when the body began."""
+        if self._num_acked_before:
+            return self._num_bytes - (_acked_bytes(self.connected) - self._num_acked_before)
+        return self._end - self._position
+
+
+async def _send_on_thread(request: web.Request, body: _Body, stall_timeout_s: float) -> None:
     loop = asyncio.get_running_loop()
-    ended: asyncio.Future[OSError | None] = loop.create_future()
+    ended: asyncio.Future[BaseException | None] = loop.create_future()
 
     def run() -> None:
-        error: OSError | None = None
+        error: BaseException | None = None
         try:
-            _send(connected, descriptor, start, end)
-        except OSError as raised:
+            body.send()
+        except BaseException as raised:
             error = raised
         with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown at the same moment.
             loop.call_soon_threadsafe(ended.set_result, error)
 
-    acked = _acked_bytes(connected)
-    all_acked = acked + end - start
+    remaining = body.remaining_bytes()
     threading.Thread(target=run, name="ft-transport-send", daemon=True).start()
     try:
         while not (await asyncio.wait({ended}, timeout=stall_timeout_s))[0]:
-            before, acked = acked, _acked_bytes(connected)
-            expected = max(1, min(_LEAST_BYTES, all_acked - before))
-            if acked - before < expected:
+            before, remaining = remaining, body.remaining_bytes()
+            expected = max(1, min(_LEAST_BYTES, before))
+            if before - remaining < expected:
                 raise _stalled(request, expected, stall_timeout_s)
     finally:
         # Whatever ended the wait: the thread uses the socket and the memory file, which belong to the caller.
         while not ended.done():
-            _cut_off(connected)
+            _cut_off(body.connected)
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait({ended})
     error = ended.result()
     if error is not None:
         raise error
-
-
-def _send(connected: socket.socket, descriptor: int, start: int, end: int) -> None:
-    # The flag belongs to the connection, not to its descriptor: the event loop needs it back.
-    os.set_blocking(connected.fileno(), True)
-    try:
-        while start < end:
-            sent = os.sendfile(connected.fileno(), descriptor, start, min(end - start, _PIECE_BYTES))
-            if not sent:
-                raise ConnectionAbortedError(f"the memory file ends at {start}, expected {end}")
-            start += sent
-    finally:
-        os.set_blocking(connected.fileno(), False)
 
 
 def _cut_off(connected: socket.socket) -> None:
@@ -145,9 +167,11 @@ def _cut_off(connected: socket.socket) -> None:
 
 
 def _acked_bytes(connected: socket.socket) -> int:
-    """How much of what was sent the receiver's system has acknowledged since the connection was made."""
+    """How much of what was sent the receiver's system has acknowledged since the connection began; 0 if unknown."""
+    if sys.platform != "linux":
+        return 0
     info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_BYTES.size)
-    return int(_ACKED_BYTES.unpack(info)[0])
+    return int(_ACKED_BYTES.unpack(info)[0]) if len(info) == _ACKED_BYTES.size else 0
 
 
 def _stalled(request: web.Request, num_bytes: int, stall_timeout_s: float) -> ConnectionResetError:

@@ -156,7 +156,8 @@ class SnapshotServer:
         server = runner.server
         assert server is not None
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        max_connections = _MAX_CONNECTIONS if soft_limit < 0 else min(_MAX_CONNECTIONS, soft_limit // 2)
+        # Each may take two, while a body is sent.
+        max_connections = _MAX_CONNECTIONS if soft_limit < 0 else min(_MAX_CONNECTIONS, soft_limit // 4)
 
         def accept() -> asyncio.BaseProtocol:
             return server() if len(server.connections) < max_connections else _Busy()

@@ -110,12 +110,16 @@ class ArenaPool:
         self._free: list[Arena] = []
         self._num_taken = 0
         self._preparing: threading.Thread | None = None
+        self._prepared_bytes = 0
         self._closed = False
 
     def prepare(self, data_bytes: int) -> None:
         """Makes, in the background, as many arenas with room for ``data_bytes`` as there may be. Returns at once.
 
         Does nothing while an earlier call is still being carried out. A failure is logged; ``take`` tries again.
+
+        Raises:
+            SnapshotError: The system has no further thread.
         """
         with self._changed:
             if self._closed or self._preparing is not None or not self._is_one_missing(data_bytes):
@@ -123,8 +127,12 @@ class ArenaPool:
             preparing = threading.Thread(
                 target=self._prepare, args=(data_bytes,), name="ft-transport-arena", daemon=True
             )
-            preparing.start()
-            self._preparing = preparing
+            self._preparing, self._prepared_bytes = preparing, data_bytes
+            try:
+                preparing.start()
+            except RuntimeError as error:
+                self._preparing = None
+                raise SnapshotError(f"expected a thread that prepares memory for snapshots: {error}") from error
 
     def take(self, data_bytes: int) -> Arena:
         """An arena with room for ``data_bytes``: a free one that is large enough, or else a new one.
@@ -143,10 +151,13 @@ class ArenaPool:
                     self._free.remove(arena)
                     self._num_taken += 1
                     return arena
-                if self._preparing is None:
+                is_coming = self._preparing is not None and self._prepared_bytes >= data_bytes
+                if not is_coming or self._num_taken >= self._max_arenas:
                     break
-                # What is being made is here sooner than one that is begun now; its thread always ends.
+                # It is here sooner than one that is begun now, and its thread always ends.
                 self._changed.wait()
+            # What is being prepared for a smaller state is of no more use.
+            self._prepared_bytes = max(self._prepared_bytes, data_bytes)
             if self._num_taken >= self._max_arenas:
                 raise SnapshotLimitError(
                     f"expected at most {self._max_arenas} snapshots alive at once (max_snapshots), and all of them are "
@@ -157,7 +168,7 @@ class ArenaPool:
         for arena in outgrown:
             arena.close()
         try:
-            return self._make(data_bytes)
+            return self._make(data_bytes, is_wanted=lambda: not self._closed)
         except BaseException as error:
             with self._changed:
                 self._num_taken -= 1
@@ -172,6 +183,7 @@ class ArenaPool:
             keep = not self._closed
             if keep:
                 self._free.append(arena)
+                self._changed.notify_all()
         if not keep:
             arena.close()
 
@@ -191,30 +203,33 @@ class ArenaPool:
         try:
             while True:
                 with self._changed:
-                    if self._closed or not self._is_one_missing(data_bytes):
+                    if not self._is_prepared_for(data_bytes) or not self._is_one_missing(data_bytes):
                         return
                     outgrown = self._drop_outgrown(data_bytes)
                 for arena in outgrown:
                     arena.close()
-                arena = self._make(data_bytes)
+                arena = self._make(data_bytes, is_wanted=lambda: self._is_prepared_for(data_bytes))
                 with self._changed:
-                    keep = not self._closed
+                    keep = self._is_prepared_for(data_bytes)
                     if keep:
                         self._free.append(arena)
                         self._changed.notify_all()
                 if not keep:
                     arena.close()
-        except (OSError, OverflowError, SnapshotError) as error:
-            if not self._closed:
+        except Exception as error:
+            if self._is_prepared_for(data_bytes):
                 logger.warning("no memory could be prepared for snapshots of %d bytes: %s", data_bytes, error)
         finally:
             with self._changed:
                 self._preparing = None
                 self._changed.notify_all()
 
-    def _make(self, data_bytes: int) -> Arena:
+    def _make(self, data_bytes: int, *, is_wanted: Callable[[], bool]) -> Arena:
         page = mmap.PAGESIZE
-        return Arena(max(-(-data_bytes // page) * page, page), pin=self._pin, is_wanted=lambda: not self._closed)
+        return Arena(max(-(-data_bytes // page) * page, page), pin=self._pin, is_wanted=is_wanted)
+
+    def _is_prepared_for(self, data_bytes: int) -> bool:
+        return not self._closed and self._prepared_bytes <= data_bytes
 
     def _is_one_missing(self, data_bytes: int) -> bool:
         num_fitting = sum(arena.capacity_bytes >= data_bytes for arena in self._free)
@@ -237,7 +252,7 @@ def _memory_file() -> int:
 def _make_resident(address: int, num_bytes: int, is_wanted: Callable[[], bool]) -> None:
     for start in range(0, num_bytes, _POPULATE_BYTES):
         if not is_wanted():
-            raise SnapshotError("expected an open transport, got one that was shut down")
+            raise SnapshotError("expected to be still wanted: the transport was shut down, or the state has grown")
         piece = min(_POPULATE_BYTES, num_bytes - start)
         try:
             _populate(address + start, piece)

@@ -161,7 +161,7 @@ class FetchMachine:
         return first, taken_end
 
     def _take_over(self) -> tuple[int, int] | None:
-        """Half of what the worker with the longest way to go has not begun, so that a slow connection delays nobody."""
+        """Half of what the worker with the longest way to go has not begun, unless that may be on its way already."""
         slowest = max(self._assignments.values(), key=lambda assignment: assignment.end - assignment.next, default=None)
         if slowest is None:
             return None

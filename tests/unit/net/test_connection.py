@@ -181,6 +181,21 @@ def test_silence_is_given_up_and_the_connection_can_be_used_again() -> None:
         assert receive(connection) == BODY
 
 
+def test_time_that_the_receiver_takes_for_itself_is_no_silence_of_the_peer() -> None:
+    def script(peer: Peer) -> None:
+        peer.request()
+        peer.send(ok())
+
+    with scripted(script) as port, connection_to(port, patience(20, stall_timeout_s=0.2)) as connection:
+        response = connection.get("/x", headers={}, expected_status=200, answer_within_s=0.0)
+        assert response.length is not None
+        received = bytearray(response.length)
+        connection.read_into([memoryview(received)[:100]])
+        threading.Event().wait(0.4)
+        connection.read_into([memoryview(received)[100:]])
+    assert received == BODY
+
+
 @pytest.mark.parametrize("sent", [0, 5, 20, 38, 41, 42, 60, 1000])
 @pytest.mark.parametrize("reset", [False, True])
 def test_an_answer_cut_short_is_a_lost_connection(sent: int, reset: bool) -> None:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
+from ft_transport.net import sending
 from ft_transport.net import server as server_module
 from ft_transport.net.server import SnapshotServer
 from tests.unit.net.served import MemorySnapshot, Serving, serving, until
@@ -88,6 +89,33 @@ def test_no_thread_goes_on_sending(end: str) -> None:
                 served.shelf.clear()
                 assert snapshot.closed.wait(20)
             until(lambda: _sending_threads() == 0)
+
+
+def test_where_nobody_tells_what_was_acknowledged_the_kernel_s_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "_acked_bytes", lambda _connected: 0)
+    with serving(stall_timeout_s=0.3) as served:
+        content = served.put(5, LARGE).content
+        assert served.ask("/checkpoint/5/full").body == content
+        with receiver(served, "/checkpoint/5/full") as sock:
+            assert len(read_rest_after(sock, 1.5)) < len(content)
+
+
+def test_whatever_ends_the_sending_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_body: object) -> None:
+        raise MemoryError("no memory today")
+
+    monkeypatch.setattr(sending._Body, "send", fail)
+    with serving() as served:
+        served.put(5, LARGE)
+        with receiver(served, "/checkpoint/5/full") as sock:
+            assert len(read_rest(sock)) < len(LARGE)
+        until(lambda: served.shelf.num_readers() == 0)
+
+
+def read_rest_after(sock: socket.socket, pause_s: float) -> bytes:
+    """What a receiver gets that reads nothing for a while."""
+    threading.Event().wait(pause_s)
+    return read_rest(sock)
 
 
 def _sending_threads() -> int:

@@ -260,3 +260,51 @@ def test_memory_that_cannot_be_prepared_is_asked_for_again(
     assert "no memory could be prepared for snapshots of 5000 bytes" in caplog.text
     pool.give_back(pool.take(5000))
     pool.close()
+
+
+def _slow_populate(monkeypatch: pytest.MonkeyPatch, go_on: threading.Event) -> threading.Event:
+    """Preparation waits for ``go_on`` before each piece; returns the event of its beginning."""
+    begun = threading.Event()
+    populate = module._populate
+
+    def slowly(address: int, num_bytes: int) -> None:
+        if threading.current_thread().name == "ft-transport-arena":
+            begun.set()
+            assert go_on.wait(20)
+        populate(address, num_bytes)
+
+    monkeypatch.setattr(module, "_populate", slowly)
+    return begun
+
+
+def test_a_state_that_has_grown_does_not_wait_for_what_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    begun = _slow_populate(monkeypatch, go_on)
+    pool = ArenaPool(2)
+    pool.prepare(1 << 20)
+    assert begun.wait(20)
+    arena = pool.take(2 << 20)
+    go_on.set()
+    _until_prepared(pool)
+    # What was under way is dropped, and no further one is made.
+    assert pool._free == []
+    pool.give_back(arena)
+    pool.close()
+
+
+def test_an_arena_that_comes_back_is_taken_before_the_one_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    pool = ArenaPool(2)
+    first = pool.take(5000)
+    begun = _slow_populate(monkeypatch, go_on)
+    pool.prepare(5000)
+    assert begun.wait(20)
+    taken: list[Arena] = []
+    taking = threading.Thread(target=lambda: taken.append(pool.take(5000)), daemon=True)
+    taking.start()
+    pool.give_back(first)
+    taking.join(20)
+    assert taken == [first]
+    go_on.set()
+    pool.give_back(first)
+    pool.close()

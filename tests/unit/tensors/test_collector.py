@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import signal
+import time
 from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 from state_tools import file_of_state, receive
@@ -36,6 +39,10 @@ def test_who_has_disabled_it_finds_it_disabled() -> None:
     assert not gc.isenabled()
 
 
+class _InterruptedError(Exception):
+    """Raised by a signal handler."""
+
+
 class _Noting:
     """A leaf whose encoding notes whether the collector runs."""
 
@@ -52,4 +59,30 @@ def test_it_is_paused_while_a_state_is_taken_apart_and_put_together(monkeypatch:
     register_encoding(_Noting, name="test_collector.Noting", encode=note, decode=note)
     receive(file_of_state({"a": _Noting()}))
     assert was_enabled == [False, False]
+    assert gc.isenabled()
+
+
+def test_a_signal_handler_that_raises_leaves_the_collector_running() -> None:
+    def handle(_signum: int, frame: FrameType | None) -> None:
+        # Elsewhere Python might swallow it.
+        if frame is not None and frame.f_globals.get("__name__") == collector_paused.__module__:
+            raise _InterruptedError
+
+    previous = signal.signal(signal.SIGALRM, handle)
+    num_raised = 0
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
+        until_s = time.monotonic() + 1
+        while time.monotonic() < until_s:
+            try:
+                with collector_paused():
+                    pass
+            except _InterruptedError:
+                num_raised += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert num_raised
+    with collector_paused():
+        assert not gc.isenabled()
     assert gc.isenabled()
