@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final, Protocol
@@ -34,9 +34,6 @@ from ft_transport.wire.fetch import (
 from ft_transport.wire.integrity import Hasher
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import full_path
-
-_READ_BYTES: Final = 1 << 20
-"""Read this much, then digest it while it is still in the core's cache."""
 
 _IN_FLIGHT_BYTES: Final = 16 << 20
 """More than the buffers of both sockets grow to by Linux's defaults (``tcp_rmem``, ``tcp_wmem``)."""
@@ -290,11 +287,13 @@ class _Fetch:
     def _receive_chunk(self, connection: Connection, chunk: int) -> None:
         start, stop = self._manifest.chunks.range_of(chunk, chunk + 1)
         hasher = Hasher() if self._settings.verify else None
-        for views in _batches(self._destination.buffers(start, stop)):
-            connection.read_into(views)
-            if hasher is not None:
-                for view in views:
-                    hasher.update(view)
+        views = self._destination.buffers(start, stop)
+        # All of it at once, and the digest afterwards: smaller parts would be digested from a nearer cache, but each
+        # of them costs more than that saves.
+        connection.read_into(views)
+        if hasher is not None:
+            for view in views:
+                hasher.update(view)
         if hasher is not None and hasher.intdigest() != self._manifest.digests[chunk]:
             raise IntegrityError(
                 f"chunk {chunk} (data bytes [{start}, {stop})) was damaged",
@@ -318,21 +317,3 @@ class _Fetch:
                 self._settings.on_progress(progress)
             except Exception as error:
                 raise _ProgressError from error
-
-
-def _batches(views: list[memoryview]) -> Iterator[list[memoryview]]:
-    """Groups views into batches of about ``_READ_BYTES``, cutting large ones."""
-    batch: list[memoryview] = []
-    room = _READ_BYTES
-    for view in views:
-        position = 0
-        while position < len(view):
-            piece = view if not position and len(view) <= room else view[position : position + room]
-            batch.append(piece)
-            position += len(piece)
-            room -= len(piece)
-            if not room:
-                yield batch
-                batch, room = [], _READ_BYTES
-    if batch:
-        yield batch
