@@ -52,8 +52,9 @@ def _check_names(incoming: Incoming, entry: StateEntry, module: torch.nn.Module,
     # A class with a loading of its own may take what torch's does not.
     if not isinstance(own, Mapping) or type(module).load_state_dict is not torch.nn.Module.load_state_dict:
         return
-    missing = [name for name in own if names is None or name not in names]
-    unexpected = [name for name in names or () if name not in own]
+    received = dict.fromkeys(names or ())
+    missing = [name for name in own if name not in received]
+    unexpected = [name for name in received if name not in own]
     if missing or unexpected:
         raise RegistryError(
             f"expected the state of the same module under {entry.key!r}; missing: {_some(missing)}, unexpected: "

@@ -53,7 +53,7 @@ async def send_range(
             await _send_body(request, reading, start, end, stall_timeout_s)
         await response.write_eof()
     except OSError as error:
-        logger.info("receiver %s left before the end: %s", request.remote, error)
+        logger.info("the answer to receiver %s ended early: %s", request.remote, error)
         if request.transport is not None:
             request.transport.abort()
     return response

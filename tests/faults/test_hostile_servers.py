@@ -27,7 +27,7 @@ from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.nodes import MappingNode, Node, TensorNode
 from tests.faults.transports import transport
-from tests.unit.net.scripted import Peer, Script, scripted
+from tests.unit.net.scripted import Peer, Script, answering, scripted
 
 MIB = 1 << 20
 EXTRA_BYTES = 96 * MIB  # of which most is what a fetch takes anyway: threads, their stacks, modules loaded late
@@ -51,14 +51,6 @@ def manifest(num_items: int, *, step: int = 1, tree: Node = None, chunk_bytes: i
 def answer(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
     lines = [f"HTTP/1.1 {status}", f"FT-Manifest-Digest: {digest(body):016x}", *headers, "", ""]
     return "\r\n".join(lines).encode() + body
-
-
-def answering(data: bytes) -> Script:
-    def script(peer: Peer) -> None:
-        while peer.request():
-            peer.send(data)
-
-    return script
 
 
 def endless(head: bytes, piece: bytes) -> Script:

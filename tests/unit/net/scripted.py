@@ -50,6 +50,16 @@ class Peer:
 Script = Callable[[Peer], None]
 
 
+def answering(data: bytes) -> Script:
+    """Answers every request with the same bytes."""
+
+    def script(peer: Peer) -> None:
+        while peer.request():
+            peer.send(data)
+
+    return script
+
+
 @contextmanager
 def scripted(script: Script) -> Iterator[int]:
     """Serves every connection by ``script``, one thread each, and closes it afterwards; gives the port."""

@@ -24,7 +24,7 @@ from ft_transport.errors import (
 )
 from ft_transport.net.connection import Connection, Patience, PeerAddress
 from ft_transport.net.token import JobToken
-from tests.unit.net.scripted import Peer, Script, scripted
+from tests.unit.net.scripted import Peer, Script, answering, scripted
 
 BODY = bytes(range(256)) * 64
 
@@ -53,14 +53,6 @@ def receive(connection: Connection, num_bytes: int = len(BODY)) -> bytes:
 def ok(body: bytes = BODY, *extra: str) -> bytes:
     lines = ["HTTP/1.1 200 OK", f"Content-Length: {len(body)}", *extra, "", ""]
     return "\r\n".join(lines).encode() + body
-
-
-def answering(data: bytes) -> Script:
-    def script(peer: Peer) -> None:
-        while peer.request():
-            peer.send(data)
-
-    return script
 
 
 def answering_once(data: bytes) -> Script:

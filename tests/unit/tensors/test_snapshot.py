@@ -17,7 +17,7 @@ from state_tools import CHUNK_BYTES, file_of, file_of_state, manifest_of, open_t
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError, UnsupportedLeafError
 from ft_transport.tensors.dtypes import SAFETENSORS_NAMES
-from ft_transport.tensors.snapshot import SnapshotTaker
+from ft_transport.tensors.snapshot import PendingSnapshot, SnapshotTaker
 from ft_transport.wire.integrity import digest
 
 
@@ -163,15 +163,20 @@ def test_a_copy_that_fails_later_gives_the_arena_back_once(monkeypatch: pytest.M
             patch.setattr("ft_transport.tensors.copying._copy_all", _fail)
             with pytest.raises(MemoryError):
                 pending.copy_deferred()
-        first = take(taker, 2, torch.ones(5))
-        pending.abandon()
-        with pytest.raises(SnapshotLimitError):
-            take(taker, 3, torch.ones(5))
-        first.close()
+        _assert_given_back_once(taker, pending)
 
 
 def _fail(*_: object) -> None:
     raise MemoryError
+
+
+def _assert_given_back_once(taker: SnapshotTaker, pending: PendingSnapshot) -> None:
+    """The only arena there may be is free, and to abandon the snapshot again does not free it a second time."""
+    first = take(taker, 2, torch.ones(5))
+    pending.abandon()
+    with pytest.raises(SnapshotLimitError):
+        take(taker, 3, torch.ones(5))
+    first.close()
 
 
 @pytest.mark.parametrize("fails", ["_copier.digests", "_arena.write_header"])
@@ -183,22 +188,14 @@ def test_a_finish_that_fails_gives_the_arena_back_once(monkeypatch: pytest.Monke
             patch.setattr(getattr(pending, owner), name, _fail)
             with pytest.raises(MemoryError):
                 pending.finish()
-        first = take(taker, 2, torch.ones(5))
-        pending.abandon()
-        with pytest.raises(SnapshotLimitError):
-            take(taker, 3, torch.ones(5))
-        first.close()
+        _assert_given_back_once(taker, pending)
 
 
 def test_an_abandoned_snapshot_gives_the_arena_back_once() -> None:
     with open_taker(max_snapshots=1) as taker:
         pending = taker.begin(1, torch.ones(5), deferrable=lambda tensor: True)
         pending.abandon()
-        pending.abandon()
-        first = take(taker, 2, torch.ones(5))
-        with pytest.raises(SnapshotLimitError):
-            take(taker, 3, torch.ones(5))
-        first.close()
+        _assert_given_back_once(taker, pending)
 
 
 def test_a_snapshot_lets_go_of_the_live_tensors() -> None:
