@@ -20,7 +20,7 @@ import torch
 
 from benchmarks import peers
 from benchmarks.ceilings import bare_receiver
-from benchmarks.machine import PeakMemory, Watch
+from benchmarks.machine import PeakMemory, Watch, back_free_memory
 from benchmarks.states import STATE_NAMES, StateSpec, build_destination, digest_of
 from ft_transport import HTTPTransport, TransportSettings
 
@@ -89,7 +89,8 @@ def _prepare(variant: str, spec: StateSpec, address: str, num_bytes: int) -> Fet
             raise ValueError(f"no variant {variant}")
 
 
-def _measure(fetch: Fetch) -> dict[str, object]:
+def _measure(fetch: Fetch, num_bytes: int) -> dict[str, object]:
+    back_free_memory(2 * num_bytes)
     memory = PeakMemory.start()
     watch = Watch([os.getpid(), os.getppid()])
     watch.start()
@@ -123,7 +124,7 @@ def main() -> None:
     for index in range(arguments.num_fetches):
         if index:
             time.sleep(_SETTLE_S)
-        fetches.append(_measure(fetch))
+        fetches.append(_measure(fetch, arguments.num_bytes))
     print(json.dumps({"fetches": fetches}), flush=True)
     # Server threads and process groups have nothing to say any more, and may take long to say it.
     os._exit(0)

@@ -245,12 +245,17 @@ class _Matcher:
     Attributes:
         direct: By entry, the tensor whose memory takes the bytes as they come.
         indirect: Tensors that are copied to at the end.
-        destinations: Entry and memory of every tensor in ``direct`` and ``indirect``.
+        destinations: Entry and memory of every tensor in ``direct`` and ``indirect``; those in ``direct`` whose very
+            object is the receiver's may be missing.
         mismatches: Tensors that stand where one of another dtype or shape comes.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
+        # What the fast lane took, column by column: an object for each tensor would wake the garbage collector.
+        self._plain: dict[int, torch.Tensor] = {}
+        self._plain_starts: list[int] = []
+        self._has_fast_lane = True
         self.direct: dict[int, torch.Tensor] = {}
         self.indirect: list[tuple[TensorNode | LayoutNode, torch.Tensor]] = []
         self.destinations: dict[tuple[int, ViewKey], _Offer] = {}
@@ -259,7 +264,16 @@ class _Matcher:
     def match(self, node: Node, into: object) -> None:
         """Walks the tree and the receiver's state side by side."""
         self._collect(node, into)
-        self._refuse_overlapping()
+        if self._overlap():
+            # Again, with every tensor looked at by itself, in the order of the tree.
+            self._has_fast_lane = False
+            self._plain.clear()
+            self._plain_starts.clear()
+            self.destinations.clear()
+            self.mismatches.clear()
+            self._collect(node, into)
+            self._refuse_overlapping()
+        self.direct.update(self._plain)
         for offer in self.destinations.values():
             if offer.is_direct and offer.node.index not in self.direct:
                 self.direct[offer.node.index] = offer.tensor
@@ -296,11 +310,38 @@ class _Matcher:
         for key, value in zip(items[::2], items[1::2], strict=False):
             if isinstance(key, (str, int)):
                 counterpart = into.get(key)
-                # A fast lane for what nearly every item of a large state is.
-                if type(value) is TensorNode and type(counterpart) is torch.Tensor:
-                    self._consider(value, counterpart)
-                elif counterpart is not None:
-                    self._collect(value, counterpart)
+                if counterpart is None or (
+                    type(value) is TensorNode
+                    and type(counterpart) is torch.Tensor
+                    and self._take_plain(value.index, counterpart)
+                ):
+                    continue
+                self._collect(value, counterpart)
+
+    def _take_plain(self, index: int, into: torch.Tensor) -> bool:
+        """A fast lane for what nearly every tensor of a large state is; ``False`` for any other.
+
+        That is a row-major CPU tensor with memory of its own, whose entry nobody else has claimed.
+        """
+        if not self._has_fast_lane or index >= len(self._manifest.tensors) or index in self._plain:
+            return False
+        entry = self._manifest.tensors[index]
+        dtype = into.dtype
+        if not (
+            DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype) is dtype
+            and into.layout is torch.strided
+            and into.is_cpu
+            and into.shape == entry.shape
+            and into.is_contiguous()
+            and not (into.requires_grad or into.is_neg() or (dtype.is_complex and into.is_conj()))
+        ):
+            return False
+        start = into.data_ptr()
+        if not start or entry.start == entry.end:
+            return False
+        self._plain[index] = into
+        self._plain_starts.append(start)
+        return True
 
     def _consider(self, node: TensorNode, into: torch.Tensor) -> None:
         index = node.index
@@ -338,23 +379,27 @@ class _Matcher:
             is_direct = is_row_major and is_contiguous and tensor.is_cpu and not (tensor.is_neg() or tensor.is_conj())
             self.destinations.setdefault((node.index, key), _Offer(node, tensor, is_direct, key[0], key[0] + num_bytes))
 
+    def _overlap(self) -> bool:
+        """Whether any two of the receiver's tensors share memory, told without looking at any pair."""
+        table = self._manifest.tensors
+        starts = [*self._plain_starts, *(offer.start for offer in self.destinations.values())]
+        num_bytes = [
+            *(table[index].end - table[index].start for index in self._plain),
+            *(offer.end - offer.start for offer in self.destinations.values()),
+        ]
+        columns = np.array([starts, num_bytes], dtype=np.int64)
+        columns = columns[:, np.argsort(columns[0], kind="stable")]
+        return bool((columns[0, 1:] < np.maximum.accumulate(columns[0] + columns[1])[:-1]).any())
+
     def _refuse_overlapping(self) -> None:
         """Of the receiver's tensors that share memory, keeps the first: each byte has one entry that writes it."""
-        offers = self.destinations.values()
-        starts = np.fromiter((offer.start for offer in offers), dtype=np.int64, count=len(offers))
-        ends = np.fromiter((offer.end for offer in offers), dtype=np.int64, count=len(offers))
-        order = np.argsort(starts, kind="stable")
-        # Nearly always nothing overlaps, which this tells without looking at any pair.
-        if not (starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any():
-            return
-        keys = list(self.destinations)
+        by_start = sorted(self.destinations.items(), key=lambda item: item[1].start)
         written: dict[torch.device, int] = {}
-        for position in order.tolist():
-            offer = self.destinations[keys[position]]
+        for key, offer in by_start:
             if offer.start == offer.end:
                 continue
             if offer.start < written.get(offer.tensor.device, 0):
-                del self.destinations[keys[position]]
+                del self.destinations[key]
             else:
                 written[offer.tensor.device] = offer.end
 
