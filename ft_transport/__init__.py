@@ -25,7 +25,7 @@ from ft_transport.errors import (
 )
 from ft_transport.net.client import FetchProgress
 from ft_transport.tensors.encodings import register_encoding
-from ft_transport.tensors.restore import Incoming, Mismatch
+from ft_transport.tensors.matching import Incoming, Mismatch
 from ft_transport.tensors.state_digest import state_digest
 from ft_transport.transport import HTTPTransport, Received, SnapshotInProgress, TransportSettings
 

@@ -29,7 +29,8 @@ from ft_transport.net.server import FreshSnapshot, SnapshotServer
 from ft_transport.net.shelf import Shelf
 from ft_transport.net.token import JobToken
 from ft_transport.tensors.copying import default_num_threads
-from ft_transport.tensors.restore import Incoming, Restore
+from ft_transport.tensors.matching import Incoming
+from ft_transport.tensors.restore import Restore
 from ft_transport.tensors.snapshot import PendingSnapshot, SnapshotTaker
 from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
 from ft_transport.wire.manifest import Manifest

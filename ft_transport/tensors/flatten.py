@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final, Literal
 
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ft_transport.errors import SnapshotError, UnsupportedLeafError
 from ft_transport.tensors import encodings
+from ft_transport.tensors.blocks import Blocks, FlatState
 from ft_transport.tensors.dtypes import QUANTIZED, SAFETENSORS_NAMES, carrier_of, is_dense, name_of
 from ft_transport.tensors.placements import dtensor_node
 from ft_transport.tensors.views import Base, ViewKey, find_views, view_key
@@ -41,40 +41,11 @@ from ft_transport.wire.nodes import (
 
 MAX_DEPTH: Final = 100
 """Deepest nesting accepted: a level takes up to seven frames of Python's default thousand."""
+_PLAIN_DTYPES: Final = {
+    dtype: (name, dtype.itemsize) for dtype, name in SAFETENSORS_NAMES.items() if not dtype.is_complex
+}
 _INLINE_BYTES: Final = 4096
 """Longer bytes leaves go to the data, where they are copied, chunked and digested like tensors."""
-
-
-@dataclass(slots=True)
-class Blocks:
-    """The memory to copy, one entry of the tensor table each; the lists run in parallel.
-
-    Attributes:
-        names: Unique names, made from the paths.
-        sources: Live tensors on any device, of any stride.
-        dtypes: safetensors dtype of each entry.
-        shapes: Shape of each entry as it stands in the file; may be ``torch.Size``.
-        num_bytes: Size of each entry.
-        item_bytes: Size of one element of the source, which is also its alignment.
-        addresses: Where a source begins that is on the CPU and row-major, so that its bytes can be copied as they
-            lie; 0 for any other.
-    """
-
-    names: list[str] = field(default_factory=list)
-    sources: list[torch.Tensor] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
-    num_bytes: list[int] = field(default_factory=list)
-    item_bytes: list[int] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatState:
-    """A state ready to be copied: its tree, whose tensor nodes index ``blocks``."""
-
-    tree: Node
-    blocks: Blocks
 
 
 def flatten(state: object) -> FlatState:
@@ -115,6 +86,8 @@ class _Flattener:
         self.blocks = Blocks()
         self._views = views
         self._node_by_memory: dict[tuple[object, ...], Node] = {}
+        # The first row-major tensor that begins at an address, by its index; the fast lane knows its tensors by it.
+        self._index_at: dict[int, int] = {}
         # Tensors whose address stands for them above, but which are no source: kept, so that nobody takes the address.
         self._kept: list[torch.Tensor] = []
         self._names: set[str] = {"__metadata__"}
@@ -229,13 +202,13 @@ class _Flattener:
                 if type(key) is str and key.isascii():
                     name = prefix + key
                     items.append(key)
+                    if type(item) is torch.Tensor and (index := self._take_plain(item, name)) is not None:
+                        items.append(TensorNode(index))
+                        continue
                 else:
                     name = prefix + encodings.key_label(key)
                     items.append(self.encode(key, f"{name} (key)"))
-                if type(item) is torch.Tensor and not item.requires_grad:
-                    items.append(self._plain_tensor(item, name))
-                else:
-                    items.append(self.encode(item, name))
+                items.append(self.encode(item, name))
             return items
 
         return self._nested(value, path, encode)  # type: ignore[no-any-return]
@@ -291,8 +264,43 @@ class _Flattener:
         if value.requires_grad and not value.is_leaf:
             raise UnsupportedLeafError("expected a leaf of the autograd graph, got a computed tensor", path=path)
 
+    def _take_plain(self, value: torch.Tensor, path: str) -> int | None:
+        """A fast lane for row-major CPU tensors that are alone in their memory; ``None`` for any other.
+
+        It asks as little as it can, and makes no object for the garbage collector: this is under the lock.
+        """
+        known = _PLAIN_DTYPES.get(value.dtype)
+        if (
+            known is None
+            or value.requires_grad
+            or not value.is_cpu
+            or value.layout is not torch.strided
+            or not value.is_contiguous()
+            or value.is_neg()
+            or self._views
+            or not path
+            or path in self._names
+        ):
+            return None
+        address = value.data_ptr()
+        if not address or address in self._index_at:
+            return None
+        blocks = self.blocks
+        try:
+            blocks.shapes.append(value.shape)
+        except RuntimeError:  # nested tensors, which say that they are strided
+            return None
+        index = self._index_at[address] = len(blocks.names)
+        self._names.add(path)
+        blocks.names.append(path)
+        blocks.sources.append(value)
+        blocks.dtypes.append(known[0])
+        blocks.num_bytes.append(value.nbytes)
+        blocks.item_bytes.append(known[1])
+        blocks.addresses.append(address)
+        return index
+
     def _plain_tensor(self, value: torch.Tensor, path: str) -> Node:
-        # The order of these questions counts: each is asked of every tensor under the lock.
         dtype = value.dtype
         is_cpu = value.is_cpu
         if value.layout is not torch.strided or type(value) is not torch.Tensor or (not is_cpu and value.is_meta):
@@ -326,8 +334,14 @@ class _Flattener:
             known = self._node_by_memory.get(memory)
             if known is not None:
                 return known
+            first = self._index_at.get(address)
+            if first is not None and self.blocks.sources[first].dtype is dtype and self.blocks.shapes[first] == shape:
+                return TensorNode(first)
         if wire_dtype is not None and contiguous:
-            node: Node = TensorNode(self._store(value, path, wire_dtype, shape, address))
+            index = self._store(value, path, wire_dtype, shape, address)
+            if address:
+                self._index_at.setdefault(address, index)
+            node: Node = TensorNode(index)
         else:
             node = self._described(value, path, wire_dtype, tuple(shape))
         if memory is not None:

@@ -17,11 +17,12 @@ import torch
 
 from ft_transport.errors import SnapshotError
 from ft_transport.tensors.arena import Arena, ArenaPool
+from ft_transport.tensors.blocks import FlatState
 from ft_transport.tensors.collector import collector_paused
 from ft_transport.tensors.copying import Column, HostCopier, HostCopies
 from ft_transport.tensors.device import Accelerator, DeviceCopier, TorchAccelerator, pinning
 from ft_transport.tensors.dtypes import carrier_of
-from ft_transport.tensors.flatten import FlatState, flatten
+from ft_transport.tensors.flatten import flatten
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 
@@ -145,8 +146,8 @@ class PendingSnapshot:
         self.step = step
         self._flat = flat
         self._starts = starts
-        self._num_bytes = np.array(flat.blocks.num_bytes, dtype=np.int64)
-        self._addresses = np.array(flat.blocks.addresses, dtype=np.int64)
+        self._num_bytes = np.asarray(flat.blocks.num_bytes)
+        self._addresses = np.asarray(flat.blocks.addresses)
         self._data_bytes = data_bytes
         self._arena = arena
         self._pool = pool
@@ -155,7 +156,8 @@ class PendingSnapshot:
         self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
         self._deferred: Column = np.empty(0, dtype=np.int64)
         self._is_held = True
-        devices = {source.device for source in flat.blocks.sources if not source.is_cpu}
+        sources = (flat.blocks.sources[index] for index in np.flatnonzero(self._addresses == 0).tolist())
+        devices = {source.device for source in sources if not source.is_cpu}
         self._marks = device_copier.mark(sorted(devices, key=str)) if devices else {}
 
     def copy_now(self, deferrable: Callable[[torch.Tensor], bool] | None) -> None:
@@ -259,8 +261,8 @@ def _lay_out(flat: FlatState) -> tuple[Column, int]:
     data_bytes = sum(blocks.num_bytes)
     if data_bytes >= 2**62:
         raise SnapshotError(f"expected a state of less than 2**62 bytes, got {data_bytes}")
-    num_bytes = np.array(blocks.num_bytes, dtype=np.int64)
-    order = np.argsort(-np.array(blocks.item_bytes, dtype=np.int64), kind="stable")
+    num_bytes = np.asarray(blocks.num_bytes)
+    order = np.argsort(-np.asarray(blocks.item_bytes), kind="stable")
     starts = np.empty_like(num_bytes)
     starts[order] = np.cumsum(num_bytes[order]) - num_bytes[order]
     return starts, data_bytes

@@ -48,7 +48,7 @@ def find_views(
         num_bytes: How many bytes its elements are.
     """
     starts = np.array(addresses, dtype=np.int64)
-    ends = starts + np.array(num_bytes, dtype=np.int64)
+    ends = starts + np.asarray(num_bytes, dtype=np.int64)
     for index in np.flatnonzero(starts == 0).tolist():
         starts[index] = tensors[index].data_ptr()
         ends[index] = starts[index] + extent_bytes(tensors[index])

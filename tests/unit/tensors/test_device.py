@@ -7,6 +7,7 @@ before somebody synchronises. Here it runs at the last moment that this allows.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,9 @@ from state_tools import file_of, open_taker, receive, take
 from ft_transport.errors import SnapshotError
 from ft_transport.tensors import device as module
 from ft_transport.tensors import snapshot as snapshot_module
+from ft_transport.tensors.blocks import FlatState
 from ft_transport.tensors.device import DeviceCopier, TorchAccelerator, pinning
-from ft_transport.tensors.flatten import FlatState, flatten
+from ft_transport.tensors.flatten import flatten
 
 _DEVICE = torch.device("cuda", 0)
 _OTHER = torch.device("cuda", 1)
@@ -119,7 +121,7 @@ def _flatten_on_device(state: object) -> FlatState:
     if len(sources) > 2:
         sources[-1] = sources[-1].as_subclass(OtherStandInTensor)
     flat.blocks.sources[:] = sources
-    flat.blocks.addresses[:] = [0] * len(sources)
+    flat.blocks.addresses[:] = array("q", [0] * len(sources))
     return flat
 
 
