@@ -24,10 +24,11 @@ from ft_transport.errors import (
     UnsupportedLeafError,
 )
 from ft_transport.net.client import FetchProgress
+from ft_transport.settings import TransportSettings
 from ft_transport.tensors.encodings import register_encoding
 from ft_transport.tensors.matching import Incoming, Mismatch
 from ft_transport.tensors.state_digest import state_digest
-from ft_transport.transport import HTTPTransport, Received, SnapshotInProgress, TransportSettings
+from ft_transport.transport import HTTPTransport, Received, SnapshotInProgress
 
 __all__ = [
     "ConfigurationError",

@@ -1,38 +1,33 @@
-"""The facade: one object that serves snapshots and receives them. Every default of the package is set here."""
+"""The facade: one object that serves snapshots and receives them."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Generic, TypeVar, cast
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.errors import (
-    ConfigurationError,
     FetchFailedError,
     SnapshotReplacedError,
     TransportError,
 )
 from ft_transport.net.asking import fetch_manifest
-from ft_transport.net.client import FetchProgress, FetchSettings, fetch_data
+from ft_transport.net.client import FetchSettings, fetch_data
 from ft_transport.net.connection import Connection, Patience, PeerAddress
 from ft_transport.net.server import FreshSnapshot, SnapshotServer
 from ft_transport.net.shelf import Shelf
 from ft_transport.net.token import JobToken
-from ft_transport.tensors.copying import default_num_threads
+from ft_transport.settings import TransportSettings, check_duration, check_number
 from ft_transport.tensors.matching import Incoming
 from ft_transport.tensors.restore import Restore
 from ft_transport.tensors.snapshot import PendingSnapshot, SnapshotTaker
-from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import StepSelector
 
@@ -44,66 +39,6 @@ _LONGEST_RESTART_PAUSE_S: Final = 1.0
 
 ReadLock = Callable[[timedelta], AbstractContextManager[object]]
 """Holds the state still: given a timeout, a context manager inside which no optimizer steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransportSettings:
-    """What few users change.
-
-    Attributes:
-        host: Address to bind; ``None`` for all addresses of both families (IPv4 alone where IPv6 is off).
-        port: Port to bind; 0 for any free one.
-        advertise: Host, address or network interface that peers are told. Default: the environment variable
-            ``FT_TRANSPORT_ADVERTISE``, or else this host's name.
-        replica: How this replica calls itself in ``/status``.
-        token: The job token that every request must carry. Default: the environment variable ``FT_TRANSPORT_TOKEN``;
-            without it nobody is asked.
-        max_snapshots: Snapshots alive at once, each as large as the state.
-        num_copy_threads: Threads that copy and digest a snapshot.
-        chunk_bytes: Unit of fetch and of digest.
-        verify: Whether received chunks are compared with their digests.
-        max_failures: Failures in a row after which a source is given up.
-        connect_timeout: For one connection attempt.
-        stall_timeout: Longest time without progress, for sender and receiver.
-        min_bytes_per_s: A connection that delivers less is given up, so that a trickle cannot defeat the deadlines.
-        lease: How long after its last request a snapshot still counts as being fetched while that receiver stays
-            connected. Where data was sent it is at least ``stall_timeout``: the receiver may not have read it yet.
-        max_receive_bytes: The largest snapshot that is accepted. Default: this machine's memory.
-        meshes: Device meshes for received DTensors that have no counterpart in the receiver's own state.
-        on_progress: Called while receiving, after each chunk, on a receiving thread.
-    """
-
-    host: str | None = None
-    port: int = 0
-    advertise: str | None = None
-    replica: str = field(default_factory=socket.gethostname)
-    token: str | None = field(default=None, repr=False)
-    max_snapshots: int = 2
-    num_copy_threads: int = field(default_factory=default_num_threads)
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    verify: bool = True
-    max_failures: int = 4
-    connect_timeout: timedelta = timedelta(seconds=10)
-    stall_timeout: timedelta = timedelta(seconds=30)
-    min_bytes_per_s: float = 64 * 1024
-    lease: timedelta = timedelta(seconds=5)
-    max_receive_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    meshes: Sequence[DeviceMesh] = ()
-    on_progress: Callable[[FetchProgress], None] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_snapshots", "num_copy_threads", "chunk_bytes", "max_failures", "max_receive_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"expected {name} of at least 1, got {getattr(self, name)}")
-        if not 0 <= self.port <= 65535:
-            raise ConfigurationError(f"expected a port from 0 to 65535, got {self.port}")
-        if self.lease < timedelta(0):
-            raise ConfigurationError(f"expected a lease that is not negative, got {self.lease}")
-        for name in ("connect_timeout", "stall_timeout"):
-            if getattr(self, name) <= timedelta(0):
-                raise ConfigurationError(f"expected a positive {name}, got {getattr(self, name)}")
-        if not self.min_bytes_per_s > 0:
-            raise ConfigurationError(f"expected a positive min_bytes_per_s, got {self.min_bytes_per_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +110,8 @@ class HTTPTransport(Generic[T]):
         read_lock: ReadLock | None = None,
         settings: TransportSettings | None = None,
     ) -> None:
-        if timeout < timedelta(0):
-            raise ConfigurationError(f"expected a timeout that is not negative, got {timeout}")
-        if num_chunks < 0:
-            raise ConfigurationError(f"expected num_chunks of at least 0, got {num_chunks}")
+        check_duration("timeout", timeout, at_least=timedelta(0))
+        check_number("num_chunks", num_chunks, at_least=0)
         self._timeout = timeout
         self._num_connections = num_chunks or _DEFAULT_NUM_CONNECTIONS
         self._state_dict = state_dict
@@ -271,6 +204,7 @@ class HTTPTransport(Generic[T]):
         Raises:
             SnapshotError: The state cannot be captured, or too many snapshots are still being fetched.
         """
+        step = check_number("step", step, at_least=0)
         self._shelf.reserve()
         try:
             return SnapshotInProgress(self._taker.begin(step, state, deferrable=deferrable), self._shelf)
@@ -347,7 +281,10 @@ class HTTPTransport(Generic[T]):
             TransportError: As for ``recv_checkpoint``. If bytes had landed in ``into`` they were overwritten with NaN
                 patterns.
         """
-        deadline_s = time.monotonic() + (timeout if timeout is not None else self._timeout).total_seconds()
+        if timeout is None:
+            timeout = self._timeout
+        check_duration("timeout", timeout, at_least=timedelta(0))
+        deadline_s = time.monotonic() + timeout.total_seconds()
         peer = PeerAddress.from_url(metadata)
         settings = self._fetch_settings(deadline_s)
         touched = False

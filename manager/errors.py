@@ -157,6 +157,6 @@ class StateTornError(ManagerError):
     def __str__(self) -> str:
         """Say which step is torn, why, and what mends it."""
         return (
-            f"this replica holds only part of the state of step {self.step} and must not step until a whole state has "
-            f"been received: {self.reason}"
+            f"this replica holds only part of the state of step {self.step} and must not step until Manager.recover or "
+            f"Manager.load has brought it a whole one: {self.reason}"
         )

@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from operator import index
+from typing import Any, Literal, SupportsIndex, TypeVar
 
 from torch.optim import Optimizer
 
@@ -227,10 +228,11 @@ class Manager:
 
         Raises:
             StateTornError: This replica holds part of a state.
+            ManagerError: The step is no whole number from 0.
         """
         self._refuse_torn_state()
         self._training_thread = threading.get_ident()
-        self._step = step
+        self._step = _checked(step)
         if self._snapshotter is not None:
             self._snapshotter.boundary(step, self._attached_optimizers())
 
@@ -244,7 +246,7 @@ class Manager:
             Done when the snapshot can be fetched.
 
         Raises:
-            ManagerError: There is no transport, or it has been shut down.
+            ManagerError: There is no transport, it has been shut down, or the step is no whole number from 0.
             LockTimeoutError: The snapshot before was not finished, or another thread was writing, until the deadline.
             TransportError: The state cannot be captured.
         """
@@ -254,7 +256,7 @@ class Manager:
         if self._training_thread is None:
             self._training_thread = threading.get_ident()
         if step is not None:
-            self._step = step
+            self._step = _checked(step)
         return self._snapshotter.take(self._step, self._attached_optimizers(), self._timeout)
 
     # ----------------------------------------------------------------------------------------------- recovery
@@ -277,10 +279,15 @@ class Manager:
             RegistryError: What the peer has does not fit what is registered here (nothing is received then, if modules
                 and optimizers show it), or a load function failed.
             LockTimeoutError: Others held the lock until the deadline.
-            ManagerError: There is no transport, or a state function asked for the training thread.
+            ManagerError: There is no transport, the address is this replica's own, or a state function asked for the
+                training thread.
         """
         if self._transport is None:
             raise ManagerError("expected a checkpoint_transport to receive with, and this manager has none")
+        if metadata.rstrip("/") == self._transport.metadata().rstrip("/"):
+            raise ManagerError(
+                f"expected the address of another replica to recover from, got this one's own {metadata}"
+            )
         total = timeout if timeout is not None else self._timeout
         start_s = time.monotonic()
         with self._lock.write(f"receiving step {step} from {metadata}", total):
@@ -378,3 +385,9 @@ class Manager:
 
     def _attached_optimizers(self) -> list[Optimizer]:
         return [optimizer for attachment in self._attachments for optimizer in attachment.optimizers]
+
+
+def _checked(step: object) -> int:
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or index(step) < 0:
+        raise ManagerError(f"expected the number of committed steps, got {type(step).__name__} {step!r}")
+    return index(step)

@@ -316,6 +316,8 @@ def _holders_of(root: Root) -> tuple[LockHolder, ...]:
 
 
 def _seconds(timeout: timedelta) -> float:
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"expected a datetime.timedelta as timeout, got {type(timeout).__name__} {timeout!r}")
     timeout_s = timeout.total_seconds()
     if timeout_s < 0:
         raise ValueError(f"expected a timeout that is not negative, got {timeout}")

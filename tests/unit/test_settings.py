@@ -32,6 +32,19 @@ NEGATIVE = timedelta(seconds=-1)
         ("min_bytes_per_s", float("nan")),
         ("port", -1),
         ("port", 65536),
+        ("max_snapshots", "2"),
+        ("max_snapshots", True),
+        ("chunk_bytes", 4e6),
+        ("port", None),
+        ("connect_timeout", 5.0),
+        ("stall_timeout", 5),
+        ("lease", None),
+        ("min_bytes_per_s", "fast"),
+        ("host", 127),
+        ("advertise", b"eth0"),
+        ("replica", None),
+        ("verify", "no"),
+        ("on_progress", "print"),
     ],
 )
 def test_a_setting_out_of_range_is_named(name: str, value: Any) -> None:
@@ -41,7 +54,12 @@ def test_a_setting_out_of_range_is_named(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "name"),
-    [({"num_chunks": -1}, "num_chunks"), ({"timeout": NEGATIVE}, "timeout")],
+    [
+        ({"num_chunks": -1}, "num_chunks"),
+        ({"num_chunks": 2.0}, "num_chunks"),
+        ({"timeout": NEGATIVE}, "timeout"),
+        ({"timeout": 5.0}, r"datetime\.timedelta as timeout, got float 5\.0"),
+    ],
 )
 def test_an_argument_out_of_range_is_named(arguments: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
@@ -58,6 +76,23 @@ def test_a_token_that_cannot_be_sent_is_refused_without_leaving_anything(
         monkeypatch.setenv(TOKEN_VARIABLE, token)
         with pytest.raises(ConfigurationError, match="token"):
             HTTPTransport(settings=TransportSettings(host="127.0.0.1"))
+
+
+def test_a_token_of_another_type_is_refused_unseen() -> None:
+    with pytest.raises(ConfigurationError, match=r"str or None as token, got bytes$"):
+        TransportSettings(token=b"secret")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", ["1", -1, None, 1.0, True])
+def test_a_step_that_is_no_count_is_refused_before_anything_is_copied(step: Any) -> None:
+    transport: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1"))
+    try:
+        with pytest.raises(ConfigurationError, match="step"):
+            transport.send_checkpoint([], step, {"a": 1}, timedelta(seconds=5))
+        with pytest.raises(ConfigurationError, match="timedelta as timeout"):
+            transport.fetch(transport.metadata(), timeout=5)  # type: ignore[arg-type]
+    finally:
+        transport.shutdown()
 
 
 def test_the_limits_themselves_are_allowed() -> None:

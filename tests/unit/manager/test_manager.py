@@ -325,6 +325,26 @@ def test_without_a_transport_serving_and_receiving_say_what_is_missing(manager: 
     manager.shutdown()
 
 
+def test_a_replica_does_not_wait_for_itself(serving: Manager) -> None:
+    with pytest.raises(ManagerError, match="this one's own"):
+        serving.recover(serving.metadata())
+
+
+@pytest.mark.parametrize("step", ["5", -1, 2.0, None, True])
+def test_a_step_that_is_no_count_is_refused(serving: Manager, step: Any) -> None:
+    with pytest.raises(ManagerError, match="number of committed steps, got"):
+        serving.start_step(step)
+    if step is not None:
+        with pytest.raises(ManagerError, match="number of committed steps, got"):
+            serving.snapshot(step)
+    assert serving.current_step() == 0
+
+
+def test_a_timeout_in_plain_seconds_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"datetime\.timedelta as timeout, got float 5\.0"):
+        Manager(timeout=5.0)  # type: ignore[arg-type]
+
+
 def test_shutdown_twice_and_what_comes_after_it(serving: Manager) -> None:
     optimizer = _optimizer()
     serving.attach(optimizer)

@@ -1,0 +1,121 @@
+"""What a transport may be told, its defaults, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from operator import index
+from typing import SupportsIndex
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ft_transport.errors import ConfigurationError
+from ft_transport.net.client import FetchProgress
+from ft_transport.tensors.copying import default_num_threads
+from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportSettings:
+    """What few users change.
+
+    Attributes:
+        host: Address to bind; ``None`` for all addresses of both families (IPv4 alone where IPv6 is off).
+        port: Port to bind; 0 for any free one.
+        advertise: Host, address or network interface that peers are told. Default: the environment variable
+            ``FT_TRANSPORT_ADVERTISE``, or else this host's name.
+        replica: How this replica calls itself in ``/status``.
+        token: The job token that every request must carry. Default: the environment variable ``FT_TRANSPORT_TOKEN``;
+            without it nobody is asked.
+        max_snapshots: Snapshots alive at once, each as large as the state.
+        num_copy_threads: Threads that copy and digest a snapshot.
+        chunk_bytes: Unit of fetch and of digest.
+        verify: Whether received chunks are compared with their digests.
+        max_failures: Failures in a row after which a source is given up.
+        connect_timeout: For one connection attempt.
+        stall_timeout: Longest time without progress, for sender and receiver.
+        min_bytes_per_s: A connection that delivers less is given up, so that a trickle cannot defeat the deadlines.
+        lease: How long after its last request a snapshot still counts as being fetched while that receiver stays
+            connected. Where data was sent it is at least ``stall_timeout``: the receiver may not have read it yet.
+        max_receive_bytes: The largest snapshot that is accepted. Default: this machine's memory.
+        meshes: Device meshes for received DTensors that have no counterpart in the receiver's own state.
+        on_progress: Called while receiving, after each chunk, on a receiving thread.
+    """
+
+    host: str | None = None
+    port: int = 0
+    advertise: str | None = None
+    replica: str = field(default_factory=socket.gethostname)
+    token: str | None = field(default=None, repr=False)
+    max_snapshots: int = 2
+    num_copy_threads: int = field(default_factory=default_num_threads)
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    verify: bool = True
+    max_failures: int = 4
+    connect_timeout: timedelta = timedelta(seconds=10)
+    stall_timeout: timedelta = timedelta(seconds=30)
+    min_bytes_per_s: float = 64 * 1024
+    lease: timedelta = timedelta(seconds=5)
+    max_receive_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    meshes: Sequence[DeviceMesh] = ()
+    on_progress: Callable[[FetchProgress], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("host", "advertise"):
+            _check_type(name, getattr(self, name), (str, type(None)), "a str or None")
+        if not isinstance(self.token, (str, type(None))):
+            raise ConfigurationError(f"expected a str or None as token, got {type(self.token).__name__}")
+        _check_type("replica", self.replica, (str,), "a str")
+        _check_type("verify", self.verify, (bool,), "a bool")
+        for name in ("max_snapshots", "num_copy_threads", "chunk_bytes", "max_failures", "max_receive_bytes"):
+            check_number(name, getattr(self, name), at_least=1)
+        check_number("port", self.port, at_least=0)
+        if self.port > 65535:
+            raise ConfigurationError(f"expected a port from 0 to 65535, got {self.port}")
+        check_duration("lease", self.lease, at_least=timedelta(0))
+        for name in ("connect_timeout", "stall_timeout"):
+            check_duration(name, getattr(self, name), at_least=timedelta.resolution)
+        _check_type("min_bytes_per_s", self.min_bytes_per_s, (int, float), "a number")
+        if not self.min_bytes_per_s > 0:
+            raise ConfigurationError(f"expected a positive min_bytes_per_s, got {self.min_bytes_per_s}")
+        if self.on_progress is not None and not callable(self.on_progress):
+            raise ConfigurationError(f"expected a function as on_progress, got {_shown(self.on_progress)}")
+
+
+def check_duration(name: str, value: object, *, at_least: timedelta) -> None:
+    """Refuses what is no ``timedelta`` of at least ``at_least``.
+
+    Raises:
+        ConfigurationError: Says what was expected under ``name`` and what came.
+    """
+    if not isinstance(value, timedelta):
+        raise ConfigurationError(f"expected a datetime.timedelta as {name}, got {_shown(value)}")
+    if value < at_least:
+        kind = "positive" if at_least else "not negative"
+        raise ConfigurationError(f"expected a {name} that is {kind}, got {value}")
+
+
+def check_number(name: str, value: object, *, at_least: int) -> int:
+    """Refuses what is no whole number of at least ``at_least``, and returns it as an ``int``.
+
+    Raises:
+        ConfigurationError: Says what was expected under ``name`` and what came.
+    """
+    # What numpy and torch count with is as good.
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ConfigurationError(f"expected a whole number as {name}, got {_shown(value)}")
+    if index(value) < at_least:
+        raise ConfigurationError(f"expected {name} of at least {at_least}, got {value}")
+    return index(value)
+
+
+def _check_type(name: str, value: object, types: tuple[type, ...], expected: str) -> None:
+    if not isinstance(value, types):
+        raise ConfigurationError(f"expected {expected} as {name}, got {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    return f"{type(value).__name__} {value!r}"[:200]
