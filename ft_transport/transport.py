@@ -36,6 +36,7 @@ T = TypeVar("T")
 _DEFAULT_NUM_CONNECTIONS: Final = 4
 _FIRST_RESTART_PAUSE_S: Final = 0.05
 _LONGEST_RESTART_PAUSE_S: Final = 1.0
+_MAX_FAILURE_CHARACTERS: Final = 1000
 
 ReadLock = Callable[[timedelta], AbstractContextManager[object]]
 """Holds the state still: given a timeout, a context manager inside which no optimizer steps."""
@@ -236,6 +237,15 @@ class HTTPTransport(Generic[T]):
     def newest_step(self) -> int | None:
         """The step of the newest snapshot, ``None`` before the first."""
         return self._shelf.newest_step()
+
+    def snapshot_failed(self, step: int, error: BaseException) -> None:
+        """Tells whoever waits for a snapshot why none has come; until the next one is served.
+
+        Args:
+            step: The step that it would have shown.
+            error: Its type and message are sent to the receivers.
+        """
+        self._shelf.note_failure(f"step {step}: {type(error).__name__}: {error}"[:_MAX_FAILURE_CHARACTERS])
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receives the state of ``step`` from the peer that ``metadata`` names.

@@ -192,6 +192,7 @@ class Manager:
 
         Raises:
             ManagerError: A state function that asked for the training thread would run on another one.
+            RegistryError: A state function failed.
         """
         self._require_training_thread()
         return {USER_KEY: self._registry.state_dict("replicated"), MANAGER_KEY: self.state_dict()}

@@ -129,8 +129,20 @@ class StateRegistry:
 
         Returns:
             What each function returned, by key, in the order of registration.
+
+        Raises:
+            RegistryError: A function failed; its exception is the cause.
         """
-        return {entry.key: entry.state_dict() for entry in self.entries(scope)}
+        state: dict[str, object] = {}
+        for entry in self.entries(scope):
+            try:
+                state[entry.key] = entry.state_dict()
+            except Exception as error:
+                raise RegistryError(
+                    f"expected state_dict of {entry.key!r} to return its state, got {type(error).__name__}: {error}",
+                    keys=(entry.key,),
+                ) from error
+        return state
 
     def check_keys(self, keys: Collection[str], scope: Scope = "replicated") -> None:
         """Compare the keys of a received state with those that are registered.

@@ -52,7 +52,7 @@ class SnapshotInProgress(Protocol):
 
 
 class SnapshotSink(Protocol):
-    """Where snapshots go; ``ft_transport.HTTPTransport`` is one. The last two methods answer at once."""
+    """Where snapshots go; ``ft_transport.HTTPTransport`` is one. The last three methods answer at once."""
 
     def prepare(self, state: object) -> None:
         """Makes memory for snapshots of a state of this size ready, in the background."""
@@ -67,6 +67,9 @@ class SnapshotSink(Protocol):
 
     def newest_step(self) -> int | None:
         """Step of the newest one."""
+
+    def snapshot_failed(self, step: int, error: BaseException) -> None:
+        """Tells whoever waits for a snapshot why none has come."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,6 +168,7 @@ class Snapshotter:
         try:
             self._begin(run, optimizers, _BOUNDARY_PATIENCE)
         except Exception as error:
+            self._sink.snapshot_failed(step, error)
             if isinstance(error, LockTimeoutError) or getattr(error, "retryable", False):
                 # Once, and not at every step for as long as a slow receiver holds the places.
                 level = logging.DEBUG if self._is_postponed else logging.WARNING
@@ -263,6 +267,7 @@ class Snapshotter:
             in_progress.publish()
         except BaseException as error:
             logger.exception("step %d: the snapshot failed", run.step)
+            self._sink.snapshot_failed(run.step, error)
             with self._mutex:
                 self._run = None
                 # Who asked while it was under way may have been promised a later one.

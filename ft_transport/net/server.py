@@ -312,12 +312,19 @@ class SnapshotServer:
         if reading is not None:
             return reading
         served = self._shelf.steps()
+        failure = self._shelf.failure()
         if not served:
-            raise PeerNotReadyError("expected a snapshot, and none has been taken yet", after=after, step=step)
+            reason = f"the last attempt failed: {failure}" if failure is not None else "none has been taken yet"
+            raise PeerNotReadyError(f"expected a snapshot, and {reason}", after=after, step=step)
         if step == LATEST:
+            reason = (
+                f"the last attempt at another failed: {failure}"
+                if failure is not None
+                else "the trainer has reached no step boundary since, or every snapshot is still being fetched"
+            )
             raise PeerNotReadyError(
                 f"expected a snapshot of the present state, the newest is one of an earlier state (step {served[-1]}): "
-                "the trainer has reached no step boundary since, or every snapshot is still being fetched",
+                f"{reason}",
                 after=after,
                 step=step,
             )

@@ -106,6 +106,7 @@ class Shelf:
     _leaving: list[_Entry] = field(default_factory=list)
     _num_reserved: int = 0
     _sequence: int = 0
+    _failure: str | None = None
     _closed: bool = False
     _listeners: list[Callable[[], None]] = field(default_factory=list)
 
@@ -156,12 +157,23 @@ class Shelf:
             closed = self._closed
             if not closed:
                 self._sequence += 1
+                self._failure = None
                 self._entries.append(_Entry(snapshot, self._sequence, manifest_digest))
         if closed:
             snapshot.close()
             return
         for listener in self._listeners:
             listener()
+
+    def note_failure(self, reason: str) -> None:
+        """Keeps why no snapshot has come, until one does."""
+        with self._lock:
+            self._failure = reason
+
+    def failure(self) -> str | None:
+        """Why the last attempt at a snapshot failed, ``None`` if it did not."""
+        with self._lock:
+            return self._failure
 
     def newest_sequence(self) -> int:
         """Number of the newest snapshot ever put here, 0 before the first; grows with each one."""

@@ -61,6 +61,7 @@ class StandInTransport:
         self.lock = lock
         self.begun: list[_StandInSnapshot] = []
         self.published: list[_StandInSnapshot] = []
+        self.failures: list[tuple[int, BaseException]] = []
         self.before_begin: Callable[[], object] = lambda: None
         self.during_copy: Callable[[], object] = lambda: None
         self.during_publish: Callable[[], object] = lambda: None
@@ -82,6 +83,9 @@ class StandInTransport:
 
     def newest_sequence(self) -> int:
         return len(self.published)
+
+    def snapshot_failed(self, step: int, error: BaseException) -> None:
+        self.failures.append((step, error))
 
     def newest_step(self) -> int | None:
         return self.published[-1].step if self.published else None

@@ -15,7 +15,14 @@ import torch
 from state_equality import exact
 from state_tools import file_of_state, manifest_of
 
-from ft_transport import FetchFailedError, FetchProgress, HTTPTransport, TransportError, TransportSettings
+from ft_transport import (
+    DeadlineExceededError,
+    FetchFailedError,
+    FetchProgress,
+    HTTPTransport,
+    TransportError,
+    TransportSettings,
+)
 from ft_transport.tensors.restore import Restore
 from manager import LockTimeoutError, Manager, ManagerError, RandomState, RegistryError, StateTornError
 from manager.fit import check_fit
@@ -203,11 +210,31 @@ def test_a_failing_state_function_stops_a_recovery_before_it_begins(replicas: Ca
     ours.manager.register_state_dict_fn("more", lambda _: None, state)
     peer.manager.register_state_dict_fn("more", lambda _: None, lambda: 0)
     address = peer.snapshot()
-    with pytest.raises(RuntimeError, match="not ready"):
+    with pytest.raises(RegistryError, match=r"state_dict of 'more'.*RuntimeError: not ready"):
         ours.manager.recover(address, 0)
     broken.clear()
     ours.train(1)
     ours.manager.recover(address, 0)
+
+
+def test_a_receiver_is_told_why_no_snapshot_comes(replicas: Callable[..., Replica]) -> None:
+    ours, peer = replicas(0), replicas(1)
+    ours.manager.register("more", Loader())
+    peer.manager.register_state_dict_fn("more", lambda _: None, lambda: {"handle": object()})
+    stopping = threading.Event()
+
+    def train() -> None:
+        while not stopping.is_set():
+            peer.train(1)
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        with pytest.raises(DeadlineExceededError, match=r"failed: step \d+: UnsupportedLeafError.*user\.more\.handle"):
+            ours.manager.recover(peer.transport.metadata(), "latest", timedelta(seconds=2))
+    finally:
+        stopping.set()
+        training.join()
 
 
 def test_a_peer_with_other_parts_is_refused_and_said_so(replicas: Callable[..., Replica]) -> None:

@@ -118,6 +118,15 @@ def test_failing_load_function_is_named_with_what_was_loaded_before() -> None:
     assert parts["model"].state == {"value": 9}
 
 
+def test_failing_state_function_is_named() -> None:
+    registry, _, _ = _registry("model")
+    registry.register("optimizer", lambda _: None, lambda: {}["lr"])
+    with pytest.raises(RegistryError, match=r"state_dict of 'optimizer'.*KeyError: 'lr'") as caught:
+        registry.state_dict()
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.keys == ("optimizer",)
+
+
 def test_interrupt_in_a_load_function_is_not_disguised() -> None:
     registry = StateRegistry()
 

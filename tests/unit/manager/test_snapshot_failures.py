@@ -43,6 +43,7 @@ def test_a_failure_at_the_boundary_is_logged_and_not_raised(
     assert "step 3: no snapshot could be taken" in caplog.text
     assert "no encoding for it" in caplog.text
     assert replica.is_free()
+    assert replica.sink.failures == [(3, error)]
     with pytest.raises(SnapshotError, match="no encoding for it"):
         replica.take(3)
     assert replica.is_free()
@@ -84,6 +85,7 @@ def test_a_failure_in_the_background_opens_the_lock_and_is_told(replica: Replica
         future.result(LONG_S)
     assert replica.is_free()
     assert not replica.sink.published
+    assert [(step, str(error)) for step, error in replica.sink.failures] == [(1, "the device is gone")]
     setattr(replica.sink, where, lambda: None)
     replica.take(2).result(LONG_S)
     assert replica.sink.newest_step() == 2

@@ -56,6 +56,9 @@ class StandInTransport:
     def newest_step(self) -> int | None:
         return self.steps[-1] if self.steps else None
 
+    def snapshot_failed(self, step: int, error: BaseException) -> None:
+        """Nobody here reads it."""
+
     def answer(self, after: int) -> int | None:
         """The step that the server would serve to who was given this number."""
         return self.steps[-1] if len(self.steps) > after else None

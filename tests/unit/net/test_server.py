@@ -184,6 +184,18 @@ def test_before_the_first_snapshot_a_request_waits_and_is_told_to_come_back(serv
     assert int(answer.headers["Retry-After"]) >= 1
 
 
+def test_a_receiver_is_told_why_the_last_attempt_failed(served: Serving) -> None:
+    path = "/checkpoint/latest/metadata?wait=0"
+    served.shelf.note_failure("step 3: UnsupportedLeafError: expected a leaf")
+    assert "the last attempt failed: step 3: UnsupportedLeafError" in served.ask(path).body.decode()
+    served.put(4)
+    assert served.ask(path).status == 200
+    served.server.fresh_snapshot = lambda: 1
+    assert "has reached no step boundary" in served.ask(path).body.decode()
+    served.shelf.note_failure("step 5: OSError: no memory")
+    assert "(step 4): the last attempt at another failed: step 5" in served.ask(path).body.decode()
+
+
 def test_the_server_bounds_the_wait() -> None:
     with serving(max_wait_s=0.1) as served:
         assert served.ask("/checkpoint/7/metadata?wait=1000").status == 503
