@@ -29,6 +29,7 @@ from ft_transport.errors import (
     StepNotServedError,
     TransportError,
 )
+from ft_transport.net.forking import close_in_children
 from ft_transport.net.token import JobToken
 from ft_transport.wire.routes import AFTER_HEADER, SERVED_STEPS_HEADER, parse_after, parse_served_steps
 
@@ -181,6 +182,11 @@ class Connection:
         self._started_s = self._received_s = 0.0
         self._received = 0
         self._tick_s = 0.0
+        close_in_children(self)
+
+    def open_descriptors(self) -> list[int]:
+        """See ``net.forking``."""
+        return [self._socket.raw.fileno()] if self._socket is not None else []
 
     def __enter__(self) -> Connection:
         return self

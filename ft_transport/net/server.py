@@ -18,6 +18,7 @@ from typing import Final
 
 import msgspec
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
 from ft_transport.errors import (
     ConfigurationError,
@@ -28,6 +29,7 @@ from ft_transport.errors import (
     TransportError,
 )
 from ft_transport.net.address import LISTEN_BACKLOG, advertised_host, listen
+from ft_transport.net.forking import close_in_children
 from ft_transport.net.sending import send_range
 from ft_transport.net.shelf import Reading, Shelf
 from ft_transport.net.token import JobToken
@@ -105,6 +107,7 @@ class SnapshotServer:
             self._changed = asyncio.Event()
             self._closing = False
             self._handlers: set[asyncio.Task[object]] = set()
+            self._connections: Callable[[], list[RequestHandler]] = list
             started: Future[None] = Future()
             self._thread = threading.Thread(target=self._run, args=(started,), name="ft-transport-server", daemon=True)
             self._thread.start()
@@ -113,6 +116,13 @@ class SnapshotServer:
             self._socket.close()
             raise
         shelf.listen(self._on_change)
+        close_in_children(self)
+
+    def open_descriptors(self) -> list[int]:
+        """See ``net.forking``; the answers under way have theirs themselves."""
+        transports = [protocol.transport for protocol in self._connections()]
+        accepted = [transport.get_extra_info("socket").fileno() for transport in transports if transport is not None]
+        return [self._socket.fileno(), *accepted]
 
     def close(self, *, wait: bool) -> None:
         """Stops serving; running transfers are cut off. May be called again, to wait after all.
@@ -155,6 +165,7 @@ class SnapshotServer:
         await runner.setup()
         server = runner.server
         assert server is not None
+        self._connections = lambda: server.connections
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Each may take two, while a body is sent.
         max_connections = _MAX_CONNECTIONS if soft_limit < 0 else min(_MAX_CONNECTIONS, soft_limit // 4)

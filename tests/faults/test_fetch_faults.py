@@ -263,6 +263,28 @@ def test_a_peer_that_is_killed_in_the_middle_is_an_error(num_connections: int) -
     assert fetching_threads() == []
 
 
+def test_a_peer_that_is_killed_is_missed_at_once_also_where_it_leaves_a_child() -> None:
+    into = {"w": blank()["a"].new_zeros(16 << 20)}
+    with serving_process() as (process, url):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
+
+        def fork_and_kill(progress: FetchProgress) -> None:
+            if process.poll() is None and progress.done_bytes > progress.total_bytes // 8:
+                print(file=stdin, flush=True)
+                assert stdout.readline() == "forked\n"
+                process.kill()
+                process.wait()
+
+        with transport(1, on_progress=fork_and_kill) as receiver, pytest.raises(FetchFailedError) as caught:
+            receiver.fetch(url, "latest", into=into)
+    # And neither that nothing came for a while, nor that somebody accepted the connection and said nothing.
+    assert "closed the connection" in str(caught.value.failures[0]) or "reset" in str(caught.value.failures[0])
+    assert all("refused" in str(failure) for failure in caught.value.failures[1:])
+    assert len(caught.value.failures) > 1
+
+
 class Interrupted(BaseException):
     """As KeyboardInterrupt, and nothing that pytest itself would react to."""
 
