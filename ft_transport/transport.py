@@ -20,7 +20,8 @@ from ft_transport.errors import (
 )
 from ft_transport.net.asking import fetch_manifest
 from ft_transport.net.client import FetchSettings, fetch_data
-from ft_transport.net.connection import Connection, Patience, PeerAddress
+from ft_transport.net.connection import Connection, Patience
+from ft_transport.net.peer_address import PeerAddress
 from ft_transport.net.server import FreshSnapshot, SnapshotServer
 from ft_transport.net.shelf import Shelf
 from ft_transport.net.token import JobToken
@@ -293,7 +294,7 @@ class HTTPTransport(Generic[T]):
         """
         if timeout is None:
             timeout = self._timeout
-        check_duration("timeout", timeout, at_least=timedelta(0))
+        check_duration("timeout", timeout, at_least=timedelta.min)
         deadline_s = time.monotonic() + timeout.total_seconds()
         peer = PeerAddress.from_url(metadata)
         settings = self._fetch_settings(deadline_s)

@@ -19,7 +19,8 @@ from ft_transport.errors import (
     PeerProtocolError,
     TransportError,
 )
-from ft_transport.net.connection import Connection, Patience, PeerAddress
+from ft_transport.net.connection import Connection, Patience
+from ft_transport.net.peer_address import PeerAddress
 from ft_transport.net.token import JobToken
 from ft_transport.wire.fetch import (
     Aborted,

@@ -7,18 +7,14 @@ Python objects costs more than the transfer itself.
 from __future__ import annotations
 
 import contextlib
-import io
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Final
-from urllib.parse import urlsplit
 
 from ft_transport.errors import (
-    ConfigurationError,
     DeadlineExceededError,
     PeerAuthenticationError,
     PeerError,
@@ -30,6 +26,8 @@ from ft_transport.errors import (
     TransportError,
 )
 from ft_transport.net.forking import close_in_children
+from ft_transport.net.peer_address import PeerAddress, look_up
+from ft_transport.net.timed_socket import TimedSocket
 from ft_transport.net.token import JobToken
 from ft_transport.wire.routes import AFTER_HEADER, SERVED_STEPS_HEADER, parse_after, parse_served_steps
 
@@ -38,36 +36,8 @@ _MAX_VIEWS_PER_READ: Final = 512
 """Below IOV_MAX, which Linux puts at 1024 (``man 2 readv``)."""
 _TICK_S: Final = 0.1
 """How often a read that waits for more looks at the clock."""
-_TIMEVAL: Final = struct.Struct("@ll")
 _CLOCK_TOLERANCE_S: Final = 0.001
 """A wait may end this much before its time, because the system counts in milliseconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerAddress:
-    """Host and port of a server; prints as ``host:port``."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @classmethod
-    def from_url(cls, url: str) -> PeerAddress:
-        """The server that a URL names.
-
-        Raises:
-            ConfigurationError: It is no ``http://host:port`` URL.
-        """
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
-        except ValueError as error:
-            raise ConfigurationError(f"expected the URL of a peer, got {url[:200]!r}: {error}") from error
-        if parts.scheme != "http" or not host or parts.username is not None or not host.isprintable() or " " in host:
-            raise ConfigurationError(f"expected a URL like http://host:port/checkpoint/, got {url[:200]!r}")
-        return cls(host=host, port=port if port is not None else 80)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,66 +72,6 @@ class Patience:
         return remaining_s
 
 
-class _TimedSocket:
-    """What http.client asks of a socket; its reads end at ``read_until_s``, however the bytes trickle."""
-
-    def __init__(self, raw: socket.socket) -> None:
-        self.raw = raw
-        self.read_until_s = 0.0
-        self.in_head = False
-        self.head_complete = False
-
-    def arm(self) -> None:
-        """Lets the next call on the socket take no longer than until ``read_until_s``."""
-        remaining_s = self.read_until_s - time.monotonic()
-        if remaining_s <= 0:
-            raise TimeoutError
-        self.raw.settimeout(remaining_s)
-
-    def block(self, at_most_s: float) -> None:
-        """Lets reads wait in the kernel, for about ``at_most_s`` or until all that they ask for is there.
-
-        With a timeout of its own, Python asks for each part of a read whether it is there, and is woken for each.
-        """
-        self.raw.settimeout(None)
-        microseconds = max(1, round(at_most_s * 1e6))
-        self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
-
-    def makefile(self, _mode: str, *_args: object, **_kwargs: object) -> io.BufferedReader:
-        return io.BufferedReader(_Borrowed(self))
-
-    def sendall(self, data: bytes) -> None:
-        self.arm()
-        self.raw.sendall(data)
-
-    def close(self) -> None:
-        """Nothing: http.client closes after the head of an answer that ends its connection, before the body."""
-
-
-class _Borrowed(io.RawIOBase):
-    """Reads the head of an answer from the timed socket, and no further once that is complete.
-
-    Closing it leaves the socket open for the next request.
-    """
-
-    def __init__(self, timed: _TimedSocket) -> None:
-        super().__init__()
-        self._timed = timed
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        if self._timed.head_complete:
-            return 0
-        self._timed.arm()
-        got = self._timed.raw.recv_into(buffer)
-        if not got and self._timed.in_head:
-            # http.client would take what has come of the head for a whole one.
-            raise ConnectionResetError("the peer closed the connection before the end of the answer's head")
-        return got
-
-
 class Connection:
     """A keep-alive connection to one peer. Used by one thread at a time; a context manager that closes it.
 
@@ -176,7 +86,7 @@ class Connection:
         self._token = token
         self._patience = patience
         self._http: HTTPConnection | None = None
-        self._socket: _TimedSocket | None = None
+        self._socket: TimedSocket | None = None
         self._ahead = b""
         self._is_interrupted = False
         self._started_s = self._received_s = 0.0
@@ -305,18 +215,16 @@ class Connection:
         self._http.sock = timed
         return self._http
 
-    def _open(self) -> _TimedSocket:
+    def _open(self) -> TimedSocket:
         """Connects to the first of the peer's addresses that answers."""
         doing = f"connecting to {self.peer}"
-        self._patience.remaining_s(doing, self.peer)
-        try:
-            addresses = socket.getaddrinfo(self.peer.host, self.peer.port, type=socket.SOCK_STREAM)
-        except UnicodeError as error:
-            raise PeerUnreachableError(f"expected a host name: {error}", peer=str(self.peer)) from error
+        timeout_s = min(self._patience.connect_timeout_s, self._patience.remaining_s(doing, self.peer))
         failures = []
-        for family, kind, protocol, _name, address in addresses:
+        for family, kind, protocol, _name, address in look_up(
+            self.peer, timeout_s=timeout_s, is_given_up=lambda: self._is_interrupted
+        ):
             timeout_s = min(self._patience.connect_timeout_s, self._patience.remaining_s(doing, self.peer))
-            self._socket = timed = _TimedSocket(socket.socket(family, kind, protocol))
+            self._socket = timed = TimedSocket(socket.socket(family, kind, protocol))
             try:
                 timed.raw.settimeout(timeout_s)
                 timed.raw.connect(address)

@@ -22,7 +22,8 @@ from ft_transport.errors import (
     StepNotServedError,
     TransportError,
 )
-from ft_transport.net.connection import Connection, Patience, PeerAddress
+from ft_transport.net.connection import Connection, Patience
+from ft_transport.net.peer_address import PeerAddress
 from ft_transport.net.token import JobToken
 from tests.unit.net.scripted import Peer, Script, answering, scripted
 
@@ -309,6 +310,40 @@ def test_a_closed_port_is_named(closed_port: int) -> None:
 def test_a_host_that_does_not_resolve_is_unreachable(host: str) -> None:
     with pytest.raises(PeerUnreachableError):
         receive(Connection(PeerAddress(host=host, port=1), token=None, patience=patience()))
+
+
+@pytest.fixture
+def silent_resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Stands in for a name server that does not answer; set once somebody asks."""
+    asked, ended = threading.Event(), threading.Event()
+
+    def wait(*_args: object, **_kwargs: object) -> list[Any]:
+        asked.set()
+        ended.wait(20)
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", wait)
+    yield asked
+    ended.set()
+
+
+def test_a_look_up_ends_with_the_deadline(silent_resolver: threading.Event) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(PeerUnreachableError, match="'silent' was not found in time"):
+        receive(Connection(PeerAddress(host="silent", port=1), token=None, patience=patience(0.3)))
+    assert silent_resolver.is_set()
+    assert 0.3 <= time.monotonic() - started_s < 10
+
+
+def test_another_thread_ends_a_look_up(silent_resolver: threading.Event) -> None:
+    connection = Connection(PeerAddress(host="silent", port=1), token=None, patience=patience())
+    ending = threading.Thread(target=lambda: (silent_resolver.wait(20), connection.interrupt()))
+    ending.start()
+    started_s = time.monotonic()
+    with pytest.raises(PeerUnreachableError):
+        receive(connection)
+    ending.join()
+    assert time.monotonic() - started_s < 10
 
 
 def test_of_several_addresses_the_one_that_answers_is_used(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:

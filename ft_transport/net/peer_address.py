@@ -1,0 +1,98 @@
+"""Where a peer is: from the URL that it gave to the addresses that its name stands for."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Final, TypeAlias
+from urllib.parse import urlsplit
+
+from ft_transport.errors import ConfigurationError, PeerUnreachableError
+
+_TICK_S: Final = 0.1
+AddressInfo: TypeAlias = tuple[Any, ...]
+"""What ``socket.getaddrinfo`` says of one address."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAddress:
+    """Host and port of a server; prints as ``host:port``."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def from_url(cls, url: str) -> PeerAddress:
+        """The server that a URL names.
+
+        Raises:
+            ConfigurationError: It is no ``http://host:port`` URL.
+        """
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ConfigurationError(f"expected the URL of a peer, got {url[:200]!r}: {error}") from error
+        if parts.scheme != "http" or not host or parts.username is not None or not host.isprintable() or " " in host:
+            raise ConfigurationError(f"expected a URL like http://host:port/checkpoint/, got {url[:200]!r}")
+        return cls(host=host, port=port if port is not None else 80)
+
+
+def look_up(peer: PeerAddress, *, timeout_s: float, is_given_up: Callable[[], bool]) -> list[AddressInfo]:
+    """The addresses of a peer.
+
+    A name is looked up on a thread, because the system's look-up has no deadline.
+
+    Args:
+        peer: The peer.
+        timeout_s: The longest to wait for an answer, in seconds.
+        is_given_up: Asked ten times a second whether nobody wants the answer any more.
+
+    Raises:
+        PeerUnreachableError: There was no answer in time, nobody wants it any more, or the name cannot be one.
+        OSError: The name is unknown, or nobody could be asked.
+    """
+    found: SimpleQueue[list[AddressInfo] | Exception] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            found.put(socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM))
+        except Exception as error:
+            found.put(error)
+
+    if _is_address(peer.host):
+        ask()
+    else:
+        threading.Thread(target=ask, name="ft-transport-look-up", daemon=True).start()
+    give_up_s = time.monotonic() + timeout_s
+    outcome: list[AddressInfo] | Exception | None = None
+    while outcome is None:
+        if is_given_up():
+            raise PeerUnreachableError("the request was given up", peer=str(peer))
+        remaining_s = give_up_s - time.monotonic()
+        if remaining_s <= 0:
+            raise PeerUnreachableError(f"the address of {peer.host!r} was not found in time", peer=str(peer))
+        with contextlib.suppress(Empty):
+            outcome = found.get(timeout=min(_TICK_S, remaining_s))
+    if isinstance(outcome, UnicodeError):
+        raise PeerUnreachableError(f"expected a host name: {outcome}", peer=str(peer)) from outcome
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True

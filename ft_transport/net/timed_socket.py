@@ -1,0 +1,73 @@
+"""A socket whose reads end in time, as ``http.client`` takes one."""
+
+from __future__ import annotations
+
+import io
+import socket
+import struct
+import time
+from typing import Final
+
+_TIMEVAL: Final = struct.Struct("@ll")
+
+
+class TimedSocket:
+    """What http.client asks of a socket; its reads end at ``read_until_s``, however the bytes trickle."""
+
+    def __init__(self, raw: socket.socket) -> None:
+        self.raw = raw
+        self.read_until_s = 0.0
+        self.in_head = False
+        self.head_complete = False
+
+    def arm(self) -> None:
+        """Lets the next call on the socket take no longer than until ``read_until_s``."""
+        remaining_s = self.read_until_s - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError
+        self.raw.settimeout(remaining_s)
+
+    def block(self, at_most_s: float) -> None:
+        """Lets reads wait in the kernel, for about ``at_most_s`` or until all that they ask for is there.
+
+        With a timeout of its own, Python asks for each part of a read whether it is there, and is woken for each.
+        """
+        self.raw.settimeout(None)
+        microseconds = max(1, round(at_most_s * 1e6))
+        self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
+
+    def makefile(self, _mode: str, *_args: object, **_kwargs: object) -> io.BufferedReader:
+        """Where http.client reads the head of an answer from."""
+        return io.BufferedReader(_Borrowed(self))
+
+    def sendall(self, data: bytes) -> None:
+        """Sends a request, in time."""
+        self.arm()
+        self.raw.sendall(data)
+
+    def close(self) -> None:
+        """Nothing: http.client closes after the head of an answer that ends its connection, before the body."""
+
+
+class _Borrowed(io.RawIOBase):
+    """Reads the head of an answer from the timed socket, and no further once that is complete.
+
+    Closing it leaves the socket open for the next request.
+    """
+
+    def __init__(self, timed: TimedSocket) -> None:
+        super().__init__()
+        self._timed = timed
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        if self._timed.head_complete:
+            return 0
+        self._timed.arm()
+        got = self._timed.raw.recv_into(buffer)
+        if not got and self._timed.in_head:
+            # http.client would take what has come of the head for a whole one.
+            raise ConnectionResetError("the peer closed the connection before the end of the answer's head")
+        return got
