@@ -21,6 +21,7 @@ from typing import Final
 import torch
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
+from ft_transport.tensors.host_memory import available_bytes
 from ft_transport.wire.manifest import MAX_HEADER_BYTES
 
 HEADER_ROOM_BYTES: Final = -(-(MAX_HEADER_BYTES + 8) // (2 << 20)) * (2 << 20)
@@ -117,6 +118,7 @@ class ArenaPool:
         """Makes, in the background, as many arenas with room for ``data_bytes`` as there may be. Returns at once.
 
         Does nothing while an earlier call is still being carried out. A failure is logged; ``take`` tries again.
+        Memory that nobody has asked for yet is taken only where as much stays free.
 
         Raises:
             SnapshotError: The system has no further thread.
@@ -168,6 +170,8 @@ class ArenaPool:
         for arena in outgrown:
             arena.close()
         try:
+            # A snapshot that does not come costs a receiver time; one that the system ends this process for, a replica.
+            _refuse_beyond_available(data_bytes)
             return self._make(data_bytes, is_wanted=lambda: not self._closed)
         except BaseException as error:
             with self._changed:
@@ -208,6 +212,7 @@ class ArenaPool:
                     outgrown = self._drop_outgrown(data_bytes)
                 for arena in outgrown:
                     arena.close()
+                _refuse_beyond_available(2 * data_bytes)
                 arena = self._make(data_bytes, is_wanted=lambda: self._is_prepared_for(data_bytes))
                 with self._changed:
                     keep = self._is_prepared_for(data_bytes)
@@ -240,6 +245,12 @@ class ArenaPool:
         outgrown = [arena for arena in self._free if arena.capacity_bytes < data_bytes]
         self._free = [arena for arena in self._free if arena.capacity_bytes >= data_bytes]
         return outgrown
+
+
+def _refuse_beyond_available(num_bytes: int) -> None:
+    available = available_bytes()
+    if available is not None and num_bytes > available:
+        raise SnapshotError(f"expected {num_bytes} bytes of free host memory for a snapshot, {available} are left")
 
 
 def _memory_file() -> int:

@@ -144,9 +144,14 @@ def test_an_arena_that_cannot_be_pinned_leaves_nothing_and_blocks_nobody() -> No
 
 
 @pytest.mark.parametrize("data_bytes", [1 << 60, 1 << 64])
-def test_memory_that_is_not_there_is_a_typed_error(data_bytes: int) -> None:
+@pytest.mark.parametrize("is_told", [True, False])
+def test_memory_that_is_not_there_is_a_typed_error(
+    monkeypatch: pytest.MonkeyPatch, data_bytes: int, is_told: bool
+) -> None:
+    if not is_told:
+        monkeypatch.setattr(module, "available_bytes", lambda: None)
     pool = ArenaPool(1)
-    with pytest.raises(SnapshotError, match=f"expected {data_bytes} bytes of host memory"):
+    with pytest.raises(SnapshotError, match=rf"expected {data_bytes} bytes of (free )?host memory"):
         pool.take(data_bytes)
     pool.give_back(pool.take(10))
     pool.close()
@@ -259,6 +264,24 @@ def test_memory_that_cannot_be_prepared_is_asked_for_again(
         _until_prepared(pool)
     assert "no memory could be prepared for snapshots of 5000 bytes" in caplog.text
     pool.give_back(pool.take(5000))
+    pool.close()
+
+
+def test_memory_that_others_need_is_not_taken_ahead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = [10 << 20, 6 << 20]
+    monkeypatch.setattr(module, "available_bytes", lambda: left[0] if len(left) == 1 else left.pop(0))
+    pool = ArenaPool(2)
+    pool.prepare(4 << 20)
+    _until_prepared(pool)
+    # As much stays free: one fits in 10 MiB that way, and another not in the 6 that are left.
+    assert len(pool._free) == 1
+    assert "6291456 are left" in caplog.text
+    # Whoever asks for a snapshot gets one as long as there is memory at all.
+    arenas = [pool.take(4 << 20), pool.take(4 << 20)]
+    for arena in arenas:
+        pool.give_back(arena)
     pool.close()
 
 

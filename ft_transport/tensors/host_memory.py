@@ -1,0 +1,71 @@
+"""How much memory this process may still take before the system has to end somebody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+_PROC: Final = Path("/proc")
+_CGROUPS: Final = Path("/sys/fs/cgroup")
+
+
+def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
+    """The least of what the machine and each control group around this process have left; ``None`` if none tells.
+
+    Memory of files that can be dropped counts as free. Sources: ``MemAvailable`` (man 5 proc_meminfo), ``memory.max``
+    and ``memory.current`` (Linux, Documentation/admin-guide/cgroup-v2.rst), ``memory.limit_in_bytes`` and
+    ``memory.usage_in_bytes`` (cgroup-v1/memory.rst).
+
+    Args:
+        proc: Where procfs is mounted.
+        cgroups: Where the control groups are mounted.
+    """
+    found = [_field(proc / "meminfo", "MemAvailable:", unit=1024)]
+    for line in _lines(proc / "self" / "cgroup"):
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if not controllers:
+            found += _groups_left(cgroups, path, limit="memory.max", usage="memory.current", idle="inactive_file")
+        elif "memory" in controllers.split(","):
+            found += _groups_left(
+                cgroups / "memory",
+                path,
+                limit="memory.limit_in_bytes",
+                usage="memory.usage_in_bytes",
+                idle="total_inactive_file",
+            )
+    known = [number for number in found if number is not None]
+    return max(0, min(known)) if known else None
+
+
+def _groups_left(root: Path, path: str, *, limit: str, usage: str, idle: str) -> list[int | None]:
+    """What each group from the one at ``path`` up to the root has left. Seen from a container, the path may be none."""
+    group = root / path.lstrip("/")
+    left = []
+    while True:
+        limit_bytes, usage_bytes = _number(group / limit), _number(group / usage)
+        if limit_bytes is not None and usage_bytes is not None:
+            left.append(limit_bytes - usage_bytes + (_field(group / "memory.stat", idle) or 0))
+        if group == root or root not in group.parents:
+            return [*left]
+        group = group.parent
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; ``None`` if there is no file, or a word (``max``)."""
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].strip().isdigit() else None
+
+
+def _field(path: Path, name: str, *, unit: int = 1) -> int | None:
+    for line in _lines(path):
+        words = line.split()
+        if len(words) > 1 and words[0] == name and words[1].isdigit():
+            return int(words[1]) * unit
+    return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except (OSError, UnicodeError):
+        return []
