@@ -20,6 +20,8 @@ _BUSY_SHARE: Final = 0.1
 _QUIET_SHARE: Final = 0.05
 _QUIET_WINDOW_S: Final = 0.25
 _NUM_QUIET_WINDOWS: Final = 4
+_STATUS: Final = Path("/proc/self/status")
+_SPARE_BYTES: Final = 1 << 30
 _SHORTEST_WINDOW_S: Final = 0.1
 """The kernel counts in ticks of 10 ms: over less than this, one foreign tick would look like a busy machine."""
 
@@ -110,12 +112,12 @@ class PeakMemory:
             # What the allocator still holds from building the state could be reused unnoticed.
             return_free_memory()
             Path("/proc/self/clear_refs").write_text("5")
-            return cls(_status_bytes("VmRSS"))
+            return cls(_kib(_STATUS, "VmRSS"))
         except (OSError, ValueError):
             return None
 
     def growth_bytes(self) -> int:
-        return max(0, _status_bytes("VmHWM") - self.baseline_bytes)
+        return max(0, _kib(_STATUS, "VmHWM") - self.baseline_bytes)
 
 
 def return_free_memory() -> None:
@@ -131,8 +133,13 @@ def back_free_memory(num_bytes: int) -> None:
     long as the guest's own part of a page fault. What is free but was in use a moment ago is there already, as it
     always is on a machine of one's own.
     """
+    available = _kib(Path("/proc/meminfo"), "MemAvailable") if Path("/proc/meminfo").exists() else 0
+    num_bytes = min(num_bytes, available - _SPARE_BYTES)
+    if num_bytes <= 0:
+        return
     with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         block = bytes(1 << 20)
         for start in range(0, num_bytes, len(block)):
             memory[start : start + len(block)] = block[: num_bytes - start]
@@ -144,8 +151,9 @@ def _process_ticks(process_id: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def _status_bytes(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+def _kib(path: Path, name: str) -> int:
+    """A field of procfs that is given in kB, in bytes."""
+    for line in path.read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise ValueError(f"no {name}")

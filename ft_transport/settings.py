@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import index
-from typing import SupportsIndex
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -70,9 +69,11 @@ class TransportSettings:
             raise ConfigurationError(f"expected a str or None as token, got {type(self.token).__name__}")
         _check_type("replica", self.replica, (str,), "a str")
         _check_type("verify", self.verify, (bool,), "a bool")
-        for name in ("max_snapshots", "num_copy_threads", "chunk_bytes", "max_failures", "max_receive_bytes"):
-            check_number(name, getattr(self, name), at_least=1)
-        check_number("port", self.port, at_least=0)
+        at_least = dict.fromkeys(
+            ("max_snapshots", "num_copy_threads", "chunk_bytes", "max_failures", "max_receive_bytes"), 1
+        )
+        for name, least in {**at_least, "port": 0}.items():
+            object.__setattr__(self, name, check_number(name, getattr(self, name), at_least=least))
         if self.port > 65535:
             raise ConfigurationError(f"expected a port from 0 to 65535, got {self.port}")
         check_duration("lease", self.lease, at_least=timedelta(0))
@@ -104,12 +105,16 @@ def check_number(name: str, value: object, *, at_least: int) -> int:
     Raises:
         ConfigurationError: Says what was expected under ``name`` and what came.
     """
-    # What numpy and torch count with is as good.
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    try:
+        # What numpy and torch count with is as good.
+        number = index(value) if not isinstance(value, bool) else None  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
         raise ConfigurationError(f"expected a whole number as {name}, got {_shown(value)}")
-    if index(value) < at_least:
-        raise ConfigurationError(f"expected {name} of at least {at_least}, got {value}")
-    return index(value)
+    if number < at_least:
+        raise ConfigurationError(f"expected {name} of at least {at_least}, got {number}")
+    return number
 
 
 def _check_type(name: str, value: object, types: tuple[type, ...], expected: str) -> None:

@@ -113,7 +113,7 @@ class HTTPTransport(Generic[T]):
         settings: TransportSettings | None = None,
     ) -> None:
         check_duration("timeout", timeout, at_least=timedelta(0))
-        check_number("num_chunks", num_chunks, at_least=0)
+        num_chunks = check_number("num_chunks", num_chunks, at_least=0)
         self._timeout = timeout
         self._num_connections = num_chunks or _DEFAULT_NUM_CONNECTIONS
         self._state_dict = state_dict

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import index
-from typing import Any, Literal, SupportsIndex, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch.optim import Optimizer
 
@@ -235,7 +235,7 @@ class Manager:
         self._training_thread = threading.get_ident()
         self._step = _checked(step)
         if self._snapshotter is not None:
-            self._snapshotter.boundary(step, self._attached_optimizers())
+            self._snapshotter.boundary(self._step, self._attached_optimizers())
 
     def snapshot(self, step: int | None = None) -> Future[None]:
         """Take a snapshot now; the training thread calls this between two steps.
@@ -389,6 +389,10 @@ class Manager:
 
 
 def _checked(step: object) -> int:
-    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or index(step) < 0:
+    try:
+        number = index(step) if not isinstance(step, bool) else -1  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0:
         raise ManagerError(f"expected the number of committed steps, got {type(step).__name__} {step!r}")
-    return index(step)
+    return number

@@ -139,7 +139,7 @@ class _Fetch:
         num_started = 0
         try:
             for thread in threads:
-                thread.start()
+                self._start(thread)
                 num_started += 1
             self._work(WorkerIndex(0))
         except BaseException as error:
@@ -158,6 +158,13 @@ class _Fetch:
         assert stopped is not None, "the workers end only when the machine stops"
         if stopped.error is not None:
             raise stopped.error
+
+    @staticmethod
+    def _start(thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise TransportError(f"expected a thread for each connection: {error}") from error
 
     def _work_on_thread(self, worker: WorkerIndex) -> None:
         try:

@@ -25,7 +25,7 @@ from ft_transport.errors import (
     StepNotServedError,
     TransportError,
 )
-from ft_transport.net.forking import close_in_children
+from ft_transport.net.forking import close_in_children, making_socket
 from ft_transport.net.peer_address import PeerAddress, look_up
 from ft_transport.net.timed_socket import TimedSocket
 from ft_transport.net.token import JobToken
@@ -87,6 +87,7 @@ class Connection:
         self._patience = patience
         self._http: HTTPConnection | None = None
         self._socket: TimedSocket | None = None
+        self._address: object = None
         self._ahead = b""
         self._is_interrupted = False
         self._started_s = self._received_s = 0.0
@@ -94,9 +95,16 @@ class Connection:
         self._tick_s = 0.0
         close_in_children(self)
 
-    def open_descriptors(self) -> list[int]:
+    def is_mine(self, candidate: socket.socket) -> bool:
         """See ``net.forking``."""
-        return [self._socket.raw.fileno()] if self._socket is not None else []
+        timed = self._socket
+        if timed is not None and candidate.fileno() == timed.raw.fileno():
+            return True
+        try:
+            # While it is being closed, Python has forgotten its descriptor already.
+            return bool(candidate.getpeername() == self._address)
+        except OSError:  # not connected
+            return False
 
     def __enter__(self) -> Connection:
         return self
@@ -224,7 +232,9 @@ class Connection:
             self.peer, timeout_s=timeout_s, is_given_up=lambda: self._is_interrupted
         ):
             timeout_s = min(self._patience.connect_timeout_s, self._patience.remaining_s(doing, self.peer))
-            self._socket = timed = TimedSocket(socket.socket(family, kind, protocol))
+            with making_socket:
+                self._socket = timed = TimedSocket(socket.socket(family, kind, protocol))
+            self._address = address
             try:
                 timed.raw.settimeout(timeout_s)
                 timed.raw.connect(address)

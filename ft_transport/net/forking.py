@@ -7,19 +7,27 @@ timeouts. (A process that is spawned inherits none: PEP 446.)
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+import socket
+import threading
 import weakref
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Final, Protocol
+
+_DESCRIPTORS: Final = "/dev/fd"
 
 
 class SocketHolder(Protocol):
     """Whatever has sockets open."""
 
-    def open_descriptors(self) -> Iterable[int]:
-        """The descriptors of the sockets that it has open now, -1 for one that is closed. Called in the child."""
+    def is_mine(self, candidate: socket.socket) -> bool:
+        """Whether a socket belongs to it. Called in the child."""
 
 
+making_socket: Final = threading.RLock()
+"""Held from the moment that a socket exists until its holder knows it; a fork waits for that."""
 _holders: weakref.WeakSet[SocketHolder] = weakref.WeakSet()
 
 
@@ -29,14 +37,41 @@ def close_in_children(holder: SocketHolder) -> None:
 
 
 def _close_all() -> None:
-    descriptors = [number for holder in list(_holders) for number in holder.open_descriptors() if number >= 0]
-    if not descriptors:
+    making_socket.release()
+    holders = list(_holders)
+    mine = [number for number in _open_descriptors() if _is_of_any(holders, number)] if holders else []
+    if not mine:
         return
+    # The numbers stay taken: the child's copies of the Python objects will close them once more. One is closed first,
+    # because the table of descriptors may be full.
+    os.close(mine[0])
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for number in descriptors:
-        # The number stays taken: the child's copies of the Python objects will close it once more.
-        os.dup2(null, number, inheritable=False)
-    os.close(null)
+    for number in mine:
+        if number != null:
+            os.dup2(null, number, inheritable=False)
+    if null not in mine:
+        os.close(null)
 
 
-os.register_at_fork(after_in_child=_close_all)
+def _open_descriptors() -> Iterable[int]:
+    try:
+        return [int(name) for name in os.listdir(_DESCRIPTORS)]
+    except OSError:  # The table is full, or there is no such directory.
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return range(soft_limit if 0 <= soft_limit < 1 << 16 else 1 << 16)
+
+
+def _is_of_any(holders: list[SocketHolder], number: int) -> bool:
+    """Asks the system what the descriptor is, and not the objects that know of it: the fork may have come between."""
+    with contextlib.suppress(OSError):
+        candidate = socket.socket(fileno=number)
+        try:
+            return candidate.family in (socket.AF_INET, socket.AF_INET6) and any(
+                holder.is_mine(candidate) for holder in holders
+            )
+        finally:
+            candidate.detach()
+    return False
+
+
+os.register_at_fork(before=making_socket.acquire, after_in_parent=making_socket.release, after_in_child=_close_all)

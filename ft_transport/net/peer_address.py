@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import ipaddress
 import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
@@ -47,6 +47,10 @@ class PeerAddress:
         return cls(host=host, port=port if port is not None else 80)
 
 
+_lock = threading.Lock()
+_under_way: dict[PeerAddress, Future[list[AddressInfo]]] = {}
+
+
 def look_up(peer: PeerAddress, *, timeout_s: float, is_given_up: Callable[[], bool]) -> list[AddressInfo]:
     """The addresses of a peer.
 
@@ -58,36 +62,58 @@ def look_up(peer: PeerAddress, *, timeout_s: float, is_given_up: Callable[[], bo
         is_given_up: Asked ten times a second whether nobody wants the answer any more.
 
     Raises:
-        PeerUnreachableError: There was no answer in time, nobody wants it any more, or the name cannot be one.
+        PeerUnreachableError: There was no answer in time, nobody wants it any more, the name cannot be one, or the
+            system has no further thread.
         OSError: The name is unknown, or nobody could be asked.
     """
-    found: SimpleQueue[list[AddressInfo] | Exception] = SimpleQueue()
-
-    def ask() -> None:
-        try:
-            found.put(socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM))
-        except Exception as error:
-            found.put(error)
-
     if _is_address(peer.host):
-        ask()
-    else:
-        threading.Thread(target=ask, name="ft-transport-look-up", daemon=True).start()
+        return _ask(peer)
+    found = _look_up_on_thread(peer)
     give_up_s = time.monotonic() + timeout_s
-    outcome: list[AddressInfo] | Exception | None = None
-    while outcome is None:
+    while not found.done():
         if is_given_up():
             raise PeerUnreachableError("the request was given up", peer=str(peer))
         remaining_s = give_up_s - time.monotonic()
         if remaining_s <= 0:
             raise PeerUnreachableError(f"the address of {peer.host!r} was not found in time", peer=str(peer))
-        with contextlib.suppress(Empty):
-            outcome = found.get(timeout=min(_TICK_S, remaining_s))
-    if isinstance(outcome, UnicodeError):
-        raise PeerUnreachableError(f"expected a host name: {outcome}", peer=str(peer)) from outcome
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+        wait([found], timeout=min(_TICK_S, remaining_s))
+    return found.result()
+
+
+def _ask(peer: PeerAddress) -> list[AddressInfo]:
+    try:
+        return list(socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM))
+    except UnicodeError as error:
+        raise PeerUnreachableError(f"expected a host name: {error}", peer=str(peer)) from error
+
+
+def _look_up_on_thread(peer: PeerAddress) -> Future[list[AddressInfo]]:
+    """The look-up of this peer that is under way, or a new one: those that hang must not become many."""
+    with _lock:
+        under_way = _under_way.get(peer)
+        if under_way is not None:
+            return under_way
+        found: Future[list[AddressInfo]] = Future()
+
+        def run() -> None:
+            try:
+                addresses = _ask(peer)
+            except BaseException as error:
+                outcome = functools.partial(found.set_exception, error)
+            else:
+                outcome = functools.partial(found.set_result, addresses)
+            with _lock:
+                del _under_way[peer]
+            outcome()
+
+        try:
+            threading.Thread(target=run, name="ft-transport-look-up", daemon=True).start()
+        except RuntimeError as error:
+            raise PeerUnreachableError(
+                f"expected a thread to look up {peer.host!r}: {error}", peer=str(peer)
+            ) from error
+        _under_way[peer] = found
+        return found
 
 
 def _is_address(host: str) -> bool:

@@ -19,7 +19,6 @@ from typing import Final
 
 from aiohttp import web
 
-from ft_transport.net.forking import close_in_children
 from ft_transport.net.shelf import Reading
 
 logger = logging.getLogger(__name__)
@@ -104,11 +103,6 @@ class _Body:
         self._end = end
         self._num_acked_before = _acked_bytes(connected)
         self._num_bytes = end - start
-        close_in_children(self)
-
-    def open_descriptors(self) -> tuple[int]:
-        """See ``net.forking``."""
-        return (self.connected.fileno(),)
 
     def send(self) -> None:
         """Sends everything; blocks."""

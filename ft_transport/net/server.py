@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import resource
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -18,7 +19,6 @@ from typing import Final
 
 import msgspec
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
 
 from ft_transport.errors import (
     ConfigurationError,
@@ -107,7 +107,6 @@ class SnapshotServer:
             self._changed = asyncio.Event()
             self._closing = False
             self._handlers: set[asyncio.Task[object]] = set()
-            self._connections: Callable[[], list[RequestHandler]] = list
             started: Future[None] = Future()
             self._thread = threading.Thread(target=self._run, args=(started,), name="ft-transport-server", daemon=True)
             self._thread.start()
@@ -118,11 +117,9 @@ class SnapshotServer:
         shelf.listen(self._on_change)
         close_in_children(self)
 
-    def open_descriptors(self) -> list[int]:
-        """See ``net.forking``; the answers under way have theirs themselves."""
-        transports = [protocol.transport for protocol in self._connections()]
-        accepted = [transport.get_extra_info("socket").fileno() for transport in transports if transport is not None]
-        return [self._socket.fileno(), *accepted]
+    def is_mine(self, candidate: socket.socket) -> bool:
+        """See ``net.forking``. Whatever was accepted has the port of the listener."""
+        return bool(candidate.getsockname()[1] == self.port)
 
     def close(self, *, wait: bool) -> None:
         """Stops serving; running transfers are cut off. May be called again, to wait after all.
@@ -165,7 +162,6 @@ class SnapshotServer:
         await runner.setup()
         server = runner.server
         assert server is not None
-        self._connections = lambda: server.connections
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Each may take two, while a body is sent.
         max_connections = _MAX_CONNECTIONS if soft_limit < 0 else min(_MAX_CONNECTIONS, soft_limit // 4)
@@ -324,18 +320,15 @@ class SnapshotServer:
             return reading
         served = self._shelf.steps()
         failure = self._shelf.failure()
+        attempt = f"; the last attempt failed: {failure}" if failure is not None else ""
         if not served:
-            reason = f"the last attempt failed: {failure}" if failure is not None else "none has been taken yet"
-            raise PeerNotReadyError(f"expected a snapshot, and {reason}", after=after, step=step)
-        if step == LATEST:
-            reason = (
-                f"the last attempt at another failed: {failure}"
-                if failure is not None
-                else "the trainer has reached no step boundary since, or every snapshot is still being fetched"
+            raise PeerNotReadyError(
+                f"expected a snapshot, and none has been taken yet{attempt}", after=after, step=step
             )
+        if step == LATEST:
             raise PeerNotReadyError(
                 f"expected a snapshot of the present state, the newest is one of an earlier state (step {served[-1]}): "
-                f"{reason}",
+                f"the trainer has reached no step boundary since, or every snapshot is still being fetched{attempt}",
                 after=after,
                 step=step,
             )

@@ -279,6 +279,7 @@ class _Flattener:
             or value.is_neg()
             or self._views
             or not path
+            or not path.isascii()
             or path in self._names
         ):
             return None

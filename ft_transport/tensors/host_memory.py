@@ -24,27 +24,28 @@ def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if not controllers:
-            found += _groups_left(cgroups, path, limit="memory.max", usage="memory.current", idle="inactive_file")
+            found += _groups_left(cgroups, path, limit="memory.max", usage="memory.current", prefix="")
         elif "memory" in controllers.split(","):
             found += _groups_left(
                 cgroups / "memory",
                 path,
                 limit="memory.limit_in_bytes",
                 usage="memory.usage_in_bytes",
-                idle="total_inactive_file",
+                prefix="total_",
             )
     known = [number for number in found if number is not None]
     return max(0, min(known)) if known else None
 
 
-def _groups_left(root: Path, path: str, *, limit: str, usage: str, idle: str) -> list[int | None]:
+def _groups_left(root: Path, path: str, *, limit: str, usage: str, prefix: str) -> list[int | None]:
     """What each group from the one at ``path`` up to the root has left. Seen from a container, the path may be none."""
     group = root / path.lstrip("/")
     left = []
     while True:
         limit_bytes, usage_bytes = _number(group / limit), _number(group / usage)
         if limit_bytes is not None and usage_bytes is not None:
-            left.append(limit_bytes - usage_bytes + (_field(group / "memory.stat", idle) or 0))
+            files = [_field(group / "memory.stat", f"{prefix}{kind}_file") or 0 for kind in ("inactive", "active")]
+            left.append(limit_bytes - usage_bytes + sum(files))
         if group == root or root not in group.parents:
             return [*left]
         group = group.parent

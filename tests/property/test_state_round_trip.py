@@ -169,6 +169,7 @@ def test_any_tensor_round_trips_and_is_received_in_place(tensor: torch.Tensor) -
 
 @given(_states)
 @example({float("nan"): -0.0, (1, "a"): [float("-inf")], None: True, 1: 1.0, b"x": "\ud800", 10**6000: 1})
+@example({"\ud800": {"w": torch.ones(2), "é": torch.ones(3)}})
 @example({"\ud800": torch.ones(2), "\udfff.x": {"\ud800": torch.zeros(1)}})
 @example({10**6000: torch.ones(2), (10**6000, Point(1)): {1.5: torch.zeros(1)}})
 @example([1e16, 1e22, 5e-324, 1.0, -1.0, 2**53 + 1, -(2**63), 2**63 - 1, 2**63, 2**64, 1.7976931348623157e308])

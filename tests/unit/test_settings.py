@@ -5,7 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from ft_transport import ConfigurationError, HTTPTransport, TransportSettings
 from ft_transport.net.token import TOKEN_VARIABLE
@@ -34,6 +36,8 @@ NEGATIVE = timedelta(seconds=-1)
         ("port", 65536),
         ("max_snapshots", "2"),
         ("max_snapshots", True),
+        ("max_snapshots", torch.tensor(2.5)),
+        ("max_snapshots", np.array([2, 3])),
         ("chunk_bytes", 4e6),
         ("port", None),
         ("connect_timeout", 5.0),
@@ -100,6 +104,12 @@ def test_the_limits_themselves_are_allowed() -> None:
         max_snapshots=1, num_copy_threads=1, chunk_bytes=1, max_failures=1, max_receive_bytes=1, lease=ZERO, port=65535
     )
     assert settings.chunk_bytes == 1
+
+
+def test_what_numpy_and_torch_count_with_becomes_an_int() -> None:
+    settings = TransportSettings(chunk_bytes=torch.tensor(1 << 20), max_snapshots=np.uint8(3))  # type: ignore[arg-type]
+    assert (type(settings.chunk_bytes), settings.chunk_bytes) == (int, 1 << 20)
+    assert (type(settings.max_snapshots), settings.max_snapshots) == (int, 3)
 
 
 def test_settings_cannot_be_changed_later() -> None:

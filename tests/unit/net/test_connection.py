@@ -325,6 +325,9 @@ def silent_resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event
     monkeypatch.setattr(socket, "getaddrinfo", wait)
     yield asked
     ended.set()
+    for thread in threading.enumerate():
+        if thread.name == "ft-transport-look-up":
+            thread.join(20)
 
 
 def test_a_look_up_ends_with_the_deadline(silent_resolver: threading.Event) -> None:
@@ -333,6 +336,19 @@ def test_a_look_up_ends_with_the_deadline(silent_resolver: threading.Event) -> N
         receive(Connection(PeerAddress(host="silent", port=1), token=None, patience=patience(0.3)))
     assert silent_resolver.is_set()
     assert 0.3 <= time.monotonic() - started_s < 10
+    # Whoever asks again waits for the same answer, and no further thread does.
+    with pytest.raises(PeerUnreachableError, match="'silent' was not found in time"):
+        receive(Connection(PeerAddress(host="silent", port=1), token=None, patience=patience(0.1)))
+    assert sum(thread.name == "ft-transport-look-up" for thread in threading.enumerate()) == 1
+
+
+def test_a_look_up_without_a_thread_is_an_error_of_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(PeerUnreachableError, match="a thread to look up 'peer': can't start"):
+        receive(Connection(PeerAddress(host="peer", port=1), token=None, patience=patience()))
 
 
 def test_another_thread_ends_a_look_up(silent_resolver: threading.Event) -> None:

@@ -191,9 +191,9 @@ def test_a_receiver_is_told_why_the_last_attempt_failed(served: Serving) -> None
     served.put(4)
     assert served.ask(path).status == 200
     served.server.fresh_snapshot = lambda: 1
-    assert "has reached no step boundary" in served.ask(path).body.decode()
+    assert "being fetched (step latest)" in served.ask(path).body.decode()
     served.shelf.note_failure("step 5: OSError: no memory")
-    assert "(step 4): the last attempt at another failed: step 5" in served.ask(path).body.decode()
+    assert "; the last attempt failed: step 5: OSError" in served.ask(path).body.decode()
 
 
 def test_the_server_bounds_the_wait() -> None:

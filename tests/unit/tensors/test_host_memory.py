@@ -27,8 +27,12 @@ def _write(root: Path, files: dict[str, str]) -> Path:
         pytest.param("0::/\n", {"memory.max": "9000\n", "memory.current": "5000\n"}, 4000, id="a container's own"),
         pytest.param(
             "0::/\n",
-            {"memory.max": "9000\n", "memory.current": "5000\n", "memory.stat": "anon 7\ninactive_file 1500\n"},
-            5500,
+            {
+                "memory.max": "9000\n",
+                "memory.current": "5000\n",
+                "memory.stat": "anon 7\ninactive_file 1500\nactive_file 200\n",
+            },
+            5700,
             id="files that can be dropped",
         ),
         pytest.param(
@@ -47,9 +51,9 @@ def _write(root: Path, files: dict[str, str]) -> Path:
             {
                 "memory/job/memory.limit_in_bytes": "9000\n",
                 "memory/job/memory.usage_in_bytes": "2000\n",
-                "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 300\n",
+                "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 300\ntotal_active_file 50\n",
             },
-            7300,
+            7350,
             id="version 1",
         ),
         pytest.param("0::/\n", {"memory.max": "9\n", "memory.current": "50\n"}, 0, id="more taken than allowed"),
