@@ -14,6 +14,7 @@ from typing import Final, Generic, TypeVar, cast
 import torch
 
 from ft_transport.errors import (
+    ConfigurationError,
     FetchFailedError,
     SnapshotReplacedError,
     TransportError,
@@ -30,7 +31,7 @@ from ft_transport.tensors.matching import Incoming
 from ft_transport.tensors.restore import Restore
 from ft_transport.tensors.snapshot import PendingSnapshot, SnapshotTaker
 from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.routes import StepSelector
+from ft_transport.wire.routes import LATEST, StepSelector
 
 T = TypeVar("T")
 
@@ -118,6 +119,11 @@ class HTTPTransport(Generic[T]):
         self._num_connections = num_chunks or _DEFAULT_NUM_CONNECTIONS
         self._state_dict = state_dict
         self._read_lock = read_lock
+        if not isinstance(settings, (TransportSettings, type(None))):
+            raise ConfigurationError(f"expected TransportSettings as settings, got {type(settings).__name__}")
+        for name, function in (("state_dict", state_dict), ("read_lock", read_lock)):
+            if function is not None and not callable(function):
+                raise ConfigurationError(f"expected a function as {name}, got {type(function).__name__}")
         self._settings = settings if settings is not None else TransportSettings()
         token = self._settings.token
         self._token = JobToken(token) if token is not None else JobToken.from_environment()
@@ -172,6 +178,7 @@ class HTTPTransport(Generic[T]):
             SnapshotError: The state cannot be captured, or too many snapshots are still being fetched.
         """
         del dst_ranks
+        check_duration("timeout", timeout, at_least=timedelta.min)
         with self._read_lock(timeout) if self._read_lock is not None else contextlib.nullcontext():
             state = state_dict() if callable(state_dict) else state_dict
             in_progress = self.begin_snapshot(step, state)
@@ -228,7 +235,12 @@ class HTTPTransport(Generic[T]):
         Args:
             fresh_snapshot: Asks the owner of the state for a snapshot and returns at once, with the number
                 (``newest_sequence``) after which a snapshot is new enough. ``None``: whatever is there is served.
+
+        Raises:
+            ConfigurationError: Another owner was set before; two would replace each other's snapshots.
         """
+        if fresh_snapshot is not None and self._server.fresh_snapshot is not None:
+            raise ConfigurationError("expected a transport that serves nobody's snapshots yet, got one with an owner")
         self._server.fresh_snapshot = fresh_snapshot
 
     def newest_sequence(self) -> int:
@@ -296,6 +308,8 @@ class HTTPTransport(Generic[T]):
             timeout = self._timeout
         check_duration("timeout", timeout, at_least=timedelta.min)
         deadline_s = time.monotonic() + timeout.total_seconds()
+        if step != LATEST:
+            step = check_number("step", step, at_least=0)
         peer = PeerAddress.from_url(metadata)
         settings = self._fetch_settings(deadline_s)
         touched = False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ft_transport import Incoming
 from manager.errors import RegistryError
@@ -19,8 +21,9 @@ _MAX_SHOWN: Final = 5
 def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[str, object]) -> None:
     """Refuse a state that what is registered here could not hold exactly.
 
-    Other keys would fail in the middle of loading, and other dtypes would be rounded without a word. Only modules and
-    optimizers are compared in detail: functions of the user's own may take other sizes on purpose.
+    Other keys would fail in the middle of loading, other dtypes would be rounded without a word, and an optimizer or a
+    scheduler of another class would take what it has no use for and miss what it needs. Only modules, optimizers and
+    schedulers are compared in detail: functions of the user's own may take other states on purpose.
 
     Args:
         incoming: What a peer is about to send.
@@ -41,9 +44,15 @@ def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[st
     assert isinstance(own_parts, Mapping), "a replica's state has its parts by key"
     for entry in registry.entries("replicated"):
         holder = getattr(entry.load_state_dict, "__self__", None)
+        own = own_parts.get(entry.key)
         if isinstance(holder, torch.nn.Module):
-            _check_names(incoming, entry, holder, own_parts.get(entry.key))
-        if isinstance(holder, (torch.nn.Module, torch.optim.Optimizer)):
+            _check_names(incoming, entry, holder, own)
+        if isinstance(holder, LRScheduler) and isinstance(own, Mapping):
+            _check_parts(entry, own, incoming.keys(USER_KEY, entry.key))
+        # A class with a loading of its own may take what torch's does not.
+        if isinstance(holder, Optimizer) and type(holder).load_state_dict is Optimizer.load_state_dict:
+            _check_groups(incoming, entry, own)
+        if isinstance(holder, (torch.nn.Module, Optimizer)):
             _check_tensors(incoming, entry)
 
 
@@ -59,6 +68,33 @@ def _check_names(incoming: Incoming, entry: StateEntry, module: torch.nn.Module,
         raise RegistryError(
             f"expected the state of the same module under {entry.key!r}; missing: {_some(missing)}, unexpected: "
             f"{_some(unexpected)}; nothing was received",
+            keys=(entry.key,),
+        )
+
+
+def _check_groups(incoming: Incoming, entry: StateEntry, own: object) -> None:
+    groups = own.get("param_groups") if isinstance(own, Mapping) else None
+    if not isinstance(groups, list):
+        return
+    path = (USER_KEY, entry.key, "param_groups")
+    numbers = [incoming.num_items(*path, index, "params") for index in range(incoming.num_items(*path) or 0)]
+    own_numbers = [len(group["params"]) for group in groups]
+    if numbers != own_numbers:
+        raise RegistryError(
+            f"expected an optimizer with the same parameter groups under {entry.key!r}; their parameters are "
+            f"{own_numbers} here and {numbers} there; nothing was received",
+            keys=(entry.key,),
+        )
+    for index, group in enumerate(groups):
+        _check_parts(entry, group, incoming.keys(*path, index))
+
+
+def _check_parts(entry: StateEntry, own: Mapping[str, object], received: Collection[str] | None) -> None:
+    missing = [name for name in own if name not in (received or ())]
+    if missing:
+        raise RegistryError(
+            f"expected the state of the same class under {entry.key!r}, what comes has no {_some(missing)}; nothing "
+            "was received",
             keys=(entry.key,),
         )
 

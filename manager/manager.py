@@ -82,6 +82,8 @@ class Manager:
 
         Raises:
             ValueError: Only one of the two functions was given.
+            TypeError: The transport is none of ``ft_transport``.
+            TransportError: The transport belongs to another manager.
         """
         self._timeout = timeout
         self._lock = StateLock(timeout=timeout)
@@ -89,6 +91,7 @@ class Manager:
         self._attachments: list[OptimizerAttachment] = []
         self._transport = checkpoint_transport
         self._step = 0
+        self._is_past_step = False
         self._training_thread: int | None = None
         self._torn: StateTornError | None = None
         self._snapshotter: Snapshotter | None = None
@@ -97,6 +100,8 @@ class Manager:
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
         if checkpoint_transport is not None:
+            if not hasattr(checkpoint_transport, "serve_fresh"):
+                raise TypeError(f"expected an HTTPTransport of ft_transport, got {type(checkpoint_transport).__name__}")
             self._snapshotter = Snapshotter(
                 lock=self._lock, sink=checkpoint_transport, state=self.replica_state, prepare_memory=prepare_memory
             )
@@ -183,7 +188,9 @@ class Manager:
         Returns:
             A handle that detaches them; also a context manager.
         """
-        attachment = attach_optimizers(self._lock, optimizers, before_step=self._refuse_torn_state)
+        attachment = attach_optimizers(
+            self._lock, optimizers, before_step=self._refuse_torn_state, on_step_end=self._note_change
+        )
         self._attachments = [*(earlier for earlier in self._attachments if earlier.optimizers), attachment]
         return attachment
 
@@ -214,6 +221,7 @@ class Manager:
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Set the manager's own counters."""
         self._step = state_dict["step"]
+        self._is_past_step = False
 
     def current_step(self) -> int:
         """The committed step that the state shows; the last one that `start_step` was given."""
@@ -234,6 +242,7 @@ class Manager:
         self._refuse_torn_state()
         self._training_thread = threading.get_ident()
         self._step = _checked(step)
+        self._is_past_step = False
         if self._snapshotter is not None:
             self._snapshotter.boundary(self._step, self._attached_optimizers())
 
@@ -241,13 +250,14 @@ class Manager:
         """Take a snapshot now; the training thread calls this between two steps.
 
         Args:
-            step: The committed step; the current one by default.
+            step: The committed step. By default the one that `start_step` was given, if no attached optimizer has
+                stepped since.
 
         Returns:
             Done when the snapshot can be fetched.
 
         Raises:
-            ManagerError: There is no transport, it has been shut down, or the step is no whole number from 0.
+            ManagerError: There is no transport, it has been shut down, or which step the state shows is not known.
             LockTimeoutError: The snapshot before was not finished, or another thread was writing, until the deadline.
             TransportError: The state cannot be captured.
         """
@@ -258,6 +268,12 @@ class Manager:
             self._training_thread = threading.get_ident()
         if step is not None:
             self._step = _checked(step)
+            self._is_past_step = False
+        if self._is_past_step:
+            raise ManagerError(
+                f"expected the number of committed steps: an optimizer has stepped since step {self._step} began; call "
+                "start_step first, or pass the step"
+            )
         return self._snapshotter.take(self._step, self._attached_optimizers(), self._timeout)
 
     # ----------------------------------------------------------------------------------------------- recovery
@@ -285,6 +301,10 @@ class Manager:
         """
         if self._transport is None:
             raise ManagerError("expected a checkpoint_transport to receive with, and this manager has none")
+        if not isinstance(metadata, str):
+            raise TypeError(f"expected the address that a peer's metadata() returned, got {metadata!r}")
+        if step != "latest":
+            step = _checked(step)
         if metadata.rstrip("/") == self._transport.metadata().rstrip("/"):
             raise ManagerError(
                 f"expected the address of another replica to recover from, got this one's own {metadata}"
@@ -377,6 +397,9 @@ class Manager:
         keys = [entry.key for entry in self._registry.entries("replicated") if entry.on_training_thread]
         if keys:
             raise ManagerError(f"expected the training thread to call the state functions of {keys}, got another one")
+
+    def _note_change(self) -> None:
+        self._is_past_step = True
 
     def _refuse_torn_state(self) -> None:
         torn = self._torn

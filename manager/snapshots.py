@@ -123,6 +123,7 @@ class Snapshotter:
         self._run: _Run | None = None
         self._is_closed = False
         self._is_postponed = False
+        self._last_failure = ""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-snapshot")
 
     def request(self) -> int:
@@ -175,7 +176,12 @@ class Snapshotter:
                 logger.log(level, "step %d: no snapshot yet for those who asked for one: %s", step, error)
                 self._is_postponed = True
             else:
-                logger.exception("step %d: no snapshot could be taken for those who asked for one", step)
+                # The same trouble may come at every step: once with its traceback is enough.
+                is_new = str(error) != self._last_failure
+                self._last_failure = str(error)
+                logger.error(
+                    "step %d: no snapshot could be taken for those who asked for one: %s", step, error, exc_info=is_new
+                )
                 with self._mutex:
                     self._wanted_after = -1
         else:
@@ -230,7 +236,8 @@ class Snapshotter:
             self._is_prepared = True
         except Exception as error:
             # Whoever asks for a snapshot will be told, if it lasts.
-            logger.warning("the memory for snapshots could not be prepared: %s", error)
+            level = logging.DEBUG if self._num_boundaries > _PREPARED_AT_BOUNDARIES[0] else logging.WARNING
+            logger.log(level, "the memory for snapshots could not be prepared: %s", error)
 
     def _begin(self, run: _Run, optimizers: Iterable[Optimizer], timeout: timedelta) -> None:
         section: Section | None = None

@@ -28,7 +28,7 @@ from ft_transport.errors import (
 from ft_transport.net.forking import close_in_children, making_socket
 from ft_transport.net.peer_address import PeerAddress, look_up
 from ft_transport.net.timed_socket import TimedSocket
-from ft_transport.net.token import JobToken
+from ft_transport.net.token import TOKEN_VARIABLE, JobToken
 from ft_transport.wire.routes import AFTER_HEADER, SERVED_STEPS_HEADER, parse_after, parse_served_steps
 
 _MAX_ERROR_BODY_BYTES: Final = 2048
@@ -321,7 +321,10 @@ class Connection:
         reason = f"{response.status} {response.reason}: {text}"
         match response.status:
             case 401:
-                return PeerAuthenticationError(f"the peer refused the job token: {reason}", peer=peer)
+                refused = "the peer refused this side's job token"
+                if self._token is None:
+                    refused = "the peer asks for a job token, and this side has none"
+                return PeerAuthenticationError(f"{refused} ({TOKEN_VARIABLE}): {reason}", peer=peer)
             case 404:
                 served = parse_served_steps(response.headers.get(SERVED_STEPS_HEADER))
                 return StepNotServedError(f"the peer does not serve it: {reason}", served=served, peer=peer)

@@ -37,6 +37,8 @@ class PeerAddress:
         Raises:
             ConfigurationError: It is no ``http://host:port`` URL.
         """
+        if not isinstance(url, str):
+            raise ConfigurationError(f"expected the URL of a peer, got {url!r}")
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port

@@ -201,7 +201,7 @@ class SnapshotServer:
         self._handlers.add(task)
         try:
             if self._token is not None and not self._token.accepts(request.headers.get("Authorization")):
-                raise PeerAuthenticationError("expected the job token as 'Authorization: Bearer …'")
+                raise PeerAuthenticationError("expected the job token as 'Authorization: Bearer TOKEN'")
             return await handler(request)
         except TransportError as error:
             # The path as it came: a decoded one may hold line ends, and forge lines of the log.

@@ -133,7 +133,7 @@ class Shelf:
                     raise SnapshotLimitError(
                         f"expected at most {self.max_snapshots} snapshots alive at once (max_snapshots): those of "
                         f"steps {[entry.snapshot.step for entry in (*self._entries, *self._leaving)]} are still being "
-                        f"fetched ({readers} requests under way)"
+                        f"fetched ({readers} requests under way); it passes when they end, or raise max_snapshots"
                     )
                 self._entries.remove(idle[0])
                 to_close.append(idle[0])

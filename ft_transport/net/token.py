@@ -35,10 +35,14 @@ class JobToken:
         """The token that the environment sets, or ``None``.
 
         Raises:
-            ConfigurationError: It cannot be a token.
+            ConfigurationError: It cannot be a token, or is empty: a secret that was not found must not open the server.
         """
         secret = os.environ.get(TOKEN_VARIABLE)
-        return cls(secret) if secret else None
+        if secret == "":
+            raise ConfigurationError(
+                f"expected a job token in {TOKEN_VARIABLE}, it is set and empty; unset it for none"
+            )
+        return cls(secret) if secret is not None else None
 
     def header(self) -> str:
         """Value of the ``Authorization`` header (RFC 6750, section 2.1)."""

@@ -168,7 +168,7 @@ class _Flattener:
         if id(value) in self._open:
             raise SnapshotError("expected a tree, got a container that contains itself", path=path)
         if len(self._open) >= MAX_DEPTH:
-            raise SnapshotError(f"expected at most {MAX_DEPTH} levels of nesting", path=path)
+            raise SnapshotError(f"expected at most {MAX_DEPTH} levels of nesting", path=f"{path[:100]}…")
         self._open.add(id(value))
         try:
             return encode()
@@ -262,7 +262,10 @@ class _Flattener:
     @staticmethod
     def _check_leaf(value: torch.Tensor, path: str) -> None:
         if value.requires_grad and not value.is_leaf:
-            raise UnsupportedLeafError("expected a leaf of the autograd graph, got a computed tensor", path=path)
+            raise UnsupportedLeafError(
+                "expected a leaf of the autograd graph, got a computed tensor; put its detach() into the state",
+                path=path,
+            )
 
     def _take_plain(self, value: torch.Tensor, path: str) -> int | None:
         """A fast lane for row-major CPU tensors that are alone in their memory; ``None`` for any other.
@@ -306,7 +309,8 @@ class _Flattener:
         is_cpu = value.is_cpu
         if value.layout is not torch.strided or type(value) is not torch.Tensor or (not is_cpu and value.is_meta):
             raise UnsupportedLeafError(
-                f"expected a dense tensor, got {type(value).__name__} of layout {value.layout} on {value.device}",
+                f"expected a dense tensor with memory, got {type(value).__name__} of layout {value.layout} on "
+                f"{value.device}; put its parts, or a dense copy, into the state",
                 path=path,
             )
         wire_dtype = SAFETENSORS_NAMES.get(dtype)

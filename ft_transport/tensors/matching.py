@@ -50,17 +50,30 @@ class Incoming:
     mismatches: tuple[Mismatch, ...]
     _tree: Node
 
-    def keys(self, *path: str) -> tuple[str, ...] | None:
+    def keys(self, *path: str | int) -> tuple[str, ...] | None:
         """The str keys of the mapping at ``path``, ``None`` if there is no mapping."""
-        node: Node = self._tree
-        for key in path:
-            if not isinstance(node, MappingNode):
-                return None
-            pairs = zip(node.items[::2], node.items[1::2], strict=False)
-            node = next((value for name, value in pairs if name == key), None)
+        node = self._node(path)
         if not isinstance(node, MappingNode):
             return None
         return tuple(key for key in node.items[::2] if isinstance(key, str))
+
+    def num_items(self, *path: str | int) -> int | None:
+        """The length of the list or tuple at ``path``, ``None`` if there is none."""
+        node = self._node(path)
+        return len(node.items) if isinstance(node, SequenceNode) else None
+
+    def _node(self, path: tuple[str | int, ...]) -> Node:
+        node: Node = self._tree
+        for step in path:
+            match node:
+                case MappingNode():
+                    pairs = zip(node.items[::2], node.items[1::2], strict=False)
+                    node = next((value for key, value in pairs if type(key) is type(step) and key == step), None)
+                case SequenceNode() if isinstance(step, int) and 0 <= step < len(node.items):
+                    node = node.items[step]
+                case _:
+                    return None
+        return node
 
 
 class Offer(NamedTuple):

@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 
 from ft_transport import (
+    ConfigurationError,
     DeadlineExceededError,
     FetchFailedError,
     HTTPTransport,
@@ -244,6 +245,9 @@ def test_an_old_state_does_not_pass_for_the_latest(sender: HTTPTransport[Any]) -
     sender.serve_fresh(sender.newest_sequence)  # As a trainer that has moved on and is at no step boundary.
     with pytest.raises(DeadlineExceededError, match=r"one of an earlier state \(step 3\)"):
         sender.fetch(sender.metadata(), timeout=timedelta(seconds=1))
+    with pytest.raises(ConfigurationError, match="got one with an owner"):
+        sender.serve_fresh(lambda: 0)
+    sender.serve_fresh(None)
     sender.serve_fresh(lambda: 0)
     assert sender.fetch(sender.metadata()).step == 3
 

@@ -63,6 +63,9 @@ def test_a_setting_out_of_range_is_named(name: str, value: Any) -> None:
         ({"num_chunks": 2.0}, "num_chunks"),
         ({"timeout": NEGATIVE}, "timeout"),
         ({"timeout": 5.0}, r"datetime\.timedelta as timeout, got float 5\.0"),
+        ({"settings": {}}, "expected TransportSettings as settings, got dict"),
+        ({"state_dict": {}}, "expected a function as state_dict, got dict"),
+        ({"read_lock": 1}, "expected a function as read_lock, got int"),
     ],
 )
 def test_an_argument_out_of_range_is_named(arguments: dict[str, Any], name: str) -> None:
@@ -93,6 +96,12 @@ def test_a_step_that_is_no_count_is_refused_before_anything_is_copied(step: Any)
     try:
         with pytest.raises(ConfigurationError, match="step"):
             transport.send_checkpoint([], step, {"a": 1}, timedelta(seconds=5))
+        with pytest.raises(ConfigurationError, match="timedelta as timeout"):
+            transport.send_checkpoint([], 1, {"a": 1}, 5)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="URL of a peer, got None"):
+            transport.fetch(None)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="step"):
+            transport.fetch(transport.metadata(), step)
         with pytest.raises(ConfigurationError, match="timedelta as timeout"):
             transport.fetch(transport.metadata(), timeout=5)  # type: ignore[arg-type]
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ft_transport import HTTPTransport, TransportSettings
+from ft_transport import HTTPTransport, TransportError, TransportSettings
 from manager import LockTimeoutError, Manager, ManagerError, RegistryError, StateTornError
 
 _LONG_S = 20.0
@@ -338,6 +338,32 @@ def test_a_step_that_is_no_count_is_refused(serving: Manager, step: Any) -> None
         with pytest.raises(ManagerError, match="number of committed steps, got"):
             serving.snapshot(step)
     assert serving.current_step() == 0
+
+
+def test_a_snapshot_of_a_state_that_has_moved_on_does_not_get_the_old_number(serving: Manager) -> None:
+    optimizer = _optimizer()
+    serving.attach(optimizer)
+    serving.register("counter", Counter())
+    serving.snapshot().result(_LONG_S)
+    optimizer.step()
+    with pytest.raises(ManagerError, match="an optimizer has stepped since step 0 began; call start_step first"):
+        serving.snapshot()
+    serving.snapshot(1).result(_LONG_S)
+    optimizer.step()
+    serving.start_step(2)
+    serving.snapshot().result(_LONG_S)
+    assert serving.current_step() == 2
+
+
+def test_a_transport_has_one_manager(serving: Manager, transport: HTTPTransport[Any]) -> None:
+    with pytest.raises(TransportError, match="got one with an owner"):
+        Manager(checkpoint_transport=transport)
+    with pytest.raises(TypeError, match="expected an HTTPTransport of ft_transport, got str"):
+        Manager(checkpoint_transport="http://127.0.0.1:1/")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"address that a peer's metadata\(\) returned, got None"):
+        serving.recover(None)  # type: ignore[arg-type]
+    with pytest.raises(ManagerError, match="number of committed steps, got str 'x'"):
+        serving.recover("http://127.0.0.1:1/", "x")  # type: ignore[arg-type]
 
 
 def test_a_timeout_in_plain_seconds_is_refused() -> None:

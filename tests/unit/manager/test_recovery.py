@@ -287,6 +287,53 @@ def test_a_state_that_would_not_fit_exactly_is_refused_before_it_is_received(
     ours.manager.start_step(0)
 
 
+_W, _B = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(1))
+
+
+def _adamw() -> torch.optim.Optimizer:
+    return torch.optim.AdamW([_W, _B], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "message"),
+    [
+        (_adamw, _adamw, None),
+        (lambda: torch.optim.SGD([_W, _B]), _adamw, "'part', what comes has no momentum, dampening, nesterov; nothing"),
+        (
+            _adamw,
+            lambda: torch.optim.AdamW([{"params": [_W]}, {"params": [_B]}]),
+            r"parameters are \[2\] here and \[1, 1\] there; nothing was received",
+        ),
+        (_adamw, lambda: torch.optim.AdamW([_W]), r"parameters are \[2\] here and \[1\] there; nothing was received"),
+        (
+            lambda: torch.optim.lr_scheduler.StepLR(_adamw(), 3),
+            lambda: torch.optim.lr_scheduler.StepLR(_adamw(), 2),
+            None,
+        ),
+        (
+            lambda: torch.optim.lr_scheduler.StepLR(_adamw(), 3),
+            lambda: torch.optim.lr_scheduler.CosineAnnealingLR(_adamw(), 3),
+            "'part', what comes has no step_size, gamma; nothing was received",
+        ),
+    ],
+    ids=["same", "other optimizer", "more groups", "fewer parameters", "other step", "other scheduler"],
+)
+def test_optimizers_and_schedulers_of_another_make_are_refused(
+    ours: Callable[[], object], theirs: Callable[[], object], message: str | None
+) -> None:
+    own, peer = StateRegistry(), StateRegistry()
+    own.register_object("part", ours())
+    peer.register_object("part", theirs())
+    own_state = {"user": own.state_dict(), "manager": {}}
+    file = file_of_state({"user": peer.state_dict(), "manager": {}})
+    incoming = Restore(manifest_of(file), into=own_state, max_bytes=1 << 20).incoming
+    if message is None:
+        check_fit(incoming, own, own_state)
+    else:
+        with pytest.raises(RegistryError, match=message):
+            check_fit(incoming, own, own_state)
+
+
 def test_a_module_that_loads_by_rules_of_its_own_is_not_asked_for_the_same_names() -> None:
     class Lenient(torch.nn.Linear):
         def load_state_dict(self, state_dict: Any, *_args: Any, **_kwargs: Any) -> Any:

@@ -59,6 +59,18 @@ def test_a_failure_at_the_boundary_is_logged_and_not_raised(
     assert not caplog.records
 
 
+def test_the_same_failure_shows_its_traceback_once(replica: Replica, caplog: pytest.LogCaptureFixture) -> None:
+    replica.sink.before_begin = _fail(SnapshotError("no encoding for it"))
+    for step in range(3):
+        replica.snapshotter.request()
+        replica.boundary(step)
+    assert [bool(record.exc_info) for record in caplog.records] == [True, False, False]
+    replica.sink.before_begin = _fail(SnapshotError("no memory"))
+    replica.snapshotter.request()
+    replica.boundary(3)
+    assert caplog.records[-1].exc_info
+
+
 def test_a_retryable_failure_keeps_the_request_and_is_logged_once(
     replica: Replica, caplog: pytest.LogCaptureFixture
 ) -> None:

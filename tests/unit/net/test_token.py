@@ -52,8 +52,9 @@ def test_what_no_header_can_carry_is_refused_without_being_shown(secret: str) ->
 def test_the_environment_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert JobToken.from_environment() is None
-    monkeypatch.setenv(TOKEN_VARIABLE, "")
-    assert JobToken.from_environment() is None
+    monkeypatch.setenv(TOKEN_VARIABLE, "")  # A secret that was not found.
+    with pytest.raises(ConfigurationError, match="set and empty"):
+        JobToken.from_environment()
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     token = JobToken.from_environment()
     assert token is not None

@@ -145,7 +145,7 @@ def test_a_computed_dtensor_is_refused_by_its_path(one_rank_group: None) -> None
     from torch.distributed.tensor import Shard, distribute_tensor
 
     leaf = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)]).requires_grad_()
-    with pytest.raises(UnsupportedLeafError, match=r"computed tensor .at a.0"):
+    with pytest.raises(UnsupportedLeafError, match=r"computed tensor.*at a.0"):
         flatten({"a": [leaf * 2]})
 
 
