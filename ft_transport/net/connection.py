@@ -34,6 +34,8 @@ from ft_transport.wire.routes import AFTER_HEADER, SERVED_STEPS_HEADER, parse_af
 _MAX_ERROR_BODY_BYTES: Final = 2048
 _MAX_VIEWS_PER_READ: Final = 512
 """Below IOV_MAX, which Linux puts at 1024 (``man 2 readv``)."""
+_WAKE_BYTES: Final = 256 << 10
+"""Half the wake-ups that a receiver has without it; with far more, the sender runs into a full window."""
 _TICK_S: Final = 0.1
 """How often a read that waits for more looks at the clock."""
 _CLOCK_TOLERANCE_S: Final = 0.001
@@ -92,6 +94,7 @@ class Connection:
         self._is_interrupted = False
         self._started_s = self._received_s = 0.0
         self._received = 0
+        self._body_bytes = 0
         self._tick_s = 0.0
         close_in_children(self)
 
@@ -146,11 +149,13 @@ class Connection:
                 self._patience.deadline_s, time.monotonic() + answer_within_s + self._patience.stall_timeout_s
             )
             self._socket.in_head, self._socket.head_complete = True, False
+            self._socket.wake_at(1)
             http.request("GET", path, headers=asked)
             response = http.getresponse()
             self._socket.in_head = False
             self._started_s = self._received_s = time.monotonic()
             self._received = 0
+            self._body_bytes = response.length or 0
             self._tick_s = 0.0
             if response.status != expected_status:
                 raise self._refusal(response)
@@ -192,6 +197,8 @@ class Connection:
         # What this side did in between is no fault of the peer's.
         self._received_s = time.monotonic()
         try:
+            num_later = self._body_bytes - self._received - sum(map(len, views))
+            self._socket.wake_at(_WAKE_BYTES if num_later >= _WAKE_BYTES else 1)
             for start in range(0, len(views), _MAX_VIEWS_PER_READ):
                 self._fill(list(views[start : start + _MAX_VIEWS_PER_READ]))
         except TimeoutError as error:

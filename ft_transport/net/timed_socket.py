@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import socket
 import struct
+import sys
 import time
 from typing import Final
 
@@ -19,6 +20,7 @@ class TimedSocket:
         self.read_until_s = 0.0
         self.in_head = False
         self.head_complete = False
+        self._wakes_at_bytes = 1
 
     def arm(self) -> None:
         """Lets the next call on the socket take no longer than until ``read_until_s``."""
@@ -35,6 +37,15 @@ class TimedSocket:
         self.raw.settimeout(None)
         microseconds = max(1, round(at_most_s * 1e6))
         self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*divmod(microseconds, 1_000_000)))
+
+    def wake_at(self, num_bytes: int) -> None:
+        """Lets the system wake a waiting read once so many bytes are there, and not for each segment (man 7 socket).
+
+        The caller makes sure that as many are still to come.
+        """
+        if num_bytes != self._wakes_at_bytes and sys.platform == "linux":
+            self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._wakes_at_bytes = num_bytes
 
     def makefile(self, _mode: str, *_args: object, **_kwargs: object) -> io.BufferedReader:
         """Where http.client reads the head of an answer from."""

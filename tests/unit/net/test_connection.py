@@ -122,6 +122,32 @@ def test_an_answer_that_trickles_through_head_and_body_is_read() -> None:
         assert receive(connection) == BODY
 
 
+@pytest.mark.parametrize("last_bytes", [1, (256 << 10) - 1, 256 << 10, (256 << 10) + 1])
+def test_a_short_answer_after_a_long_one_is_not_waited_for(last_bytes: int) -> None:
+    """Though reads of the long one are woken for large parts alone."""
+    body = bytes(1 << 20) + bytes(range(256)) * 2048
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        answer = ok(body)
+        peer.send(answer[: -last_bytes - 1000])
+        peer.trickle(answer[-last_bytes - 1000 :], bytes_at_once=100_000)
+        peer.request()
+        peer.send(ok())
+        peer.hold()  # An end of the connection would wake the reader as well.
+
+    limits = patience(stall_timeout_s=5.0)
+    with scripted(script) as port, connection_to(port, limits) as connection:
+        received = bytearray(len(body))
+        response = connection.get("/x", headers={}, expected_status=200, answer_within_s=0.0)
+        connection.read_into([memoryview(received)[:700_000]])
+        connection.read_into([memoryview(received)[700_000:-last_bytes]])
+        connection.read_into([memoryview(received)[-last_bytes:]])
+        connection.end_response(response)
+        assert received == body
+        assert receive(connection) == BODY
+
+
 @pytest.mark.parametrize("end", ["deadline", "stall"])
 def test_a_head_that_trickles_is_given_up(end: str) -> None:
     def script(peer: Peer) -> None:
