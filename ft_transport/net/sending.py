@@ -110,6 +110,8 @@ class _Body:
         piece_bytes = _PIECE_BYTES if self._num_acked_before else _LEAST_BYTES
         # The flag belongs to the connection, not to its descriptor: the event loop needs it back.
         os.set_blocking(self.connected.fileno(), True)
+        # asyncio has it send each part at once; a body is better sent in full segments, until its end.
+        self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
         try:
             while self._position < self._end:
                 num_bytes = min(self._end - self._position, piece_bytes)
@@ -119,6 +121,9 @@ class _Body:
                 self._position += sent
         finally:
             os.set_blocking(self.connected.fileno(), False)
+            with contextlib.suppress(OSError):  # The receiver is gone.
+                # Sends what is left (man 7 tcp).
+                self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def remaining_bytes(self) -> int:
         """How much the receiver has yet to take; too little by what was on its way when the body began."""
