@@ -289,7 +289,11 @@ def test_a_peer_that_is_killed_is_missed_at_once_also_where_it_leaves_a_child() 
 def test_no_forked_child_is_left_a_socket(arguments: list[str]) -> None:
     script = Path(__file__).parent / "forking_process.py"
     done = subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-W", "ignore:This process:DeprecationWarning", str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert (done.stdout, done.stderr) == ("0\n", "")
 
