@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ft_transport.tensors.host_memory import available_bytes
+
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _BUSY_SHARE: Final = 0.1
 """Above this share of the cores, taken by others, a sample is marked."""
 _QUIET_SHARE: Final = 0.05
 _QUIET_WINDOW_S: Final = 0.25
 _NUM_QUIET_WINDOWS: Final = 4
-_STATUS: Final = Path("/proc/self/status")
 _SPARE_BYTES: Final = 1 << 30
 _SHORTEST_WINDOW_S: Final = 0.1
 """The kernel counts in ticks of 10 ms: over less than this, one foreign tick would look like a busy machine."""
@@ -112,12 +113,12 @@ class PeakMemory:
             # What the allocator still holds from building the state could be reused unnoticed.
             return_free_memory()
             Path("/proc/self/clear_refs").write_text("5")
-            return cls(_kib(_STATUS, "VmRSS"))
+            return cls(_status_bytes("VmRSS"))
         except (OSError, ValueError):
             return None
 
     def growth_bytes(self) -> int:
-        return max(0, _kib(_STATUS, "VmHWM") - self.baseline_bytes)
+        return max(0, _status_bytes("VmHWM") - self.baseline_bytes)
 
 
 def return_free_memory() -> None:
@@ -133,8 +134,7 @@ def back_free_memory(num_bytes: int) -> None:
     long as the guest's own part of a page fault. What is free but was in use a moment ago is there already, as it
     always is on a machine of one's own.
     """
-    available = _kib(Path("/proc/meminfo"), "MemAvailable") if Path("/proc/meminfo").exists() else 0
-    num_bytes = min(num_bytes, available - _SPARE_BYTES)
+    num_bytes = min(num_bytes, (available_bytes() or 0) - _SPARE_BYTES)
     if num_bytes <= 0:
         return
     with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
@@ -151,9 +151,8 @@ def _process_ticks(process_id: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def _kib(path: Path, name: str) -> int:
-    """A field of procfs that is given in kB, in bytes."""
-    for line in path.read_text().splitlines():
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise ValueError(f"no {name}")

@@ -110,9 +110,9 @@ class _Body:
         piece_bytes = _PIECE_BYTES if self._num_acked_before else _LEAST_BYTES
         # The flag belongs to the connection, not to its descriptor: the event loop needs it back.
         os.set_blocking(self.connected.fileno(), True)
-        # asyncio has it send each part at once; a body is better sent in full segments, until its end.
-        self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
         try:
+            # asyncio has it send each part at once; a body is better sent in full segments, until its end.
+            self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
             while self._position < self._end:
                 num_bytes = min(self._end - self._position, piece_bytes)
                 sent = os.sendfile(self.connected.fileno(), self._descriptor, self._position, num_bytes)

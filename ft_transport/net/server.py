@@ -118,8 +118,8 @@ class SnapshotServer:
         close_in_children(self)
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """See ``net.forking``. Whatever was accepted has the port of the listener."""
-        return bool(candidate.getsockname()[1] == self.port)
+        """See ``net.forking``. Whatever was accepted has the port of the listener, until that is given up."""
+        return not self._loop.is_closed() and bool(candidate.getsockname()[1] == self.port)
 
     def close(self, *, wait: bool) -> None:
         """Stops serving; running transfers are cut off. May be called again, to wait after all.

@@ -40,14 +40,14 @@ def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
 def _groups_left(root: Path, path: str, *, limit: str, usage: str, prefix: str) -> list[int | None]:
     """What each group from the one at ``path`` up to the root has left. Seen from a container, the path may be none."""
     group = root / path.lstrip("/")
-    left = []
+    left: list[int | None] = []
     while True:
         limit_bytes, usage_bytes = _number(group / limit), _number(group / usage)
         if limit_bytes is not None and usage_bytes is not None:
             files = [_field(group / "memory.stat", f"{prefix}{kind}_file") or 0 for kind in ("inactive", "active")]
             left.append(limit_bytes - usage_bytes + sum(files))
         if group == root or root not in group.parents:
-            return [*left]
+            return left
         group = group.parent
 
 
