@@ -142,7 +142,8 @@ class _Ours:
 
     def warm_up(self) -> None:
         for _ in range(TransportSettings().max_snapshots):
-            self._manager.snapshot().result()
+            # The last step has ended.
+            self._manager.snapshot(self._manager.current_step() + 1).result()
 
     def close(self) -> None:
         self._manager.shutdown()
