@@ -19,7 +19,7 @@ from ft_transport.errors import (
     SnapshotReplacedError,
     TransportError,
 )
-from ft_transport.net.asking import fetch_manifest
+from ft_transport.net.asking import fetch_manifest, fetch_server_id
 from ft_transport.net.client import FetchSettings, fetch_data
 from ft_transport.net.connection import Connection, Patience
 from ft_transport.net.peer_address import PeerAddress
@@ -27,6 +27,8 @@ from ft_transport.net.server import FreshSnapshot, SnapshotServer
 from ft_transport.net.shelf import Shelf
 from ft_transport.net.token import JobToken
 from ft_transport.settings import TransportSettings, check_duration, check_number
+from ft_transport.tensors.agreement import find_differences
+from ft_transport.tensors.copying import default_num_threads
 from ft_transport.tensors.matching import Incoming
 from ft_transport.tensors.restore import Restore
 from ft_transport.tensors.snapshot import PendingSnapshot, SnapshotTaker
@@ -50,6 +52,23 @@ class Received(Generic[T]):
 
     step: int
     state: T
+    _manifest: Manifest
+
+    def differences(self, state: object) -> tuple[str, ...]:
+        """Where ``state`` is not, bit for bit, what was sent; whatever load functions have made of it.
+
+        Reads every byte of it once, and sends nothing.
+
+        Args:
+            state: The receiver's state after loading. Nothing may change it meanwhile.
+
+        Returns:
+            Paths, each with what differs; empty if nothing does.
+
+        Raises:
+            UnsupportedLeafError: A leaf of ``state`` has no safe encoding.
+        """
+        return find_differences(self._manifest, state, num_threads=default_num_threads())
 
 
 class SnapshotInProgress:
@@ -162,6 +181,36 @@ class HTTPTransport(Generic[T]):
     def address(self) -> str:
         """The same as ``metadata`` (torchft's name)."""
         return self.metadata()
+
+    def check_address(self, timeout: timedelta) -> None:
+        """Makes sure that the address which peers are told leads to this very transport, by asking there.
+
+        A name that nobody resolves, an interface that is down or another server on the port is found at the start, and
+        not when a replica has to recover.
+
+        Args:
+            timeout: For everything.
+
+        Raises:
+            ConfigurationError: It leads nowhere, or to somebody else.
+        """
+        check_duration("timeout", timeout, at_least=timedelta.min)
+        settings = self._fetch_settings(time.monotonic() + timeout.total_seconds())
+        try:
+            with Connection(
+                PeerAddress.from_url(self.metadata()), token=self._token, patience=settings.patience
+            ) as own:
+                server_id = fetch_server_id(own)
+        except TransportError as error:
+            raise ConfigurationError(
+                f"expected to reach this transport at the address that peers are told, {self.metadata()}: {error}; set "
+                "TransportSettings.advertise or FT_TRANSPORT_ADVERTISE to a host, an address or a network interface"
+            ) from error
+        if server_id != self._server.server_id:
+            raise ConfigurationError(
+                f"expected this transport at the address that peers are told, {self.metadata()}, and another server "
+                "answers there; set TransportSettings.advertise or FT_TRANSPORT_ADVERTISE"
+            )
 
     def send_checkpoint(
         self, dst_ranks: Sequence[int], step: int, state_dict: T | Callable[[], T], timeout: timedelta
@@ -287,6 +336,7 @@ class HTTPTransport(Generic[T]):
         step: StepSelector = "latest",
         *,
         timeout: timedelta | None = None,
+        unreachable_timeout: timedelta | None = None,
         into: object = None,
         check: Callable[[Incoming], None] | None = None,
     ) -> Received[T]:
@@ -296,6 +346,8 @@ class HTTPTransport(Generic[T]):
             metadata: What the peer's ``metadata()`` returned.
             step: A step, or ``latest``: the peer then takes a new snapshot if its state has moved on.
             timeout: For everything; the transport's own by default.
+            unreachable_timeout: How long a peer may be out of reach before the first byte; by default ``timeout``, so
+                that a receiver can start before its source.
             into: The receiver's own state to receive into; its tensors must not be used until this returns.
             check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
                 untouched.
@@ -310,6 +362,7 @@ class HTTPTransport(Generic[T]):
         deadline_s = time.monotonic() + timeout.total_seconds()
         if step != LATEST:
             step = check_number("step", step, at_least=0)
+        unreachable_s = (timeout if unreachable_timeout is None else unreachable_timeout).total_seconds()
         peer = PeerAddress.from_url(metadata)
         settings = self._fetch_settings(deadline_s)
         touched = False
@@ -317,10 +370,9 @@ class HTTPTransport(Generic[T]):
         while True:
             try:
                 with Connection(peer, token=settings.token, patience=settings.patience) as connection:
-                    manifest = fetch_manifest(connection, step, settings)
-                    return Received(
-                        step=manifest.step, state=cast(T, self._receive(peer, manifest, settings, into, check))
-                    )
+                    manifest = fetch_manifest(connection, step, settings, unreachable_s=unreachable_s)
+                    state = cast(T, self._receive(peer, manifest, settings, into, check))
+                    return Received(step=manifest.step, state=state, _manifest=manifest)
             except TransportError as error:
                 # What an earlier attempt did to the receiver's tensors holds for the last one as well.
                 error.destination_touched = touched = touched or error.destination_touched

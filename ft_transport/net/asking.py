@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
+import msgspec
+
 from ft_transport.errors import (
     DeadlineExceededError,
     IntegrityError,
@@ -19,23 +21,28 @@ from ft_transport.net.client import FetchSettings
 from ft_transport.net.connection import Connection, Patience
 from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_header
-from ft_transport.wire.routes import MANIFEST_DIGEST_HEADER, StepSelector, metadata_path
+from ft_transport.wire.routes import MANIFEST_DIGEST_HEADER, STATUS_ROUTE, StepSelector, metadata_path
 
 _RETRY_PAUSE_S: Final = 0.1
 _HOLD_S: Final = 10.0
 """The longest that the server is asked to hold one request; after that the client asks again."""
 _HELD_SHARE: Final = 0.75
+_MAX_STATUS_BYTES: Final = 1 << 20
 
 
-def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSettings) -> Manifest:
+def fetch_manifest(
+    connection: Connection, step: StepSelector, settings: FetchSettings, *, unreachable_s: float
+) -> Manifest:
     """The manifest of the snapshot that a peer serves for ``step``, waiting for it until the deadline.
 
     Args:
         connection: To the peer. As long as the caller leaves it open, the peer keeps the snapshot for it.
         step: A step or ``latest``.
         settings: How to fetch.
+        unreachable_s: How long, in seconds, the peer may be out of reach.
 
     Raises:
+        PeerUnreachableError: It was out of reach for longer.
         StepNotServedError: The peer serves other steps, and this one does not come any more.
         DeadlineExceededError: The step did not come, or the peer could not be reached, in time.
         PeerError: The peer refused, or answered outside the protocol.
@@ -47,6 +54,7 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
     peer = connection.peer
     last: TransportError | None = None
     after: int | None = None
+    reached_s = time.monotonic()
     while True:
         try:
             patience.remaining_s(f"waiting for step {step}", peer)
@@ -61,6 +69,10 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
         except (PeerUnreachableError, PeerNotReadyError) as error:
             connection.close()
             last = error
+            if isinstance(error, PeerNotReadyError):
+                reached_s = time.monotonic()
+            elif time.monotonic() - reached_s >= unreachable_s:
+                raise
             if isinstance(error, PeerNotReadyError) and error.after is not None:
                 after = error.after if after is None else min(after, error.after)
         except IntegrityError as error:
@@ -76,6 +88,26 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
                 raise
             last = error
         time.sleep(min(_RETRY_PAUSE_S, max(0.0, patience.deadline_s - time.monotonic())))
+
+
+def fetch_server_id(connection: Connection) -> str:
+    """What the server at the other end calls itself, drawn at random when it started.
+
+    Raises:
+        PeerError: It cannot be reached, refuses, or is no server of this package.
+        DeadlineExceededError: It did not answer in time.
+    """
+    response = connection.get(STATUS_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
+    body = bytearray(min(response.length or 0, _MAX_STATUS_BYTES))
+    connection.read_into([memoryview(body)])
+    try:
+        return msgspec.json.decode(body, type=_Status).server
+    except msgspec.MsgspecError as error:
+        raise PeerProtocolError(f"expected the status of a server: {error}", peer=str(connection.peer)) from error
+
+
+class _Status(msgspec.Struct):
+    server: str
 
 
 def _read_manifest(connection: Connection, step: StepSelector, after: int | None, patience: Patience) -> Manifest:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import resource
+import secrets
 import socket
 import threading
 import time
@@ -98,6 +99,7 @@ class SnapshotServer:
         self._max_wait_s = max_wait_s
         self._stall_timeout_s = stall_timeout_s
         self.fresh_snapshot = fresh_snapshot
+        self.server_id = secrets.token_hex(8)
         self._socket = listen(host, port)
         try:
             self.port: int = self._socket.getsockname()[1]
@@ -224,6 +226,7 @@ class SnapshotServer:
         body = {
             "state": "serving" if newest is not None else "empty",
             "replica": self._replica,
+            "server": self.server_id,
             "step": newest.step if newest is not None else None,
             "steps": self._shelf.steps(),
             "snapshot": newest.snapshot_id if newest is not None else None,

@@ -25,6 +25,7 @@ from ft_transport import (
     DeadlineExceededError,
     FetchFailedError,
     HTTPTransport,
+    PeerUnreachableError,
     SnapshotError,
     TransportSettings,
     UnsupportedLeafError,
@@ -49,6 +50,14 @@ def sender() -> Iterator[HTTPTransport[Any]]:
     made = make()
     yield made
     made.shutdown()
+
+
+@contextmanager
+def closing_transport(transport: HTTPTransport[Any]) -> Iterator[HTTPTransport[Any]]:
+    try:
+        yield transport
+    finally:
+        transport.shutdown()
 
 
 @contextmanager
@@ -344,3 +353,39 @@ def test_two_transports_exchange_states_at_the_same_time() -> None:
             transport.shutdown()
     for index in range(2):
         assert torch.equal(results[index]["w"], states[1 - index]["w"])
+
+
+def test_the_advertised_address_is_checked_by_asking_there(sender: HTTPTransport[Any]) -> None:
+    sender.check_address(TIMEOUT)
+    # Another transport answers there.
+    with closing_transport(make(advertise="127.0.0.1")) as other:
+        port = urlsplit(sender.metadata()).port
+        other._server.address = f"http://127.0.0.1:{port}"
+        with pytest.raises(ConfigurationError, match="another server answers there"):
+            other.check_address(TIMEOUT)
+    # Bound to one address, told another.
+    with (
+        closing_transport(make(host="127.0.0.1", advertise="127.0.0.2")) as unreachable,
+        pytest.raises(ConfigurationError, match=r"127\.0\.0\.2:\d+.*FT_TRANSPORT_ADVERTISE"),
+    ):
+        unreachable.check_address(TIMEOUT)
+
+
+def test_a_peer_that_is_out_of_reach_is_given_up_before_the_deadline(sender: HTTPTransport[Any]) -> None:
+    with closing_transport(make()) as gone:
+        address = gone.metadata()
+    started_s = time.monotonic()
+    with pytest.raises(PeerUnreachableError):
+        sender.fetch(address, 3, timeout=TIMEOUT, unreachable_timeout=timedelta(seconds=0.3))
+    assert time.monotonic() - started_s < TIMEOUT.total_seconds() / 2
+
+
+def test_what_was_received_can_be_compared_with_what_became_of_it(sender: HTTPTransport[Any]) -> None:
+    state = {"w": torch.arange(10.0), "n": 3}
+    sender.send_checkpoint([], 5, state, TIMEOUT)
+    with closing_transport(make()) as receiver:
+        received = receiver.fetch(sender.metadata(), 5)
+        assert received.differences(received.state) == ()
+        received.state["w"][3] = -1.0
+        (difference,) = received.differences(received.state)
+        assert "w" in difference

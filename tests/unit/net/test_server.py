@@ -121,6 +121,8 @@ def test_status_before_and_after_the_first_snapshot(served: Serving) -> None:
     newest = served.put(4, DATA)
     full = json.loads(served.ask("/status").body)
 
+    assert len(empty["server"]) == 16
+    assert empty.pop("server") == full.pop("server")
     assert empty == {
         "state": "empty", "replica": "replica-7", "step": None, "steps": [],
         "snapshot": None, "snapshot_bytes": 0, "clients": 0,
