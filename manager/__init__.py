@@ -1,28 +1,50 @@
-"""The manager of a replica: a lock around its state, hooks for its optimizers, snapshots at step boundaries."""
+"""The manager of a replica: lock, optimizer hooks, snapshots at step boundaries, and the quorum of its peers."""
 
+from manager.config import ManagerConfig
 from manager.errors import (
+    CommitFailedError,
+    ConfigError,
+    HealFailedError,
+    LighthouseUnavailableError,
     LockHolder,
     LockNotHeldError,
     LockOrderError,
     LockTimeoutError,
     ManagerError,
+    QuorumError,
     RegistryError,
     StateTornError,
 )
 from manager.hooks import OptimizerAttachment
-from manager.manager import Manager, Recovery
+from manager.lighthouse import embedded_lighthouse
+from manager.manager import Manager
+from manager.process_group import GlooProcessGroup, ManagedWork, ReplicaProcessGroup
+from manager.quorum import WorldSizeMode
 from manager.rng import RandomState
+from manager.state_manager import Recovery, StateManager
 
 __all__ = [
+    "CommitFailedError",
+    "ConfigError",
+    "GlooProcessGroup",
+    "HealFailedError",
+    "LighthouseUnavailableError",
     "LockHolder",
     "LockNotHeldError",
     "LockOrderError",
     "LockTimeoutError",
+    "ManagedWork",
     "Manager",
+    "ManagerConfig",
     "ManagerError",
     "OptimizerAttachment",
+    "QuorumError",
     "RandomState",
     "Recovery",
     "RegistryError",
+    "ReplicaProcessGroup",
+    "StateManager",
     "StateTornError",
+    "WorldSizeMode",
+    "embedded_lighthouse",
 ]

@@ -5,7 +5,12 @@
     ├── LockOrderError      the wait asked for could only end in a deadlock, so it is refused at once
     ├── LockNotHeldError    a section of the state lock was released twice
     ├── RegistryError       a key is taken, unknown or missing, or the function under a key failed
-    └── StateTornError      the replica holds part of a state and must not step
+    ├── StateTornError      the replica holds part of a state and must not step
+    ├── ConfigError         (also a ValueError) a setting cannot work, alone or beside another one
+    ├── QuorumError         the replicas could not be brought together
+    │   └── LighthouseUnavailableError   torchft is not installed, or the Lighthouse does not answer
+    ├── HealFailedError     the replica could not be healed, however often it was tried
+    └── CommitFailedError   so many steps in a row were not committed that the run is given up
 
 The fields are attributes, the sentence is made by ``str()``, and every error survives pickling, so that one can
 cross a process boundary without losing what it knows.
@@ -160,3 +165,56 @@ class StateTornError(ManagerError):
             f"this replica holds only part of the state of step {self.step} and must not step until Manager.recover or "
             f"Manager.load has brought it a whole one: {self.reason}"
         )
+
+
+class ConfigError(ManagerError, ValueError):
+    """A setting cannot work, or contradicts another one. The message names both."""
+
+
+class QuorumError(ManagerError):
+    """The replicas could not be brought together; the message says who was there and what was missing."""
+
+
+class LighthouseUnavailableError(QuorumError):
+    """torchft is not installed, or the Lighthouse does not answer."""
+
+
+class HealFailedError(ManagerError):
+    """The replica could not be healed, and has given up.
+
+    Attributes:
+        step: The step whose state it was to receive last.
+        reasons: One for each attempt, each with its source.
+    """
+
+    def __init__(self, *, step: int, reasons: tuple[str, ...]) -> None:
+        """Keep the fields; see the class."""
+        super().__init__()
+        self.step = step
+        self.reasons = reasons
+
+    def __str__(self) -> str:
+        """List the reasons."""
+        return f"healing for step {self.step} failed {len(self.reasons)} times: " + "; ".join(self.reasons)
+
+
+class CommitFailedError(ManagerError, RuntimeError):
+    """More steps in a row than allowed were not committed.
+
+    Attributes:
+        step: The last committed step.
+        num_failures: How many attempts at the next one failed.
+        reasons: Why the last of them did.
+    """
+
+    def __init__(self, *, step: int, num_failures: int, reasons: tuple[str, ...]) -> None:
+        """Keep the fields; see the class."""
+        super().__init__()
+        self.step = step
+        self.num_failures = num_failures
+        self.reasons = reasons
+
+    def __str__(self) -> str:
+        """Say how often, and why the last time."""
+        why = "; ".join(self.reasons) or "another rank of this replica refused"
+        return f"the step after {self.step} was not committed {self.num_failures} times in a row; the last time: {why}"

@@ -1,421 +1,565 @@
-"""The manager of one replica: who may change its state, who may read it, and when a snapshot shows a whole step."""
+"""The manager of one replica in a fault-tolerant loop: quorum, healing, collectives and commits, over its state."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import timedelta
-from operator import index
-from typing import Any, Literal, TypeVar
+from typing import Any, Final
 
-from torch.optim import Optimizer
+import torch
+from torch.distributed import ReduceOp
+from typing_extensions import Unpack
 
 from ft_transport import HTTPTransport, TransportError
-from manager.errors import ManagerError, RegistryError, StateTornError
-from manager.fit import MANAGER_KEY, USER_KEY, check_fit
-from manager.hooks import OptimizerAttachment, attach_optimizers
-from manager.registry import Scope, StateRegistry
-from manager.rwlock import StateLock
-from manager.snapshots import Snapshotter
+from manager.config import ManagerConfig, TorchftKeywords
+from manager.errors import CommitFailedError, ConfigError, HealFailedError, ManagerError, QuorumError
+from manager.membership import Membership
+from manager.process_group import ManagedWork, ReplicaProcessGroup, wait_all
+from manager.quorum import NO_WHOLE_STATE, Decision, Heals, Rules, StandsBy, UpToDate, commit_refusals, next_lineage
+from manager.stall_watch import StallWatch
+from manager.state_manager import StateManager
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+_STALL_SHARE: Final = 0.5
+_MAX_STAND_BYS: Final = 10
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovery:
-    """What `Manager.recover` did.
+
+@dataclass(slots=True)
+class _Round:
+    """One attempt at a step, from `Manager.start_quorum` to `Manager.should_commit`.
 
     Attributes:
-        step: The committed step that this replica shows now.
-        source: The address that it came from.
+        num_lapses: How often the replica had been silent for too long when it began.
+        decision: What the quorum decided; ``None`` until then.
+        quorum: Done when it has and the process group is set up.
+        error: The first thing that went wrong.
+        works: The collectives begun.
     """
 
-    step: int
-    source: str
+    num_lapses: int
+    decision: Decision | None = None
+    quorum: Future[None] = field(default_factory=Future)
+    error: Exception | None = None
+    works: list[ManagedWork] = field(default_factory=list)
 
 
-class Manager:
-    """Holds the lock over a replica's state, and connects the trainer with the transport.
+class Manager(StateManager):
+    """Keeps a replica and its peers at the same state, whoever of them dies.
 
-    A training loop looks like this::
+    Without a quorum it is a `StateManager`. With one, the training loop is that of torchft::
 
-        manager = Manager(checkpoint_transport=HTTPTransport())
+        manager = Manager(min_replica_size=2, replica_id="replica_0")
         manager.register("model", model)
         manager.register("optimizer", optimizer)
-        with manager.attach(optimizer):
-            for step in range(num_steps):
-                manager.start_step(step)
-                loss(model).backward()
+        manager.attach(optimizer)
+        while manager.current_step() < num_steps:
+            manager.start_quorum()
+            loss(model).backward()
+            for parameter in model.parameters():
+                manager.allreduce(parameter.grad)
+            if manager.should_commit():
                 optimizer.step()
 
-    `start_step` is the step boundary: what is registered then shows the committed step, and a snapshot that somebody
-    asked for begins there. The thread that calls it is the training thread. Locking methods may be called from any
-    thread; registering, attaching, `start_step`, `snapshot`, `load` and `recover` belong to the training thread.
+    torchft's ``DistributedDataParallel``, ``Optimizer``, ``LocalSGD`` and ``DiLoCo`` do these calls by themselves.
+
+    The thread that calls ``start_quorum`` is the training thread; ``allreduce``, ``should_commit`` and all that changes
+    the state belong to it. ``report_error`` may be called from any thread.
     """
 
     def __init__(
         self,
+        pg: ReplicaProcessGroup | None = None,
         load_state_dict: Callable[[Any], object] | None = None,
         state_dict: Callable[[], object] | None = None,
         *,
+        config: ManagerConfig | None = None,
         checkpoint_transport: HTTPTransport[Any] | None = None,
-        timeout: timedelta = timedelta(seconds=60),
+        timeout: timedelta | None = None,
         prepare_memory: bool = True,
+        **keywords: Unpack[TorchftKeywords],
     ) -> None:
-        """Make a manager without state.
+        """Make a manager, and join the job if it is told how.
 
         Args:
+            pg: Runs the collectives between replicas; a process group of torchft will do. Default: gloo.
             load_state_dict: With ``state_dict``, registered under the key ``default`` (as in torchft).
             state_dict: See ``load_state_dict``.
+            config: How to take part in the quorum.
             checkpoint_transport: Serves this replica's snapshots and receives others'. The manager owns it and shuts
-                it down.
-            timeout: Deadline of every wait for the lock.
-            prepare_memory: Whether host memory for as many snapshots as the transport may hold is made ready after
-                the first step; otherwise the first ones wait for it, inside `start_step`. The state functions are
-                called once for that.
+                it down. For a quorum there is a default one.
+            timeout: Deadline of every wait for the lock, and `ManagerConfig.timeout`. Default: 60 s.
+            prepare_memory: See `StateManager`.
+            **keywords: Instead of ``config``, its fields under torchft's names. With any of them, or with ``config``,
+                the manager joins the job at once; else with the first `start_quorum`.
 
         Raises:
-            ValueError: Only one of the two functions was given.
-            TypeError: The transport is none of ``ft_transport``.
-            TransportError: The transport belongs to another manager.
+            ConfigError: The settings cannot work, or ``config`` was given beside them.
+            QuorumError: The Lighthouse or the replica's store cannot be reached.
+            TransportError: The address that peers are told does not lead to this transport.
         """
-        self._timeout = timeout
-        self._lock = StateLock(timeout=timeout)
-        self._registry = StateRegistry()
-        self._attachments: list[OptimizerAttachment] = []
-        self._transport = checkpoint_transport
-        self._step = 0
-        self._is_past_step = False
-        self._training_thread: int | None = None
-        self._torn: StateTornError | None = None
-        self._snapshotter: Snapshotter | None = None
-        if (load_state_dict is None) != (state_dict is None):
-            raise ValueError("expected both load_state_dict and state_dict, or neither")
-        if load_state_dict is not None and state_dict is not None:
-            self.register_state_dict_fn("default", load_state_dict, state_dict)
-        if checkpoint_transport is not None:
-            if not hasattr(checkpoint_transport, "serve_fresh"):
-                raise TypeError(f"expected an HTTPTransport of ft_transport, got {type(checkpoint_transport).__name__}")
-            self._snapshotter = Snapshotter(
-                lock=self._lock, sink=checkpoint_transport, state=self.replica_state, prepare_memory=prepare_memory
-            )
-            checkpoint_transport.serve_fresh(self._snapshotter.request)
-
-    # ---------------------------------------------------------------------------------------------- the lock
-
-    def allow_state_dict_read(self) -> None:
-        """Let readers in again; as torchft's method. Idempotent, from any thread."""
-        self._lock.allow()
-
-    def disallow_state_dict_read(self) -> None:
-        """Keep readers out until `allow_state_dict_read`; as torchft's method. Idempotent, from any thread.
-
-        Raises:
-            LockTimeoutError: Readers held the lock until the deadline; nothing has changed then.
-        """
-        self._lock.disallow()
-
-    def writing(
-        self, what: str = "changing the state", timeout: timedelta | None = None
-    ) -> AbstractContextManager[Any]:
-        """Return a context manager inside which this thread may change the state. Nests.
-
-        Raises:
-            LockTimeoutError: Others held the lock until the deadline.
-        """
-        return self._lock.write(what, timeout)
-
-    def reading(self, what: str = "reading the state", timeout: timedelta | None = None) -> AbstractContextManager[Any]:
-        """Return a context manager inside which no optimizer steps. Hold it for a copy, never across a network.
-
-        Raises:
-            LockTimeoutError: A writer held the lock until the deadline.
-        """
-        return self._lock.read(what, timeout)
-
-    def read_lock(self, timeout: timedelta) -> AbstractContextManager[Any]:
-        """Return what an ``HTTPTransport`` takes as ``read_lock``."""
-        return self._lock.read("taking a snapshot", timeout)
-
-    # ---------------------------------------------------------------------------------------- what the state is
-
-    def register_state_dict_fn(
-        self,
-        key: str,
-        load_state_dict: Callable[[T], object],
-        state_dict: Callable[[], T],
-        *,
-        scope: Scope = "replicated",
-        on_training_thread: bool = False,
-    ) -> None:
-        """Register the two functions of one part of the state; as torchft's method.
-
-        Args:
-            key: Names the part; the same on every replica.
-            load_state_dict: Takes a received part. Called inside the write lock.
-            state_dict: Returns the part, live tensors as they are. Called afresh for every snapshot.
-            scope: ``replicated`` state is equal on every replica and is served to others; ``local`` state is not.
-            on_training_thread: The functions may only be called on the training thread.
-
-        Raises:
-            RegistryError: The key is taken.
-        """
-        self._registry.register(key, load_state_dict, state_dict, scope=scope, on_training_thread=on_training_thread)
-
-    def register(self, key: str, obj: object, *, scope: Scope = "replicated", on_training_thread: bool = False) -> None:
-        """Register anything with ``state_dict`` and ``load_state_dict``: a module, optimizer, scheduler, loader.
-
-        Raises:
-            RegistryError: The key is taken.
-            TypeError: The object lacks one of the methods.
-        """
-        self._registry.register_object(key, obj, scope=scope, on_training_thread=on_training_thread)
-
-    def attach(self, *optimizers: Optimizer) -> OptimizerAttachment:
-        """Make every ``step()`` of the optimizers a write section, so that nobody copies a state in the middle of one.
-
-        Their parameters and states are then cloned in the background when a snapshot is taken, from the step boundary
-        until the pre-step hook at the latest. Nothing else may change those tensors meanwhile outside a `writing`
-        section; where something does, leave the optimizer unattached, and its state is copied at the boundary
-        instead. torchft's LocalSGD and DiLoCo sync inside ``step()``, behind the pre-step hook, and so may be attached.
-
-        Returns:
-            A handle that detaches them; also a context manager.
-        """
-        attachment = attach_optimizers(
-            self._lock, optimizers, before_step=self._refuse_torn_state, on_step_end=self._note_change
+        if config is not None and (keywords or timeout is not None):
+            given = sorted({*keywords, *(["timeout"] if timeout is not None else [])})
+            raise ConfigError(f"expected the settings in config or one by one, got both: config and {given}")
+        wants_quorum = config is not None or bool(keywords) or pg is not None
+        if config is None:
+            config = ManagerConfig.from_keywords(keywords, timeout=timeout)
+        if wants_quorum:
+            config = config.with_environment()
+            if checkpoint_transport is None:
+                checkpoint_transport = HTTPTransport(config.timeout)
+        super().__init__(
+            load_state_dict,
+            state_dict,
+            checkpoint_transport=checkpoint_transport,
+            timeout=config.timeout,
+            prepare_memory=prepare_memory,
         )
-        self._attachments = [*(earlier for earlier in self._attachments if earlier.optimizers), attachment]
-        return attachment
+        self._config = config
+        self._process_group = pg
+        # torchft's DiLoCo reads it under this name.
+        self._use_async_quorum = config.use_async_quorum
+        self._membership: Membership | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._stall_watch = StallWatch(config.timeout.total_seconds() * _STALL_SHARE)
+        self._round: _Round | None = None
+        self._error_mutex = threading.Lock()
+        self._is_settled = False
+        self._announced_to: frozenset[str] = frozenset()
+        self._heal_reasons: list[str] = []
+        self._num_failed_heals = 0
+        self._num_refused_commits = 0
+        if wants_quorum:
+            self._join(config)
 
-    def replica_state(self) -> dict[str, object]:
-        """Return the replicated state of this replica, live tensors included; the caller holds the lock.
+    # ------------------------------------------------------------------------------------------------- the round
 
-        Raises:
-            ManagerError: A state function that asked for the training thread would run on another one.
-            RegistryError: A state function failed.
-        """
-        self._require_training_thread()
-        return {USER_KEY: self._registry.state_dict("replicated"), MANAGER_KEY: self.state_dict()}
+    def start_quorum(
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
+    ) -> None:
+        """Begin a step: find out who takes part, and heal first if this replica is behind. As in torchft.
 
-    def metadata(self) -> str:
-        """Return the address that peers recover from.
-
-        Raises:
-            ManagerError: There is no transport.
-        """
-        if self._transport is None:
-            raise ManagerError("expected a checkpoint_transport to serve this replica's state, and there is none")
-        return self._transport.metadata()
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the manager's own counters."""
-        return {"step": self._step}
-
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Set the manager's own counters."""
-        self._step = state_dict["step"]
-        self._is_past_step = False
-
-    def current_step(self) -> int:
-        """The committed step that the state shows; the last one that `start_step` was given."""
-        return self._step
-
-    # ---------------------------------------------------------------------------------------------- snapshots
-
-    def start_step(self, step: int) -> None:
-        """The step boundary. Call it at the top of every iteration, before data is drawn and ``forward`` runs.
+        This is the step boundary: what is registered shows `current_step`. Call it before data is drawn and
+        ``forward`` runs. With ``use_async_quorum`` it returns at once as a rule; a replica that may be behind (it has
+        just started, or its last step was not committed) waits for the quorum, and returns healed.
 
         Args:
-            step: How many steps are committed: the state shows exactly these.
+            allow_heal: Whether who is behind heals now; the same on all replicas. Otherwise it does not take part.
+            shrink_only: Whether new replicas have to wait.
+            timeout: For the quorum. Default: ``quorum_timeout``.
 
         Raises:
-            StateTornError: This replica holds part of a state.
-            ManagerError: The step is no whole number from 0.
+            QuorumError: There was no quorum.
+            HealFailedError: This replica could not be healed ``max_heal_attempts`` times in a row.
+            StateTornError: It holds part of a state, and may not heal.
         """
-        self._refuse_torn_state()
+        membership = self._joined()
+        if self._round is not None:
+            # A quorum that nobody waited for.
+            self._wait_for_round(self._round)
         self._training_thread = threading.get_ident()
-        self._step = _checked(step)
-        self._is_past_step = False
-        if self._snapshotter is not None:
-            self._snapshotter.boundary(self._step, self._attached_optimizers())
+        rules = Rules(
+            min_replica_size=self._config.min_replica_size,
+            world_size_mode=self._config.world_size_mode,
+            init_sync=self._config.init_sync,
+            allow_heal=allow_heal,
+        )
+        wait = timeout if timeout is not None else self._config.quorum_timeout
+        self._round = current = _Round(membership.num_lapses())
+        if self._is_settled and self._use_async_quorum:
+            self.start_step(self._step)
+            assert self._executor is not None, "there is one since the manager joined"
+            self._executor.submit(self._form_quorum_in_background, current, rules, wait, shrink_only)
+        else:
+            self._form_quorum_and_heal(current, rules, wait, shrink_only)
 
-    def snapshot(self, step: int | None = None) -> Future[None]:
-        """Take a snapshot now; the training thread calls this between two steps.
+    def wait_quorum(self) -> None:
+        """Wait until the quorum is there and its process group is set up. As in torchft.
+
+        Raises:
+            QuorumError: There was none.
+        """
+        self._wait_for_round(self._current_round())
+
+    def allreduce(
+        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
+    ) -> ManagedWork:
+        """Begin to reduce ``tensor`` in place over the participants. As in torchft.
+
+        A replica that does not participate contributes zeros. What goes wrong does not raise: it is reported, the work
+        is done, and the step will not be committed; the tensor's values mean nothing then.
 
         Args:
-            step: The committed step. By default the one that `start_step` was given, if no attached optimizer has
-                stepped since.
+            tensor: Dense; averaged over the participants by default.
+            should_quantize: Accepted as torchft does without Triton: the tensor is sent as it is.
+            reduce_op: What to do. ``AVG`` needs a floating-point dtype.
 
         Returns:
-            Done when the snapshot can be fetched.
+            The work; `should_commit` waits for those that nobody has waited for.
 
         Raises:
-            ManagerError: There is no transport, it has been shut down, or which step the state shows is not known.
-            LockTimeoutError: The snapshot before was not finished, or another thread was writing, until the deadline.
-            TransportError: The state cannot be captured.
+            QuorumError: There was no quorum.
+            ValueError: The average of integers was asked for.
         """
-        self._refuse_torn_state()
-        if self._snapshotter is None:
-            raise ManagerError("expected a checkpoint_transport to serve the snapshot, and this manager has none")
-        if self._training_thread is None:
-            self._training_thread = threading.get_ident()
-        if step is not None:
-            self._step = _checked(step)
-            self._is_past_step = False
-        if self._is_past_step:
-            raise ManagerError(
-                f"expected the number of committed steps: an optimizer has stepped since step {self._step} began; call "
-                "start_step first, or pass the step"
-            )
-        return self._snapshotter.take(self._step, self._attached_optimizers(), self._timeout)
+        del should_quantize
+        is_average = reduce_op == ReduceOp.AVG
+        if is_average and not (torch.is_floating_point(tensor) or torch.is_complex(tensor)):
+            raise ValueError(f"expected a floating-point tensor to average, got {tensor.dtype}")
+        current = self._current_round()
+        self._wait_for_round(current)
+        if current.error is not None:
+            return ManagedWork(None, tensor, lambda: None, self.report_error)
+        num_participants = self.num_participants()
+        if not self.is_participating():
+            tensor.zero_()
 
-    # ----------------------------------------------------------------------------------------------- recovery
+        def finish() -> None:
+            if is_average and num_participants > 1:
+                tensor.div_(num_participants)
 
-    def recover(
-        self, metadata: str, step: int | Literal["latest"] = "latest", timeout: timedelta | None = None
-    ) -> Recovery:
-        """Receive the state of a peer into this replica's own tensors, and load it.
+        try:
+            work = self._joined().allreduce(tensor, ReduceOp.SUM if is_average else reduce_op)
+        except Exception as error:
+            self.report_error(error)
+            work = None
+        managed = ManagedWork(work, tensor, finish, self.report_error)
+        current.works.append(managed)
+        return managed
 
-        The lock is held for writing meanwhile: nobody is served what is only half there. If the transfer fails after
-        bytes have landed, this replica refuses to step until a recovery succeeds.
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """Whether to step the optimizer; ends the step. As in torchft, and called once per step on every rank.
+
+        All ranks of the replica get the same answer. Where it is yes, the step counts as committed from here on.
 
         Args:
-            metadata: What the peer's transport returned from ``metadata()``.
-            step: The step to receive, or the peer's latest.
-            timeout: For all of it.
+            timeout: For the agreement within the replica. Default: ``timeout`` of the configuration.
 
         Raises:
-            TransportError: The transfer failed.
-            RegistryError: What the peer has does not fit what is registered here (nothing is received then, if modules
-                and optimizers show it), or a load function failed.
-            LockTimeoutError: Others held the lock until the deadline.
-            ManagerError: There is no transport, the address is this replica's own, or a state function asked for the
-                training thread.
+            QuorumError: There was no quorum, or a rank of this replica did not answer.
+            CommitFailedError: More than ``max_retries`` steps in a row were not committed.
         """
-        if self._transport is None:
-            raise ManagerError("expected a checkpoint_transport to receive with, and this manager has none")
-        if not isinstance(metadata, str):
-            raise TypeError(f"expected the address that a peer's metadata() returned, got {metadata!r}")
-        if step != "latest":
-            step = _checked(step)
-        if metadata.rstrip("/") == self._transport.metadata().rstrip("/"):
-            raise ManagerError(
-                f"expected the address of another replica to recover from, got this one's own {metadata}"
+        membership, current = self._joined(), self._current_round()
+        self._wait_for_round(current)
+        with self._stall_watch.waiting(f"{self._name()}: waiting for {len(current.works)} collectives"):
+            wait_all(current.works)
+        current.works.clear()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        error = membership.group_error()
+        if error is not None:
+            self.report_error(error)
+        refusals = commit_refusals(
+            num_participants=self.num_participants(),
+            min_replica_size=self._config.min_replica_size,
+            errors=[_say(current.error)] if current.error is not None else [],
+            has_lapsed=membership.num_lapses() != current.num_lapses,
+        )
+        with self._stall_watch.waiting(f"{self._name()}: waiting for the other ranks of this replica to agree"):
+            refusals = membership.agree(
+                refusals,
+                step=self._step,
+                lineage=self._lineage,
+                timeout=timeout if timeout is not None else self._config.timeout,
             )
-        total = timeout if timeout is not None else self._timeout
-        start_s = time.monotonic()
-        with self._lock.write(f"receiving step {step} from {metadata}", total):
-            into = self.replica_state()
-            remaining = max(total - timedelta(seconds=time.monotonic() - start_s), timedelta(0))
-            earlier, self._torn = self._torn, StateTornError(step=step, reason="the transfer was interrupted")
-            try:
-                received = self._transport.fetch(
-                    metadata,
-                    step,
-                    timeout=remaining,
-                    into=into,
-                    check=lambda incoming: check_fit(incoming, self._registry, into),
-                )
-            except RegistryError:
-                self._torn = earlier
-                raise
-            except TransportError as error:
-                self._torn = StateTornError(step=step, reason=str(error)) if error.destination_touched else earlier
-                raise
-            try:
-                self._load(received.state)
-            except RegistryError as error:
-                # Whether or not a load function ran: what fits has been received in place.
-                self._torn = StateTornError(step=received.step, reason=str(error))
-                raise
-        logger.info("recovered step %d from %s", received.step, metadata)
-        return Recovery(step=received.step, source=metadata)
+        self._is_settled = not refusals
+        if refusals:
+            self._refuse_commit(membership, refusals)
+            return False
+        decision = current.decision
+        assert decision is not None, "a replica without a decision has an error"
+        self._lineage = next_lineage(self._lineage, decision.group, self._step + 1)
+        self._step += 1
+        self._batches_committed += decision.num_participants
+        self._is_past_step = True
+        self._num_refused_commits = 0
+        logger.info(
+            "%s: committed with %d participants, lineage %s", self._name(), decision.num_participants, self._lineage
+        )
+        return True
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Apply a received state inside the write lock.
+    def report_error(self, e: Exception) -> None:
+        """Report what spoils this step: it will not be committed. As in torchft; from any thread.
 
-        Args:
-            state: What `replica_state` of a peer returned.
+        The process group is ended, so that the other replicas need not wait for this one.
+        """
+        current = self._round
+        with self._error_mutex:
+            if current is None or current.error is not None:
+                return
+            current.error = e
+        logger.warning("%s: this step will not be committed: %s", self._name(), _say(e))
+        if self._membership is not None:
+            self._membership.break_up()
+
+    def errored(self) -> Exception | None:
+        """Return the first thing that went wrong in this step. As in torchft."""
+        return self._round.error if self._round is not None else None
+
+    # --------------------------------------------------------------------------------------------- what is known
+
+    def batches_committed(self) -> int:
+        """How many batches were committed, over all steps and replicas. As in torchft."""
+        return self._batches_committed
+
+    def num_participants(self) -> int:
+        """How many replicas contribute to this step; waits for the quorum. As in torchft."""
+        decision = self._decision()
+        return decision.num_participants if decision is not None else 0
+
+    def participating_rank(self) -> int | None:
+        """Return this replica's rank among those that contribute, ``None`` if it does not. As in torchft."""
+        decision = self._decision()
+        return decision.participating_rank if decision is not None else None
+
+    def is_participating(self) -> bool:
+        """Whether this replica contributes to this step. As in torchft."""
+        return self.participating_rank() is not None
+
+    def replica_id(self) -> str:
+        """Return the name of this start of the replica: the configured one and a random part.
 
         Raises:
-            RegistryError: It does not fit what is registered here. If a load function failed midway, this replica
-                refuses to step until another load succeeds.
-            ManagerError: A load function asked for the training thread.
+            QuorumError: It cannot join the job.
         """
-        self._require_training_thread()
-        with self._lock.write("loading a received state"):
-            self._load(state)
+        return self._joined().replica_id
 
     def shutdown(self, wait: bool = True) -> None:
-        """End the threads and the transport. May be called twice.
+        """Leave the job, end the threads and the transport. May be called twice.
 
         Args:
             wait: Whether to return only when the server has ended.
         """
-        if self._snapshotter is not None:
-            self._snapshotter.close()
-        if self._transport is not None:
-            self._transport.serve_fresh(None)
-            self._transport.shutdown(wait=wait)
+        if self._membership is not None:
+            self._membership.close()
+        if self._executor is not None:
+            self._executor.shutdown(wait=wait)
+        self._stall_watch.close()
+        super().shutdown(wait)
 
-    def _load(self, state: object) -> None:
-        parts = state if isinstance(state, Mapping) else {}
-        for key in (USER_KEY, MANAGER_KEY):
-            if not isinstance(parts.get(key), Mapping):
-                raise RegistryError(
-                    f"expected a replica's state with the part {key!r}, which is missing; nothing was loaded",
-                    keys=(key,),
+    # --------------------------------------------------------------------------------------------------- joining
+
+    def _joined(self) -> Membership:
+        if self._membership is None:
+            self._config = self._config.with_environment()
+            if self._transport is None:
+                raise ManagerError(
+                    "expected a checkpoint_transport to heal with, or settings for a quorum; got neither"
                 )
-        step = parts[MANAGER_KEY].get("step")
-        if not isinstance(step, int):
-            raise RegistryError(
-                f"expected a step number in the part {MANAGER_KEY!r} of a replica's state, got {step!r}; nothing was "
-                "loaded",
-                keys=(MANAGER_KEY,),
-            )
-        before, self._torn = self._torn, StateTornError(step=step, reason="loading it was interrupted")
-        if self._snapshotter is not None:
-            self._snapshotter.state_replaced()
+            self._join(self._config)
+        assert self._membership is not None, "it has just been made"
+        return self._membership
+
+    def _join(self, config: ManagerConfig) -> None:
+        assert self._transport is not None, "a quorum needs a transport"
         try:
-            self._registry.load_state_dict(parts[USER_KEY], "replicated")
-        except RegistryError as error:
-            self._torn = StateTornError(step=step, reason=str(error)) if error.__cause__ is not None else before
+            self._transport.check_address(config.connect_timeout)
+            self._membership = Membership(config, address=self.metadata(), process_group=self._process_group)
+        except BaseException:
+            super().shutdown()
             raise
-        self.load_state_dict(parts[MANAGER_KEY])
-        self._torn = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-quorum")
 
-    def _require_training_thread(self) -> None:
-        if self._training_thread in (None, threading.get_ident()):
+    # ------------------------------------------------------------------------------------------------ the quorum
+
+    def _form_quorum_in_background(self, current: _Round, rules: Rules, timeout: timedelta, shrink_only: bool) -> None:
+        """On the quorum thread, while ``forward`` runs."""
+        try:
+            decision = self._ask(rules, timeout, shrink_only, is_at_boundary=False)
+            current.decision = decision
+            if isinstance(decision.role, UpToDate):
+                self._request_snapshot(decision.role)
+                self._set_up(decision)
+            else:
+                self.report_error(QuorumError(f"this replica is behind step {decision.step}, and heals next"))
+        except BaseException as error:
+            current.quorum.set_exception(error)
+        else:
+            current.quorum.set_result(None)
+
+    def _form_quorum_and_heal(self, current: _Round, rules: Rules, timeout: timedelta, shrink_only: bool) -> None:
+        """On the training thread, before ``forward``. Returns when this replica is up to date, or cannot be."""
+        num_stand_bys = 0
+        try:
+            while True:
+                decision = self._ask(rules, timeout, shrink_only, is_at_boundary=True)
+                current.decision = decision
+                current.num_lapses = self._joined().num_lapses()
+                match decision.role:
+                    case UpToDate() as role:
+                        self._lineage = decision.lineage
+                        self._request_snapshot(role)
+                        self.start_step(self._step)
+                        self._set_up(decision)
+                        break
+                    case Heals() as role:
+                        if self._heal(decision, role):
+                            break
+                    case StandsBy() as role:
+                        if not rules.allow_heal:
+                            self._refuse_torn_state()
+                            self.report_error(QuorumError(f"this replica is behind step {decision.step}"))
+                            break
+                        num_stand_bys += 1
+                        if num_stand_bys > _MAX_STAND_BYS:
+                            raise QuorumError(
+                                f"{self._name()}: expected a snapshot of step {decision.step} from one of "
+                                f"{sorted(role.announced_to)}, and none came in {_MAX_STAND_BYS} quorums"
+                            )
+                        logger.info("%s: waits for a snapshot after step %d", self._name(), decision.step)
+                        self._announced_to = role.announced_to
+                        continue
+        except BaseException as error:
+            current.quorum.set_exception(error)
+            raise
+        current.quorum.set_result(None)
+
+    def _ask(self, rules: Rules, timeout: timedelta, shrink_only: bool, *, is_at_boundary: bool) -> Decision:
+        start_s = time.monotonic()
+        with self._stall_watch.waiting(f"{self._name()}: waiting for a quorum"):
+            decision = self._joined().decide(
+                step=self._step if self._torn is None else NO_WHOLE_STATE,
+                lineage=self._lineage,
+                rules=rules,
+                is_at_boundary=is_at_boundary,
+                announced_to=self._announced_to,
+                num_failed_heals=self._num_failed_heals,
+                timeout=timeout,
+                shrink_only=shrink_only,
+            )
+        self._announced_to = frozenset()
+        logger.debug(
+            "%s: quorum of %d for step %d after %.1f ms: %s",
+            self._name(),
+            len(decision.group_members),
+            decision.step,
+            (time.monotonic() - start_s) * 1e3,
+            decision,
+        )
+        return decision
+
+    def _request_snapshot(self, role: UpToDate) -> None:
+        """Let a snapshot be taken: at this boundary if it has not passed, or else at the next."""
+        if not (role.serves_now or role.serves_next):
             return
-        keys = [entry.key for entry in self._registry.entries("replicated") if entry.on_training_thread]
-        if keys:
-            raise ManagerError(f"expected the training thread to call the state functions of {keys}, got another one")
+        logger.info("%s: serves %s now, %s next", self._name(), role.serves_now, role.serves_next)
+        if self._snapshotter is not None:
+            self._snapshotter.request()
 
-    def _note_change(self) -> None:
-        self._is_past_step = True
+    def _set_up(self, decision: Decision) -> None:
+        try:
+            with self._stall_watch.waiting(
+                f"{self._name()}: waiting for the members of process group {decision.group}"
+            ):
+                seconds = self._joined().set_up(decision)
+        except Exception as error:
+            self.report_error(error)
+            return
+        if seconds:
+            logger.info(
+                "%s: process group %s of %s set up in %.1f ms",
+                self._name(),
+                decision.group,
+                decision.group_members,
+                seconds * 1e3,
+            )
 
-    def _refuse_torn_state(self) -> None:
-        torn = self._torn
-        if torn is not None:
-            # A new one each time: an exception keeps every traceback, and the frames in it, of where it was raised.
-            raise StateTornError(step=torn.step, reason=torn.reason)
+    # --------------------------------------------------------------------------------------------------- healing
 
-    def _attached_optimizers(self) -> list[Optimizer]:
-        return [optimizer for attachment in self._attachments for optimizer in attachment.optimizers]
+    def _heal(self, decision: Decision, role: Heals) -> bool:
+        """Receive the state from one of the sources. Returns whether it worked; else asks to be called again.
+
+        Raises:
+            HealFailedError: It has been tried often enough.
+        """
+        assert self._executor is not None, "there is one since the manager joined"
+        # The others wait for this replica there, so it meets them while the state arrives.
+        meeting = self._executor.submit(self._set_up, decision)
+        healed = self._heal_from_any(decision, role)
+        meeting.result()
+        if healed:
+            self._heal_reasons.clear()
+            self._num_failed_heals = 0
+            self.start_step(self._step)
+            return True
+        self._num_failed_heals += 1
+        self._joined().break_up()
+        if self._num_failed_heals >= self._config.max_heal_attempts:
+            raise HealFailedError(step=decision.step, reasons=tuple(self._heal_reasons))
+        if self._round is not None:
+            self._round.error = None
+        return False
+
+    def _heal_from_any(self, decision: Decision, role: Heals) -> bool:
+        deadline_s = time.monotonic() + self._config.timeout.total_seconds()
+        for source in role.sources:
+            address = source.addresses[self._joined().group_rank]
+            start_s = time.monotonic()
+            try:
+                with self._stall_watch.waiting(f"{self._name()}: receiving step {decision.step} from {address}"):
+                    self.recover(
+                        address,
+                        decision.step,
+                        timedelta(seconds=max(0.0, deadline_s - start_s)),
+                        unreachable_timeout=self._config.connect_timeout,
+                        verify=self._config.verify_heal,
+                    )
+                if self._lineage != decision.lineage:
+                    raise QuorumError(
+                        f"expected lineage {decision.lineage!r} of step {decision.step}, got {self._lineage!r}"
+                    )
+            except (TransportError, ManagerError) as error:
+                self._heal_reasons.append(f"{source.replica_id} at {address}: {_say(error)}")
+                logger.warning("%s: healing from %s failed: %s", self._name(), source.replica_id, _say(error))
+                continue
+            logger.info(
+                "%s: healed to step %d from %s in %.1f ms",
+                self._name(),
+                decision.step,
+                source.replica_id,
+                (time.monotonic() - start_s) * 1e3,
+            )
+            return True
+        return False
+
+    # ------------------------------------------------------------------------------------------------- the commit
+
+    def _refuse_commit(self, membership: Membership, refusals: tuple[str, ...]) -> None:
+        self._num_refused_commits += 1
+        logger.warning(
+            "%s: not committed, %d in a row: %s", self._name(), self._num_refused_commits, "; ".join(refusals)
+        )
+        if self._round is not None and self._round.error is not None:
+            membership.break_up()
+        max_retries = self._config.max_retries
+        if max_retries is not None and self._num_refused_commits > max_retries:
+            raise CommitFailedError(step=self._step, num_failures=self._num_refused_commits, reasons=refusals)
+
+    def _current_round(self) -> _Round:
+        if self._round is None:
+            raise ManagerError("expected start_quorum before this, and it was not called")
+        return self._round
+
+    def _wait_for_round(self, current: _Round) -> None:
+        if not current.quorum.done():
+            with self._stall_watch.waiting(f"{self._name()}: waiting for the quorum to be formed"):
+                current.quorum.result()
+        current.quorum.result()
+
+    def _decision(self) -> Decision | None:
+        if self._round is None:
+            return None
+        self._wait_for_round(self._round)
+        return self._round.decision
+
+    def _name(self) -> str:
+        who = self._membership.replica_id if self._membership is not None else "?"
+        return f"replica {who} step {self._step}"
 
 
-def _checked(step: object) -> int:
-    try:
-        number = index(step) if not isinstance(step, bool) else -1  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ManagerError(f"expected the number of committed steps, got {type(step).__name__} {step!r}")
-    return number
+def _say(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

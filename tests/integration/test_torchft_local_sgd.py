@@ -32,16 +32,15 @@ class _DoneWork:
 
 
 class QuorumOfOne(Manager):
-    """Stands in for the quorum, which a later issue brings: a single replica, which always commits.
+    """Stands in for the quorum: a single replica, which always commits. With a real one: ``test_torchft_classes.py``.
 
     These are the members that the classes in ``torchft/local_sgd.py`` use of ``torchft/manager.py`` besides
     ``register_state_dict_fn``, ``disallow_state_dict_read`` and ``allow_state_dict_read``, which are ours.
     """
 
-    _use_async_quorum = False
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self._use_async_quorum = False
         self.num_commits = 0
         self.holders_at_commit: list[tuple[str, ...]] = []
 

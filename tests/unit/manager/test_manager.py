@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ft_transport import HTTPTransport, TransportError, TransportSettings
-from manager import LockTimeoutError, Manager, ManagerError, RegistryError, StateTornError
+from manager import ConfigError, LockTimeoutError, Manager, ManagerError, RegistryError, StateTornError
 
 _LONG_S = 20.0
 _NOW = timedelta(0)
@@ -51,7 +51,7 @@ def _elsewhere(function: Callable[[], Any]) -> Any:
 
 
 def _state(step: int = 5, **user: Any) -> dict[str, Any]:
-    return {"user": user, "manager": {"step": step}}
+    return {"user": user, "manager": {"step": step, "batches_committed": 0, "lineage": ""}}
 
 
 @pytest.fixture
@@ -86,12 +86,12 @@ def test_functions_are_registered_in_torchfts_order(manager: Manager) -> None:
 
 def test_functions_given_to_the_constructor_are_registered_as_default() -> None:
     loaded: list[Any] = []
-    manager = Manager(loaded.append, lambda: "live")
+    manager = Manager(load_state_dict=loaded.append, state_dict=lambda: "live")
     assert manager.replica_state()["user"] == {"default": "live"}
     manager.load(_state(default="received"))
     assert loaded == ["received"]
     with pytest.raises(ValueError, match="neither"):
-        Manager(loaded.append)
+        Manager(load_state_dict=loaded.append)
     with pytest.raises(ValueError, match="neither"):
         Manager(state_dict=dict)
 
@@ -367,7 +367,7 @@ def test_a_transport_has_one_manager(serving: Manager, transport: HTTPTransport[
 
 
 def test_a_timeout_in_plain_seconds_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"datetime\.timedelta as timeout, got float 5\.0"):
+    with pytest.raises(ConfigError, match=r"datetime\.timedelta as timeout, got float 5\.0"):
         Manager(timeout=5.0)  # type: ignore[arg-type]
 
 

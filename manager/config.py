@@ -1,0 +1,217 @@
+"""What a manager that takes part in a quorum may be told, its defaults, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Final, TypedDict
+
+from manager.errors import ConfigError
+from manager.quorum import WorldSizeMode
+
+LIGHTHOUSE_ENV: Final = "TORCHFT_LIGHTHOUSE"
+TIMEOUT_ENV: Final = "TORCHFT_TIMEOUT_SEC"
+QUORUM_TIMEOUT_ENV: Final = "TORCHFT_QUORUM_TIMEOUT_SEC"
+CONNECT_TIMEOUT_ENV: Final = "TORCHFT_CONNECT_TIMEOUT_SEC"
+QUORUM_RETRIES_ENV: Final = "TORCHFT_QUORUM_RETRIES"
+
+_DEFAULT_TIMEOUT: Final = timedelta(seconds=60)
+_DEFAULT_CONNECT_TIMEOUT: Final = timedelta(seconds=10)
+_DURATIONS: Final = ("timeout", "quorum_timeout", "connect_timeout", "heartbeat_interval", "heartbeat_timeout")
+
+
+class TorchftKeywords(TypedDict, total=False):
+    """The arguments of torchft's ``Manager`` that make up a `ManagerConfig`, under torchft's names.
+
+    ``port`` is accepted and not used: there is no server of the replica's own behind it.
+    """
+
+    min_replica_size: int
+    use_async_quorum: bool
+    quorum_timeout: timedelta
+    connect_timeout: timedelta
+    rank: int | None
+    world_size: int | None
+    world_size_mode: WorldSizeMode
+    store_addr: str | None
+    store_port: int | None
+    lighthouse_addr: str | None
+    replica_id: str | None
+    hostname: str | None
+    port: int | None
+    heartbeat_interval: timedelta
+    init_sync: bool
+    max_retries: int | None
+    quorum_retries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerConfig:
+    """How a replica takes part in the quorum. Names as in torchft, whose environment variables override it.
+
+    Attributes:
+        min_replica_size: Fewer replicas than this do not commit a step.
+        use_async_quorum: Whether the quorum is formed while ``forward`` runs. A replica that may be behind waits for
+            it in any case.
+        timeout: For a collective, a commit, a transfer and the lock. ``TORCHFT_TIMEOUT_SEC``.
+        quorum_timeout: For a quorum. It has to cover the others' slowest step. ``TORCHFT_QUORUM_TIMEOUT_SEC``.
+        connect_timeout: For finding a Lighthouse, a store or the members of a process group.
+            ``TORCHFT_CONNECT_TIMEOUT_SEC``.
+        rank: Rank within the replica. Default: ``RANK``, or 0.
+        world_size: Ranks of the replica. Default: ``WORLD_SIZE``, or 1.
+        world_size_mode: How many replicas contribute.
+        store_addr: Host of the replica's store. Default: ``MASTER_ADDR``; without one a replica of one rank has a store
+            of its own.
+        store_port: Its port. Default: ``MASTER_PORT``.
+        lighthouse_addr: ``http://host:port``. Default: ``TORCHFT_LIGHTHOUSE``; without one this process runs a
+            Lighthouse of its own.
+        replica_id: Name of the replica. A number at its end is its index, as in torchft.
+        hostname: How others reach a store of this replica's own. Default: as the transport's address says.
+        heartbeat_interval: Between two signs of life to the Lighthouse.
+        heartbeat_timeout: After which the Lighthouse takes a replica for dead: what it was started with
+            (``--heartbeat_timeout_ms``). A Lighthouse of our own is started with it.
+        init_sync: Whether at step 0 all take the state of one replica.
+        max_retries: How many steps in a row may fail to commit; ``None`` for any number.
+        quorum_retries: How often a quorum that timed out is asked for again. One that failed because the Lighthouse
+            could not be reached is asked for again until ``quorum_timeout`` in any case. ``TORCHFT_QUORUM_RETRIES``.
+        max_heal_attempts: After as many failed rounds of healing in a row, each over all sources, the replica gives up.
+        verify_heal: Whether the state after healing is compared with the source's, every bit of it.
+    """
+
+    min_replica_size: int = 1
+    use_async_quorum: bool = True
+    timeout: timedelta = _DEFAULT_TIMEOUT
+    quorum_timeout: timedelta = _DEFAULT_TIMEOUT
+    connect_timeout: timedelta = _DEFAULT_CONNECT_TIMEOUT
+    rank: int | None = None
+    world_size: int | None = None
+    world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
+    store_addr: str | None = None
+    store_port: int | None = None
+    lighthouse_addr: str | None = None
+    replica_id: str | None = None
+    hostname: str | None = None
+    heartbeat_interval: timedelta = timedelta(milliseconds=100)
+    heartbeat_timeout: timedelta = timedelta(seconds=5)
+    init_sync: bool = True
+    max_retries: int | None = None
+    quorum_retries: int = 0
+    max_heal_attempts: int = 3
+    verify_heal: bool = True
+
+    def __post_init__(self) -> None:
+        for name in _DURATIONS:
+            _check_duration(name, getattr(self, name))
+        _check_number("min_replica_size", self.min_replica_size, 1)
+        _check_number("quorum_retries", self.quorum_retries, 0)
+        _check_number("max_heal_attempts", self.max_heal_attempts, 1)
+        for name in ("rank", "max_retries", "world_size", "store_port"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), 1 if name in {"world_size", "store_port"} else 0)
+        mode = str(getattr(self.world_size_mode, "name", None))
+        if mode not in WorldSizeMode.__members__:
+            raise ConfigError(f"expected a WorldSizeMode as world_size_mode, got {self.world_size_mode!r}")
+        # torchft's own enumeration is as good.
+        object.__setattr__(self, "world_size_mode", WorldSizeMode[mode])
+        self._check_ladder()
+
+    @classmethod
+    def from_keywords(cls, keywords: TorchftKeywords, *, timeout: timedelta | None) -> ManagerConfig:
+        """Make one from torchft's keywords; timeouts that were not given are fitted to those that were.
+
+        Raises:
+            ConfigError: They cannot work.
+        """
+        for name in _DURATIONS:
+            _check_duration(name, keywords.get(name, _DEFAULT_TIMEOUT))
+        _check_duration("timeout", timeout if timeout is not None else _DEFAULT_TIMEOUT)
+        given: dict[str, Any] = {name: value for name, value in keywords.items() if name != "port"}
+        quorum_timeout = given.get("quorum_timeout", _DEFAULT_TIMEOUT)
+        if timeout is None:
+            timeout = min(_DEFAULT_TIMEOUT, quorum_timeout)
+        given.setdefault("quorum_timeout", max(_DEFAULT_TIMEOUT, timeout))
+        given.setdefault("connect_timeout", min(_DEFAULT_CONNECT_TIMEOUT, given["quorum_timeout"]))
+        return cls(timeout=timeout, **given)
+
+    def with_environment(self, environment: Mapping[str, str] = os.environ) -> ManagerConfig:
+        """Return this with everything filled in that the environment says or has the last word on.
+
+        Raises:
+            ConfigError: A variable is no number, or what results cannot work.
+        """
+        changes: dict[str, Any] = {}
+        for name, variable in (
+            ("timeout", TIMEOUT_ENV),
+            ("quorum_timeout", QUORUM_TIMEOUT_ENV),
+            ("connect_timeout", CONNECT_TIMEOUT_ENV),
+        ):
+            if variable in environment:
+                changes[name] = timedelta(seconds=_number_from(environment, variable))
+        if QUORUM_RETRIES_ENV in environment:
+            changes["quorum_retries"] = _number_from(environment, QUORUM_RETRIES_ENV)
+        for name, variable, default in (("rank", "RANK", 0), ("world_size", "WORLD_SIZE", 1)):
+            if getattr(self, name) is None:
+                changes[name] = _number_from(environment, variable) if variable in environment else default
+        if self.store_addr is None and "MASTER_ADDR" in environment:
+            changes["store_addr"] = environment["MASTER_ADDR"]
+        if self.store_port is None and "MASTER_PORT" in environment:
+            changes["store_port"] = _number_from(environment, "MASTER_PORT")
+        if self.lighthouse_addr is None and environment.get(LIGHTHOUSE_ENV):
+            changes["lighthouse_addr"] = environment[LIGHTHOUSE_ENV]
+        filled = replace(self, **changes)
+        assert filled.rank is not None, "it has just been filled in"
+        assert filled.world_size is not None, "it has just been filled in"
+        if filled.rank >= filled.world_size:
+            raise ConfigError(f"expected a rank below world_size {filled.world_size}, got {filled.rank}")
+        if (filled.store_addr is None) != (filled.store_port is None):
+            raise ConfigError(
+                f"expected both store_addr and store_port, or neither; got {filled.store_addr!r} and "
+                f"{filled.store_port!r}"
+            )
+        if filled.world_size > 1 and filled.store_addr is None:
+            raise ConfigError(
+                f"expected the store of this replica's {filled.world_size} ranks in store_addr and store_port, or in "
+                "MASTER_ADDR and MASTER_PORT (torchrun sets them)"
+            )
+        return filled
+
+    def _check_ladder(self) -> None:
+        """Each wait has to end before the one that contains it, or else the outer one hides the inner one's reason."""
+        ladder = (
+            ("heartbeat_interval", "heartbeat_timeout", "the Lighthouse would take a live replica for dead"),
+            ("connect_timeout", "quorum_timeout", "a Lighthouse that cannot be reached would look like a slow quorum"),
+            (
+                "timeout",
+                "quorum_timeout",
+                "a replica that waits in a failing collective would be given up by the others",
+            ),
+        )
+        for inner, outer, reason in ladder:
+            inner_value, outer_value = getattr(self, inner), getattr(self, outer)
+            if inner_value > outer_value or (inner == "heartbeat_interval" and 2 * inner_value > outer_value):
+                least = "twice " if inner == "heartbeat_interval" else ""
+                raise ConfigError(
+                    f"expected {outer} of at least {least}{inner}, got {outer_value.total_seconds():g} s and "
+                    f"{inner_value.total_seconds():g} s: otherwise {reason}"
+                )
+
+
+def _check_duration(name: str, value: object) -> None:
+    if not isinstance(value, timedelta) or value <= timedelta(0):
+        raise ConfigError(
+            f"expected a positive datetime.timedelta as {name}, got {type(value).__name__} {str(value)[:100]}"
+        )
+
+
+def _check_number(name: str, value: object, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(f"expected a whole number of at least {at_least} as {name}, got {value!r}")
+
+
+def _number_from(environment: Mapping[str, str], variable: str) -> int:
+    try:
+        return int(environment[variable])
+    except ValueError:
+        raise ConfigError(f"expected a whole number in {variable}, got {environment[variable]!r}") from None

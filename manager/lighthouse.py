@@ -1,0 +1,299 @@
+"""Membership by torchft's Lighthouse; the only file that imports torchft.
+
+The Lighthouse (torchft's ``src/lighthouse.rs``) is one server per job. A replica that is ready for a step asks it for a
+quorum and is answered when all that show signs of life have asked; what each says of itself travels along. A replica
+without a sign of life for ``heartbeat_timeout_ms`` is left out.
+
+What is used is the public low-level interface ``torchft.coordination``: ``LighthouseServer`` and ``LighthouseClient``.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from manager.errors import LighthouseUnavailableError, QuorumError
+from manager.quorum import Member
+
+logger = logging.getLogger(__name__)
+
+NAMELESS: Final = "replica"
+"""Stands for the name of a replica that was given none."""
+
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+_ASK_AGAIN_S: Final = 0.1
+_INSTALL: Final = "expected torchft, which brings the Lighthouse, for a quorum: pip install 'ft-transport[torchft]'"
+
+_embedded: list[Any] = []
+_embedded_mutex = threading.Lock()
+
+
+class _MemberData(msgspec.Struct, frozen=True):
+    """What travels in the field ``data`` of a quorum request."""
+
+    addresses: tuple[str, ...]
+    lineage: str
+    group: str
+    num_groups: int
+    is_at_boundary: bool
+    announced_to: tuple[str, ...]
+
+
+def embedded_lighthouse(*, min_replicas: int, heartbeat_timeout: timedelta, join_timeout: timedelta) -> str:
+    """Start a Lighthouse inside this process and return its address; it ends with the process.
+
+    There is one per process, whoever asks for it. Replicas in other processes of this machine reach it too, if they
+    are told the address.
+
+    Args:
+        min_replicas: How many replicas make a first quorum.
+        heartbeat_timeout: After which a silent replica is taken for dead.
+        join_timeout: How long replicas that give signs of life but do not ask for the quorum are waited for. It has to
+            be longer than they may be held up by a failing step: those who are there already, though just started,
+            would train on without the only one that has the state.
+
+    Raises:
+        LighthouseUnavailableError: torchft is not installed, or the server cannot start.
+    """
+    coordination = _coordination()
+    with _embedded_mutex:
+        if not _embedded:
+            try:
+                server = coordination.LighthouseServer(
+                    bind="127.0.0.1:0",
+                    min_replicas=min_replicas,
+                    join_timeout_ms=round(join_timeout / timedelta(milliseconds=1)),
+                    quorum_tick_ms=20,
+                    heartbeat_timeout_ms=round(heartbeat_timeout / timedelta(milliseconds=1)),
+                )
+            except RuntimeError as error:
+                raise LighthouseUnavailableError(f"expected to start a Lighthouse on 127.0.0.1: {error}") from error
+            _embedded.append(server)
+        # What the server says of itself is this host's name, which need not lead to the loopback interface.
+        return f"http://127.0.0.1:{urlsplit(_embedded[0].address()).port}"
+
+
+class LighthouseSession:
+    """One replica's dealings with the Lighthouse. Gives signs of life from its own thread until it is closed.
+
+    A Lighthouse that was restarted knows nobody, and gives a quorum to whoever asks first. Trained in halves, the
+    replicas would hold different states under one step number. So when the Lighthouse was out of reach, or counts its
+    quorums from the start again, a quorum is only accepted with all members of the last one, until ``timeout`` is over.
+
+    Args:
+        address: ``http://host:port`` of the Lighthouse.
+        replica_id: Unique to this start of the replica.
+        connect_timeout: For one attempt to reach it.
+        heartbeat_interval: Between two signs of life.
+        heartbeat_timeout: After which the Lighthouse takes a replica for dead.
+
+    Raises:
+        LighthouseUnavailableError: torchft is not installed, or the Lighthouse does not answer.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        replica_id: str,
+        *,
+        connect_timeout: timedelta,
+        heartbeat_interval: timedelta,
+        heartbeat_timeout: timedelta,
+    ) -> None:
+        self._address = address
+        self._replica_id = replica_id
+        self._connect_timeout = connect_timeout
+        self._heartbeat_interval_s = heartbeat_interval.total_seconds()
+        self._heartbeat_timeout = heartbeat_timeout
+        self._mutex = threading.Lock()
+        self._sign_of_life_s = time.monotonic()
+        self._num_lapses = 0
+        self._closed = threading.Event()
+        self._quorum_id = -1
+        self._members: frozenset[str] = frozenset()
+        self._is_suspect = False
+        self._client: Any = None
+        self._heartbeat_client = self._connect()
+        self._client = self._heartbeat_client
+        self._thread = threading.Thread(target=self._give_signs_of_life, name="ft-transport-heartbeat", daemon=True)
+        self._thread.start()
+
+    def quorum(self, member: Member, *, timeout: timedelta, shrink_only: bool, num_retries: int) -> tuple[Member, ...]:
+        """Ask for a quorum, and wait until there is one with this replica in it.
+
+        Args:
+            member: What this replica says of itself.
+            timeout: For one request. An unreachable Lighthouse is asked again until then.
+            shrink_only: Whether new replicas have to wait.
+            num_retries: How many more requests may follow one that timed out.
+
+        Raises:
+            LighthouseUnavailableError: It could not be reached.
+            QuorumError: There was none in time, or what it returned makes no sense.
+        """
+        reasons: list[str] = []
+        for _ in range(num_retries + 1):
+            deadline_s = time.monotonic() + timeout.total_seconds()
+            pause_s = _FIRST_PAUSE_S
+            while (remaining_s := deadline_s - time.monotonic()) > 0:
+                try:
+                    quorum = self._ask(member, timedelta(seconds=remaining_s), shrink_only)
+                except TimeoutError as error:
+                    reasons.append(str(error))
+                    break
+                except (RuntimeError, LighthouseUnavailableError) as error:
+                    reasons.append(str(error))
+                    self._client = None
+                    self._is_suspect = True
+                    logger.warning("%s failed, asking again: %s", self._whom(), error)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    self._pause(pause_s * random.uniform(0.5, 1.0))
+                    continue
+                members = tuple(_member_of(participant) for participant in quorum.participants)
+                missing = self._missing(quorum.quorum_id, members)
+                if missing and time.monotonic() + _ASK_AGAIN_S < deadline_s:
+                    there = [each.replica_id for each in members]
+                    logger.warning("%s may have been restarted: %s lacks %s", self._whom(), there, missing)
+                    self._pause(_ASK_AGAIN_S)
+                    continue
+                self._quorum_id = quorum.quorum_id
+                self._members = frozenset(each.replica_id for each in members)
+                self._is_suspect = False
+                return members
+        error_type = QuorumError if self._client is not None else LighthouseUnavailableError
+        raise error_type(
+            f"{self._whom()}: expected a quorum within {timeout.total_seconds():g} s, asked {num_retries + 1} times; "
+            "the last answer: "
+            f"{reasons[-1] if reasons else 'none'}"
+        )
+
+    def num_lapses(self) -> int:
+        """How often so far the Lighthouse may have taken this replica for dead, because it was silent for too long."""
+        with self._mutex:
+            self._note_silence(time.monotonic())
+            return self._num_lapses
+
+    def close(self) -> None:
+        """End the signs of life, so that the others need not wait for this replica any longer than they must."""
+        self._closed.set()
+        self._thread.join()
+
+    def _connect(self) -> Any:
+        coordination = _coordination()
+        try:
+            return coordination.LighthouseClient(self._address, self._connect_timeout)
+        except (RuntimeError, TimeoutError) as error:
+            raise LighthouseUnavailableError(
+                f"expected a Lighthouse at {self._address} within {self._connect_timeout.total_seconds():g} s: {error}"
+            ) from error
+
+    def _whom(self) -> str:
+        return f"replica {self._replica_id}: the Lighthouse at {self._address}"
+
+    def _pause(self, seconds: float) -> None:
+        if self._closed.wait(seconds):
+            raise QuorumError(f"replica {self._replica_id}: has been shut down")
+
+    def _missing(self, quorum_id: int, members: Sequence[Member]) -> list[str]:
+        """The members of the last quorum that this one may lack because the Lighthouse has forgotten them."""
+        names = {_name_of(member.replica_id) for member in members}
+        # One that was started again has its old name.
+        missing = sorted(replica_id for replica_id in self._members if _name_of(replica_id) not in names)
+        starts_again = quorum_id < self._quorum_id or (quorum_id == self._quorum_id and bool(missing))
+        return missing if self._is_suspect or starts_again else []
+
+    def _ask(self, member: Member, timeout: timedelta, shrink_only: bool) -> Any:
+        if self._client is None:
+            self._client = self._connect()
+        asked_s = time.monotonic()
+        quorum = self._client.quorum(
+            replica_id=self._replica_id,
+            timeout=timeout,
+            address=member.addresses[0],
+            store_address=member.store_address,
+            step=member.step,
+            world_size=len(member.addresses),
+            shrink_only=shrink_only,
+            data=msgspec.to_builtins(
+                _MemberData(
+                    addresses=member.addresses,
+                    lineage=member.lineage,
+                    group=member.group,
+                    num_groups=member.num_groups,
+                    is_at_boundary=member.is_at_boundary,
+                    announced_to=tuple(sorted(member.announced_to)),
+                )
+            ),
+        )
+        self._note_sign_of_life(asked_s)
+        return quorum
+
+    def _give_signs_of_life(self) -> None:
+        is_silenced = False
+        while not self._closed.wait(self._heartbeat_interval_s):
+            sent_s = time.monotonic()
+            try:
+                self._heartbeat_client.heartbeat(self._replica_id, timeout=self._heartbeat_timeout)
+            except (RuntimeError, TimeoutError) as error:
+                self._is_suspect = self._is_suspect or not isinstance(error, TimeoutError)
+                if not is_silenced:
+                    logger.warning("%s: no sign of life reaches it: %s", self._whom(), error)
+                is_silenced = True
+            else:
+                is_silenced = False
+                self._note_sign_of_life(sent_s)
+
+    def _note_sign_of_life(self, sent_s: float) -> None:
+        with self._mutex:
+            self._note_silence(sent_s)
+            self._sign_of_life_s = max(self._sign_of_life_s, sent_s)
+
+    def _note_silence(self, now_s: float) -> None:
+        if now_s - self._sign_of_life_s >= self._heartbeat_timeout.total_seconds():
+            self._num_lapses += 1
+            # One silence counts once, however often somebody asks.
+            self._sign_of_life_s = now_s
+
+
+def _coordination() -> Any:
+    try:
+        from torchft import coordination  # noqa: PLC0415 - an optional extra
+    except ImportError as error:
+        raise LighthouseUnavailableError(_INSTALL) from error
+    return coordination
+
+
+def _name_of(replica_id: str) -> str:
+    """What stays when a replica is started again; the whole id where it was given no name."""
+    name, _, start = replica_id.rpartition(":")
+    return replica_id if name in ("", NAMELESS) or not start else name
+
+
+def _member_of(participant: Any) -> Member:
+    try:
+        data = msgspec.convert(participant.data, _MemberData)
+    except msgspec.ValidationError as error:
+        raise QuorumError(
+            f"expected replicas that run this package in the quorum, and {participant.replica_id!r} says of itself "
+            f"{participant.data!r}: {error}"
+        ) from error
+    return Member(
+        replica_id=participant.replica_id,
+        step=participant.step,
+        lineage=data.lineage,
+        store_address=participant.store_address,
+        addresses=data.addresses,
+        group=data.group,
+        num_groups=data.num_groups,
+        is_at_boundary=data.is_at_boundary,
+        announced_to=frozenset(data.announced_to),
+    )

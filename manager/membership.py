@@ -1,0 +1,247 @@
+"""One replica's place among the others: the quorum it is in, and the process group that goes with it.
+
+Knows the Lighthouse, the ranks of the replica and the process group; knows nothing of the state. The training thread
+and the thread that forms quorums call it, never both at once; `break_up` may be called by any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+import torch
+from torch.distributed import AllreduceOptions, Store  # type: ignore[attr-defined] # exported, undeclared
+
+from manager.config import ManagerConfig
+from manager.errors import QuorumError
+from manager.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse
+from manager.process_group import GlooProcessGroup, ReplicaProcessGroup
+from manager.quorum import Decision, Member, Rules, decide
+from manager.replica_group import RankReport, ReplicaGroup, connect_store, own_store, report_of_group
+
+logger = logging.getLogger(__name__)
+
+_REPLICA_ID_KEY: Final = "replica_id"
+_PREFIX: Final = "ft_transport"
+
+
+class Membership:
+    """See the module.
+
+    Args:
+        config: With everything filled in that the environment says.
+        address: Where this rank serves its state, as peers are told.
+        process_group: What runs the collectives; ``None`` for gloo.
+
+    Attributes:
+        replica_id: Unique to this start of the replica; ``name:`` and a random part.
+
+    Raises:
+        QuorumError: The Lighthouse or the replica's store cannot be reached.
+    """
+
+    def __init__(self, config: ManagerConfig, *, address: str, process_group: ReplicaProcessGroup | None) -> None:
+        assert config.rank is not None, "the environment has been asked"
+        assert config.world_size is not None, "the environment has been asked"
+        self._config = config
+        self._address = address
+        self.group_rank = config.rank
+        self._process_group: ReplicaProcessGroup = (
+            process_group
+            if process_group is not None
+            else GlooProcessGroup(timeout=config.timeout, connect_timeout=config.connect_timeout)
+        )
+        self._mutex = threading.Lock()
+        self._held = ""
+        self._num_groups = 0
+        self._session: LighthouseSession | None = None
+        self._store, self._store_address = self._find_store()
+        self._group = ReplicaGroup(self._store if config.world_size > 1 else None, config.rank, config.world_size)
+        self.replica_id = self._agree_on_id()
+        if config.rank == 0:
+            lighthouse = config.lighthouse_addr or embedded_lighthouse(
+                min_replicas=config.min_replica_size,
+                heartbeat_timeout=config.heartbeat_timeout,
+                join_timeout=config.timeout + config.connect_timeout,
+            )
+            self._session = LighthouseSession(
+                lighthouse,
+                self.replica_id,
+                connect_timeout=config.connect_timeout,
+                heartbeat_interval=config.heartbeat_interval,
+                heartbeat_timeout=config.heartbeat_timeout,
+            )
+            logger.info("replica %s: takes part in the quorum of %s", self.replica_id, lighthouse)
+
+    def decide(
+        self,
+        *,
+        step: int,
+        lineage: str,
+        rules: Rules,
+        is_at_boundary: bool,
+        announced_to: frozenset[str],
+        num_failed_heals: int,
+        timeout: timedelta,
+        shrink_only: bool,
+    ) -> Decision:
+        """Ask for a quorum and decide what this rank does in it.
+
+        Args:
+            step: The committed step that this rank holds, or ``quorum.NO_WHOLE_STATE``.
+            lineage: Its lineage.
+            rules: See ``quorum.decide``.
+            is_at_boundary: See ``quorum.Member``.
+            announced_to: See ``quorum.Member``.
+            num_failed_heals: See ``quorum.decide``.
+            timeout: For one request.
+            shrink_only: Whether new replicas have to wait.
+
+        Raises:
+            QuorumError: There was no quorum, a rank of this replica is missing, or the members do not belong together.
+        """
+        report = RankReport(
+            step=step, lineage=lineage, group=self._held, num_groups=self._num_groups, address=self._address
+        )
+        # A rank that is just leaving a failed collective comes later by as much.
+        gathering = self._config.timeout + self._config.connect_timeout
+        if self._session is None:
+            self._group.gather(report, gathering)
+            # Rank 0 may take all of its attempts.
+            encoded = self._group.await_answer(gathering + timeout * (self._config.quorum_retries + 1))
+            members: Sequence[Member] = msgspec.json.decode(encoded, type=tuple[Member, ...])
+        else:
+            try:
+                reports = self._group.gather(report, gathering)
+                whole = report_of_group(reports)
+                members = self._session.quorum(
+                    Member(
+                        replica_id=self.replica_id,
+                        step=whole.step,
+                        lineage=whole.lineage,
+                        store_address=self._store_address,
+                        addresses=tuple(each.address for each in reports),
+                        group=whole.group,
+                        num_groups=whole.num_groups,
+                        is_at_boundary=is_at_boundary,
+                        announced_to=announced_to,
+                    ),
+                    timeout=timeout,
+                    shrink_only=shrink_only,
+                    num_retries=self._config.quorum_retries,
+                )
+            except QuorumError as error:
+                self._group.publish(error)
+                raise
+            if self._config.world_size != 1:
+                self._group.publish(msgspec.json.encode(members))
+        return decide(members, self.replica_id, rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals)
+
+    def set_up(self, decision: Decision) -> float:
+        """Meet the members of the process group, if this rank does not hold it already.
+
+        Returns:
+            Seconds that it took; 0 if there was nothing to do.
+
+        Raises:
+            Exception: Whatever the process group raises if the others do not come.
+        """
+        if decision.rank is None or decision.group == self._held:
+            return 0.0
+        start_s = time.monotonic()
+        with self._mutex:
+            self._held = ""
+            self._num_groups += 1
+        self._process_group.configure(
+            f"{decision.store_address}/{_PREFIX}/{decision.group}/{self.group_rank}",
+            self.replica_id,
+            decision.rank,
+            len(decision.group_members),
+            # A number for torchft's process groups, which use it in names and logs.
+            int(decision.group.rpartition("-")[2], 16) >> 1,
+            self.group_rank,
+            self._config.world_size,
+            None,
+        )
+        with self._mutex:
+            self._held = decision.group
+        return time.monotonic() - start_s
+
+    def break_up(self) -> None:
+        """End the process group at once, so that whoever waits for this replica in it does not wait for long."""
+        with self._mutex:
+            was_held, self._held = self._held, ""
+        if was_held:
+            self._process_group.abort()
+
+    def group_error(self) -> Exception | None:
+        """An error that the process group noticed by itself."""
+        return self._process_group.errored()
+
+    def allreduce(self, tensor: torch.Tensor, reduce_op: Any) -> Any:
+        """Begin an allreduce in place over the members of the process group."""
+        options = AllreduceOptions()
+        options.reduceOp = reduce_op
+        return self._process_group.allreduce([tensor], options)
+
+    def agree(self, refusals: tuple[str, ...], *, step: int, lineage: str, timeout: timedelta) -> tuple[str, ...]:
+        """Tell why this replica does not commit; the same for all its ranks. Empty if it commits.
+
+        Raises:
+            QuorumError: A rank did not answer in time.
+        """
+        report = RankReport(
+            step=step,
+            lineage=lineage,
+            group=self._held,
+            num_groups=self._num_groups,
+            address=self._address,
+            refusals=refusals,
+        )
+        return self._group.agree(report, timeout)
+
+    def num_lapses(self) -> int:
+        """How often the Lighthouse may have taken this replica for dead. Its rank 0 alone knows."""
+        return self._session.num_lapses() if self._session is not None else 0
+
+    def close(self) -> None:
+        """Leave: end the signs of life and the process group."""
+        if self._session is not None:
+            self._session.close()
+        with self._mutex:
+            self._held = ""
+        self._process_group.shutdown()
+
+    def _find_store(self) -> tuple[Store, str]:
+        config = self._config
+        if config.store_addr is not None and config.store_port is not None:
+            store = connect_store(config.store_addr, config.store_port, config.connect_timeout)
+            return store, _join(config.store_addr, config.store_port)
+        own, port = own_store(config.connect_timeout)
+        # Peers reach this host where they fetch its state.
+        host = config.hostname or urlsplit(self._address).hostname or "localhost"
+        connect_store(host, port, config.connect_timeout)
+        return own, _join(host, port)
+
+    def _agree_on_id(self) -> str:
+        if self._group.rank == 0:
+            replica_id = f"{self._config.replica_id or NAMELESS}:{uuid.uuid4()}"
+            if self._group.world_size > 1:
+                self._store.set(_REPLICA_ID_KEY, replica_id)
+            return replica_id
+        try:
+            self._store.wait([_REPLICA_ID_KEY], self._config.timeout)
+            return bytes(self._store.get(_REPLICA_ID_KEY)).decode()
+        except RuntimeError as error:
+            raise QuorumError(f"rank {self._group.rank}: expected rank 0 of this replica to start: {error}") from error
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,266 @@
+"""The collectives between replicas: a process group that is set up afresh whenever the members change.
+
+`GlooProcessGroup` is torch's own gloo group behind the four methods that the manager calls. Any process group of
+torchft (``torchft.process_group.ProcessGroup``) has them too, so its NCCL groups can be passed in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined] # exported, undeclared
+
+
+class ReplicaProcessGroup(Protocol):
+    """A process group with one rank per replica; signatures as in torchft's ``ProcessGroup``."""
+
+    def configure(  # noqa: PLR0917 - torchft's signature
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Ends what it was, and meets the other members at ``store_addr`` (``host:port/prefix``). Blocks."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Begins an allreduce in place; returns a ``torch.distributed.Work``."""
+
+    def abort(self) -> None:
+        """Ends it at once, so that whoever waits in one of its collectives fails."""
+
+    def errored(self) -> Exception | None:
+        """An error that it noticed by itself."""
+
+    def shutdown(self) -> None:
+        """Gives everything back."""
+
+
+class GlooProcessGroup:
+    """torch's gloo process group, set up afresh by every `configure`.
+
+    Args:
+        timeout: For each collective.
+        connect_timeout: For meeting the other members.
+    """
+
+    def __init__(
+        self, timeout: timedelta = timedelta(seconds=60), connect_timeout: timedelta = timedelta(seconds=10)
+    ) -> None:
+        self._timeout = timeout
+        self._connect_timeout = connect_timeout
+        # Any, because torch declares a few of its methods only.
+        self._group: Any = None
+        self._world_size = 1
+
+    def configure(  # noqa: PLR0917 - torchft's signature
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Meet the other members. A group of one needs no store and meets nobody.
+
+        Args:
+            store_addr: ``host:port/prefix``; the prefix must not have been used before.
+            replica_id: For messages.
+            rank: Rank in the group.
+            world_size: Number of members.
+            quorum_id: Not used.
+            group_rank: Not used.
+            group_world_size: Not used.
+            global_ranks: Not used.
+
+        Raises:
+            RuntimeError: The others did not come in time. (torch's ``DistError`` is one.)
+        """
+        del replica_id, quorum_id, group_rank, group_world_size, global_ranks
+        self.abort()
+        self._world_size = world_size
+        if world_size == 1:
+            return
+        place, _, prefix = store_addr.partition("/")
+        host, _, port = place.rpartition(":")
+        store = TCPStore(
+            host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self._connect_timeout
+        )
+        # The store's timeout bounds the meeting, the group's own every collective afterwards.
+        self._group = ProcessGroupGloo(PrefixStore(prefix, store), rank, world_size, self._timeout)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Begin an allreduce in place.
+
+        Raises:
+            RuntimeError: The group was aborted, or gloo refuses.
+        """
+        if self._world_size == 1:
+            return _Done(tensors)
+        group = self._group
+        if group is None:
+            raise RuntimeError("expected a process group, and it has been aborted")
+        return group.allreduce(tensors, opts)
+
+    def abort(self) -> None:
+        """Close the connections to the other members: their collectives fail, and so do this one's."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def errored(self) -> Exception | None:
+        """Return ``None``: gloo tells of its errors where a collective is waited for."""
+        return None
+
+    def shutdown(self) -> None:
+        """As `abort`."""
+        self.abort()
+
+
+class _Done(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
+    """A collective of one member."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(tensors)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        del timeout
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future
+
+
+class ManagedFuture(torch.futures.Future[Any]):
+    """The result of a `ManagedWork`, and of callbacks on it, which run where the work is waited for.
+
+    torchft's ``DistributedDataParallel`` hands ``_fut`` to torch's reducer after waiting for the work.
+    """
+
+    def __init__(self, work: ManagedWork) -> None:
+        super().__init__()
+        self._work = work
+        self._fut: torch.futures.Future[Any] = torch.futures.Future()
+
+    def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> ManagedFuture:
+        """Run ``callback`` with this future once the work is done; return the future of what it returns."""
+        following = ManagedFuture(self._work)
+        self._work.add_callback(lambda: following._fut.set_result(callback(self._fut)))
+        return following
+
+    def wait(self) -> Any:
+        """Wait for the work, and return the value."""
+        self._work.wait()
+        return self._fut.wait()
+
+    def value(self) -> Any:
+        """Return the value; the work has been waited for."""
+        return self._fut.value()
+
+    def done(self) -> bool:
+        """Whether the work has been waited for."""
+        return self._fut.done()
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> None:
+        """As `then`, without a result."""
+        self._work.add_callback(lambda: callback(self._fut))
+
+
+class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
+    """A collective that never raises: what goes wrong is reported, and keeps the step from being committed.
+
+    Waiting is what finishes it: averaging and callbacks run on the waiting thread, on its stream. It may be waited for
+    any number of times, by one thread at a time.
+
+    Args:
+        work: The collective; ``None`` if it could not be begun or is not needed.
+        value: The tensor, reduced in place.
+        finish: Called once after the collective succeeded.
+        report_error: Called once if it did not.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        value: torch.Tensor,
+        finish: Callable[[], object],
+        report_error: Callable[[Exception], object],
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._value = value
+        self._finish = finish
+        self._report_error = report_error
+        self._callbacks: list[Callable[[], object]] = []
+        self._future = ManagedFuture(self)
+        self._mutex = threading.RLock()
+        self._is_done = False
+
+    def add_callback(self, callback: Callable[[], object]) -> None:
+        """Run it after the collective, in order; at once if that is over."""
+        with self._mutex:
+            if not self._is_done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Finish the collective. Returns whether it succeeded."""
+        with self._mutex:
+            if self._is_done:
+                return self._work is not None
+            self._is_done = True
+            try:
+                if self._work is not None:
+                    self._work.wait(timeout) if timeout is not None else self._work.wait()
+                    self._finish()
+            except Exception as error:
+                self._fail(error)
+            self._future._fut.set_result(self._value)
+            callbacks, self._callbacks = self._callbacks, []
+            try:
+                for callback in callbacks:
+                    callback()
+            except Exception as error:
+                self._fail(error)
+            return self._work is not None
+
+    def _fail(self, error: Exception) -> None:
+        self._work = None
+        self._report_error(error)
+
+    def is_completed(self) -> bool:
+        """Whether it has been waited for."""
+        return self._is_done
+
+    def block_current_stream(self, timeout: timedelta | None = None) -> None:
+        """Let the current stream wait. On the CPU, and with torch's own works, that is what `wait` does."""
+        self.wait(timeout)
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def get_future(self) -> ManagedFuture:
+        """Return the future of the reduced tensor."""
+        return self._future
+
+
+def wait_all(works: Sequence[ManagedWork]) -> None:
+    """Finish all of them."""
+    for work in works:
+        work.wait()

@@ -1,0 +1,291 @@
+"""Who trains the next step, who has to be healed first and from whom: decided from what the members said, and no more.
+
+Every member computes the decision by itself from the same list, so nobody has to be told. Nothing here waits, reads a
+clock or knows a network; the members come from the Lighthouse (``manager.lighthouse``).
+
+A committed state is named by its step and its *lineage*, a digest of all process groups that it was averaged in since
+step 0. Replicas with the same step and lineage hold the same replicated state. A step number alone does not say so: a
+replica that was stopped while the others gave up on it may wake up and commit a step that they have repeated without
+it. Its lineage then differs from theirs, and it is healed like one that is behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, TypeAlias
+
+from manager.errors import QuorumError
+
+NO_WHOLE_STATE: Final = -1
+"""The step of a member that holds part of a state: behind everybody."""
+
+
+class WorldSizeMode(Enum):
+    """How many replicas contribute to a step; names and meaning as in torchft.
+
+    Attributes:
+        DYNAMIC: All that are there.
+        FIXED_WITH_SPARES: ``min_replica_size``; the others hold the same state and contribute zeros.
+    """
+
+    DYNAMIC = 0
+    FIXED_WITH_SPARES = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """What one replica says of itself when it asks for a quorum.
+
+    Attributes:
+        replica_id: Unique to this start of the replica.
+        step: The committed step that it holds, or `NO_WHOLE_STATE`.
+        lineage: Names the history of that step; empty before the first commit.
+        store_address: ``host:port`` of the store where its process groups may meet.
+        addresses: Where each of its group ranks serves its state.
+        group: Key of the process group that it holds and that works; empty if there is none.
+        num_groups: How many process groups it has begun to set up. It tells two attempts apart.
+        is_at_boundary: It waits for the decision before it trains on, so it can heal and take a snapshot now.
+        announced_to: The replicas that know since the quorum before that it needs a snapshot.
+    """
+
+    replica_id: str
+    step: int
+    lineage: str
+    store_address: str
+    addresses: tuple[str, ...]
+    group: str = ""
+    num_groups: int = 0
+    is_at_boundary: bool = True
+    announced_to: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpToDate:
+    """The replica holds the state that everybody will hold.
+
+    Attributes:
+        serves_now: The replicas that heal from its kind at this step boundary.
+        serves_next: The replicas that will heal at the next one.
+    """
+
+    serves_now: tuple[str, ...]
+    serves_next: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heals:
+    """The replica receives the state before it trains.
+
+    Attributes:
+        sources: Who has it, the one to ask first first; the order spreads the replicas that heal over the sources.
+    """
+
+    sources: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandsBy:
+    """The replica takes no part in this step: those who could serve it train already.
+
+    Attributes:
+        announced_to: Who knows now, and takes a snapshot at the next step boundary.
+    """
+
+    announced_to: frozenset[str]
+
+
+Role: TypeAlias = UpToDate | Heals | StandsBy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What one replica does in a step.
+
+    Attributes:
+        step: The committed step that everybody holds once healing is over.
+        lineage: Its lineage.
+        group: Key of the process group of this step. It is set up afresh unless the replica holds it already.
+        group_members: Its members in the order of their ranks.
+        store_address: Where the process group meets.
+        rank: The replica's rank in it; ``None`` if it stands by.
+        num_participants: How many replicas contribute.
+        participating_rank: The replica's rank among them; ``None`` if it contributes zeros or stands by.
+        role: What it has to do before it trains.
+    """
+
+    step: int
+    lineage: str
+    group: str
+    group_members: tuple[str, ...]
+    store_address: str
+    rank: int | None
+    num_participants: int
+    participating_rank: int | None
+    role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What all replicas of a job agree on.
+
+    Attributes:
+        min_replica_size: Fewer replicas than this do not commit.
+        world_size_mode: See `WorldSizeMode`.
+        init_sync: At step 0 the others take the state of one replica.
+        allow_heal: Whether who is behind heals now.
+    """
+
+    min_replica_size: int
+    world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
+    init_sync: bool = True
+    allow_heal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The state that everybody shall hold, and who does."""
+
+    step: int
+    lineage: str
+    holders: tuple[Member, ...] = field(default=())
+
+
+def decide(
+    members: Collection[Member], own_id: str, rules: Rules, *, group_rank: int = 0, num_failed_heals: int = 0
+) -> Decision:
+    """Decide what the replica ``own_id`` does in this step.
+
+    Args:
+        members: The quorum; the same for everybody, in any order.
+        own_id: Which of them is asking.
+        rules: The same for everybody.
+        group_rank: Which rank of its replica asks. Others begin with other sources.
+        num_failed_heals: How often in a row the replica could not be healed. The next attempt begins with another
+            source.
+
+    Raises:
+        QuorumError: The replica is no member, the members do not belong together, or none of them holds a state.
+    """
+    ordered = sorted(members, key=lambda member: member.replica_id)
+    _check(ordered, own_id)
+    target = _choose_target(ordered, rules)
+    holding = {member.replica_id for member in target.holders}
+    sources = {
+        member.replica_id: _sources(member, target.holders) if rules.allow_heal else ()
+        for member in ordered
+        if member.replica_id not in holding
+    }
+    healing = [replica_id for replica_id, found in sources.items() if found]
+    standing_by = [replica_id for replica_id, found in sources.items() if not found]
+    joined = [member for member in ordered if member.replica_id not in standing_by]
+    names = tuple(member.replica_id for member in joined)
+    rank = names.index(own_id) if own_id in names else None
+    num_participants = len(joined)
+    if rules.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES:
+        num_participants = min(num_participants, rules.min_replica_size)
+    role: Role
+    if own_id in holding:
+        role = UpToDate(serves_now=tuple(healing), serves_next=tuple(standing_by) if rules.allow_heal else ())
+    elif sources[own_id]:
+        first = healing.index(own_id) + group_rank + num_failed_heals
+        role = Heals(sources=_rotated(sources[own_id], first))
+    else:
+        role = StandsBy(announced_to=frozenset(holding))
+    return Decision(
+        step=target.step,
+        lineage=target.lineage,
+        group=_group_key(joined),
+        group_members=names,
+        # Of a holder, since it has been there longest. Another replica's would do as well.
+        store_address=target.holders[group_rank % len(target.holders)].store_address,
+        rank=rank,
+        num_participants=num_participants,
+        participating_rank=rank if rank is not None and rank < num_participants else None,
+        role=role,
+    )
+
+
+def next_lineage(lineage: str, group: str, step: int) -> str:
+    """The lineage of a state after it was averaged in the process group ``group`` and committed as ``step``."""
+    return hashlib.blake2b(f"{lineage}\0{group}\0{step}".encode(), digest_size=8).hexdigest()
+
+
+def commit_refusals(
+    *, num_participants: int, min_replica_size: int, errors: Sequence[str], has_lapsed: bool
+) -> tuple[str, ...]:
+    """Why a replica does not commit a step; empty if it does.
+
+    Args:
+        num_participants: How many replicas contributed.
+        min_replica_size: How many are needed.
+        errors: What went wrong in this step on this replica.
+        has_lapsed: The Lighthouse may have taken the replica for dead since the step began, so that the others may have
+            gone on without it.
+    """
+    refusals = list(errors)
+    if num_participants < min_replica_size:
+        refusals.append(f"expected at least {min_replica_size} replicas, got {num_participants}")
+    if has_lapsed:
+        refusals.append("this replica was silent for so long that the others may have gone on without it")
+    return tuple(refusals)
+
+
+def _check(ordered: Sequence[Member], own_id: str) -> None:
+    ids = [member.replica_id for member in ordered]
+    if own_id not in ids:
+        raise QuorumError(f"expected replica {own_id!r} among the members of its quorum, got {ids}")
+    twice = [replica_id for replica_id, count in Counter(ids).items() if count > 1]
+    if twice:
+        raise QuorumError(f"expected every replica once in a quorum, got {twice} more than once")
+    sizes = {member.replica_id: len(member.addresses) for member in ordered}
+    if len(set(sizes.values())) > 1:
+        raise QuorumError(f"expected replicas with the same number of ranks, got {sizes}")
+
+
+def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
+    step = max(member.step for member in ordered)
+    if step == NO_WHOLE_STATE:
+        raise QuorumError(
+            f"expected a replica that holds a whole state, and none of {[member.replica_id for member in ordered]} "
+            "does; load a durable checkpoint"
+        )
+    newest = [member for member in ordered if member.step == step]
+    if step == 0 and rules.init_sync:
+        synchronised = [member for member in newest if member.lineage]
+        if not synchronised:
+            # Nobody has been told yet whose weights count.
+            first = next((member for member in newest if member.is_at_boundary), newest[0])
+            return _Target(step, next_lineage("", first.replica_id, 0), (first,))
+        newest = synchronised
+    numbers = Counter(member.lineage for member in newest)
+    lineage = min(numbers, key=lambda lineage: (-numbers[lineage], lineage))
+    return _Target(step, lineage, tuple(member for member in newest if member.lineage == lineage))
+
+
+def _sources(member: Member, holders: Sequence[Member]) -> tuple[Member, ...]:
+    """Who can serve ``member`` right now: it must not have begun to train, and neither must they."""
+    if not member.is_at_boundary:
+        return ()
+    return tuple(holder for holder in holders if holder.is_at_boundary or holder.replica_id in member.announced_to)
+
+
+def _group_key(joined: Sequence[Member]) -> str:
+    """The key that all of them hold already if nothing has changed, or else one that never was.
+
+    It begins with the number of its members: if as many hold it, none of them is missing.
+    """
+    held = {member.group for member in joined}
+    prefix = f"{len(joined)}-"
+    if len(held) == 1 and (key := next(iter(held))).startswith(prefix):
+        return key
+    said = [(member.replica_id, member.num_groups, member.group) for member in joined]
+    return prefix + hashlib.blake2b(repr(said).encode(), digest_size=8).hexdigest()
+
+
+def _rotated(sources: tuple[Member, ...], first: int) -> tuple[Member, ...]:
+    start = first % len(sources)
+    return sources[start:] + sources[:start]

@@ -1,0 +1,196 @@
+"""Replicas under a real Lighthouse that are killed, stopped and started again, and a Lighthouse that is.
+
+What every test here checks at the end: all that any replica ever held under one step number was the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchft")
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+from replica_fleet import ReplicaFleet  # type: ignore[import-not-found]
+
+NAMES = ("a", "b", "c")
+LONG_S = 60.0
+
+
+class LighthouseProcess:
+    """torchft's own server, at one address however often it is started."""
+
+    def __init__(self, directory: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._bind = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._log = directory / "lighthouse.txt"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.address = f"http://{self._bind}"
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    str(Path(sys.executable).with_name("torchft_lighthouse")),
+                    *("--bind", self._bind, "--min_replicas", "1", "--quorum_tick_ms", "20"),
+                    *("--join_timeout_ms", "10000", "--heartbeat_timeout_ms", "1000"),
+                ],
+                stdout=log,
+                stderr=log,
+            )
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@pytest.fixture
+def lighthouse(tmp_path: Path) -> Iterator[LighthouseProcess]:
+    server = LighthouseProcess(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def new_fleet(tmp_path: Path, lighthouse: LighthouseProcess) -> Iterator[Callable[..., ReplicaFleet]]:
+    """Starts replicas, waits until all of them train, and compares all that they held in the end."""
+    fleets: list[ReplicaFleet] = []
+
+    def start(*arguments: str, names: tuple[str, ...] = NAMES) -> ReplicaFleet:
+        fleet = ReplicaFleet(tmp_path, lighthouse.address, "--step-s", "0.05", "--timeout-s", "2", *arguments)
+        fleets.append(fleet)
+        for name in names:
+            fleet.start(name)
+        fleet.wait_for("all replicas to train", lambda: min(map(fleet.newest_step_of, names)) >= 3, LONG_S)
+        return fleet
+
+    yield start
+    for fleet in fleets:
+        fleet.close()
+
+
+def all_pass(fleet: ReplicaFleet, step: int, names: tuple[str, ...] = NAMES) -> None:
+    fleet.wait_for(
+        f"{names} to pass step {step}", lambda: all(fleet.newest_step_of(name) > step for name in names), LONG_S
+    )
+
+
+def check_history(fleet: ReplicaFleet) -> None:
+    assert fleet.newest_step() > 0
+    differing = {step: digests for step, digests in fleet.digests().items() if len(digests) > 1}
+    assert not differing
+    for start, history in fleet.histories.items():
+        assert history.committed == sorted(set(history.committed)), f"{start} committed a step twice, or went back"
+    # What was committed was never lost: no step number is missing between the first and the last that somebody held.
+    steps = fleet.digests()
+    assert sorted(steps) == list(range(min(steps), max(steps) + 1))
+
+
+def test_a_killed_replica_comes_back_and_heals(new_fleet: Callable[..., ReplicaFleet]) -> None:
+    fleet = new_fleet()
+    before = fleet.newest_step()
+    fleet.kill("b")
+    fleet.start("b")
+    all_pass(fleet, before + 5)
+    events = [event for event in fleet.events if event.name == "b" and event.event == "boundary"]
+    healed = next(event for event in events if event.start == events[-1].start)
+    assert healed.fields["step"] > before
+    # The learning rate of that step, and the data position of its own.
+    same_step = [event for event in fleet.events if event.fields.get("step") == healed.fields["step"]]
+    rates = {event.fields["lr"] for event in same_step if event.event == "boundary"}
+    assert len(rates) == 1
+    assert rates != {0.01}
+    assert healed.fields["drawn"] == 0
+    check_history(fleet)
+
+
+def test_two_replicas_killed_together_heal_from_the_third(new_fleet: Callable[..., ReplicaFleet]) -> None:
+    fleet = new_fleet()
+    before = fleet.newest_step()
+    fleet.kill("a")
+    fleet.kill("c")
+    fleet.start("a")
+    fleet.start("c")
+    all_pass(fleet, before + 5)
+    check_history(fleet)
+
+
+def test_a_replica_that_was_stopped_for_longer_than_its_heartbeat_corrupts_nobody(
+    new_fleet: Callable[..., ReplicaFleet],
+) -> None:
+    fleet = new_fleet()
+    for name in ("b", "a"):
+        before = fleet.newest_step()
+        fleet.stop(name)
+        others = tuple(other for other in NAMES if other != name)
+        all_pass(fleet, before + 5, others)
+        before = fleet.newest_step()
+        fleet.resume(name)
+        all_pass(fleet, before + 5)
+    check_history(fleet)
+
+
+def test_replicas_go_on_when_the_lighthouse_was_killed_and_started_again(
+    new_fleet: Callable[..., ReplicaFleet], lighthouse: LighthouseProcess
+) -> None:
+    fleet = new_fleet()
+    for _ in range(2):
+        before = fleet.newest_step()
+        lighthouse.kill()
+        fleet.run_for(1.0)
+        lighthouse.start()
+        all_pass(fleet, before + 5)
+    check_history(fleet)
+
+
+@pytest.mark.parametrize("whom", ["the source", "the receiver"])
+def test_a_replica_that_is_killed_during_a_transfer(new_fleet: Callable[..., ReplicaFleet], whom: str) -> None:
+    fleet = new_fleet("--width", "1024", names=("a", "b"))
+    before = fleet.newest_step()
+    fleet.start("c", "--receive-bytes-per-s", "20e6")
+    fleet.wait_for("the transfer to begin", lambda: any(event.event == "receiving" for event in fleet.events), LONG_S)
+    receiving = next(event for event in fleet.events if event.event == "receiving")
+    victim = "c"
+    if whom == "the source":
+        victim = next(
+            event.name
+            for event in fleet.events
+            if event.event == "ready" and event.fields["address"] == receiving.fields["source"]
+        )
+    fleet.kill(victim)
+    fleet.start(victim)
+    all_pass(fleet, before + 5)
+    check_history(fleet)
+
+
+@pytest.mark.parametrize(
+    "num_kills",
+    [pytest.param(5, id="5"), pytest.param(25, id="25", marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+)
+def test_chaos(new_fleet: Callable[..., ReplicaFleet], num_kills: int) -> None:
+    """Kills at random moments, often before the replica that was killed last is back."""
+    fleet = new_fleet()
+    chance = random.Random(num_kills)
+    for _ in range(num_kills):
+        fleet.run_for(chance.uniform(0.0, 4.0))
+        before = fleet.newest_step()
+        # One that has the state stays alive: it is nowhere else.
+        kept = chance.choice([name for name in NAMES if fleet.newest_step_of(name) == before])
+        others = [name for name in NAMES if name != kept]
+        victims = chance.sample(others, chance.choice([1, 1, 2]))
+        for name in victims:
+            fleet.kill(name)
+        for name in victims:
+            fleet.start(name)
+    all_pass(fleet, fleet.newest_step() + 10)
+    check_history(fleet)

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from manager.errors import QuorumError
+from manager.quorum import (
+    NO_WHOLE_STATE,
+    Decision,
+    Heals,
+    Member,
+    Rules,
+    StandsBy,
+    UpToDate,
+    WorldSizeMode,
+    commit_refusals,
+    decide,
+    next_lineage,
+)
+
+RULES = Rules(min_replica_size=2)
+
+
+def member(replica_id: str, step: int = 7, **changes: object) -> Member:
+    base = Member(
+        replica_id=replica_id,
+        step=step,
+        lineage="l",
+        store_address=f"{replica_id}:1",
+        addresses=(f"http://{replica_id}",),
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def decisions(members: list[Member], rules: Rules = RULES) -> dict[str, Decision]:
+    return {each.replica_id: decide(members, each.replica_id, rules) for each in members}
+
+
+def test_all_up_to_date_participate_in_the_order_of_their_names() -> None:
+    found = decisions([member("c"), member("a"), member("b")])
+    assert [found[name].participating_rank for name in "abc"] == [0, 1, 2]
+    assert {each.num_participants for each in found.values()} == {3}
+    assert {each.group for each in found.values()} == {found["a"].group}
+    assert all(each.role == UpToDate(serves_now=(), serves_next=()) for each in found.values())
+
+
+def test_who_is_behind_heals_from_one_at_the_newest_step_and_participates() -> None:
+    found = decisions([member("a"), member("b", 3), member("c")])
+    role = found["b"].role
+    assert isinstance(role, Heals)
+    assert {source.replica_id for source in role.sources} == {"a", "c"}
+    assert (found["b"].step, found["b"].rank, found["b"].num_participants) == (7, 1, 3)
+    assert found["a"].role == found["c"].role == UpToDate(serves_now=("b",), serves_next=())
+
+
+def test_those_who_heal_begin_with_different_sources() -> None:
+    members = [member("a"), member("b"), member("c"), *(member(f"x{index}", 0) for index in range(3))]
+    first = [found.role.sources[0].replica_id for found in decisions(members).values() if isinstance(found.role, Heals)]
+    assert sorted(first) == ["a", "b", "c"]
+    # Other ranks of the same replica, and a second attempt, begin elsewhere.
+    for changed in ({"group_rank": 1}, {"num_failed_heals": 1}):
+        role = decide(members, "x0", RULES, **changed).role  # type: ignore[arg-type]
+        assert isinstance(role, Heals)
+        assert role.sources[0].replica_id == "b"
+
+
+def test_the_same_step_with_another_history_heals() -> None:
+    found = decisions([member("a"), member("b"), member("z", lineage="of its own")])
+    assert isinstance(found["z"].role, Heals)
+    assert {each.lineage for each in found.values()} == {"l"}
+
+
+def test_of_two_histories_with_as_many_holders_everybody_takes_the_same() -> None:
+    found = decisions([member("a", lineage="x"), member("b", lineage="w")])
+    assert {each.lineage for each in found.values()} == {"w"}
+    assert isinstance(found["a"].role, Heals)
+
+
+def test_a_torn_replica_heals_and_a_quorum_of_torn_ones_is_an_error() -> None:
+    assert isinstance(decisions([member("a", 0), member("b", NO_WHOLE_STATE)])["b"].role, Heals)
+    with pytest.raises(QuorumError, match="durable checkpoint"):
+        decide([member("b", NO_WHOLE_STATE)], "b", RULES)
+
+
+def test_at_step_0_all_take_the_state_of_one_and_only_once() -> None:
+    fresh = [member(name, 0, lineage="") for name in "abc"]
+    found = decisions(fresh)
+    assert isinstance(found["a"].role, UpToDate)
+    assert isinstance(found["b"].role, Heals)
+    assert isinstance(found["c"].role, Heals)
+    # The step failed, and a newcomer is there: the two that are equal already outweigh however many are not.
+    synchronised = [member(name, 0, lineage=found["a"].lineage) for name in "ab"]
+    found = decisions([*synchronised, *(member(name, 0, lineage="") for name in "xyz")])
+    assert isinstance(found["a"].role, UpToDate)
+    assert isinstance(found["b"].role, UpToDate)
+    assert isinstance(found["x"].role, Heals)
+
+
+def test_at_step_0_without_init_sync_nobody_heals() -> None:
+    found = decisions([member(name, 0, lineage="") for name in "ab"], replace(RULES, init_sync=False))
+    assert all(isinstance(each.role, UpToDate) for each in found.values())
+
+
+def test_who_trains_already_serves_at_the_next_boundary() -> None:
+    busy = [member(name, is_at_boundary=False) for name in "ab"]
+    first = decisions([*busy, member("x", 0)])
+    assert first["x"].role == StandsBy(announced_to=frozenset("ab"))
+    assert first["x"].rank is None
+    assert first["a"].role == UpToDate(serves_now=(), serves_next=("x",))
+    assert first["a"].group_members == ("a", "b")
+
+    announced = member("x", 0, announced_to=frozenset("ab"))
+    second = decisions([*busy, announced])
+    assert isinstance(second["x"].role, Heals)
+    assert second["a"].role == UpToDate(serves_now=("x",), serves_next=())
+    assert second["a"].group_members == ("a", "b", "x")
+
+    # Those who knew are gone.
+    third = decisions([member("c", is_at_boundary=False), announced])
+    assert third["x"].role == StandsBy(announced_to=frozenset("c"))
+
+
+def test_who_is_behind_and_trains_already_stands_by() -> None:
+    found = decisions([member("a"), member("b"), member("x", 3, is_at_boundary=False)])
+    assert isinstance(found["x"].role, StandsBy)
+    assert found["a"].num_participants == 2
+
+
+def test_without_healing_who_is_behind_takes_no_part() -> None:
+    found = decisions([member("a"), member("b", 3)], replace(RULES, allow_heal=False))
+    assert isinstance(found["b"].role, StandsBy)
+    assert found["a"].role == UpToDate(serves_now=(), serves_next=())
+
+
+def test_a_process_group_is_kept_exactly_as_long_as_its_members_hold_it() -> None:
+    key = decide([member("a"), member("b")], "a", RULES).group
+    held = [member("a", group=key, num_groups=1), member("b", group=key, num_groups=1)]
+    assert decide(held, "a", RULES).group == key
+    # One of them lost it; one came; one left.
+    seen = {key}
+    for changed in (
+        [held[0], replace(held[1], group="")],
+        [*held, member("c")],
+        held[:1],
+        [held[0], member("c", group=key)],
+    ):
+        other = decide(changed, "a", RULES).group
+        if changed[1:] != [member("c", group=key)]:
+            assert other not in seen
+        seen.add(other)
+    # A second attempt at the same members is another one.
+    again = [replace(each, group="", num_groups=2) for each in held]
+    assert decide(again, "a", RULES).group not in seen
+
+
+def test_spares_hold_the_state_and_contribute_nothing() -> None:
+    rules = Rules(min_replica_size=2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
+    found = decisions([member(name) for name in "abc"], rules)
+    assert [found[name].participating_rank for name in "abc"] == [0, 1, None]
+    assert [found[name].rank for name in "abc"] == [0, 1, 2]
+    assert found["c"].num_participants == 2
+
+
+def test_members_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(QuorumError, match=r"same number of ranks.*'b': 2"):
+        decide([member("a"), member("b", addresses=("x", "y"))], "a", RULES)
+    with pytest.raises(QuorumError, match="'z' among the members"):
+        decide([member("a")], "z", RULES)
+    with pytest.raises(QuorumError, match="more than once"):
+        decide([member("a"), member("a")], "a", RULES)
+
+
+def test_what_keeps_a_step_from_being_committed() -> None:
+    fine = commit_refusals(num_participants=2, min_replica_size=2, errors=(), has_lapsed=False)
+    assert fine == ()
+    refusals = commit_refusals(num_participants=1, min_replica_size=2, errors=("lost b",), has_lapsed=True)
+    assert len(refusals) == 3
+    assert "lost b" in refusals
+    assert any("at least 2 replicas, got 1" in reason for reason in refusals)
+
+
+def test_a_lineage_tells_histories_apart() -> None:
+    ours = next_lineage("l", "2-a", 8)
+    assert ours == next_lineage("l", "2-a", 8)
+    assert len({ours, next_lineage("l", "2-b", 8), next_lineage("m", "2-a", 8), next_lineage("l", "2-a", 9)}) == 4
