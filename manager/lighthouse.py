@@ -45,6 +45,7 @@ class _MemberData(msgspec.Struct, frozen=True):
     group: str
     num_groups: int
     is_at_boundary: bool
+    may_heal: bool
     announced_to: tuple[str, ...]
 
 
@@ -230,6 +231,7 @@ class LighthouseSession:
                     group=member.group,
                     num_groups=member.num_groups,
                     is_at_boundary=member.is_at_boundary,
+                    may_heal=member.may_heal,
                     announced_to=tuple(sorted(member.announced_to)),
                 )
             ),
@@ -295,5 +297,6 @@ def _member_of(participant: Any) -> Member:
         group=data.group,
         num_groups=data.num_groups,
         is_at_boundary=data.is_at_boundary,
+        may_heal=data.may_heal,
         announced_to=frozenset(data.announced_to),
     )

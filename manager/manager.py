@@ -149,7 +149,7 @@ class Manager(StateManager):
         just started, or its last step was not committed) waits for the quorum, and returns healed.
 
         Args:
-            allow_heal: Whether who is behind heals now; the same on all replicas. Otherwise it does not take part.
+            allow_heal: Whether this replica heals if it is behind. Otherwise it takes no part then.
             shrink_only: Whether new replicas have to wait.
             timeout: For the quorum. Default: ``quorum_timeout``.
 
@@ -167,16 +167,15 @@ class Manager(StateManager):
             min_replica_size=self._config.min_replica_size,
             world_size_mode=self._config.world_size_mode,
             init_sync=self._config.init_sync,
-            allow_heal=allow_heal,
         )
         wait = timeout if timeout is not None else self._config.quorum_timeout
         self._round = current = _Round(membership.num_lapses())
         if self._is_settled and self._use_async_quorum:
             self.start_step(self._step)
             assert self._executor is not None, "there is one since the manager joined"
-            self._executor.submit(self._form_quorum_in_background, current, rules, wait, shrink_only)
+            self._executor.submit(self._form_quorum_in_background, current, rules, wait, shrink_only, allow_heal)
         else:
-            self._form_quorum_and_heal(current, rules, wait, shrink_only)
+            self._form_quorum_and_heal(current, rules, wait, shrink_only, allow_heal)
 
     def wait_quorum(self) -> None:
         """Wait until the quorum is there and its process group is set up. As in torchft.
@@ -366,10 +365,12 @@ class Manager(StateManager):
 
     # ------------------------------------------------------------------------------------------------ the quorum
 
-    def _form_quorum_in_background(self, current: _Round, rules: Rules, timeout: timedelta, shrink_only: bool) -> None:
+    def _form_quorum_in_background(
+        self, current: _Round, rules: Rules, timeout: timedelta, shrink_only: bool, may_heal: bool
+    ) -> None:
         """On the quorum thread, while ``forward`` runs."""
         try:
-            decision = self._ask(rules, timeout, shrink_only, is_at_boundary=False)
+            decision = self._ask(rules, timeout, shrink_only, is_at_boundary=False, may_heal=may_heal)
             current.decision = decision
             if isinstance(decision.role, UpToDate):
                 self._request_snapshot(decision.role)
@@ -381,12 +382,14 @@ class Manager(StateManager):
         else:
             current.quorum.set_result(None)
 
-    def _form_quorum_and_heal(self, current: _Round, rules: Rules, timeout: timedelta, shrink_only: bool) -> None:
+    def _form_quorum_and_heal(
+        self, current: _Round, rules: Rules, timeout: timedelta, shrink_only: bool, may_heal: bool
+    ) -> None:
         """On the training thread, before ``forward``. Returns when this replica is up to date, or cannot be."""
         num_stand_bys = 0
         try:
             while True:
-                decision = self._ask(rules, timeout, shrink_only, is_at_boundary=True)
+                decision = self._ask(rules, timeout, shrink_only, is_at_boundary=True, may_heal=may_heal)
                 current.decision = decision
                 current.num_lapses = self._joined().num_lapses()
                 match decision.role:
@@ -400,7 +403,7 @@ class Manager(StateManager):
                         if self._heal(decision, role):
                             break
                     case StandsBy() as role:
-                        if not rules.allow_heal:
+                        if not may_heal:
                             self._refuse_torn_state()
                             self.report_error(QuorumError(f"this replica is behind step {decision.step}"))
                             break
@@ -418,7 +421,9 @@ class Manager(StateManager):
             raise
         current.quorum.set_result(None)
 
-    def _ask(self, rules: Rules, timeout: timedelta, shrink_only: bool, *, is_at_boundary: bool) -> Decision:
+    def _ask(
+        self, rules: Rules, timeout: timedelta, shrink_only: bool, *, is_at_boundary: bool, may_heal: bool
+    ) -> Decision:
         start_s = time.monotonic()
         with self._stall_watch.waiting(f"{self._name()}: waiting for a quorum"):
             decision = self._joined().decide(
@@ -426,6 +431,7 @@ class Manager(StateManager):
                 lineage=self._lineage,
                 rules=rules,
                 is_at_boundary=is_at_boundary,
+                may_heal=may_heal,
                 announced_to=self._announced_to,
                 num_failed_heals=self._num_failed_heals,
                 timeout=timeout,

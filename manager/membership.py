@@ -62,9 +62,11 @@ class Membership:
         self._held = ""
         self._num_groups = 0
         self._session: LighthouseSession | None = None
-        self._store, self._store_address = self._find_store()
-        self._group = ReplicaGroup(self._store if config.world_size > 1 else None, config.rank, config.world_size)
-        self.replica_id = self._agree_on_id()
+        store, self._store_address = self._find_store()
+        # A store in this process lives as long as it is referred to.
+        self._store: Store | None = store
+        self._group = ReplicaGroup(store if config.world_size > 1 else None, config.rank, config.world_size)
+        self.replica_id = self._agree_on_id(store)
         if config.rank == 0:
             lighthouse = config.lighthouse_addr or embedded_lighthouse(
                 min_replicas=config.min_replica_size,
@@ -87,6 +89,7 @@ class Membership:
         lineage: str,
         rules: Rules,
         is_at_boundary: bool,
+        may_heal: bool,
         announced_to: frozenset[str],
         num_failed_heals: int,
         timeout: timedelta,
@@ -99,6 +102,7 @@ class Membership:
             lineage: Its lineage.
             rules: See ``quorum.decide``.
             is_at_boundary: See ``quorum.Member``.
+            may_heal: See ``quorum.Member``.
             announced_to: See ``quorum.Member``.
             num_failed_heals: See ``quorum.decide``.
             timeout: For one request.
@@ -131,6 +135,7 @@ class Membership:
                         group=whole.group,
                         num_groups=whole.num_groups,
                         is_at_boundary=is_at_boundary,
+                        may_heal=may_heal,
                         announced_to=announced_to,
                     ),
                     timeout=timeout,
@@ -218,6 +223,7 @@ class Membership:
         with self._mutex:
             self._held = ""
         self._process_group.shutdown()
+        self._store = None
 
     def _find_store(self) -> tuple[Store, str]:
         config = self._config
@@ -230,15 +236,15 @@ class Membership:
         connect_store(host, port, config.connect_timeout)
         return own, _join(host, port)
 
-    def _agree_on_id(self) -> str:
+    def _agree_on_id(self, store: Store) -> str:
         if self._group.rank == 0:
             replica_id = f"{self._config.replica_id or NAMELESS}:{uuid.uuid4()}"
             if self._group.world_size > 1:
-                self._store.set(_REPLICA_ID_KEY, replica_id)
+                store.set(_REPLICA_ID_KEY, replica_id)
             return replica_id
         try:
-            self._store.wait([_REPLICA_ID_KEY], self._config.timeout)
-            return bytes(self._store.get(_REPLICA_ID_KEY)).decode()
+            store.wait([_REPLICA_ID_KEY], self._config.timeout)
+            return bytes(store.get(_REPLICA_ID_KEY)).decode()
         except RuntimeError as error:
             raise QuorumError(f"rank {self._group.rank}: expected rank 0 of this replica to start: {error}") from error
 

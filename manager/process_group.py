@@ -9,11 +9,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined] # exported, undeclared
+
+from manager.gloo_sockets import GlooSockets
+
+_GLOO_CONTEXT: Final = 0
+"""What precedes the ranks in the keys of a process group's first (and only) gloo context."""
 
 
 class ReplicaProcessGroup(Protocol):
@@ -60,6 +65,8 @@ class GlooProcessGroup:
         self._connect_timeout = connect_timeout
         # Any, because torch declares a few of its methods only.
         self._group: Any = None
+        self._sockets: GlooSockets | None = None
+        self._mutex = threading.Lock()
         self._world_size = 1
 
     def configure(  # noqa: PLR0917 - torchft's signature
@@ -98,8 +105,13 @@ class GlooProcessGroup:
         store = TCPStore(
             host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self._connect_timeout
         )
-        # The store's timeout bounds the meeting, the group's own every collective afterwards.
-        self._group = ProcessGroupGloo(PrefixStore(prefix, store), rank, world_size, self._timeout)
+        meeting = PrefixStore(prefix, store)
+        group: Any = ProcessGroupGloo(meeting, rank, world_size, self._connect_timeout)
+        group.set_timeout(self._timeout)
+        said = [bytes(meeting.get(f"{_GLOO_CONTEXT}/{other}")) for other in range(world_size)]
+        own = said.pop(rank)
+        with self._mutex:
+            self._group, self._sockets = group, GlooSockets(own, said)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Begin an allreduce in place.
@@ -116,9 +128,13 @@ class GlooProcessGroup:
 
     def abort(self) -> None:
         """Close the connections to the other members: their collectives fail, and so do this one's."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        with self._mutex:
+            group, sockets = self._group, self._sockets
+            self._group = self._sockets = None
+        if sockets is not None:
+            sockets.shut_down()
+        # Only now: its destructor waits for the collectives that run.
+        del group
 
     def errored(self) -> Exception | None:
         """Return ``None``: gloo tells of its errors where a collective is waited for."""
@@ -209,6 +225,7 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
         self._future = ManagedFuture(self)
         self._mutex = threading.RLock()
         self._is_done = False
+        self._is_good = work is not None
 
     def add_callback(self, callback: Callable[[], object]) -> None:
         """Run it after the collective, in order; at once if that is over."""
@@ -222,14 +239,17 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
         """Finish the collective. Returns whether it succeeded."""
         with self._mutex:
             if self._is_done:
-                return self._work is not None
+                return self._is_good
             self._is_done = True
+            # It keeps the process group, and with it the connections, for as long as it is referred to.
+            work, self._work = self._work, None
             try:
-                if self._work is not None:
-                    self._work.wait(timeout) if timeout is not None else self._work.wait()
+                if work is not None:
+                    work.wait(timeout) if timeout is not None else work.wait()
                     self._finish()
             except Exception as error:
                 self._fail(error)
+            del work
             self._future._fut.set_result(self._value)
             callbacks, self._callbacks = self._callbacks, []
             try:
@@ -237,10 +257,10 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
                     callback()
             except Exception as error:
                 self._fail(error)
-            return self._work is not None
+            return self._is_good
 
     def _fail(self, error: Exception) -> None:
-        self._work = None
+        self._is_good = False
         self._report_error(error)
 
     def is_completed(self) -> bool:

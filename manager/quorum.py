@@ -49,6 +49,7 @@ class Member:
         group: Key of the process group that it holds and that works; empty if there is none.
         num_groups: How many process groups it has begun to set up. It tells two attempts apart.
         is_at_boundary: It waits for the decision before it trains on, so it can heal and take a snapshot now.
+        may_heal: Whether it heals if it is behind; otherwise it takes no part.
         announced_to: The replicas that know since the quorum before that it needs a snapshot.
     """
 
@@ -60,6 +61,7 @@ class Member:
     group: str = ""
     num_groups: int = 0
     is_at_boundary: bool = True
+    may_heal: bool = True
     announced_to: frozenset[str] = frozenset()
 
 
@@ -136,13 +138,11 @@ class Rules:
         min_replica_size: Fewer replicas than this do not commit.
         world_size_mode: See `WorldSizeMode`.
         init_sync: At step 0 the others take the state of one replica.
-        allow_heal: Whether who is behind heals now.
     """
 
     min_replica_size: int
     world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
     init_sync: bool = True
-    allow_heal: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,7 @@ def decide(
     target = _choose_target(ordered, rules)
     holding = {member.replica_id for member in target.holders}
     sources = {
-        member.replica_id: _sources(member, target.holders) if rules.allow_heal else ()
-        for member in ordered
-        if member.replica_id not in holding
+        member.replica_id: _sources(member, target.holders) for member in ordered if member.replica_id not in holding
     }
     healing = [replica_id for replica_id, found in sources.items() if found]
     standing_by = [replica_id for replica_id, found in sources.items() if not found]
@@ -189,7 +187,8 @@ def decide(
         num_participants = min(num_participants, rules.min_replica_size)
     role: Role
     if own_id in holding:
-        role = UpToDate(serves_now=tuple(healing), serves_next=tuple(standing_by) if rules.allow_heal else ())
+        waiting = tuple(member.replica_id for member in ordered if member.replica_id in standing_by and member.may_heal)
+        role = UpToDate(serves_now=tuple(healing), serves_next=waiting)
     elif sources[own_id]:
         first = healing.index(own_id) + group_rank + num_failed_heals
         role = Heals(sources=_rotated(sources[own_id], first))
@@ -268,7 +267,7 @@ def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
 
 def _sources(member: Member, holders: Sequence[Member]) -> tuple[Member, ...]:
     """Who can serve ``member`` right now: it must not have begun to train, and neither must they."""
-    if not member.is_at_boundary:
+    if not (member.is_at_boundary and member.may_heal):
         return ()
     return tuple(holder for holder in holders if holder.is_at_boundary or holder.replica_id in member.announced_to)
 

@@ -126,6 +126,28 @@ def one_rank_group() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def quorum_ready(torchft_ready: None) -> None:
+    """For a test with a quorum in this process: autograd and gloo keep a pipe and threads from their first use on."""
+    from quorum_threads import lighthouse, make_manager, run_replicas
+
+    def train(address: str, name: str) -> None:
+        import torch
+
+        manager = make_manager(address, name, min_replica_size=2)
+        manager.register_state_dict_fn("part", lambda part: None, dict)
+        manager.start_quorum()
+        weight = torch.ones(1, requires_grad=True)
+        weight.square().backward()
+        assert weight.grad is not None
+        manager.allreduce(weight.grad).wait()
+        assert manager.should_commit()
+        manager.shutdown()
+
+    with lighthouse(min_replicas=2) as address:
+        run_replicas(lambda: train(address, "a"), lambda: train(address, "b"))
+
+
+@pytest.fixture(scope="session")
 def torchft_ready() -> None:
     """For a test that uses torchft in this process: its runtime keeps a pair of sockets. Skips where it is missing."""
     coordination = pytest.importorskip("torchft.coordination")

@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from replica_fleet import ReplicaFleet
 
 pytest.importorskip("torchft")
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
-from replica_fleet import ReplicaFleet  # type: ignore[import-not-found]
 
 NAMES = ("a", "b", "c")
 LONG_S = 60.0

@@ -40,6 +40,7 @@ def members(draw: st.DrawFn) -> list[Member]:
             group=draw(groups),
             num_groups=draw(st.integers(0, 2)),
             is_at_boundary=draw(st.booleans()),
+            may_heal=draw(st.booleans()),
             announced_to=draw(st.frozensets(st.sampled_from(ids))),
         )
         for replica_id in ids
@@ -52,7 +53,6 @@ def rules(draw: st.DrawFn) -> Rules:
         min_replica_size=draw(st.integers(1, 4)),
         world_size_mode=draw(st.sampled_from(WorldSizeMode)),
         init_sync=draw(st.booleans()),
-        allow_heal=draw(st.booleans()),
     )
 
 
@@ -84,7 +84,7 @@ def test_members_decide_alike_and_each_role_fits_the_others(quorum: list[Member]
                 assert all(s.is_at_boundary or s.replica_id in by_id[name].announced_to for s in sources)
             case UpToDate(serves_now=now, serves_next=following):
                 assert set(now) == healing
-                assert set(following) == (aside if agreed.allow_heal else set())
+                assert set(following) == {name for name in aside if by_id[name].may_heal}
             case StandsBy(announced_to=announced):
                 assert announced == holders
     ranks = sorted(each.participating_rank for each in found.values() if each.participating_rank is not None)

@@ -128,7 +128,7 @@ def test_who_is_behind_and_trains_already_stands_by() -> None:
 
 
 def test_without_healing_who_is_behind_takes_no_part() -> None:
-    found = decisions([member("a"), member("b", 3)], replace(RULES, allow_heal=False))
+    found = decisions([member("a"), member("b", 3, may_heal=False)])
     assert isinstance(found["b"].role, StandsBy)
     assert found["a"].role == UpToDate(serves_now=(), serves_next=())
 

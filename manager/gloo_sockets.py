@@ -1,0 +1,114 @@
+"""The connections under a gloo process group, so that they can be ended.
+
+gloo has no way to give up a collective: ``ProcessGroupGloo.abort()`` of torch 2.13 does nothing, and its destructor
+waits for what runs. Whoever waits for this replica would wait until the group's timeout. Shutting the sockets down ends
+every wait on both sides at once.
+
+gloo keeps its sockets to itself. They are found by the address that each rank puts into the store for the others
+(gloo/rendezvous/context.cc, ``Rank``: length and name of the host, then length and bytes of each address, which begin
+with a ``sockaddr``): of one rank, all connections end or begin there. Where this cannot be read, nothing is found, and
+the group's timeout is what remains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, TypeAlias
+
+_OPEN_FILES: Final = Path("/proc/self/fd")
+_LENGTH: Final = struct.Struct("<Q")
+_IPV4_END: Final = 8
+_IPV6_START: Final = 8
+_IPV6_END: Final = 24
+
+Endpoint: TypeAlias = tuple[str, int]
+"""Address, IPv4 wherever it can be, and port."""
+
+
+class GlooSockets:
+    """The sockets of one process group, as they were when it had been set up.
+
+    Args:
+        own: What this rank put into the store.
+        others: What the others did.
+    """
+
+    def __init__(self, own: bytes, others: Sequence[bytes]) -> None:
+        self._sockets: list[tuple[int, int]] = []
+        try:
+            listening = _endpoint_in(own)
+            peers = {_endpoint_in(other) for other in others}
+        except (ValueError, struct.error):
+            return
+        for descriptor in _descriptors():
+            inode = _inode_of(descriptor)
+            ends = _ends_of(descriptor) if inode is not None else None
+            if inode is not None and ends is not None and (ends[0] == listening or ends[1] in peers):
+                self._sockets.append((descriptor, inode))
+
+    def __len__(self) -> int:
+        """How many were found."""
+        return len(self._sockets)
+
+    def shut_down(self) -> None:
+        """End the connections: what waits for them fails at once, here and at the other end."""
+        found, self._sockets = self._sockets, []
+        for descriptor, inode in found:
+            # gloo may have closed it, and somebody else may have got its number.
+            if _inode_of(descriptor) == inode:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
+                    duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def _endpoint_in(encoded: bytes) -> Endpoint:
+    (name_bytes,) = _LENGTH.unpack_from(encoded)
+    start = 2 * _LENGTH.size + name_bytes
+    address = encoded[start : start + _IPV6_END]
+    if len(address) < _IPV6_END:
+        raise ValueError("expected a sockaddr")
+    family = int.from_bytes(address[:2], "little")
+    port = int.from_bytes(address[2:4], "big")
+    if family == socket.AF_INET:
+        return str(ipaddress.IPv4Address(address[4:_IPV4_END])), port
+    if family == socket.AF_INET6:
+        return _normal(str(ipaddress.IPv6Address(address[_IPV6_START:_IPV6_END]))), port
+    raise ValueError(f"expected an Internet address, got family {family}")
+
+
+def _normal(host: str) -> str:
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped if mapped is not None else address)
+
+
+def _descriptors() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(_OPEN_FILES)]
+    except OSError:  # no Linux
+        return []
+
+
+def _inode_of(descriptor: int) -> int | None:
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return None
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
+
+
+def _ends_of(descriptor: int) -> tuple[Endpoint, Endpoint] | None:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+                return None
+            own, other = duplicate.getsockname(), duplicate.getpeername()
+            return (_normal(own[0]), own[1]), (_normal(other[0]), other[1])
+    except OSError:  # a listener, or closed meanwhile
+        return None

@@ -1,0 +1,483 @@
+"""The fault-tolerant loop, replica by replica: roles, healing, errors, commits. Real Lighthouse, gloo and HTTP."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from quorum_threads import TIMEOUT, Gate, lighthouse, make_manager, run_replicas
+from state_equality import exact
+from torch.optim.lr_scheduler import StepLR
+
+from ft_transport import ConfigurationError, HTTPTransport, TransportSettings
+from manager import (
+    CommitFailedError,
+    ConfigError,
+    HealFailedError,
+    Manager,
+    ManagerError,
+    QuorumError,
+    StateTornError,
+    WorldSizeMode,
+)
+
+pytest.importorskip("torchft")
+
+pytestmark = pytest.mark.usefixtures("quorum_ready")
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse() as at:
+        yield at
+
+
+class Replica:
+    """One weight, trained with the gradient that it is given, so that every average can be told by hand."""
+
+    def __init__(self, address: str, name: str, *, weight: float = 0.0, **keywords: Any) -> None:
+        self.weight = torch.nn.Parameter(torch.full((4,), weight))
+        self.optimizer = torch.optim.SGD([self.weight], lr=1.0)
+        self.scheduler = StepLR(self.optimizer, step_size=1, gamma=0.5)
+        self.local = {"position": 0}
+        self.manager = make_manager(address, name, **keywords)
+        self.manager.register_state_dict_fn("weight", self._load_weight, lambda: {"weight": self.weight.detach()})
+        self.manager.register("optimizer", self.optimizer)
+        self.manager.register("scheduler", self.scheduler)
+        self.manager.register_state_dict_fn("position", self.local.update, lambda: dict(self.local), scope="local")
+        self.manager.attach(self.optimizer)
+
+    def _load_weight(self, state: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            self.weight.copy_(state["weight"])
+
+    def step(self, gradient: float, *, spoil: Callable[[], object] = lambda: None) -> bool:
+        self.manager.start_quorum()
+        self.local["position"] += 1
+        self.weight.grad = torch.full((4,), gradient)
+        self.manager.allreduce(self.weight.grad).wait()
+        spoil()
+        committed = self.manager.should_commit()
+        if committed:
+            self.optimizer.step()
+            self.scheduler.step()
+        return committed
+
+    def state(self) -> Any:
+        return exact(self.manager.replica_state())
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.manager.shutdown()
+
+
+def together(address: str, *bodies: Callable[[Callable[..., Replica]], Any]) -> list[Any]:
+    """Run one replica per body; each makes it with the function it is given, and it is shut down in the end."""
+
+    def run(index: int, body: Callable[[Callable[..., Replica]], Any]) -> Any:
+        made: list[Replica] = []
+
+        def make(**keywords: Any) -> Replica:
+            made.append(Replica(address, f"replica_{index}", weight=float(index), **keywords))
+            return made[-1]
+
+        try:
+            return body(make)
+        finally:
+            for replica in made:
+                replica.manager.shutdown()
+
+    return run_replicas(*(lambda index=index, body=body: run(index, body) for index, body in enumerate(bodies)))
+
+
+def test_gradients_are_averaged_and_the_first_replicas_weights_count() -> None:
+    def train(make: Callable[..., Replica], gradient: float) -> tuple[Any, ...]:
+        replica = make(min_replica_size=2)
+        assert replica.step(gradient)
+        manager = replica.manager
+        return (
+            replica.weight.tolist(), manager.current_step(), manager.batches_committed(), manager.num_participants(),
+            manager.participating_rank(), manager.is_participating(), manager.errored(),
+        )  # fmt: skip
+
+    with lighthouse(min_replicas=2) as address:
+        first, second = together(address, lambda make: train(make, 1.0), lambda make: train(make, 3.0))
+    assert first == ([-2.0] * 4, 1, 2, 2, 0, True, None)
+    assert second == ([-2.0] * 4, 1, 2, 2, 1, True, None)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_late_replica_gets_state_learning_rate_and_counters_but_keeps_its_own(address: str, is_async: bool) -> None:
+    gate = Gate()
+
+    def early(make: Callable[..., Replica]) -> Any:
+        replica = make(use_async_quorum=is_async)
+        for _ in range(3):
+            assert replica.step(1.0)
+        gate.open("three steps")
+        while replica.manager.num_participants() < 2:
+            assert replica.step(1.0)
+        return replica.state()
+
+    def late(make: Callable[..., Replica]) -> Any:
+        gate.wait("three steps")
+        replica = make(use_async_quorum=is_async)
+        replica.local["position"] = 70
+        assert replica.step(1.0)
+        assert replica.local == {"position": 71}
+        assert replica.manager.current_step() >= 4
+        assert replica.optimizer.param_groups[0]["lr"] == 0.5 ** replica.manager.current_step()
+        return replica.state()
+
+    states = together(address, early, late)
+    assert states[0] == states[1]
+
+
+def test_spares_contribute_zeros_and_hold_the_state() -> None:
+    def train(make: Callable[..., Replica]) -> Any:
+        replica = make(min_replica_size=2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
+        assert replica.step(2.0)
+        return replica.weight.tolist(), replica.manager.participating_rank(), replica.manager.batches_committed()
+
+    with lighthouse(min_replicas=3) as address:
+        outcomes = together(address, train, train, train)
+    assert outcomes == [([-2.0] * 4, 0, 2), ([-2.0] * 4, 1, 2), ([-2.0] * 4, None, 2)]
+
+
+def test_one_that_saw_an_error_alone_falls_behind_and_heals() -> None:
+    def train(make: Callable[..., Replica], index: int) -> Any:
+        replica = make(min_replica_size=2)
+        assert replica.step(1.0)
+        spoil = (lambda: replica.manager.report_error(RuntimeError("bad gradient"))) if index else (lambda: None)
+        second = replica.step(1.0, spoil=spoil)
+        step = replica.manager.current_step()
+        while replica.manager.current_step() < 4:
+            replica.step(1.0)
+        return second, step, replica.state()
+
+    with lighthouse(min_replicas=2) as address:
+        first, second = together(address, lambda make: train(make, 0), lambda make: train(make, 1))
+    assert first[:2] == (True, 2)
+    assert second[:2] == (False, 1)
+    assert first[2] == second[2]
+
+
+def test_an_error_before_the_collective_frees_the_others_at_once() -> None:
+    def train(make: Callable[..., Replica], index: int) -> Any:
+        replica = make(min_replica_size=2)
+        assert replica.step(1.0)
+        replica.manager.start_quorum()
+        replica.manager.wait_quorum()
+        if index == 1:
+            replica.manager.report_error(RuntimeError("out of memory"))
+        gradient = torch.ones(4)
+        assert replica.manager.allreduce(gradient).wait() is False
+        assert not replica.manager.should_commit()
+        assert isinstance(replica.manager.errored(), RuntimeError)
+        assert replica.step(1.0)
+        return replica.state()
+
+    with lighthouse(min_replicas=2) as address:
+        first, second = together(address, lambda make: train(make, 0), lambda make: train(make, 1))
+    assert first == second
+
+
+def test_too_few_replicas_do_not_commit_and_give_up_after_max_retries(address: str) -> None:
+    with Replica(address, "a", min_replica_size=2, max_retries=1) as replica:
+        assert not replica.step(1.0)
+        with pytest.raises(CommitFailedError, match=r"2 times in a row.*at least 2 replicas, got 1"):
+            replica.step(1.0)
+        assert replica.manager.current_step() == 0
+
+
+def test_a_quorum_that_does_not_come_is_an_error_in_time() -> None:
+    with lighthouse(min_replicas=2) as address:
+        short = timedelta(seconds=0.5)
+        keywords: dict[str, Any] = {"quorum_timeout": short, "timeout": short, "connect_timeout": short}
+        with Replica(address, "a", quorum_retries=1, **keywords) as replica:
+            with pytest.raises(QuorumError, match=r"within 0\.5 s, asked 2 times"):
+                replica.manager.start_quorum()
+            with pytest.raises(QuorumError):
+                replica.manager.wait_quorum()
+
+
+def test_a_replica_that_cannot_be_healed_stops_with_the_reasons(address: str) -> None:
+    gate = Gate()
+
+    def healthy(make: Callable[..., Replica]) -> Any:
+        replica = make()
+        for _ in range(2):
+            replica.step(1.0)
+        gate.open("two steps")
+        while not gate.is_open("gave up"):
+            replica.step(1.0)
+        # It goes on without the one that gave up.
+        while not replica.step(1.0):
+            pass
+        return replica.manager.num_participants()
+
+    def broken(make: Callable[..., Replica]) -> Any:
+        gate.wait("two steps")
+        replica = make(max_heal_attempts=2)
+        # What is loaded is not what was sent.
+        replica.manager._registry._entries.pop("weight")
+        replica.manager.register_state_dict_fn("weight", lambda state: None, lambda: {"weight": torch.zeros(4)})
+        with pytest.raises(HealFailedError, match=r"failed 2 times.*replica_0.*other bytes in .*weight") as caught:
+            replica.manager.start_quorum()
+        with suppress(StateTornError):
+            replica.optimizer.step()
+            pytest.fail("part of a state was trained on")
+        replica.manager.shutdown()
+        gate.open("gave up")
+        return len(caught.value.reasons)
+
+    assert together(address, healthy, broken) == [1, 2]
+
+
+def test_a_load_that_changes_what_it_takes_can_be_allowed(address: str) -> None:
+    from manager import ManagerConfig
+
+    gate = Gate()
+
+    def healthy(make: Callable[..., Replica]) -> Any:
+        replica = make()
+        replica.step(1.0)
+        gate.open("a step")
+        while replica.manager.num_participants() < 2:
+            replica.step(1.0)
+
+    def lossy(make: Callable[..., Replica]) -> Any:
+        gate.wait("a step")
+        config = ManagerConfig(
+            replica_id="lossy", lighthouse_addr=address, verify_heal=False, timeout=TIMEOUT, quorum_timeout=TIMEOUT
+        )
+        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
+        manager = Manager(config=config, checkpoint_transport=HTTPTransport(TIMEOUT, settings=settings))
+        try:
+            for key in ("weight", "optimizer", "scheduler"):
+                manager.register_state_dict_fn(key, lambda state: None, dict)
+            manager.start_quorum()
+            manager.allreduce(torch.zeros(4))
+            assert manager.should_commit()
+        finally:
+            manager.shutdown()
+
+    together(address, healthy, lossy)
+
+
+def test_without_healing_who_is_behind_takes_no_part(address: str) -> None:
+    gate = Gate()
+
+    def ahead(make: Callable[..., Replica]) -> Any:
+        replica = make(use_async_quorum=False)
+        replica.step(1.0)
+        gate.open("ahead")
+        while not gate.is_open("refused"):
+            replica.step(1.0)
+            assert replica.manager.num_participants() == 1
+
+    def behind(make: Callable[..., Replica]) -> Any:
+        gate.wait("ahead")
+        replica = make(use_async_quorum=False)
+        replica.manager.start_quorum(allow_heal=False)
+        gate.open("refused")
+        assert "this replica is behind step" in str(replica.manager.errored())
+        assert replica.manager.participating_rank() is None
+        gradient = torch.ones(4)
+        assert not replica.manager.allreduce(gradient).wait()
+        assert not replica.manager.should_commit()
+        return replica.weight.tolist()
+
+    assert together(address, ahead, behind) == [None, [1.0] * 4]
+
+
+def test_integers_are_not_averaged_and_sums_are_not_divided() -> None:
+    def train(make: Callable[..., Replica]) -> Any:
+        from torch.distributed import ReduceOp
+
+        replica = make(min_replica_size=2)
+        replica.manager.start_quorum()
+        with pytest.raises(ValueError, match=r"floating-point.*int64"):
+            replica.manager.allreduce(torch.ones(2, dtype=torch.int64))
+        total = torch.ones(2, dtype=torch.int64)
+        future = replica.manager.allreduce(total, reduce_op=ReduceOp.SUM).get_future()
+        chained = future.then(lambda done: done.value()[0] + 1)
+        # should_commit waits for what nobody waited for.
+        assert replica.manager.should_commit()
+        return total.tolist(), int(chained.wait()), future.done()
+
+    with lighthouse(min_replicas=2) as address:
+        assert together(address, train, train) == [([2, 2], 3, True)] * 2
+
+
+def test_a_process_group_of_torchft_can_be_passed_in() -> None:
+    from torchft.process_group import ProcessGroupGloo
+
+    def train(make: Callable[..., Replica]) -> Any:
+        replica = make(pg=ProcessGroupGloo(timeout=TIMEOUT), min_replica_size=2)
+        for _ in range(2):
+            assert replica.step(1.0)
+        return replica.state()
+
+    with lighthouse(min_replicas=2) as address:
+        first, second = together(address, train, train)
+    assert first == second
+
+
+def test_ranks_of_a_replica_commit_together_and_heal_from_their_like() -> None:
+    from torch.distributed import TCPStore
+
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+
+    def rank_of(address: str, replica: int, rank: int) -> Any:
+        keywords: dict[str, Any] = {
+            "rank": rank,
+            "world_size": 2,
+            "store_addr": "127.0.0.1",
+            "store_port": stores[replica].port,
+            "min_replica_size": 2,
+        }
+        # Each rank has a part of its own.
+        with Replica(address, f"replica_{replica}", weight=10.0 * replica + rank, **keywords) as trainer:
+            assert trainer.step(1.0)
+            first = trainer.weight.tolist()
+
+            def spoil() -> None:
+                if (replica, rank) == (1, 1):
+                    trainer.manager.report_error(RuntimeError("one rank"))
+
+            committed = trainer.step(1.0, spoil=spoil)
+            while trainer.manager.current_step() < 4:
+                trainer.step(1.0)
+            return first, committed, trainer.state()
+
+    with lighthouse(min_replicas=2) as address:
+        outcomes = run_replicas(
+            *(
+                lambda replica=replica, rank=rank: rank_of(address, replica, rank)
+                for replica in range(2)
+                for rank in range(2)
+            )
+        )
+    assert [first for first, _, _ in outcomes] == [[-1.0] * 4, [0.0] * 4] * 2
+    # The rank that saw no error agrees with the one that did.
+    assert [committed for _, committed, _ in outcomes] == [True, True, False, False]
+    assert outcomes[0][2] == outcomes[2][2]
+    assert outcomes[1][2] == outcomes[3][2]
+    assert outcomes[0][2] != outcomes[1][2]
+
+
+def test_an_address_that_leads_nowhere_is_found_at_the_start(address: str) -> None:
+    transport: HTTPTransport[Any] = HTTPTransport(
+        TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.2")
+    )
+    with pytest.raises(ConfigurationError, match="to reach this transport at the address that peers are told"):
+        make_manager(address, "a", checkpoint_transport=transport)
+
+
+def test_a_lighthouse_that_is_not_there_is_named() -> None:
+    with pytest.raises(QuorumError, match=r"Lighthouse at http://127\.0\.0\.1:9 within 2 s"):
+        make_manager("http://127.0.0.1:9", "a")
+
+
+def test_settings_come_one_way() -> None:
+    from manager import ManagerConfig
+
+    with pytest.raises(ConfigError, match=r"both: config and \['min_replica_size', 'timeout'\]"):
+        Manager(config=ManagerConfig(), min_replica_size=2, timeout=TIMEOUT)
+
+
+def test_calls_out_of_order_say_what_is_missing(address: str) -> None:
+    with Replica(address, "a") as replica:
+        assert replica.manager.num_participants() == 0
+        assert replica.manager.participating_rank() is None
+        for call in (replica.manager.wait_quorum, replica.manager.should_commit):
+            with pytest.raises(ManagerError, match="expected start_quorum before this"):
+                call()
+    with pytest.raises(ManagerError, match="checkpoint_transport"):
+        Manager().start_quorum()
+
+
+def test_a_manager_joins_with_the_first_quorum_if_it_was_told_nothing(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", address)
+    settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
+    manager = Manager(checkpoint_transport=HTTPTransport(TIMEOUT, settings=settings))
+    try:
+        manager.register_state_dict_fn("part", lambda part: None, dict)
+        manager.start_quorum()
+        assert manager.should_commit()
+        assert manager.replica_id().startswith("replica:")
+    finally:
+        manager.shutdown()
+
+
+def test_methods_and_arguments_are_torchfts() -> None:
+    from torchft.manager import Manager as Upstream
+
+    for name in (
+        "start_quorum", "wait_quorum", "allreduce", "should_commit", "report_error", "errored", "current_step",
+        "batches_committed", "num_participants", "participating_rank", "is_participating", "state_dict",
+        "load_state_dict", "allow_state_dict_read", "disallow_state_dict_read", "shutdown",
+    ):  # fmt: skip
+        ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (Manager, Upstream))
+        assert list(ours.parameters) == list(theirs.parameters), name
+    ours_first = list(inspect.signature(Upstream.register_state_dict_fn).parameters)
+    assert list(inspect.signature(Manager.register_state_dict_fn).parameters)[: len(ours_first)] == ours_first
+    accepted = {*inspect.signature(Manager.__init__).parameters, *_keywords()}
+    assert set(inspect.signature(Upstream.__init__).parameters) <= accepted
+
+
+def _keywords() -> set[str]:
+    from manager.config import TorchftKeywords
+
+    return set(TorchftKeywords.__annotations__)
+
+
+def test_without_torchft_only_a_quorum_is_missing() -> None:
+    program = """
+import sys
+sys.modules["torchft"] = None
+from manager import LighthouseUnavailableError, Manager
+from ft_transport import HTTPTransport
+with_lock = Manager()
+with with_lock.writing():
+    pass
+try:
+    Manager(min_replica_size=1)
+except LighthouseUnavailableError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert "pip install 'ft-transport[torchft]'" in done.stdout, done.stderr
+
+
+def test_each_event_is_one_line_with_replica_and_step(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "manager")
+    with Replica(address, "a") as replica:
+        name = replica.manager.replica_id()
+        replica.step(1.0)
+        replica.step(1.0, spoil=lambda: replica.manager.report_error(RuntimeError("bad")))
+    lines = [record.getMessage() for record in caplog.records]
+    for pattern in (
+        "takes part in the quorum",
+        "step 0: process group 1-",
+        "step 1: committed with 1 participants",
+        "step 1: this step will not be committed: RuntimeError: bad",
+        "step 1: not committed, 1 in a row",
+    ):
+        matching = [line for line in lines if pattern in line]
+        assert len(matching) == 1, (pattern, lines)
+        assert f"replica {name}" in matching[0]
+        assert "\n" not in matching[0]

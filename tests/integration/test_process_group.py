@@ -1,0 +1,128 @@
+"""The collectives between replicas: a group can be given up, and then nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from quorum_threads import run_replicas
+from torch.distributed import AllreduceOptions, TCPStore
+
+from manager.gloo_sockets import GlooSockets
+from manager.process_group import GlooProcessGroup, ManagedWork
+
+LONG = timedelta(seconds=60)
+AT_ONCE_S = 20.0
+
+pytestmark = pytest.mark.usefixtures("quorum_ready")
+
+
+@pytest.fixture
+def met() -> Iterator[Callable[[int], list[GlooProcessGroup]]]:
+    """Sets up as many groups as asked for, with each other."""
+    groups: list[GlooProcessGroup] = []
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+
+    def meet(number: int) -> list[GlooProcessGroup]:
+        groups.extend(GlooProcessGroup(LONG, LONG) for _ in range(number))
+        run_replicas(
+            *(
+                lambda rank=rank: groups[rank].configure(f"127.0.0.1:{stores[0].port}/here", f"r{rank}", rank, number)
+                for rank in range(number)
+            )
+        )
+        return groups
+
+    yield meet
+    for group in groups:
+        group.shutdown()
+    stores.clear()
+
+
+def reduce(group: GlooProcessGroup) -> Any:
+    return group.allreduce([torch.ones(3)], AllreduceOptions())
+
+
+def failing_after_s(work: Any) -> float:
+    started_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        work.wait()
+    return time.monotonic() - started_s
+
+
+def test_members_who_wait_for_one_that_gives_up_fail_at_once(met: Callable[[int], list[GlooProcessGroup]]) -> None:
+    groups = met(3)
+    # Works of before, which somebody still holds, must not keep the connections.
+    held = run_replicas(*(lambda group=group: _waited(reduce(group)) for group in groups))
+    waits = [
+        groups[0].abort,
+        lambda: failing_after_s(reduce(groups[1])),
+        lambda: failing_after_s(reduce(groups[2])),
+    ]
+    _, *seconds = run_replicas(*waits)
+    assert max(seconds) < AT_ONCE_S
+    del held
+
+
+def _waited(work: Any) -> Any:
+    work.wait()
+    return work
+
+
+def test_a_collective_of_ones_own_is_given_up_too(met: Callable[[int], list[GlooProcessGroup]]) -> None:
+    first, _ = met(2)
+    work = reduce(first)
+    outcome: list[float] = []
+    waiting = threading.Thread(target=lambda: outcome.append(failing_after_s(work)))
+    waiting.start()
+    started_s = time.monotonic()
+    first.abort()
+    assert time.monotonic() - started_s < AT_ONCE_S
+    waiting.join(AT_ONCE_S)
+    assert outcome
+    with pytest.raises(RuntimeError, match="has been aborted"):
+        reduce(first)
+
+
+def test_every_connection_of_a_group_is_found_and_no_other(met: Callable[[int], list[GlooProcessGroup]]) -> None:
+    groups = met(3)
+    # Two of its own, and the one of the two others, because all are in this process.
+    assert {len(group._sockets or ()) for group in groups} == {3}
+
+
+def test_an_address_that_cannot_be_read_finds_nothing() -> None:
+    assert len(GlooSockets(b"", [])) == 0
+    assert len(GlooSockets(b"\xff" * 40, [b"\0" * 80])) == 0
+
+
+def test_a_work_reports_what_went_wrong_and_runs_callbacks_where_it_is_waited_for() -> None:
+    class Failing:
+        def wait(self) -> bool:
+            raise RuntimeError("lost")
+
+    reported: list[Exception] = []
+    value = torch.ones(2)
+    finished: list[str] = []
+    work = ManagedWork(Failing(), value, lambda: finished.append("finished"), reported.append)
+    assert not work.get_future().done()
+    chained = work.get_future().then(lambda done: done.value().sum())
+    assert not work.wait()
+    assert [str(error) for error in reported] == ["lost"]
+    assert not finished
+    assert chained.wait() == 2.0
+    late = work.get_future().then(lambda done: "late")
+    assert late.wait() == "late"
+
+    def fail(_: object) -> None:
+        raise ValueError("callback")
+
+    done = ManagedWork(None, value, lambda: None, reported.append)
+    done.get_future().add_done_callback(fail)
+    done.synchronize()
+    assert str(reported[-1]) == "callback"
+    assert done.is_completed()

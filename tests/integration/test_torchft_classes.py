@@ -1,0 +1,141 @@
+"""torchft's own training classes run unchanged on our manager, under a real quorum."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from quorum_threads import Gate, lighthouse, make_manager, run_replicas
+from state_equality import exact
+from torch import nn
+
+from manager import Manager
+
+pytest.importorskip("torchft")
+
+pytestmark = pytest.mark.usefixtures("quorum_ready")
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse(min_replicas=2) as at:
+        yield at
+
+
+_SEEDING = threading.Lock()
+
+
+def _model(seed: int) -> nn.Sequential:
+    # The generator belongs to all threads.
+    with _SEEDING, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def _batch(replica: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1000 * replica + step))
+
+
+def test_distributed_data_parallel_and_optimizer_train_as_one_process_would(address: str) -> None:
+    from torchft.ddp import DistributedDataParallel
+    from torchft.optim import OptimizerWrapper
+
+    num_steps = 5
+
+    def replica(index: int) -> tuple[Any, int]:
+        manager = make_manager(address, f"replica_{index}", min_replica_size=2)
+        model = _model(seed=index)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        manager.register("model", model)
+        manager.register("optimizer", inner)
+        manager.attach(inner)
+        wrapped = DistributedDataParallel(manager, model)
+        optimizer = OptimizerWrapper(manager, inner)
+        while manager.current_step() < num_steps:
+            step = manager.current_step()
+            optimizer.zero_grad()
+            wrapped(_batch(index, step)).square().mean().backward()
+            optimizer.step()
+        manager.shutdown()
+        return exact(model.state_dict()), manager.batches_committed()
+
+    first, second = run_replicas(lambda: replica(0), lambda: replica(1))
+
+    # At step 0 both take the weights of the first. Halving is exact, so that the sums are the same bits.
+    model = _model(seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        for index in (0, 1):
+            (model(_batch(index, step)).square().mean() / 2).backward()
+        optimizer.step()
+    assert first == second == (exact(model.state_dict()), 2 * num_steps)
+
+
+class _Trainer:
+    """One replica under LocalSGD or DiLoCo."""
+
+    def __init__(self, kind: str, manager: Manager, index: int) -> None:
+        from torchft.local_sgd import DiLoCo, LocalSGD
+
+        self.index = index
+        self.manager = manager
+        self.model = _model(seed=index)
+        self.inner = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.outer = torch.optim.SGD(self.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        manager.register("model", self.model)
+        manager.register("inner", self.inner)
+        self.wrapper: Any = (
+            LocalSGD(manager, self.model, self.inner, sync_every=3)
+            if kind == "LocalSGD"
+            else DiLoCo(manager, [self.model], self.inner, self.outer, sync_every=3)
+        )
+        self.num_batches = 0
+
+    def train_until(self, step: int) -> None:
+        while self.manager.current_step() < step:
+            self.inner.zero_grad()
+            self.model(_batch(self.index, self.num_batches)).square().mean().backward()
+            self.num_batches += 1
+            self.inner.step()
+
+    def globals(self) -> Any:
+        if hasattr(self.wrapper, "_fragments"):
+            fragment = self.wrapper._fragments[0]
+            return exact([fragment.original_parameters, self.outer.state_dict(), self.model.state_dict()])
+        return exact(self.model.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo"])
+def test_local_sgd_and_diloco_keep_replicas_equal_and_heal_a_late_one(kind: str, address: str) -> None:
+    gate = Gate()
+
+    def replica(index: int) -> Any:
+        if index == 2:
+            gate.wait("late")
+        manager = make_manager(address, f"replica_{index}", use_async_quorum=False)
+        trainer = _Trainer(kind, manager, index)
+        with manager.attach(trainer.inner), trainer.wrapper:
+            if index != 2:
+                trainer.train_until(2)
+                gate.open("late")
+            if index == 0:
+                # Until the late one takes part.
+                while manager.num_participants() < 3:
+                    trainer.train_until(manager.current_step() + 1)
+                gate.last_step = manager.current_step() + 2  # type: ignore[attr-defined]
+                gate.open("last step")
+            while not hasattr(gate, "last_step"):
+                trainer.train_until(manager.current_step() + 1)
+            trainer.train_until(gate.last_step)  # type: ignore[attr-defined]
+        found = trainer.globals()
+        step = manager.current_step()
+        manager.shutdown()
+        return step, found
+
+    outcomes = run_replicas(*(lambda index=index: replica(index) for index in range(3)))
+    assert outcomes[0][0] >= 4
+    assert outcomes[0] == outcomes[1] == outcomes[2]

@@ -1,0 +1,81 @@
+"""Replicas as threads of the test: real Lighthouse, real gloo, real HTTP, without the seconds that a process takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from ft_transport import HTTPTransport, TransportSettings
+from manager import Manager
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(seconds=20)
+SHORT = timedelta(seconds=2)
+LONG_S = 60.0
+
+
+@contextmanager
+def lighthouse(min_replicas: int = 1, *, heartbeat_timeout_ms: int = 1000) -> Iterator[str]:
+    """A Lighthouse of the test's own; yields its address."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind="127.0.0.1:0",
+        min_replicas=min_replicas,
+        join_timeout_ms=20_000,
+        quorum_tick_ms=10,
+        heartbeat_timeout_ms=heartbeat_timeout_ms,
+    )
+    try:
+        yield f"http://127.0.0.1:{urlsplit(server.address()).port}"
+    finally:
+        server.shutdown()
+
+
+def make_manager(address: str, name: str, kind: type[Manager] = Manager, **keywords: Any) -> Manager:
+    """A manager on the loopback."""
+    chosen: dict[str, Any] = {
+        "min_replica_size": 1,
+        "timeout": TIMEOUT,
+        "quorum_timeout": TIMEOUT,
+        "connect_timeout": SHORT,
+        **keywords,
+    }
+    if "checkpoint_transport" not in chosen:
+        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
+        chosen["checkpoint_transport"] = HTTPTransport(TIMEOUT, settings=settings)
+    return kind(lighthouse_addr=address, replica_id=name, **chosen)
+
+
+def run_replicas(*replicas: Callable[[], T]) -> list[T]:
+    """Run each on a thread of its own, and return what they return; the first error is raised."""
+    with ThreadPoolExecutor(len(replicas), thread_name_prefix="replica") as pool:
+        futures = [pool.submit(replica) for replica in replicas]
+        return [future.result(LONG_S) for future in futures]
+
+
+class Gate:
+    """Lets threads wait for each other by name. Every wait has a deadline."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, threading.Event] = {}
+        self._mutex = threading.Lock()
+
+    def _event(self, name: str) -> threading.Event:
+        with self._mutex:
+            return self._events.setdefault(name, threading.Event())
+
+    def open(self, name: str) -> None:
+        self._event(name).set()
+
+    def is_open(self, name: str) -> bool:
+        return self._event(name).is_set()
+
+    def wait(self, name: str) -> None:
+        assert self._event(name).wait(LONG_S), f"{name} did not come"
