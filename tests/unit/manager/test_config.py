@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from manager.config import ManagerConfig
+from manager.errors import ConfigError
+from manager.quorum import WorldSizeMode
+
+S = timedelta(seconds=1)
+
+
+def test_it_is_frozen_and_has_torchfts_defaults() -> None:
+    config = ManagerConfig()
+    assert (config.timeout, config.quorum_timeout, config.use_async_quorum, config.init_sync) == (
+        60 * S,
+        60 * S,
+        True,
+        True,
+    )
+    with pytest.raises(FrozenInstanceError):
+        config.timeout = S  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ({"timeout": 61 * S}, r"quorum_timeout of at least timeout, got 60 s and 61 s: otherwise a replica"),
+        ({"connect_timeout": 61 * S}, r"quorum_timeout of at least connect_timeout"),
+        ({"heartbeat_interval": 3 * S}, r"heartbeat_timeout of at least twice heartbeat_interval, got 5 s and 3 s"),
+        ({"timeout": 5}, r"datetime\.timedelta as timeout, got int 5"),
+        ({"quorum_timeout": 0 * S}, r"positive datetime\.timedelta as quorum_timeout"),
+        ({"min_replica_size": 0}, "at least 1 as min_replica_size, got 0"),
+        ({"min_replica_size": True}, "whole number"),
+        ({"max_retries": -1}, "at least 0 as max_retries"),
+        ({"world_size_mode": "dynamic"}, "WorldSizeMode as world_size_mode, got 'dynamic'"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(settings: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(ConfigError, match=pattern):
+        ManagerConfig(**settings)
+
+
+def test_timeouts_that_were_not_given_are_fitted_to_those_that_were() -> None:
+    short = ManagerConfig.from_keywords({"quorum_timeout": 5 * S}, timeout=None)
+    assert (short.timeout, short.quorum_timeout, short.connect_timeout) == (5 * S, 5 * S, 5 * S)
+    long = ManagerConfig.from_keywords({}, timeout=600 * S)
+    assert (long.timeout, long.quorum_timeout, long.connect_timeout) == (600 * S, 600 * S, 10 * S)
+    with pytest.raises(ConfigError, match="quorum_timeout of at least timeout"):
+        ManagerConfig.from_keywords({"quorum_timeout": 5 * S}, timeout=6 * S)
+    assert ManagerConfig.from_keywords({"port": 1, "rank": 0}, timeout=None).rank == 0
+
+
+def test_the_environment_has_the_last_word_under_torchfts_names() -> None:
+    environment = {
+        "TORCHFT_TIMEOUT_SEC": "7",
+        "TORCHFT_QUORUM_TIMEOUT_SEC": "90",
+        "TORCHFT_CONNECT_TIMEOUT_SEC": "3",
+        "TORCHFT_QUORUM_RETRIES": "2",
+        "TORCHFT_LIGHTHOUSE": "http://lighthouse:29510",
+        "RANK": "1",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "host",
+        "MASTER_PORT": "1234",
+    }
+    config = ManagerConfig().with_environment(environment)
+    assert (config.timeout, config.quorum_timeout, config.connect_timeout, config.quorum_retries) == (
+        7 * S,
+        90 * S,
+        3 * S,
+        2,
+    )
+    assert (config.rank, config.world_size, config.store_addr, config.store_port) == (1, 4, "host", 1234)
+    assert config.lighthouse_addr == "http://lighthouse:29510"
+    given = ManagerConfig(rank=0, world_size=2, store_addr="x", store_port=1, lighthouse_addr="http://y:1")
+    kept = given.with_environment(environment)
+    assert (kept.rank, kept.world_size, kept.store_addr, kept.lighthouse_addr) == (0, 2, "x", "http://y:1")
+    alone = ManagerConfig().with_environment({})
+    assert (alone.rank, alone.world_size, alone.store_addr, alone.lighthouse_addr) == (0, 1, None, None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "pattern"),
+    [
+        ({"TORCHFT_TIMEOUT_SEC": "soon"}, "whole number in TORCHFT_TIMEOUT_SEC, got 'soon'"),
+        ({"TORCHFT_TIMEOUT_SEC": "61"}, "quorum_timeout of at least timeout"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank below world_size 2, got 2"),
+        ({"WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
+        ({"MASTER_ADDR": "host"}, "both store_addr and store_port"),
+    ],
+)
+def test_an_environment_that_cannot_work_is_refused(environment: dict[str, str], pattern: str) -> None:
+    with pytest.raises(ConfigError, match=pattern):
+        ManagerConfig().with_environment(environment)
+
+
+def test_torchfts_own_enumeration_is_understood() -> None:
+    upstream = pytest.importorskip("torchft.manager", exc_type=ImportError).WorldSizeMode
+    assert ManagerConfig(world_size_mode=upstream.FIXED_WITH_SPARES).world_size_mode is WorldSizeMode.FIXED_WITH_SPARES
