@@ -31,7 +31,7 @@ from ft_transport.tensors.agreement import find_differences
 from ft_transport.tensors.copying import default_num_threads
 from ft_transport.tensors.matching import Incoming
 from ft_transport.tensors.restore import Restore
-from ft_transport.tensors.snapshot import PendingSnapshot, SnapshotTaker
+from ft_transport.tensors.snapshot import HeldState, PendingSnapshot, SnapshotTaker
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import LATEST, StepSelector
 
@@ -270,6 +270,44 @@ class HTTPTransport(Generic[T]):
             self._shelf.cancel_reservation()
             if isinstance(error, TransportError) and error.step is None:
                 error.step = step
+            raise
+
+    def hold_state(
+        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool], max_bytes: int
+    ) -> HeldState | None:
+        """Copies what is not ``deferrable``, so that a snapshot of this step can be begun by ``begin_held``.
+
+        For an owner who learns only after the step boundary that somebody needs a snapshot. Takes no memory but for
+        the copies, and no place among ``max_snapshots``. Called on the thread that owns the state; the caller holds
+        the read lock from here until ``SnapshotInProgress.copy_deferred`` has returned.
+
+        Args:
+            step: The committed step that the state shows.
+            state: Any nesting of supported kinds.
+            deferrable: Says of a live tensor that it stays as it is while the read lock is held.
+            max_bytes: Copy no more than this.
+
+        Returns:
+            What to begin the snapshot with; ``None`` if more would have to be copied.
+
+        Raises:
+            SnapshotError: The state cannot be captured.
+        """
+        return self._taker.hold(
+            check_number("step", step, at_least=0), state, deferrable=deferrable, max_bytes=max_bytes
+        )
+
+    def begin_held(self, held: HeldState) -> SnapshotInProgress:
+        """Begins the snapshot of a held state, once. On any thread.
+
+        Raises:
+            SnapshotError: There is no memory for it, or too many snapshots are still being fetched.
+        """
+        self._shelf.reserve()
+        try:
+            return SnapshotInProgress(self._taker.begin_held(held), self._shelf)
+        except BaseException:
+            self._shelf.cancel_reservation()
             raise
 
     def allow_checkpoint(self, step: int) -> None:

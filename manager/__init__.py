@@ -1,6 +1,7 @@
 """The manager of a replica: lock, optimizer hooks, snapshots at step boundaries, and the quorum of its peers."""
 
 from manager.config import ManagerConfig
+from manager.diloco import guard_diloco
 from manager.errors import (
     CommitFailedError,
     ConfigError,
@@ -47,4 +48,5 @@ __all__ = [
     "StateTornError",
     "WorldSizeMode",
     "embedded_lighthouse",
+    "guard_diloco",
 ]

@@ -44,7 +44,7 @@ class _MemberData(msgspec.Struct, frozen=True):
     lineage: str
     group: str
     num_groups: int
-    is_at_boundary: bool
+    can_serve: bool
     may_heal: bool
     announced_to: tuple[str, ...]
 
@@ -230,7 +230,7 @@ class LighthouseSession:
                     lineage=member.lineage,
                     group=member.group,
                     num_groups=member.num_groups,
-                    is_at_boundary=member.is_at_boundary,
+                    can_serve=member.can_serve,
                     may_heal=member.may_heal,
                     announced_to=tuple(sorted(member.announced_to)),
                 )
@@ -296,7 +296,7 @@ def _member_of(participant: Any) -> Member:
         addresses=data.addresses,
         group=data.group,
         num_groups=data.num_groups,
-        is_at_boundary=data.is_at_boundary,
+        can_serve=data.can_serve,
         may_heal=data.may_heal,
         announced_to=frozenset(data.announced_to),
     )

@@ -49,6 +49,16 @@ class _Round:
     works: list[ManagedWork] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What `Manager.start_quorum` was called with."""
+
+    rules: Rules
+    timeout: timedelta
+    shrink_only: bool
+    may_heal: bool
+
+
 class Manager(StateManager):
     """Keeps a replica and its peers at the same state, whoever of them dies.
 
@@ -168,14 +178,20 @@ class Manager(StateManager):
             world_size_mode=self._config.world_size_mode,
             init_sync=self._config.init_sync,
         )
-        wait = timeout if timeout is not None else self._config.quorum_timeout
+        request = _Request(
+            rules=rules,
+            timeout=timeout if timeout is not None else self._config.quorum_timeout,
+            shrink_only=shrink_only,
+            may_heal=allow_heal,
+        )
         self._round = current = _Round(membership.num_lapses())
         if self._is_settled and self._use_async_quorum:
-            self.start_step(self._step)
+            # The quorum tells only later who needs a snapshot of this boundary.
+            can_serve = self.start_step(self._step, hold=True)
             assert self._executor is not None, "there is one since the manager joined"
-            self._executor.submit(self._form_quorum_in_background, current, rules, wait, shrink_only, allow_heal)
+            self._executor.submit(self._form_quorum_in_background, current, request, can_serve)
         else:
-            self._form_quorum_and_heal(current, rules, wait, shrink_only, allow_heal)
+            self._form_quorum_and_heal(current, request)
 
     def wait_quorum(self) -> None:
         """Wait until the quorum is there and its process group is set up. As in torchft.
@@ -365,15 +381,18 @@ class Manager(StateManager):
 
     # ------------------------------------------------------------------------------------------------ the quorum
 
-    def _form_quorum_in_background(
-        self, current: _Round, rules: Rules, timeout: timedelta, shrink_only: bool, may_heal: bool
-    ) -> None:
+    def _form_quorum_in_background(self, current: _Round, request: _Request, can_serve: bool) -> None:
         """On the quorum thread, while ``forward`` runs."""
         try:
-            decision = self._ask(rules, timeout, shrink_only, is_at_boundary=False, may_heal=may_heal)
+            try:
+                decision = self._ask(request, can_serve=can_serve, is_waiting=False)
+                if isinstance(decision.role, UpToDate):
+                    self._request_snapshot(decision.role)
+            finally:
+                if self._snapshotter is not None:
+                    self._snapshotter.settle()
             current.decision = decision
             if isinstance(decision.role, UpToDate):
-                self._request_snapshot(decision.role)
                 self._set_up(decision)
             else:
                 self.report_error(QuorumError(f"this replica is behind step {decision.step}, and heals next"))
@@ -382,14 +401,12 @@ class Manager(StateManager):
         else:
             current.quorum.set_result(None)
 
-    def _form_quorum_and_heal(
-        self, current: _Round, rules: Rules, timeout: timedelta, shrink_only: bool, may_heal: bool
-    ) -> None:
+    def _form_quorum_and_heal(self, current: _Round, request: _Request) -> None:
         """On the training thread, before ``forward``. Returns when this replica is up to date, or cannot be."""
         num_stand_bys = 0
         try:
             while True:
-                decision = self._ask(rules, timeout, shrink_only, is_at_boundary=True, may_heal=may_heal)
+                decision = self._ask(request, can_serve=True, is_waiting=True)
                 current.decision = decision
                 current.num_lapses = self._joined().num_lapses()
                 match decision.role:
@@ -403,7 +420,7 @@ class Manager(StateManager):
                         if self._heal(decision, role):
                             break
                     case StandsBy() as role:
-                        if not may_heal:
+                        if not request.may_heal:
                             self._refuse_torn_state()
                             self.report_error(QuorumError(f"this replica is behind step {decision.step}"))
                             break
@@ -421,21 +438,19 @@ class Manager(StateManager):
             raise
         current.quorum.set_result(None)
 
-    def _ask(
-        self, rules: Rules, timeout: timedelta, shrink_only: bool, *, is_at_boundary: bool, may_heal: bool
-    ) -> Decision:
+    def _ask(self, request: _Request, *, can_serve: bool, is_waiting: bool) -> Decision:
         start_s = time.monotonic()
         with self._stall_watch.waiting(f"{self._name()}: waiting for a quorum"):
             decision = self._joined().decide(
                 step=self._step if self._torn is None else NO_WHOLE_STATE,
                 lineage=self._lineage,
-                rules=rules,
-                is_at_boundary=is_at_boundary,
-                may_heal=may_heal,
+                rules=request.rules,
+                can_serve=can_serve,
+                may_heal=request.may_heal and is_waiting,
                 announced_to=self._announced_to,
                 num_failed_heals=self._num_failed_heals,
-                timeout=timeout,
-                shrink_only=shrink_only,
+                timeout=request.timeout,
+                shrink_only=request.shrink_only,
             )
         self._announced_to = frozenset()
         logger.debug(

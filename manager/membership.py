@@ -88,7 +88,7 @@ class Membership:
         step: int,
         lineage: str,
         rules: Rules,
-        is_at_boundary: bool,
+        can_serve: bool,
         may_heal: bool,
         announced_to: frozenset[str],
         num_failed_heals: int,
@@ -101,7 +101,7 @@ class Membership:
             step: The committed step that this rank holds, or ``quorum.NO_WHOLE_STATE``.
             lineage: Its lineage.
             rules: See ``quorum.decide``.
-            is_at_boundary: See ``quorum.Member``.
+            can_serve: See ``quorum.Member``.
             may_heal: See ``quorum.Member``.
             announced_to: See ``quorum.Member``.
             num_failed_heals: See ``quorum.decide``.
@@ -134,7 +134,7 @@ class Membership:
                         addresses=tuple(each.address for each in reports),
                         group=whole.group,
                         num_groups=whole.num_groups,
-                        is_at_boundary=is_at_boundary,
+                        can_serve=can_serve,
                         may_heal=may_heal,
                         announced_to=announced_to,
                     ),

@@ -48,8 +48,8 @@ class Member:
         addresses: Where each of its group ranks serves its state.
         group: Key of the process group that it holds and that works; empty if there is none.
         num_groups: How many process groups it has begun to set up. It tells two attempts apart.
-        is_at_boundary: It waits for the decision before it trains on, so it can heal and take a snapshot now.
-        may_heal: Whether it heals if it is behind; otherwise it takes no part.
+        can_serve: It can take a snapshot of the step boundary that it is at.
+        may_heal: It waits for the decision, and heals if it is behind; otherwise it takes no part then.
         announced_to: The replicas that know since the quorum before that it needs a snapshot.
     """
 
@@ -60,7 +60,7 @@ class Member:
     addresses: tuple[str, ...]
     group: str = ""
     num_groups: int = 0
-    is_at_boundary: bool = True
+    can_serve: bool = True
     may_heal: bool = True
     announced_to: frozenset[str] = frozenset()
 
@@ -257,7 +257,7 @@ def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
         synchronised = [member for member in newest if member.lineage]
         if not synchronised:
             # Nobody has been told yet whose weights count.
-            first = next((member for member in newest if member.is_at_boundary), newest[0])
+            first = next((member for member in newest if member.can_serve), newest[0])
             return _Target(step, next_lineage("", first.replica_id, 0), (first,))
         newest = synchronised
     numbers = Counter(member.lineage for member in newest)
@@ -267,9 +267,9 @@ def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
 
 def _sources(member: Member, holders: Sequence[Member]) -> tuple[Member, ...]:
     """Who can serve ``member`` right now: it must not have begun to train, and neither must they."""
-    if not (member.is_at_boundary and member.may_heal):
+    if not member.may_heal:
         return ()
-    return tuple(holder for holder in holders if holder.is_at_boundary or holder.replica_id in member.announced_to)
+    return tuple(holder for holder in holders if holder.can_serve or holder.replica_id in member.announced_to)
 
 
 def _group_key(joined: Sequence[Member]) -> str:

@@ -7,6 +7,7 @@ optimizer having been loaded). The registry takes no lock: whoever calls it hold
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +28,7 @@ class StateEntry:
         state_dict: Returns the present state; called afresh for every snapshot.
         scope: ``replicated`` state is equal on every replica, ``local`` state belongs to this one.
         on_training_thread: The functions may only be called from the training thread.
+        is_stable: Its tensors change only inside write sections of the state lock.
     """
 
     key: str
@@ -34,6 +36,7 @@ class StateEntry:
     state_dict: Callable[[], object]
     scope: Scope
     on_training_thread: bool
+    is_stable: bool = False
 
 
 class StateRegistry:
@@ -55,6 +58,7 @@ class StateRegistry:
         *,
         scope: Scope = "replicated",
         on_training_thread: bool = False,
+        is_stable: bool = False,
     ) -> None:
         """Register one pair of functions; argument order as in torchft.
 
@@ -64,6 +68,7 @@ class StateRegistry:
             state_dict: See `StateEntry`.
             scope: See `StateEntry`.
             on_training_thread: See `StateEntry`.
+            is_stable: See `StateEntry`.
 
         Raises:
             RegistryError: The key is taken or empty, or the scope is unknown.
@@ -84,6 +89,7 @@ class StateRegistry:
             state_dict=state_dict,
             scope=scope,
             on_training_thread=on_training_thread,
+            is_stable=is_stable,
         )
         taken = self._entries.setdefault(key, entry)
         if taken is not entry:
@@ -92,7 +98,13 @@ class StateRegistry:
             )
 
     def register_object(
-        self, key: str, obj: object, *, scope: Scope = "replicated", on_training_thread: bool = False
+        self,
+        key: str,
+        obj: object,
+        *,
+        scope: Scope = "replicated",
+        on_training_thread: bool = False,
+        is_stable: bool = False,
     ) -> None:
         """Register the two methods of a module, optimizer, scheduler, data loader or anything like them.
 
@@ -101,6 +113,7 @@ class StateRegistry:
             obj: Anything with ``state_dict()`` and ``load_state_dict(state)``.
             scope: See `StateEntry`.
             on_training_thread: See `StateEntry`.
+            is_stable: See `StateEntry`.
 
         Raises:
             RegistryError: As in `register`.
@@ -115,7 +128,24 @@ class StateRegistry:
             )
         load_state_dict: Any = methods["load_state_dict"]
         state_dict: Any = methods["state_dict"]
-        self.register(key, load_state_dict, state_dict, scope=scope, on_training_thread=on_training_thread)
+        self.register(
+            key,
+            load_state_dict,
+            state_dict,
+            scope=scope,
+            on_training_thread=on_training_thread,
+            is_stable=is_stable,
+        )
+
+    def replace(self, key: str, state_dict: Callable[[], object], *, is_stable: bool) -> None:
+        """Give an entry another state function, e.g. one that returns live tensors instead of copies.
+
+        Raises:
+            RegistryError: There is no such entry.
+        """
+        if key not in self._entries:
+            raise RegistryError(f"expected a registered key to replace, got {key!r}", keys=(key,))
+        self._entries[key] = dataclasses.replace(self._entries[key], state_dict=state_dict, is_stable=is_stable)
 
     def entries(self, scope: Scope | None = None) -> tuple[StateEntry, ...]:
         """Return the entries of one scope, or of both, in the order of registration."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 # Not the builtin one before Python 3.11.
@@ -18,11 +18,12 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch.optim import Optimizer
 
+from ft_transport import HeldState
 from manager.errors import LockTimeoutError, ManagerError
 from manager.rwlock import Section, StateLock
 
@@ -33,6 +34,9 @@ MIN_DEFERRED_BYTES: Final = 64 << 10
 
 _PREPARED_AT_BOUNDARIES: Final = (2, 4)
 """First and last attempt. One step has been taken by then as a rule, so that the optimizers have made their states."""
+
+_MAX_HELD_BYTES: Final = 16 << 20
+"""The most that is copied at every boundary for a snapshot that perhaps nobody needs: about 2 ms."""
 
 _BOUNDARY_PATIENCE: Final = timedelta(milliseconds=100)
 """How long a step boundary waits for another thread's write section before it leaves a request to the next one."""
@@ -53,6 +57,14 @@ class SnapshotInProgress(Protocol):
 
 class SnapshotSink(Protocol):
     """Where snapshots go; ``ft_transport.HTTPTransport`` is one. The last three methods answer at once."""
+
+    def hold_state(
+        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool], max_bytes: int
+    ) -> HeldState | None:
+        """Copies what is not deferrable."""
+
+    def begin_held(self, held: HeldState) -> SnapshotInProgress:
+        """Begins the snapshot of a held state."""
 
     def prepare(self, state: object) -> None:
         """Makes memory for snapshots of a state of this size ready, in the background."""
@@ -92,6 +104,15 @@ class _Run:
         self.future.set_running_or_notify_cancel()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """A state that a snapshot can still be taken of, and the read section that keeps it."""
+
+    run: _Run
+    state: HeldState
+    section: Section
+
+
 class Snapshotter:
     """Takes snapshots of one replica's state. ``request`` may be called by any thread, the rest by the training thread.
 
@@ -102,16 +123,24 @@ class Snapshotter:
         lock: The lock around the state.
         sink: Where snapshots go. Those of the replica's state come from here alone.
         state: Calls the state functions.
+        stable_part: Of what ``state`` returned, the parts whose tensors change only inside write sections.
         prepare_memory: Whether the memory for snapshots is made ready before the first is asked for.
     """
 
     def __init__(
-        self, *, lock: StateLock, sink: SnapshotSink, state: Callable[[], object], prepare_memory: bool = True
+        self,
+        *,
+        lock: StateLock,
+        sink: SnapshotSink,
+        state: Callable[[], object],
+        stable_part: Callable[[object], list[object]] = lambda _: [],
+        prepare_memory: bool = True,
     ) -> None:
         """Take none yet."""
         self._lock = lock
         self._sink = sink
         self._state = state
+        self._stable_part = stable_part
         self._mutex = threading.Lock()
         self._step: int | None = None
         # Counts whatever may have changed the state: the same step number can stand for two states.
@@ -121,6 +150,7 @@ class Snapshotter:
         self._published_epoch = -1
         self._wanted_after = -1
         self._run: _Run | None = None
+        self._held: _Held | None = None
         self._is_closed = False
         self._is_postponed = False
         self._last_failure = ""
@@ -144,12 +174,22 @@ class Snapshotter:
             self._wanted_after = max(self._wanted_after, after)
             return after
 
-    def boundary(self, step: int, optimizers: Iterable[Optimizer]) -> None:
+    def boundary(self, step: int, optimizers: Iterable[Optimizer], *, hold: bool = False) -> bool:
         """Note that ``step`` is committed, and begin a snapshot of it if one was asked for.
 
         After the first step, the memory for snapshots is made ready before anybody asks. A failure is logged and not
         raised: whoever asks for a snapshot must not be able to stop the training.
+
+        Args:
+            step: The committed step that the state shows.
+            optimizers: Those that are attached.
+            hold: If no snapshot was asked for, keep the state such that one can still be taken: `settle` has to
+                follow, and optimizers wait until then.
+
+        Returns:
+            Whether a snapshot of this step is under way or can still be taken.
         """
+        self.settle()
         with self._mutex:
             self._step = step
             self._epoch += 1
@@ -159,13 +199,17 @@ class Snapshotter:
         if is_to_prepare:
             self._prepare()
         with self._mutex:
-            if self._is_closed or self._run is not None or self._wanted_after < 0:
-                return
+            if self._is_closed or self._run is not None:
+                return False
             num_published = self._sink.newest_sequence()
             if num_published > self._wanted_after:
                 self._wanted_after = -1
-                return
+            is_wanted = self._wanted_after >= 0
+            if not (is_wanted or hold):
+                return False
             run = self._run = _Run(step, self._epoch, num_published)
+        if not is_wanted:
+            return self._hold(run, optimizers)
         try:
             self._begin(run, optimizers, _BOUNDARY_PATIENCE)
         except Exception as error:
@@ -184,8 +228,61 @@ class Snapshotter:
                 )
                 with self._mutex:
                     self._wanted_after = -1
-        else:
-            self._is_postponed = False
+            return False
+        self._is_postponed = False
+        return True
+
+    def settle(self) -> None:
+        """Begin the snapshot of the state that is held, if somebody has asked for one, or let it go. On any thread."""
+        with self._mutex:
+            held, self._held = self._held, None
+            if held is None:
+                return
+            is_wanted = self._wanted_after >= held.run.num_before and not self._is_closed
+            if not is_wanted:
+                self._run = None
+        if not is_wanted:
+            held.section.release()
+            return
+        try:
+            unfinished = [self._sink.begin_held(held.state)]
+            try:
+                self._pool.submit(self._complete, held.run, unfinished, held.section)
+            except BaseException:
+                with suppress(IndexError):
+                    unfinished.pop().abandon()
+                raise
+        except BaseException as error:
+            if held.section.is_open:
+                held.section.release()
+            with self._mutex:
+                self._run = None
+            self._sink.snapshot_failed(held.run.step, error)
+            logger.warning("step %d: no snapshot for those who asked for one: %s", held.run.step, error)
+
+    def _hold(self, run: _Run, optimizers: Iterable[Optimizer]) -> bool:
+        section: Section | None = None
+        state: HeldState | None = None
+        try:
+            # Inside the caller's own write section nothing may be left for later.
+            if not self._lock.write_owned():
+                section = self._lock.acquire_read(f"state of step {run.step}", _BOUNDARY_PATIENCE, detached=True)
+                live = self._state()
+                guarded = _guarded_by(optimizers, self._stable_part(live), at_least_bytes=0)
+                state = self._sink.hold_state(run.step, live, deferrable=guarded, max_bytes=_MAX_HELD_BYTES)
+        except Exception as error:
+            logger.debug("step %d: the state could not be held: %s", run.step, error)
+        finally:
+            if state is None:
+                if section is not None:
+                    section.release()
+                with self._mutex:
+                    self._run = None
+        if state is None or section is None:
+            return False
+        with self._mutex:
+            self._held = _Held(run, state, section)
+        return True
 
     def take(self, step: int, optimizers: Iterable[Optimizer], timeout: timedelta) -> Future[None]:
         """Begin a snapshot of ``step`` in any case.
@@ -227,6 +324,7 @@ class Snapshotter:
         """Finish what is running and end the thread. No further snapshot is begun."""
         with self._mutex:
             self._is_closed = True
+        self.settle()
         self._pool.shutdown(wait=True)
 
     def _prepare(self) -> None:
@@ -246,7 +344,7 @@ class Snapshotter:
             if not self._lock.write_owned():
                 section = self._lock.acquire_read(f"snapshot of step {run.step}", timeout, detached=True)
             state = self._state()
-            deferrable = _guarded_by(optimizers) if section is not None else None
+            deferrable = _guarded_by(optimizers, self._stable_part(state)) if section is not None else None
             unfinished = [self._sink.begin_snapshot(run.step, state, deferrable=deferrable)]
             try:
                 self._pool.submit(self._complete, run, unfinished, section)
@@ -288,8 +386,10 @@ class Snapshotter:
             run.future.set_result(None)
 
 
-def _guarded_by(optimizers: Iterable[Optimizer]) -> Callable[[torch.Tensor], bool]:
-    """Says of a tensor whether it is large and belongs to one of the optimizers, parameter or state.
+def _guarded_by(
+    optimizers: Iterable[Optimizer], stable: Iterable[object], at_least_bytes: int = MIN_DEFERRED_BYTES
+) -> Callable[[torch.Tensor], bool]:
+    """Says of a tensor whether it is large and belongs to one of the optimizers or to a stable part.
 
     It has to be the very memory of theirs: what merely shares a storage with it may be changed by others.
     """
@@ -299,17 +399,23 @@ def _guarded_by(optimizers: Iterable[Optimizer]) -> Callable[[torch.Tensor], boo
             guarded.update(filter(None, map(_memory, group["params"])))
         for values in optimizer.state.values():
             guarded.update(filter(None, map(_memory, _tensors_of(values))))
+    guarded.update(filter(None, map(_memory, _tensors_of(list(stable)))))
 
     def deferrable(tensor: torch.Tensor) -> bool:
-        return tensor.nbytes >= MIN_DEFERRED_BYTES and _memory(tensor) in guarded
+        return tensor.nbytes >= at_least_bytes and _memory(tensor) in guarded
 
     return deferrable
 
 
-def _tensors_of(values: Any) -> list[torch.Tensor]:
-    if not isinstance(values, dict):
-        return []
-    return [value for value in values.values() if isinstance(value, torch.Tensor)]
+def _tensors_of(values: object) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from _tensors_of(value)
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors_of(value)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[torch.device, int, int] | None:

@@ -109,7 +109,11 @@ class StateManager:
             if not hasattr(checkpoint_transport, "serve_fresh"):
                 raise TypeError(f"expected an HTTPTransport of ft_transport, got {type(checkpoint_transport).__name__}")
             self._snapshotter = Snapshotter(
-                lock=self._lock, sink=checkpoint_transport, state=self.replica_state, prepare_memory=prepare_memory
+                lock=self._lock,
+                sink=checkpoint_transport,
+                state=self.replica_state,
+                stable_part=self._stable_part,
+                prepare_memory=prepare_memory,
             )
             checkpoint_transport.serve_fresh(self._snapshotter.request)
 
@@ -159,6 +163,7 @@ class StateManager:
         *,
         scope: Scope = "replicated",
         on_training_thread: bool = False,
+        is_stable: bool = False,
     ) -> None:
         """Register the two functions of one part of the state; as torchft's method.
 
@@ -168,20 +173,49 @@ class StateManager:
             state_dict: Returns the part, live tensors as they are. Called afresh for every snapshot.
             scope: ``replicated`` state is equal on every replica and is served to others; ``local`` state is not.
             on_training_thread: The functions may only be called on the training thread.
+            is_stable: Its tensors change only inside `writing` sections: frozen weights, or copies that are kept
+                between rare synchronisations. They are then cloned in the background, as an attached optimizer's are.
 
         Raises:
             RegistryError: The key is taken.
         """
-        self._registry.register(key, load_state_dict, state_dict, scope=scope, on_training_thread=on_training_thread)
+        self._registry.register(
+            key,
+            load_state_dict,
+            state_dict,
+            scope=scope,
+            on_training_thread=on_training_thread,
+            is_stable=is_stable,
+        )
 
-    def register(self, key: str, obj: object, *, scope: Scope = "replicated", on_training_thread: bool = False) -> None:
+    def register(
+        self,
+        key: str,
+        obj: object,
+        *,
+        scope: Scope = "replicated",
+        on_training_thread: bool = False,
+        is_stable: bool = False,
+    ) -> None:
         """Register anything with ``state_dict`` and ``load_state_dict``: a module, optimizer, scheduler, loader.
+
+        Arguments as for `register_state_dict_fn`.
 
         Raises:
             RegistryError: The key is taken.
             TypeError: The object lacks one of the methods.
         """
-        self._registry.register_object(key, obj, scope=scope, on_training_thread=on_training_thread)
+        self._registry.register_object(
+            key, obj, scope=scope, on_training_thread=on_training_thread, is_stable=is_stable
+        )
+
+    def replace_state_dict_fn(self, key: str, state_dict: Callable[[], object], *, is_stable: bool) -> None:
+        """Give what is registered under ``key`` another state function; its load function stays.
+
+        Raises:
+            RegistryError: Nothing is registered under the key.
+        """
+        self._registry.replace(key, state_dict, is_stable=is_stable)
 
     def attach(self, *optimizers: Optimizer) -> OptimizerAttachment:
         """Make every ``step()`` of the optimizers a write section, so that nobody copies a state in the middle of one.
@@ -245,11 +279,16 @@ class StateManager:
 
     # ---------------------------------------------------------------------------------------------- snapshots
 
-    def start_step(self, step: int) -> None:
+    def start_step(self, step: int, *, hold: bool = False) -> bool:
         """The step boundary. Call it at the top of every iteration, before data is drawn and ``forward`` runs.
 
         Args:
             step: How many steps are committed: the state shows exactly these.
+            hold: Keep the state such that a snapshot of it can still be taken (`Snapshotter.settle`), if none was
+                asked for yet.
+
+        Returns:
+            Whether a snapshot of this step is under way or can still be taken.
 
         Raises:
             StateTornError: This replica holds part of a state.
@@ -259,8 +298,9 @@ class StateManager:
         self._training_thread = threading.get_ident()
         self._step = _checked(step)
         self._is_past_step = False
-        if self._snapshotter is not None:
-            self._snapshotter.boundary(self._step, self._attached_optimizers())
+        if self._snapshotter is None:
+            return False
+        return self._snapshotter.boundary(self._step, self._attached_optimizers(), hold=hold)
 
     def snapshot(self, step: int | None = None) -> Future[None]:
         """Take a snapshot now; the training thread calls this between two steps.
@@ -438,6 +478,11 @@ class StateManager:
             step=received.step, reason=f"after loading, the state is not the one that {source} sent: {shown}"
         )
         self._refuse_torn_state()
+
+    def _stable_part(self, state: object) -> list[object]:
+        """Of what `replica_state` returned, what changes only inside write sections."""
+        assert isinstance(state, Mapping), "it is our own"
+        return [state[USER_KEY][entry.key] for entry in self._registry.entries("replicated") if entry.is_stable]
 
     def _require_training_thread(self) -> None:
         if self._training_thread in (None, threading.get_ident()):

@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -31,8 +32,10 @@ The header is encoded after the copy, when the digests are known, and is put rig
 is a hole in the file and takes no memory.
 """
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14, include/uapi/asm-generic/mman-common.h
-_POPULATE_BYTES: Final = 16 << 20
+_POPULATE_BYTES: Final = 4 << 20
 """At once: meanwhile other threads of the process wait when they map memory."""
+_REST_SHARE: Final = 4.0
+"""Memory that nobody waits for is made resident in a fifth of the time: the training needs the core and the mapping."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class Arena:
         capacity_bytes: Room for data.
         pin: As for ``ArenaPool``.
         is_wanted: Asked now and then while the memory is made resident, which takes a second for a gigabyte or two.
+        rest: Called now and then meanwhile, with the seconds of work since the last call.
 
     Attributes:
         capacity_bytes: Room for data.
@@ -60,6 +64,7 @@ class Arena:
         *,
         pin: Callable[[torch.Tensor], Callable[[], None]] | None,
         is_wanted: Callable[[], bool],
+        rest: Callable[[float], None] | None = None,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.descriptor = _memory_file()
@@ -68,7 +73,7 @@ class Arena:
             os.ftruncate(self.descriptor, HEADER_ROOM_BYTES + capacity_bytes)
             self._mapping = mmap.mmap(self.descriptor, capacity_bytes, offset=HEADER_ROOM_BYTES)
             self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)
-            _make_resident(self.data.data_ptr(), capacity_bytes, is_wanted)
+            _make_resident(self.data.data_ptr(), capacity_bytes, is_wanted, rest)
             self.view = memoryview(self._mapping)
             if pin is not None:
                 self._unpin = pin(self.data)
@@ -110,6 +115,7 @@ class ArenaPool:
         self._changed = threading.Condition()
         self._free: list[Arena] = []
         self._num_taken = 0
+        self._num_waiting = 0
         self._preparing: threading.Thread | None = None
         self._prepared_bytes = 0
         self._closed = False
@@ -157,7 +163,12 @@ class ArenaPool:
                 if not is_coming or self._num_taken >= self._max_arenas:
                     break
                 # It is here sooner than one that is begun now, and its thread always ends.
-                self._changed.wait()
+                self._num_waiting += 1
+                self._changed.notify_all()
+                try:
+                    self._changed.wait()
+                finally:
+                    self._num_waiting -= 1
             # What is being prepared for a smaller state is of no more use.
             self._prepared_bytes = max(self._prepared_bytes, data_bytes)
             if self._num_taken >= self._max_arenas:
@@ -213,7 +224,7 @@ class ArenaPool:
                 for arena in outgrown:
                     arena.close()
                 _refuse_beyond_available(2 * data_bytes)
-                arena = self._make(data_bytes, is_wanted=lambda: self._is_prepared_for(data_bytes))
+                arena = self._make(data_bytes, is_wanted=lambda: self._is_prepared_for(data_bytes), rest=self._rest)
                 with self._changed:
                     keep = self._is_prepared_for(data_bytes)
                     if keep:
@@ -229,9 +240,17 @@ class ArenaPool:
                 self._preparing = None
                 self._changed.notify_all()
 
-    def _make(self, data_bytes: int, *, is_wanted: Callable[[], bool]) -> Arena:
+    def _make(
+        self, data_bytes: int, *, is_wanted: Callable[[], bool], rest: Callable[[float], None] | None = None
+    ) -> Arena:
         page = mmap.PAGESIZE
-        return Arena(max(-(-data_bytes // page) * page, page), pin=self._pin, is_wanted=is_wanted)
+        return Arena(max(-(-data_bytes // page) * page, page), pin=self._pin, is_wanted=is_wanted, rest=rest)
+
+    def _rest(self, worked_s: float) -> None:
+        """Leaves the machine to the training for a while, unless somebody waits for the memory."""
+        with self._changed:
+            if not (self._num_waiting or self._closed):
+                self._changed.wait(_REST_SHARE * worked_s)
 
     def _is_prepared_for(self, data_bytes: int) -> bool:
         return not self._closed and self._prepared_bytes <= data_bytes
@@ -260,8 +279,11 @@ def _memory_file() -> int:
         return os.dup(file.fileno())
 
 
-def _make_resident(address: int, num_bytes: int, is_wanted: Callable[[], bool]) -> None:
+def _make_resident(
+    address: int, num_bytes: int, is_wanted: Callable[[], bool], rest: Callable[[float], None] | None
+) -> None:
     for start in range(0, num_bytes, _POPULATE_BYTES):
+        started_s = time.monotonic()
         if not is_wanted():
             raise SnapshotError("expected to be still wanted: the transport was shut down, or the state has grown")
         piece = min(_POPULATE_BYTES, num_bytes - start)
@@ -272,6 +294,8 @@ def _make_resident(address: int, num_bytes: int, is_wanted: Callable[[], bool]) 
                 raise
             # A kernel before 5.14.
             ctypes.memset(address + start, 0, piece)
+        if rest is not None:
+            rest(time.monotonic() - started_s)
 
 
 def _populate(address: int, num_bytes: int) -> None:

@@ -8,13 +8,17 @@ still writing, because those kernels were only queued when ``step()`` returned.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
 from ft_transport.errors import SnapshotError
 
 _CUDA_HOST_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every context of the process
+
+
+Marks: TypeAlias = dict[torch.device, Any]
+"""By device, the event after which its memory may be copied."""
 
 
 class Accelerator(Protocol):
@@ -57,7 +61,7 @@ class DeviceCopier:
         self._accelerator = accelerator
         self._streams: dict[torch.device, Any] = {}
 
-    def mark(self, devices: Sequence[torch.device]) -> dict[torch.device, Any]:
+    def mark(self, devices: Sequence[torch.device]) -> Marks:
         """Records, on the calling thread's stream of each device, an event behind all work queued so far.
 
         Called on the training thread at the step boundary.
@@ -69,7 +73,7 @@ class DeviceCopier:
             events[device] = event
         return events
 
-    def copy(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: dict[torch.device, Any]) -> None:
+    def copy(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Marks) -> None:
         """Copies each ``(host target, device source)`` pair behind the events ``after``; returns when all have landed.
 
         May run on any thread. The caller keeps the sources alive until this returns, so the caching allocator cannot

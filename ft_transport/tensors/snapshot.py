@@ -20,7 +20,7 @@ from ft_transport.tensors.arena import Arena, ArenaPool
 from ft_transport.tensors.blocks import FlatState
 from ft_transport.tensors.collector import collector_paused
 from ft_transport.tensors.copying import Column, HostCopier, HostCopies
-from ft_transport.tensors.device import Accelerator, DeviceCopier, TorchAccelerator, pinning
+from ft_transport.tensors.device import Accelerator, DeviceCopier, Marks, TorchAccelerator, pinning
 from ft_transport.tensors.dtypes import carrier_of
 from ft_transport.tensors.flatten import flatten
 from ft_transport.wire.chunks import ChunkTable
@@ -51,6 +51,18 @@ class Snapshot:
     file_start: int
     total_bytes: int
     close: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldState:
+    """A state at a step of which a snapshot may still be taken, as long as its large tensors stay as they are.
+
+    What is small, or something else may change, has been copied already. It takes no arena.
+    """
+
+    step: int
+    flat: FlatState
+    marks: Marks
 
 
 class SnapshotTaker:
@@ -101,10 +113,70 @@ class SnapshotTaker:
         """
         with collector_paused():
             flat = flatten(state)
+        pending = self._prepare_to_copy(step, flat, self._mark(flat))
+        try:
+            pending.copy_now(deferrable)
+            return pending
+        except BaseException:
+            pending.abandon()
+            raise
+
+    def hold(
+        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool], max_bytes: int
+    ) -> HeldState | None:
+        """Copies what is not ``deferrable``, so that a snapshot of this step can be begun later.
+
+        Called under the read lock, on the thread that owns the state.
+
+        Args:
+            step: The committed step that the state shows.
+            state: Any nesting of supported kinds.
+            deferrable: Says of a live tensor that nothing changes it before the read lock is released.
+            max_bytes: Copy no more than this.
+
+        Returns:
+            The held state; ``None`` if more would have to be copied.
+
+        Raises:
+            SnapshotError: The state cannot be captured.
+        """
+        with collector_paused():
+            flat = flatten(state)
+        blocks = flat.blocks
+        own = [index for index, source in enumerate(blocks.sources) if not deferrable(source)]
+        if sum(blocks.num_bytes[index] for index in own) > max_bytes:
+            return None
+        for index in own:
+            copy = blocks.sources[index].detach().clone(memory_format=torch.contiguous_format)
+            blocks.sources[index] = copy
+            if blocks.addresses[index]:
+                blocks.addresses[index] = copy.data_ptr()
+        return HeldState(step=step, flat=flat, marks=self._mark(flat))
+
+    def begin_held(self, held: HeldState) -> PendingSnapshot:
+        """Begins the snapshot of a held state, once; everything is left to ``copy_deferred``. On any thread.
+
+        Raises:
+            SnapshotError: There is no memory for it.
+        """
+        pending = self._prepare_to_copy(held.step, held.flat, held.marks)
+        pending.defer_all()
+        return pending
+
+    def _mark(self, flat: FlatState) -> Marks:
+        """After what has been queued on the devices by now, the copies may begin."""
+        devices = {
+            source.device
+            for source, address in zip(flat.blocks.sources, flat.blocks.addresses, strict=True)
+            if not address and not source.is_cpu
+        }
+        return self._device_copier.mark(sorted(devices, key=str)) if devices else {}
+
+    def _prepare_to_copy(self, step: int, flat: FlatState, marks: Marks) -> PendingSnapshot:
         starts, data_bytes = _lay_out(flat)
         arena = self._pool.take(data_bytes)
         try:
-            pending = PendingSnapshot(
+            return PendingSnapshot(
                 step=step,
                 flat=flat,
                 starts=starts,
@@ -113,10 +185,9 @@ class SnapshotTaker:
                 pool=self._pool,
                 copier=self._copier,
                 device_copier=self._device_copier,
+                marks=marks,
                 chunk_bytes=self._chunk_bytes,
             )
-            pending.copy_now(deferrable)
-            return pending
         except BaseException:
             self._pool.give_back(arena)
             raise
@@ -141,6 +212,7 @@ class PendingSnapshot:
         pool: ArenaPool,
         copier: HostCopier,
         device_copier: DeviceCopier,
+        marks: Marks,
         chunk_bytes: int,
     ) -> None:
         self.step = step
@@ -156,9 +228,7 @@ class PendingSnapshot:
         self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
         self._deferred: Column = np.empty(0, dtype=np.int64)
         self._is_held = True
-        sources = (flat.blocks.sources[index] for index in np.flatnonzero(self._addresses == 0).tolist())
-        devices = {source.device for source in sources if not source.is_cpu}
-        self._marks = device_copier.mark(sorted(devices, key=str)) if devices else {}
+        self._marks = marks
 
     def copy_now(self, deferrable: Callable[[torch.Tensor], bool] | None) -> None:
         """Copies every block that is not deferrable, and notes the others."""
@@ -169,6 +239,10 @@ class PendingSnapshot:
         is_deferred = np.fromiter(map(deferrable, sources), dtype=np.bool_, count=len(sources))
         self._deferred = np.flatnonzero(is_deferred)
         self._copy(np.flatnonzero(~is_deferred))
+
+    def defer_all(self) -> None:
+        """Notes every block for ``copy_deferred``."""
+        self._deferred = np.arange(len(self._flat.blocks.sources))
 
     def copy_deferred(self) -> None:
         """Copies the rest. The caller still holds the read lock and releases it afterwards."""

@@ -6,6 +6,7 @@ import inspect
 import logging
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import TIMEOUT, Gate, lighthouse, make_manager, run_replicas
+from quorum_threads import LONG_S, TIMEOUT, Gate, lighthouse, make_manager, run_replicas
 from state_equality import exact
 from torch.optim.lr_scheduler import StepLR
 
@@ -82,7 +83,11 @@ class Replica:
 
 
 def together(address: str, *bodies: Callable[[Callable[..., Replica]], Any]) -> list[Any]:
-    """Run one replica per body; each makes it with the function it is given, and it is shut down in the end."""
+    """Run one replica per body; each makes it with the function it is given, and it is shut down in the end.
+
+    Nobody leaves before all are done: who leaves breaks up collectives that others have not finished.
+    """
+    leaving = threading.Barrier(len(bodies))
 
     def run(index: int, body: Callable[[Callable[..., Replica]], Any]) -> Any:
         made: list[Replica] = []
@@ -92,8 +97,12 @@ def together(address: str, *bodies: Callable[[Callable[..., Replica]], Any]) -> 
             return made[-1]
 
         try:
-            return body(make)
+            outcome = body(make)
+            with suppress(threading.BrokenBarrierError):
+                leaving.wait(LONG_S)
+            return outcome
         finally:
+            leaving.abort()
             for replica in made:
                 replica.manager.shutdown()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import Gate, lighthouse, make_manager, run_replicas
+from quorum_threads import LONG_S, Gate, lighthouse, make_manager, run_replicas
 from state_equality import exact
 from torch import nn
 
@@ -59,9 +59,11 @@ def test_distributed_data_parallel_and_optimizer_train_as_one_process_would(addr
             optimizer.zero_grad()
             wrapped(_batch(index, step)).square().mean().backward()
             optimizer.step()
+        leaving.wait(LONG_S)
         manager.shutdown()
         return exact(model.state_dict()), manager.batches_committed()
 
+    leaving = threading.Barrier(2)
     first, second = run_replicas(lambda: replica(0), lambda: replica(1))
 
     # At step 0 both take the weights of the first. Halving is exact, so that the sums are the same bits.
@@ -133,9 +135,42 @@ def test_local_sgd_and_diloco_keep_replicas_equal_and_heal_a_late_one(kind: str,
             trainer.train_until(gate.last_step)  # type: ignore[attr-defined]
         found = trainer.globals()
         step = manager.current_step()
+        leaving.wait(LONG_S)
         manager.shutdown()
         return step, found
 
+    # Who leaves breaks up collectives that others have not finished.
+    leaving = threading.Barrier(3)
     outcomes = run_replicas(*(lambda index=index: replica(index) for index in range(3)))
     assert outcomes[0][0] >= 4
     assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def test_the_outer_sync_of_diloco_is_a_write_section_and_its_backup_is_not_copied(address: str) -> None:
+    from manager import ManagerError, guard_diloco
+
+    def replica(index: int) -> Any:
+        manager = make_manager(address, f"replica_{index}", use_async_quorum=False)
+        trainer = _Trainer("DiLoCo", manager, index)
+        guard_diloco(manager, trainer.wrapper)
+        fragment = trainer.wrapper._fragments[0]
+        name, backup = next(iter(fragment.original_parameters.items()))
+        held: list[tuple[str, ...]] = []
+        trainer.outer.register_step_pre_hook(
+            lambda *_: held.append(tuple(holder.kind for holder in manager._lock.holders()))
+        )
+        with manager.attach(trainer.inner), trainer.wrapper:
+            trainer.train_until(2)
+        state = manager.replica_state()["user"]["StreamingDiLoCoFragment_0"]  # type: ignore[index]
+        assert state["original_parameters"][name] is backup
+        found = trainer.globals()
+        leaving.wait(LONG_S)
+        manager.shutdown()
+        return held, found
+
+    leaving = threading.Barrier(2)
+    first, second = run_replicas(lambda: replica(0), lambda: replica(1))
+    assert first == second
+    assert first[0] == [("write",)] * 2
+    with pytest.raises(ManagerError, match="made with this manager, got str"):
+        guard_diloco(Manager(), "diloco")

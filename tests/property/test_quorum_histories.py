@@ -39,7 +39,7 @@ def members(draw: st.DrawFn) -> list[Member]:
             addresses=(replica_id,),
             group=draw(groups),
             num_groups=draw(st.integers(0, 2)),
-            is_at_boundary=draw(st.booleans()),
+            can_serve=draw(st.booleans()),
             may_heal=draw(st.booleans()),
             announced_to=draw(st.frozensets(st.sampled_from(ids))),
         )
@@ -81,7 +81,7 @@ def test_members_decide_alike_and_each_role_fits_the_others(quorum: list[Member]
             case Heals(sources=sources):
                 assert {source.replica_id for source in sources} <= holders
                 # Nobody waits for a snapshot that its source cannot take.
-                assert all(s.is_at_boundary or s.replica_id in by_id[name].announced_to for s in sources)
+                assert all(s.can_serve or s.replica_id in by_id[name].announced_to for s in sources)
             case UpToDate(serves_now=now, serves_next=following):
                 assert set(now) == healing
                 assert set(following) == {name for name in aside if by_id[name].may_heal}
@@ -159,7 +159,7 @@ class QuorumHistory(RuleBasedStateMachine):
                     replica.member = replace(replica.member, lineage=decision.lineage)
                     joined.append(name)
                 case StandsBy(announced_to=announced):
-                    replica.member = replace(replica.member, announced_to=announced, is_at_boundary=True)
+                    replica.member = replace(replica.member, announced_to=announced, may_heal=True)
                 case Heals(sources=sources):
                     replica.member = replace(replica.member, announced_to=frozenset())
                     if data.draw(st.booleans(), label="heals"):
@@ -177,16 +177,17 @@ class QuorumHistory(RuleBasedStateMachine):
         if not broken and set(joined) == set(next(iter(decided.values())).group_members):
             saw_error = data.draw(st.sets(st.sampled_from(joined)), label="saw an error")
         step = next(iter(decided.values())).step + 1
+        can_serve = data.draw(st.booleans(), label="holds its state at the boundary")
         for name in joined:
             replica = self.replicas[name]
             if name in saw_error:
-                replica.member = replace(replica.member, group="", is_at_boundary=True)
+                replica.member = replace(replica.member, group="", can_serve=True, may_heal=True)
             elif data.draw(st.booleans(), label="is stopped before it commits") and len(self.replicas) > 1:
                 # It wakes up later, and commits what nobody may remember then.
-                self._commit(replica, group, step)
+                self._commit(replica, group, step, can_serve)
                 self.stopped[name] = self.replicas.pop(name)
             else:
-                self._commit(replica, group, step)
+                self._commit(replica, group, step, can_serve)
                 self.highest = max(self.highest, step)
 
     def _meet(self, decided: dict[str, Decision], joined: list[str], broken: set[str]) -> None:
@@ -197,10 +198,11 @@ class QuorumHistory(RuleBasedStateMachine):
                     replica.member, group="" if broken else decision.group, num_groups=replica.member.num_groups + 1
                 )
 
-    def _commit(self, replica: Replica, group: str, step: int) -> None:
+    def _commit(self, replica: Replica, group: str, step: int, can_serve: bool) -> None:
         lineage = next_lineage(replica.member.lineage, group, step)
         replica.contents = (*replica.contents, f"{group} {step}")
-        replica.member = replace(replica.member, step=step, lineage=lineage, is_at_boundary=False)
+        # It need not wait for the next quorum, and may have gone past the boundary when that comes.
+        replica.member = replace(replica.member, step=step, lineage=lineage, can_serve=can_serve, may_heal=False)
 
     @invariant()
     def a_step_and_its_lineage_stand_for_one_state(self) -> None:

@@ -103,7 +103,7 @@ def test_at_step_0_without_init_sync_nobody_heals() -> None:
 
 
 def test_who_trains_already_serves_at_the_next_boundary() -> None:
-    busy = [member(name, is_at_boundary=False) for name in "ab"]
+    busy = [member(name, can_serve=False) for name in "ab"]
     first = decisions([*busy, member("x", 0)])
     assert first["x"].role == StandsBy(announced_to=frozenset("ab"))
     assert first["x"].rank is None
@@ -117,12 +117,12 @@ def test_who_trains_already_serves_at_the_next_boundary() -> None:
     assert second["a"].group_members == ("a", "b", "x")
 
     # Those who knew are gone.
-    third = decisions([member("c", is_at_boundary=False), announced])
+    third = decisions([member("c", can_serve=False), announced])
     assert third["x"].role == StandsBy(announced_to=frozenset("c"))
 
 
 def test_who_is_behind_and_trains_already_stands_by() -> None:
-    found = decisions([member("a"), member("b"), member("x", 3, is_at_boundary=False)])
+    found = decisions([member("a"), member("b"), member("x", 3, may_heal=False)])
     assert isinstance(found["x"].role, StandsBy)
     assert found["a"].num_participants == 2
 
