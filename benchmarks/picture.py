@@ -58,7 +58,7 @@ def draw(groups: Sequence[Group], path: Path) -> None:
 
 
 def _draw_panel(axes: Axes, group: Group) -> None:
-    unit = "ms" if group.benchmark == "stall" else "GB/s"
+    unit = "ms" if group.benchmark in ("stall", "loop") else "GB/s"
     shown = [series for series in group.series if series.unit == unit and _belongs_in_picture(group, series)]
     bars = list(dict.fromkeys((series.key, series.label, series.role) for series in shown))
     for position, (key, _, role) in enumerate(bars):
@@ -102,7 +102,7 @@ def _draw_bar(axes: Axes, position: float, series: Series, colour: str, alpha: f
 
 
 def _tick_label(group: Group, label: str, role: Role) -> str:
-    text = f"{_NAMES[role]}: {label}" if group.benchmark == "stall" else label
+    text = f"{_NAMES[role]}: {label}" if group.benchmark in ("stall", "loop") else label
     # A long label is folded at the comma nearest to its middle.
     commas = [index for index, character in enumerate(text) if character == ","]
     if len(text) < 34 or not commas:

@@ -161,7 +161,7 @@ class Group:
     """One benchmark with one state.
 
     Attributes:
-        benchmark: ``clone``, ``fetch`` or ``stall``.
+        benchmark: ``clone``, ``fetch``, ``stall`` or ``loop``.
         state: Name of the state.
         title: What was moved, with its size.
         series: The figures.

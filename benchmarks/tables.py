@@ -7,9 +7,18 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import Group, Phase, Ratio, Series, Summary
+from benchmarks.report import Group, Phase, Ratio, Role, Series, Summary
 
 _PHASES: Final[tuple[Phase, ...]] = ("cold", "warm")
+_TIMES: Final[dict[str, list[tuple[Role, Phase, str]]]] = {
+    "stall": [
+        ("ours", "cold", "ft_transport, new arena"),
+        ("ours", "warm", "ft_transport, warm arena"),
+        ("peer", "cold", "torchft"),
+    ],
+    "loop": [("ours", "warm", "ft_transport"), ("peer", "warm", "torchft")],
+}
+"""Benchmarks whose figures are milliseconds, with their columns."""
 _WIDTH: Final = 150
 """Of a report that goes to a file; a terminal has its own."""
 
@@ -27,7 +36,7 @@ def print_machine(console: Console, machine: dict[str, object]) -> None:
 def print_group(console: Console, group: Group) -> None:
     """A table of the figures, the targets, and the notes."""
     console.print(f"\n[bold]{group.benchmark} · {group.state}[/]  {group.title}", highlight=False)
-    if group.benchmark == "stall":
+    if group.benchmark in _TIMES:
         _print_times(console, group)
     else:
         _print_rates(console, group)
@@ -86,8 +95,7 @@ def _ratio(series: Series, other: Series | None) -> str:
 
 def _print_times(console: Console, group: Group) -> None:
     """Rows are quantities, columns are ours and the peer."""
-    columns = [("ours", "cold", "ft_transport, new arena"), ("ours", "warm", "ft_transport, warm arena")]
-    columns.append(("peer", "cold", "torchft"))
+    columns = _TIMES[group.benchmark]
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("ms")
     for _, _, title in columns:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -15,12 +15,13 @@ import torch
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from ft_transport import FetchProgress, HTTPTransport, TransportSettings, state_digest
-from manager import Manager, OptimizerAttachment, RandomState
+from ft_transport import HTTPTransport, TransportSettings, state_digest
+from manager import Manager, ManagerConfig, Recovery
 from manager.demo.language_model import LanguageModel, Text
 
-_TIMEOUT: Final = timedelta(seconds=60)
-_PROGRESS_EVERY_S: Final = 0.005
+TIMEOUT: Final = timedelta(seconds=30)
+HEARTBEAT_TIMEOUT: Final = timedelta(seconds=1)
+NAMES: Final = ("A", "B", "C")
 
 
 def report(event: str, **fields: object) -> None:
@@ -28,99 +29,85 @@ def report(event: str, **fields: object) -> None:
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
-@dataclass(slots=True, kw_only=True)
-class Replica:
-    """Everything that one replica trains with."""
+class ReportingManager(Manager):
+    """Tells the parent of each recovery."""
 
-    text: Text
-    model: LanguageModel
-    optimizer: AdamW
-    scheduler: CosineAnnealingLR
-    manager: Manager
-    attachment: OptimizerAttachment
-    address: str
-
-    @classmethod
-    def build(cls, *, seed: int, width: int, num_layers: int) -> Replica:
-        """A replica with weights of its own, serving on the loopback address."""
-        torch.manual_seed(seed)
-        text = Text.from_python_documentation()
-        model = LanguageModel(text.vocabulary, width=width, num_layers=num_layers)
-        optimizer = AdamW(model.parameters(), lr=1e-3)
-        scheduler = CosineAnnealingLR(optimizer, T_max=1000)
-        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", on_progress=_ProgressReporter())
-        transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT, settings=settings)
-        manager = Manager(checkpoint_transport=transport, timeout=_TIMEOUT)
-        manager.register("model", model)
-        manager.register("optimizer", optimizer)
-        manager.register("scheduler", scheduler)
-        # Replicated here, because both replicas train on the same batches and must draw the same dropout.
-        manager.register("random", RandomState())
-        return cls(
-            text=text,
-            model=model,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            manager=manager,
-            attachment=manager.attach(optimizer),
-            address=transport.metadata(),
-        )
-
-    def train_step(self, step: int) -> None:
-        """One step from boundary to boundary, reported with its loss and the digest of the state that it began with."""
+    def recover(self, metadata: str, *arguments: Any, **keywords: Any) -> Recovery:
+        """As ``Manager.recover``."""
         started_s = time.perf_counter()
-        self.manager.start_step(step)
-        boundary_s = time.perf_counter() - started_s
-        # Only the demo looks at its whole state in every step; that is not part of the step's time.
-        digest = state_digest(self.manager.replica_state())
-        resumed_s = time.perf_counter()
-        self.optimizer.zero_grad()
-        loss = self.model.loss(*self.text.batch(step))
+        recovery = super().recover(metadata, *arguments, **keywords)
+        report("healed", step=recovery.step, source=metadata, seconds=time.perf_counter() - started_s)
+        return recovery
+
+
+class Replica:
+    """Everything that one replica trains with: weights of its own until the quorum has made all alike.
+
+    Args:
+        name: One of ``NAMES``.
+        width: Hidden size of the model.
+        num_layers: Its layers.
+    """
+
+    def __init__(self, name: str, *, width: int, num_layers: int) -> None:
+        self._index = NAMES.index(name)
+        torch.manual_seed(self._index)
+        self._text = Text.from_python_documentation()
+        self._model = LanguageModel(self._text.vocabulary, width=width, num_layers=num_layers)
+        self._optimizer = AdamW(self._model.parameters(), lr=1e-3)
+        self._scheduler = CosineAnnealingLR(self._optimizer, T_max=1000)
+        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
+        config = ManagerConfig(
+            replica_id=name, timeout=TIMEOUT, quorum_timeout=2 * TIMEOUT, heartbeat_timeout=HEARTBEAT_TIMEOUT
+        )
+        transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=settings)
+        self.manager = ReportingManager(config=config, checkpoint_transport=transport)
+        self.manager.register("model", self._model)
+        self.manager.register("optimizer", self._optimizer)
+        self.manager.register("scheduler", self._scheduler)
+        self.manager.attach(self._optimizer)
+
+    def train_step(self) -> None:
+        """One step, reported with its loss and the digest of the state that it began with."""
+        manager = self.manager
+        started_s = time.perf_counter()
+        manager.start_quorum()
+        step = manager.current_step()
+        report("boundary", step=step, digest=f"{state_digest(manager.replica_state()):016x}")
+        self._optimizer.zero_grad()
+        # Each replica has batches of its own.
+        loss = self._model.loss(*self._text.batch(len(NAMES) * step + self._index))
         loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.scheduler.step()
+        for parameter in self._model.parameters():
+            assert parameter.grad is not None, "every parameter takes part in the loss"
+            manager.allreduce(parameter.grad)
+        committed = manager.should_commit()
+        if committed:
+            self._optimizer.step()
+            self._scheduler.step()
         report(
             "step",
             step=step,
             loss=loss.item(),
-            digest=f"{digest:016x}",
-            seconds=time.perf_counter() - resumed_s + boundary_s,
-            waited_seconds=self.attachment.waits_s[-1],
+            committed=committed,
+            participants=manager.num_participants(),
+            seconds=time.perf_counter() - started_s,
+            error=str(manager.errored() or ""),
         )
 
 
-class _ProgressReporter:
-    """Reports progress, but not each of many chunks."""
-
-    def __init__(self) -> None:
-        self._reported_s = 0.0
-
-    def __call__(self, progress: FetchProgress) -> None:
-        now_s = time.monotonic()
-        if now_s - self._reported_s >= _PROGRESS_EVERY_S or progress.done_bytes == progress.total_bytes:
-            self._reported_s = now_s
-            report("progress", done=progress.done_bytes, total=progress.total_bytes, seconds=progress.elapsed_s)
-
-
 def main() -> None:
-    """Trains until standard input ends; recovers first if given the address of a peer."""
+    """Trains until standard input ends."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("name", choices=NAMES)
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--num-layers", type=int, required=True)
-    parser.add_argument("--recover-from")
     arguments = parser.parse_args()
-    # Two replicas share the machine; more threads would measure their competition and not the recovery.
+    # What goes wrong is in the reports.
+    logging.getLogger("manager").addHandler(logging.NullHandler())
+    # The replicas share the machine; more threads would measure their competition.
     torch.set_num_threads(1)
-    replica = Replica.build(seed=arguments.seed, width=arguments.width, num_layers=arguments.num_layers)
-    step = 0
-    if arguments.recover_from is not None:
-        before = replica.model.loss(*replica.text.batch(0)).item()
-        report("stale", loss=before, digest=f"{state_digest(replica.manager.replica_state()):016x}")
-        started_s = time.perf_counter()
-        step = replica.manager.recover(arguments.recover_from).step
-        report("recovered", step=step, seconds=time.perf_counter() - started_s)
-    report("ready", address=replica.address)
+    replica = Replica(arguments.name, width=arguments.width, num_layers=arguments.num_layers)
     stopped = threading.Event()
 
     def stop_with_parent() -> None:
@@ -129,8 +116,7 @@ def main() -> None:
 
     threading.Thread(target=stop_with_parent, daemon=True).start()
     while not stopped.is_set():
-        replica.train_step(step)
-        step += 1
+        replica.train_step()
     replica.manager.shutdown()
 
 

@@ -1,0 +1,78 @@
+"""The demo's replicas as processes: started, killed, and listened to."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import IO, Any, Final
+
+ENDED: Final = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One line from one start of a replica, and when it came."""
+
+    replica: str
+    process_id: int
+    name: str
+    fields: dict[str, Any]
+    received_s: float
+
+
+@dataclass(slots=True)
+class ReplicaProcess:
+    """One start of a replica, and the thread that reads its reports.
+
+    Attributes:
+        name: Of the replica; the same however often it is started.
+        process: The running process.
+        digests: By step, the digest of the state that it held at the step's boundary.
+        step_seconds: By step, how long it took.
+    """
+
+    name: str
+    process: subprocess.Popen[str]
+    digests: dict[int, str] = field(default_factory=dict)
+    step_seconds: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def start(
+        cls, name: str, events: queue.SimpleQueue[Event], arguments: list[str], *, lighthouse: str
+    ) -> ReplicaProcess:
+        """Starts the process; its events arrive in the queue."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "manager.demo.replica", name, *arguments],
+            env={**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "error"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None, "it was asked for a pipe"
+        threading.Thread(target=_read_events, args=(name, process.pid, process.stdout, events), daemon=True).start()
+        return cls(name, process)
+
+    def kill(self) -> None:
+        """Ends it as a power failure would: with SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+
+def _read_events(name: str, process_id: int, lines: IO[str], events: queue.SimpleQueue[Event]) -> None:
+    def put(event: str, fields: dict[str, Any]) -> None:
+        events.put(Event(replica=name, process_id=process_id, name=event, fields=fields, received_s=time.monotonic()))
+
+    with lines:
+        for line in lines:
+            try:
+                fields = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # cut off when it was killed
+            put(fields.pop("event"), fields)
+    put(ENDED, {})
