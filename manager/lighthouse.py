@@ -49,7 +49,12 @@ class _MemberData(msgspec.Struct, frozen=True):
     announced_to: tuple[str, ...]
 
 
-def embedded_lighthouse(*, min_replicas: int, heartbeat_timeout: timedelta, join_timeout: timedelta) -> str:
+def embedded_lighthouse(
+    *,
+    min_replicas: int = 1,
+    heartbeat_timeout: timedelta = timedelta(seconds=5),
+    join_timeout: timedelta = timedelta(seconds=80),
+) -> str:
     """Start a Lighthouse inside this process and return its address; it ends with the process.
 
     There is one per process, whoever asks for it. Replicas in other processes of this machine reach it too, if they

@@ -22,6 +22,7 @@ from torch.distributed import AllreduceOptions, Store  # type: ignore[attr-defin
 from manager.config import ManagerConfig
 from manager.errors import QuorumError
 from manager.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse
+from manager.meeting import meet
 from manager.process_group import GlooProcessGroup, ReplicaProcessGroup
 from manager.quorum import Decision, Member, Rules, decide
 from manager.replica_group import RankReport, ReplicaGroup, connect_store, own_store, report_of_group
@@ -164,8 +165,18 @@ class Membership:
         with self._mutex:
             self._held = ""
             self._num_groups += 1
+        prefix = f"{_PREFIX}/{decision.group}/{self.group_rank}"
+        if len(decision.group_members) > 1:
+            meet(
+                store_address=decision.store_address,
+                prefix=f"{prefix}/meeting",
+                rank=decision.rank,
+                names=decision.group_members,
+                addresses=decision.group_addresses,
+                timeout=self._config.connect_timeout,
+            )
         self._process_group.configure(
-            f"{decision.store_address}/{_PREFIX}/{decision.group}/{self.group_rank}",
+            f"{decision.store_address}/{prefix}",
             self.replica_id,
             decision.rank,
             len(decision.group_members),

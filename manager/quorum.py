@@ -112,6 +112,7 @@ class Decision:
         lineage: Its lineage.
         group: Key of the process group of this step. It is set up afresh unless the replica holds it already.
         group_members: Its members in the order of their ranks.
+        group_addresses: Where each of them serves the state of the asking rank's like.
         store_address: Where the process group meets.
         rank: The replica's rank in it; ``None`` if it stands by.
         num_participants: How many replicas contribute.
@@ -123,6 +124,7 @@ class Decision:
     lineage: str
     group: str
     group_members: tuple[str, ...]
+    group_addresses: tuple[str, ...]
     store_address: str
     rank: int | None
     num_participants: int
@@ -199,6 +201,7 @@ def decide(
         lineage=target.lineage,
         group=_group_key(joined),
         group_members=names,
+        group_addresses=tuple(member.addresses[group_rank] for member in joined),
         # Of a holder, since it has been there longest. Another replica's would do as well.
         store_address=target.holders[group_rank % len(target.holders)].store_address,
         rank=rank,
