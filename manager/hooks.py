@@ -76,6 +76,7 @@ def attach_optimizers(
     *,
     before_step: Callable[[], None] | None = None,
     on_step_end: Callable[[], None] | None = None,
+    on_step_failed: Callable[[BaseException], None] | None = None,
 ) -> OptimizerAttachment:
     """Make every ``step()`` of the optimizers a write section of the lock.
 
@@ -88,6 +89,7 @@ def attach_optimizers(
         before_step: Called on the stepping thread before the lock is taken. If it raises, there is no step.
         on_step_end: Called on the stepping thread after a successful update while the section is still open, e.g. to
             record a device event that readers wait for. If it raises, ``step()`` does, and the section is closed.
+        on_step_failed: Called on the stepping thread with what ``step()`` raised, a pre-step hook included.
 
     Returns:
         The handle; who drops it leaves the optimizers attached.
@@ -100,7 +102,17 @@ def attach_optimizers(
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"expected torch optimizers to attach, got {type(optimizer).__name__}")
     waits_s: deque[float] = deque(maxlen=_MAX_WAITS)
-    guards = [_Guard(lock, optimizer, before_step, on_step_end, waits_s) for optimizer in attached]
+    guards = [
+        _Guard(
+            lock,
+            optimizer,
+            before_step=before_step,
+            on_step_end=on_step_end,
+            on_step_failed=on_step_failed,
+            waits_s=waits_s,
+        )
+        for optimizer in attached
+    ]
     return OptimizerAttachment(lock, guards, waits_s)
 
 
@@ -116,14 +128,17 @@ class _Guard:
         self,
         lock: StateLock,
         optimizer: Optimizer,
+        *,
         before_step: Callable[[], None] | None,
         on_step_end: Callable[[], None] | None,
+        on_step_failed: Callable[[BaseException], None] | None,
         waits_s: deque[float],
     ) -> None:
         self._lock = lock
         self.optimizer = optimizer
         self._before_step = before_step
         self._on_step_end = on_step_end
+        self._on_step_failed = on_step_failed
         self._waits_s = waits_s
         self._what = f"optimizer step of {type(optimizer).__name__}"
         self._per_thread = _PerThread()
@@ -161,7 +176,9 @@ class _Guard:
             mark = lock.mark()
             try:
                 return self._step_unguarded(stepping, args, kwargs)
-            except BaseException:
+            except BaseException as error:
+                if self._on_step_failed is not None:
+                    self._on_step_failed(error)
                 try:
                     lock.close_sections_opened_since(mark)
                 except BaseException:

@@ -17,7 +17,14 @@ from typing_extensions import Unpack
 
 from ft_transport import HTTPTransport, TransportError
 from manager.config import ManagerConfig, TorchftKeywords
-from manager.errors import CommitFailedError, ConfigError, HealFailedError, ManagerError, QuorumError
+from manager.errors import (
+    CommitFailedError,
+    ConfigError,
+    HealFailedError,
+    ManagerError,
+    QuorumError,
+    StateTornError,
+)
 from manager.membership import Membership
 from manager.process_group import ManagedWork, ReplicaProcessGroup, wait_all
 from manager.quorum import NO_WHOLE_STATE, Decision, Heals, Rules, StandsBy, UpToDate, commit_refusals, next_lineage
@@ -40,6 +47,8 @@ class _Round:
         quorum: Done when it has and the process group is set up.
         error: The first thing that went wrong.
         works: The collectives begun.
+        has_works: Whether any was.
+        is_over: Whether `Manager.should_commit` has been called.
     """
 
     num_lapses: int
@@ -47,6 +56,8 @@ class _Round:
     quorum: Future[None] = field(default_factory=Future)
     error: Exception | None = None
     works: list[ManagedWork] = field(default_factory=list)
+    has_works: bool = False
+    is_over: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +155,13 @@ class Manager(StateManager):
         self._heal_reasons: list[str] = []
         self._num_failed_heals = 0
         self._num_refused_commits = 0
+        self._num_steps_since_commit = 0
         if wants_quorum:
-            self._join(config)
+            try:
+                self._join(config)
+            except BaseException:
+                super().shutdown()
+                raise
 
     # ------------------------------------------------------------------------------------------------- the round
 
@@ -170,8 +186,7 @@ class Manager(StateManager):
         """
         membership = self._joined()
         if self._round is not None:
-            # A quorum that nobody waited for.
-            self._wait_for_round(self._round)
+            self._leave(self._round)
         self._training_thread = threading.get_ident()
         rules = Rules(
             min_replica_size=self._config.min_replica_size,
@@ -185,13 +200,19 @@ class Manager(StateManager):
             may_heal=allow_heal,
         )
         self._round = current = _Round(membership.num_lapses())
-        if self._is_settled and self._use_async_quorum:
-            # The quorum tells only later who needs a snapshot of this boundary.
-            can_serve = self.start_step(self._step, hold=True)
-            assert self._executor is not None, "there is one since the manager joined"
-            self._executor.submit(self._form_quorum_in_background, current, request, can_serve)
-        else:
-            self._form_quorum_and_heal(current, request)
+        try:
+            if self._is_settled and self._use_async_quorum and self._torn is None:
+                # The quorum tells only later who needs a snapshot of this boundary.
+                can_serve = self.start_step(self._step, hold=True)
+                assert self._executor is not None, "there is one since the manager joined"
+                self._executor.submit(self._form_quorum_in_background, current, request, can_serve)
+            else:
+                self._form_quorum_and_heal(current, request)
+        except BaseException as error:
+            if self._snapshotter is not None:
+                self._snapshotter.settle()
+            current.quorum.set_exception(error)
+            raise
 
     def wait_quorum(self) -> None:
         """Wait until the quorum is there and its process group is set up. As in torchft.
@@ -244,6 +265,7 @@ class Manager(StateManager):
             work = None
         managed = ManagedWork(work, tensor, finish, self.report_error)
         current.works.append(managed)
+        current.has_works = True
         return managed
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
@@ -263,6 +285,7 @@ class Manager(StateManager):
         with self._stall_watch.waiting(f"{self._name()}: waiting for {len(current.works)} collectives"):
             wait_all(current.works)
         current.works.clear()
+        current.is_over = True
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         error = membership.group_error()
@@ -276,6 +299,7 @@ class Manager(StateManager):
         )
         with self._stall_watch.waiting(f"{self._name()}: waiting for the other ranks of this replica to agree"):
             refusals = membership.agree(
+                "commit",
                 refusals,
                 step=self._step,
                 lineage=self._lineage,
@@ -291,6 +315,7 @@ class Manager(StateManager):
         self._step += 1
         self._batches_committed += decision.num_participants
         self._is_past_step = True
+        self._num_steps_since_commit = 0
         self._num_refused_commits = 0
         logger.info(
             "%s: committed with %d participants, lineage %s", self._name(), decision.num_participants, self._lineage
@@ -371,12 +396,8 @@ class Manager(StateManager):
 
     def _join(self, config: ManagerConfig) -> None:
         assert self._transport is not None, "a quorum needs a transport"
-        try:
-            self._transport.check_address(config.connect_timeout)
-            self._membership = Membership(config, address=self.metadata(), process_group=self._process_group)
-        except BaseException:
-            super().shutdown()
-            raise
+        self._transport.check_address(config.connect_timeout)
+        self._membership = Membership(config, address=self.metadata(), process_group=self._process_group)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-quorum")
 
     # ------------------------------------------------------------------------------------------------ the quorum
@@ -393,6 +414,7 @@ class Manager(StateManager):
                     self._snapshotter.settle()
             current.decision = decision
             if isinstance(decision.role, UpToDate):
+                self._check_serving(decision.role)
                 self._set_up(decision)
             else:
                 self.report_error(QuorumError(f"this replica is behind step {decision.step}, and heals next"))
@@ -406,6 +428,9 @@ class Manager(StateManager):
         num_stand_bys = 0
         try:
             while True:
+                if self._snapshotter is not None:
+                    # What was served before is of an earlier attempt, though perhaps at the same step.
+                    self._snapshotter.state_replaced()
                 decision = self._ask(request, can_serve=True, is_waiting=True)
                 current.decision = decision
                 current.num_lapses = self._joined().num_lapses()
@@ -414,6 +439,7 @@ class Manager(StateManager):
                         self._lineage = decision.lineage
                         self._request_snapshot(role)
                         self.start_step(self._step)
+                        self._check_serving(role)
                         self._set_up(decision)
                         break
                     case Heals() as role:
@@ -433,8 +459,8 @@ class Manager(StateManager):
                         logger.info("%s: waits for a snapshot after step %d", self._name(), decision.step)
                         self._announced_to = role.announced_to
                         continue
-        except BaseException as error:
-            current.quorum.set_exception(error)
+        except BaseException:
+            self._is_settled = False
             raise
         current.quorum.set_result(None)
 
@@ -471,7 +497,15 @@ class Manager(StateManager):
         if self._snapshotter is not None:
             self._snapshotter.request()
 
+    def _check_serving(self, role: UpToDate) -> None:
+        """Do not let everybody wait for a snapshot that does not come: the step is repeated instead."""
+        if role.serves_now and self._snapshotter is not None and not self._snapshotter.shows_present_state():
+            self.report_error(QuorumError(f"no snapshot could be taken for {role.serves_now}"))
+
     def _set_up(self, decision: Decision) -> None:
+        if self.errored() is not None:
+            # What was broken up in this step is not set up again under the same key.
+            return
         try:
             with self._stall_watch.waiting(
                 f"{self._name()}: waiting for the members of process group {decision.group}"
@@ -500,8 +534,15 @@ class Manager(StateManager):
         assert self._executor is not None, "there is one since the manager joined"
         # The others wait for this replica there, so it meets them while the state arrives.
         meeting = self._executor.submit(self._set_up, decision)
-        healed = self._heal_from_any(decision, role)
+        failed = () if self._heal_from_any(decision, role) else (self._heal_reasons[-1],)
         meeting.result()
+        # All ranks of the replica are healed, or none counts as healed.
+        refusals = self._joined().agree(
+            "heal", failed, step=self._step, lineage=self._lineage, timeout=2 * self._config.timeout
+        )
+        healed = not refusals
+        if refusals and not failed:
+            self._heal_reasons.extend(refusals)
         if healed:
             self._heal_reasons.clear()
             self._num_failed_heals = 0
@@ -510,23 +551,29 @@ class Manager(StateManager):
         self._num_failed_heals += 1
         self._joined().break_up()
         if self._num_failed_heals >= self._config.max_heal_attempts:
-            raise HealFailedError(step=decision.step, reasons=tuple(self._heal_reasons))
+            reasons = tuple(self._heal_reasons)
+            self._heal_reasons.clear()
+            self._num_failed_heals = 0
+            raise HealFailedError(step=decision.step, reasons=reasons)
         if self._round is not None:
             self._round.error = None
         return False
 
     def _heal_from_any(self, decision: Decision, role: Heals) -> bool:
         deadline_s = time.monotonic() + self._config.timeout.total_seconds()
-        for source in role.sources:
+        for position, source in enumerate(role.sources):
             address = source.addresses[self._joined().group_rank]
             start_s = time.monotonic()
+            # One that is silent must not take the time of the others.
+            share_s = max(0.0, deadline_s - start_s) / (len(role.sources) - position)
             try:
                 with self._stall_watch.waiting(f"{self._name()}: receiving step {decision.step} from {address}"):
                     self.recover(
                         address,
                         decision.step,
-                        timedelta(seconds=max(0.0, deadline_s - start_s)),
+                        timedelta(seconds=share_s),
                         unreachable_timeout=self._config.connect_timeout,
+                        is_fresh=True,
                         verify=self._config.verify_heal,
                     )
                 if self._lineage != decision.lineage:
@@ -559,6 +606,32 @@ class Manager(StateManager):
         max_retries = self._config.max_retries
         if max_retries is not None and self._num_refused_commits > max_retries:
             raise CommitFailedError(step=self._step, num_failures=self._num_refused_commits, reasons=refusals)
+
+    def _leave(self, earlier: _Round) -> None:
+        """Make sure that nothing of an earlier step goes on in the next one."""
+        # Whether it failed has been told to whoever waited for it.
+        with self._stall_watch.waiting(f"{self._name()}: waiting for a quorum that nobody waited for"):
+            failed = earlier.quorum.exception() is not None
+        if failed:
+            self._announced_to = frozenset()
+        if earlier.has_works and not earlier.is_over:
+            logger.warning("%s: the step before was abandoned with collectives under way", self._name())
+            self._joined().break_up()
+        if failed or not earlier.is_over:
+            self._is_settled = False
+
+    def _note_change(self) -> None:
+        super()._note_change()
+        self._num_steps_since_commit += 1
+
+    def _note_failed_step(self, error: BaseException) -> None:
+        """The others count on this replica having made the step that it committed."""
+        current = self._round
+        has_stepped = self._num_steps_since_commit >= len(self._attached_optimizers())
+        if current is not None and current.is_over and self._is_settled and not has_stepped:
+            self._torn = StateTornError(
+                step=self._step, reason=f"the step was committed, and the optimizer did not make it: {_say(error)}"
+            )
 
     def _current_round(self) -> _Round:
         if self._round is None:

@@ -61,6 +61,8 @@ class Membership:
         )
         self._mutex = threading.Lock()
         self._held = ""
+        self._begun = ""
+        self._is_closed = False
         self._num_groups = 0
         self._session: LighthouseSession | None = None
         store, self._store_address = self._find_store()
@@ -113,18 +115,23 @@ class Membership:
             QuorumError: There was no quorum, a rank of this replica is missing, or the members do not belong together.
         """
         report = RankReport(
-            step=step, lineage=lineage, group=self._held, num_groups=self._num_groups, address=self._address
+            step=step,
+            lineage=lineage,
+            group=self._held,
+            num_groups=self._num_groups,
+            address=self._address,
+            can_serve=can_serve,
         )
         # A rank that is just leaving a failed collective comes later by as much.
         gathering = self._config.timeout + self._config.connect_timeout
         if self._session is None:
-            self._group.gather(report, gathering)
+            self._group.gather("quorum", report, gathering)
             # Rank 0 may take all of its attempts.
             encoded = self._group.await_answer(gathering + timeout * (self._config.quorum_retries + 1))
             members: Sequence[Member] = msgspec.json.decode(encoded, type=tuple[Member, ...])
         else:
             try:
-                reports = self._group.gather(report, gathering)
+                reports = self._group.gather("quorum", report, gathering)
                 whole = report_of_group(reports)
                 members = self._session.quorum(
                     Member(
@@ -135,7 +142,7 @@ class Membership:
                         addresses=tuple(each.address for each in reports),
                         group=whole.group,
                         num_groups=whole.num_groups,
-                        can_serve=can_serve,
+                        can_serve=whole.can_serve,
                         may_heal=may_heal,
                         announced_to=announced_to,
                     ),
@@ -163,6 +170,11 @@ class Membership:
             return 0.0
         start_s = time.monotonic()
         with self._mutex:
+            if self._is_closed:
+                raise QuorumError(f"replica {self.replica_id}: has been shut down")
+            if decision.group == self._begun:
+                raise QuorumError(f"the process group {decision.group} was given up in this step")
+            self._begun = decision.group
             self._held = ""
             self._num_groups += 1
         prefix = f"{_PREFIX}/{decision.group}/{self.group_rank}"
@@ -207,8 +219,10 @@ class Membership:
         options.reduceOp = reduce_op
         return self._process_group.allreduce([tensor], options)
 
-    def agree(self, refusals: tuple[str, ...], *, step: int, lineage: str, timeout: timedelta) -> tuple[str, ...]:
-        """Tell why this replica does not commit; the same for all its ranks. Empty if it commits.
+    def agree(
+        self, kind: str, refusals: tuple[str, ...], *, step: int, lineage: str, timeout: timedelta
+    ) -> tuple[str, ...]:
+        """Tell why this replica does not commit, or is not healed; the same for all its ranks. Empty if it is.
 
         Raises:
             QuorumError: A rank did not answer in time.
@@ -221,7 +235,8 @@ class Membership:
             address=self._address,
             refusals=refusals,
         )
-        return self._group.agree(report, timeout)
+        # A rank that is just leaving a failed collective comes later by as much.
+        return self._group.agree(kind, report, timeout + self._config.connect_timeout)
 
     def num_lapses(self) -> int:
         """How often the Lighthouse may have taken this replica for dead. Its rank 0 alone knows."""
@@ -232,6 +247,7 @@ class Membership:
         if self._session is not None:
             self._session.close()
         with self._mutex:
+            self._is_closed = True
             self._held = ""
         self._process_group.shutdown()
         self._store = None
@@ -240,12 +256,24 @@ class Membership:
         config = self._config
         if config.store_addr is not None and config.store_port is not None:
             store = connect_store(config.store_addr, config.store_port, config.connect_timeout)
-            return store, _join(config.store_addr, config.store_port)
+            return store, _join(self._host_for_peers(config.store_addr, config.store_port), config.store_port)
         own, port = own_store(config.connect_timeout)
         # Peers reach this host where they fetch its state.
         host = config.hostname or urlsplit(self._address).hostname or "localhost"
         connect_store(host, port, config.connect_timeout)
         return own, _join(host, port)
+
+    def _host_for_peers(self, host: str, port: int) -> str:
+        """A launcher may name its store by the loopback interface, where peers on other machines find their own."""
+        own = self._config.hostname or urlsplit(self._address).hostname or host
+        if not (host == "localhost" or host.startswith("127.") or host == "::1") or own == host:
+            return host
+        try:
+            connect_store(own, port, self._config.connect_timeout)
+        except QuorumError as error:
+            logger.warning("replicas on other machines will not find the store at %s:%d: %s", host, port, error)
+            return host
+        return own
 
     def _agree_on_id(self, store: Store) -> str:
         if self._group.rank == 0:

@@ -175,7 +175,17 @@ class ManagedFuture(torch.futures.Future[Any]):
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> ManagedFuture:
         """Run ``callback`` with this future once the work is done; return the future of what it returns."""
         following = ManagedFuture(self._work)
-        self._work.add_callback(lambda: following._fut.set_result(callback(self._fut)))
+
+        def run() -> None:
+            try:
+                result = callback(self._fut)
+            except Exception as error:
+                # Whoever waits for it must not wait for ever.
+                following._fut.set_exception(error)
+                raise
+            following._fut.set_result(result)
+
+        self._work.add_callback(run)
         return following
 
     def wait(self) -> Any:
@@ -252,11 +262,11 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
             del work
             self._future._fut.set_result(self._value)
             callbacks, self._callbacks = self._callbacks, []
-            try:
-                for callback in callbacks:
+            for callback in callbacks:
+                try:
                     callback()
-            except Exception as error:
-                self._fail(error)
+                except Exception as error:
+                    self._fail(error)
             return self._is_good
 
     def _fail(self, error: Exception) -> None:

@@ -8,6 +8,8 @@ does not fill the store.
 from __future__ import annotations
 
 import os
+import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
@@ -16,6 +18,7 @@ import msgspec
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # exported, undeclared
 
 from manager.errors import QuorumError
+from manager.quorum import NO_WHOLE_STATE
 
 _INCARNATION_ENV: Final = "TORCHELASTIC_RESTART_COUNT"
 _RUN_ENV: Final = "TORCHELASTIC_RUN_ID"
@@ -31,6 +34,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
         group: Key of the process group that it holds and that works; empty if there is none.
         num_groups: How many process groups it has begun to set up.
         address: Where it serves its state.
+        can_serve: Whether it can take a snapshot of the step boundary that it is at.
         refusals: Why it does not want to commit.
     """
 
@@ -39,6 +43,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     group: str
     num_groups: int
     address: str
+    can_serve: bool = True
     refusals: tuple[str, ...] = ()
 
 
@@ -81,9 +86,16 @@ class ReplicaGroup:
         self.rank = rank
         self.world_size = world_size
         self._num_exchanges = 0
+        self._kind = ""
+        self._old_keys: deque[list[str]] = deque()
 
-    def gather(self, report: RankReport, timeout: timedelta) -> tuple[RankReport, ...]:
+    def gather(self, kind: str, report: RankReport, timeout: timedelta) -> tuple[RankReport, ...]:
         """Bring every rank's report to group rank 0; the others get their own alone.
+
+        Args:
+            kind: What the exchange is for: ranks that disagree about it miss each other, and do not misread each other.
+            report: This rank's.
+            timeout: For all of them together.
 
         Raises:
             QuorumError: A rank did not report in time.
@@ -91,10 +103,15 @@ class ReplicaGroup:
         if self.world_size == 1:
             return (report,)
         self._num_exchanges += 1
+        self._kind = kind
         self._set(self._key(self.rank), msgspec.json.encode(report))
         if self.rank != 0:
             return (report,)
-        encoded = [self._get(self._key(rank), timeout, f"rank {rank}") for rank in range(self.world_size)]
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        encoded = [
+            self._get(self._key(rank), timedelta(seconds=max(0.001, deadline_s - time.monotonic())), f"rank {rank}")
+            for rank in range(self.world_size)
+        ]
         return tuple(msgspec.json.decode(each, type=RankReport) for each in encoded)
 
     def publish(self, answer: bytes | QuorumError) -> None:
@@ -102,9 +119,10 @@ class ReplicaGroup:
         if self.world_size == 1:
             return
         self._set(self._key("answer"), _FAILED + str(answer).encode() if isinstance(answer, QuorumError) else answer)
-        if self._num_exchanges > 2:
-            for name in (*range(self.world_size), "answer"):
-                self._delete(f"{self._num_exchanges - 2}/{name}")
+        self._old_keys.append([self._key(name) for name in (*range(self.world_size), "answer")])
+        if len(self._old_keys) > 2:
+            for key in self._old_keys.popleft():
+                self._delete(key)
 
     def await_answer(self, timeout: timedelta) -> bytes:
         """Wait for what group rank 0 publishes. The other ranks call this.
@@ -117,7 +135,7 @@ class ReplicaGroup:
             raise QuorumError(f"rank 0 of this replica: {answer[len(_FAILED) :].decode()}")
         return answer
 
-    def agree(self, report: RankReport, timeout: timedelta) -> tuple[str, ...]:
+    def agree(self, kind: str, report: RankReport, timeout: timedelta) -> tuple[str, ...]:
         """Tell why the replica does not commit: every rank's refusals, the same for all. Empty if it commits.
 
         Raises:
@@ -125,15 +143,20 @@ class ReplicaGroup:
         """
         if self.world_size == 1:
             return report.refusals
-        reports = self.gather(report, timeout)
+        try:
+            reports = self.gather(kind, report, timeout)
+        except QuorumError as error:
+            self.publish(error)
+            raise
         if self.rank != 0:
-            return tuple(msgspec.json.decode(self.await_answer(timeout), type=list[str]))
+            # Rank 0 may wait as long for another one.
+            return tuple(msgspec.json.decode(self.await_answer(2 * timeout), type=list[str]))
         refusals = [f"rank {rank}: {reason}" for rank, each in enumerate(reports) for reason in each.refusals]
         self.publish(msgspec.json.encode(refusals))
         return tuple(refusals)
 
     def _key(self, name: int | str) -> str:
-        return f"{self._num_exchanges}/{name}"
+        return f"{self._num_exchanges}/{self._kind}/{name}"
 
     def _set(self, key: str, value: bytes) -> None:
         assert self._store is not None, "one rank alone exchanges nothing"
@@ -169,14 +192,18 @@ def report_of_group(reports: Sequence[RankReport]) -> RankReport:
     step = min(report.step for report in reports)
     at_step = [report for report in reports if report.step == step]
     # A rank that is behind has another lineage than those which healed without it; all of them heal again.
-    lineages = {report.lineage for report in at_step}
+    lineages = {report.lineage for report in at_step} if step != NO_WHOLE_STATE else {""}
+    if step == 0 and len(lineages) > 1:
+        # One rank was given the state of another replica, one was not: both begin again.
+        lineages = {""}
     if len(lineages) > 1:
         raise QuorumError(f"expected ranks of one replica with one history at step {step}, got {sorted(lineages)}")
     groups = {report.group for report in reports}
     return RankReport(
         step=step,
-        lineage=at_step[0].lineage,
+        lineage=lineages.pop(),
         group=groups.pop() if len(groups) == 1 else "",
-        num_groups=max(report.num_groups for report in reports),
+        num_groups=sum(report.num_groups for report in reports),
         address=reports[0].address,
+        can_serve=all(report.can_serve for report in reports),
     )

@@ -232,18 +232,29 @@ class Snapshotter:
         self._is_postponed = False
         return True
 
-    def settle(self) -> None:
-        """Begin the snapshot of the state that is held, if somebody has asked for one, or let it go. On any thread."""
+    def shows_present_state(self) -> bool:
+        """Whether a snapshot of the last step boundary is served, or under way."""
+        with self._mutex:
+            is_under_way = self._run is not None and self._held is None and self._run.epoch == self._epoch
+            return is_under_way or self._published_epoch == self._epoch
+
+    def settle(self) -> bool:
+        """Begin the snapshot of the state that is held, if somebody has asked for one, or let it go. On any thread.
+
+        Returns:
+            Whether a snapshot was begun.
+        """
         with self._mutex:
             held, self._held = self._held, None
             if held is None:
-                return
+                return False
             is_wanted = self._wanted_after >= held.run.num_before and not self._is_closed
             if not is_wanted:
                 self._run = None
         if not is_wanted:
             held.section.release()
-            return
+            held.run.future.set_result(None)
+            return False
         try:
             unfinished = [self._sink.begin_held(held.state)]
             try:
@@ -258,7 +269,10 @@ class Snapshotter:
             with self._mutex:
                 self._run = None
             self._sink.snapshot_failed(held.run.step, error)
+            held.run.future.set_exception(error)
             logger.warning("step %d: no snapshot for those who asked for one: %s", held.run.step, error)
+            return False
+        return True
 
     def _hold(self, run: _Run, optimizers: Iterable[Optimizer]) -> bool:
         section: Section | None = None

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from torch.optim import Optimizer
 
-from ft_transport import HTTPTransport, Received, TransportError
+from ft_transport import HTTPTransport, Incoming, Received, TransportError
 from manager.errors import ManagerError, RegistryError, StateTornError
 from manager.fit import MANAGER_KEY, USER_KEY, check_fit
 from manager.hooks import OptimizerAttachment, attach_optimizers
@@ -229,7 +229,11 @@ class StateManager:
             A handle that detaches them; also a context manager.
         """
         attachment = attach_optimizers(
-            self._lock, optimizers, before_step=self._refuse_torn_state, on_step_end=self._note_change
+            self._lock,
+            optimizers,
+            before_step=self._refuse_torn_state,
+            on_step_end=self._note_change,
+            on_step_failed=self._note_failed_step,
         )
         self._attachments = [*(earlier for earlier in self._attachments if earlier.optimizers), attachment]
         return attachment
@@ -341,6 +345,7 @@ class StateManager:
         timeout: timedelta | None = None,
         *,
         unreachable_timeout: timedelta | None = None,
+        is_fresh: bool = False,
         verify: bool = True,
     ) -> Recovery:
         """Receive the state of a peer into this replica's own tensors, and load it.
@@ -353,6 +358,7 @@ class StateManager:
             step: The step to receive, or the peer's latest.
             timeout: For all of it.
             unreachable_timeout: How long the peer may be out of reach before the first byte; by default ``timeout``.
+            is_fresh: Accept ``step`` only as the peer's present state, not as it was at an earlier attempt at it.
             verify: Whether the state is compared with the peer's once it is loaded, every bit of it. Turn it off where
                 a load function changes what it takes on purpose.
 
@@ -384,11 +390,11 @@ class StateManager:
             try:
                 received = self._transport.fetch(
                     metadata,
-                    step,
+                    "latest" if is_fresh else step,
                     timeout=remaining,
                     unreachable_timeout=unreachable_timeout,
                     into=into,
-                    check=lambda incoming: check_fit(incoming, self._registry, into),
+                    check=lambda incoming: self._check_incoming(incoming, into, step),
                 )
             except RegistryError:
                 self._torn = earlier
@@ -404,7 +410,9 @@ class StateManager:
                 raise
             received_s = time.monotonic()
             if verify:
+                self._torn = StateTornError(step=received.step, reason="comparing it was interrupted")
                 self._refuse_differences(received, metadata)
+                self._torn = None
         loaded_s = time.monotonic()
         logger.info(
             "recovered step %d from %s: %.0f ms to receive and load it, %.0f ms to compare",
@@ -468,6 +476,11 @@ class StateManager:
         self.load_state_dict(parts[MANAGER_KEY])
         self._torn = None
 
+    def _check_incoming(self, incoming: Incoming, into: Mapping[str, object], step: int | Literal["latest"]) -> None:
+        if step not in ("latest", incoming.step):
+            raise RegistryError(f"expected the state of step {step}, what comes is of step {incoming.step}")
+        check_fit(incoming, self._registry, into)
+
     def _refuse_differences(self, received: Received[Any], source: str) -> None:
         """Make sure that the load functions have not changed what was received."""
         differences = received.differences(self.replica_state())
@@ -490,6 +503,9 @@ class StateManager:
         keys = [entry.key for entry in self._registry.entries("replicated") if entry.on_training_thread]
         if keys:
             raise ManagerError(f"expected the training thread to call the state functions of {keys}, got another one")
+
+    def _note_failed_step(self, error: BaseException) -> None:
+        """For ``Manager``: without a quorum nobody relies on the step having been made."""
 
     def _note_change(self) -> None:
         self._is_past_step = True

@@ -1,0 +1,174 @@
+"""After something went wrong: the next quorum works, and nothing of the failed step gets into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from quorum_threads import TIMEOUT, Gate, lighthouse, make_manager, run_replicas
+from state_equality import exact
+
+from ft_transport import HTTPTransport, TransportSettings
+from manager import Manager, QuorumError, StateTornError
+
+pytest.importorskip("torchft")
+
+pytestmark = pytest.mark.usefixtures("quorum_ready")
+
+SHORT = timedelta(seconds=0.5)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse() as at:
+        yield at
+
+
+def with_part(manager: Manager, part: dict[str, Any]) -> Manager:
+    manager.register_state_dict_fn("part", part.update, lambda: dict(part))
+    return manager
+
+
+def test_a_quorum_that_failed_can_be_asked_for_again() -> None:
+    with lighthouse(min_replicas=2) as address:
+        keywords: dict[str, Any] = {"quorum_timeout": SHORT, "timeout": SHORT, "connect_timeout": SHORT}
+        first = with_part(make_manager(address, "a", **keywords), {})
+        second = None
+        try:
+            with pytest.raises(QuorumError):
+                first.start_quorum()
+            second = with_part(make_manager(address, "b", min_replica_size=2), {})
+
+            def step(manager: Manager) -> bool:
+                for _ in range(10):
+                    try:
+                        manager.start_quorum(timeout=TIMEOUT)
+                        if manager.should_commit():
+                            return True
+                    except QuorumError:
+                        continue
+                return False
+
+            assert run_replicas(lambda: step(first), lambda: step(second)) == [True, True]
+        finally:
+            first.shutdown()
+            if second is not None:
+                second.shutdown()
+
+
+def test_a_late_lighthouse_does_not_cost_the_transport() -> None:
+    settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
+    transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=settings)
+    manager = with_part(Manager(checkpoint_transport=transport), {})
+    try:
+        manager._config = manager._config.with_environment({"TORCHFT_LIGHTHOUSE": "http://127.0.0.1:9"})
+        with pytest.raises(QuorumError, match=r"127\.0\.0\.1:9"):
+            manager.start_quorum()
+        with lighthouse() as address:
+            manager._config = type(manager._config)(lighthouse_addr=address)
+            manager.start_quorum()
+            assert manager.should_commit()
+            manager.shutdown()
+    finally:
+        manager.shutdown()
+
+
+def test_what_forward_changed_in_a_failed_attempt_is_served_as_it_is_now(address: str) -> None:
+    """The same step twice: between the attempts a buffer has moved on, and a newcomer must get the present one."""
+    gate = Gate()
+
+    def healthy() -> Any:
+        buffer = {"buffer": torch.zeros(4)}
+        manager = with_part(make_manager(address, "a"), buffer)
+        manager.start_quorum()
+        assert manager.should_commit()
+        for attempt in range(2):
+            gate.open(f"attempt {attempt}")
+            while True:
+                manager.start_quorum()
+                manager.wait_quorum()
+                joined = manager.num_participants() == 2
+                # As forward does.
+                buffer["buffer"] = buffer["buffer"] + 1.0
+                if joined:
+                    manager.report_error(RuntimeError("the other one will be gone"))
+                assert manager.should_commit() is not joined
+                if joined:
+                    break
+        manager.shutdown()
+        return buffer["buffer"][0].item(), manager.current_step()
+
+    def newcomer(attempt: int) -> Any:
+        gate.wait(f"attempt {attempt}")
+        part: dict[str, Any] = {}
+        manager = with_part(make_manager(address, f"late_{attempt}"), part)
+        manager.start_quorum()
+        found = part["buffer"][0].item(), manager.current_step()
+        manager.report_error(RuntimeError("leaves"))
+        manager.shutdown()
+        return found
+
+    (last, step), (first_buffer, first_step), (second_buffer, second_step) = run_replicas(
+        healthy, lambda: newcomer(0), lambda: newcomer(1)
+    )
+    assert second_step >= first_step
+    # Every attempt, committed or not, has added one after its boundary.
+    assert second_buffer == last - 1.0
+    assert first_buffer < second_buffer
+    assert step == second_step
+
+
+def test_a_step_that_was_committed_and_not_made_has_to_be_healed(address: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    manager = make_manager(address, "a")
+    try:
+        manager.register("optimizer", optimizer)
+        manager.attach(optimizer)
+        manager.start_quorum()
+        assert manager.should_commit()
+        optimizer.register_step_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+        with pytest.raises(MemoryError):
+            optimizer.step()
+        # Nobody else holds the step that this replica says it has.
+        with pytest.raises(QuorumError, match="holds a whole state"):
+            manager.start_quorum()
+        with pytest.raises(StateTornError, match="the optimizer did not make it: MemoryError"):
+            optimizer.step()
+    finally:
+        manager.shutdown()
+
+
+def test_collectives_of_an_abandoned_step_do_not_get_into_the_next(address: str) -> None:
+    gate = Gate()
+
+    def replica(index: int) -> Any:
+        manager = with_part(make_manager(address, f"r{index}", min_replica_size=2), {})
+        while True:
+            manager.start_quorum()
+            if manager.num_participants() == 2:
+                break
+            manager.should_commit()
+        if index == 0:
+            # Begun, and then the batch turned out to be bad.
+            manager.allreduce(torch.full((2,), 100.0))
+        gate.open(f"left {index}")
+        gate.wait(f"left {1 - index}")
+        for _ in range(10):
+            manager.start_quorum()
+            gradient = torch.full((2,), float(index))
+            manager.allreduce(gradient).wait()
+            if manager.should_commit():
+                break
+        outcome = exact(gradient), gradient.tolist()
+        gate.open(f"done {index}")
+        gate.wait(f"done {1 - index}")
+        manager.shutdown()
+        return outcome
+
+    first, second = run_replicas(lambda: replica(0), lambda: replica(1))
+    assert first == second
+    assert first[1] == [0.5, 0.5]
