@@ -192,6 +192,8 @@ class LighthouseSession:
         """End the signs of life, so that the others need not wait for this replica any longer than they must."""
         self._closed.set()
         self._thread.join()
+        # Each has threads and sockets for as long as it is referred to.
+        self._heartbeat_client = self._client = None
 
     def _connect(self) -> Any:
         coordination = _coordination()
