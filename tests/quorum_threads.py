@@ -15,9 +15,9 @@ from manager import Manager
 
 T = TypeVar("T")
 
-TIMEOUT = timedelta(seconds=20)
-SHORT = timedelta(seconds=4)
-LONG_S = 60.0
+TIMEOUT = timedelta(seconds=40)
+SHORT = timedelta(seconds=10)
+LONG_S = 100.0
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def lighthouse(min_replicas: int = 1, *, heartbeat_timeout_ms: int = 1000) -> It
     server = LighthouseServer(
         bind="127.0.0.1:0",
         min_replicas=min_replicas,
-        join_timeout_ms=20_000,
+        join_timeout_ms=40_000,
         quorum_tick_ms=10,
         heartbeat_timeout_ms=heartbeat_timeout_ms,
     )
