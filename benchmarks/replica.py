@@ -177,7 +177,6 @@ def main() -> None:
     parser.add_argument("--adapter", action="store_true", help="one tensor is trained, the others are frozen")
     parser.add_argument("--sync", action="store_true")
     parser.add_argument("--num-chunks", type=int, default=0, help="of torchft's transport")
-    parser.add_argument("--num-participants", type=int, default=1, help="begin to report steps with as many")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     # What a process touches first, the host has to find; found pages are filled at ten times the speed.
