@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,8 +11,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Generic, TypeVar, cast
-
-import torch
 
 from ft_transport.errors import (
     ConfigurationError,
@@ -22,16 +21,18 @@ from ft_transport.errors import (
 from ft_transport.net.asking import fetch_manifest, fetch_server_id
 from ft_transport.net.client import FetchSettings, fetch_data
 from ft_transport.net.connection import Connection, Patience
+from ft_transport.net.late_digests import fetch_digests, find_damaged
 from ft_transport.net.peer_address import PeerAddress
 from ft_transport.net.server import FreshSnapshot, SnapshotServer
 from ft_transport.net.shelf import Shelf
 from ft_transport.net.token import JobToken
+from ft_transport.serving import SnapshotServing
 from ft_transport.settings import TransportSettings, check_duration, check_number
 from ft_transport.tensors.agreement import find_differences
 from ft_transport.tensors.copying import default_num_threads
 from ft_transport.tensors.matching import Incoming
 from ft_transport.tensors.restore import Restore
-from ft_transport.tensors.snapshot import HeldState, PendingSnapshot, SnapshotTaker
+from ft_transport.tensors.snapshot import SnapshotTaker
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import LATEST, StepSelector
 
@@ -40,7 +41,6 @@ T = TypeVar("T")
 _DEFAULT_NUM_CONNECTIONS: Final = 4
 _FIRST_RESTART_PAUSE_S: Final = 0.05
 _LONGEST_RESTART_PAUSE_S: Final = 1.0
-_MAX_FAILURE_CHARACTERS: Final = 1000
 
 ReadLock = Callable[[timedelta], AbstractContextManager[object]]
 """Holds the state still: given a timeout, a context manager inside which no optimizer steps."""
@@ -71,41 +71,7 @@ class Received(Generic[T]):
         return find_differences(self._manifest, state, num_threads=default_num_threads())
 
 
-class SnapshotInProgress:
-    """A snapshot whose small parts are copied and whose large ones may still be copied in the background.
-
-    Each method is called once, in this order, on any one thread at a time: ``copy_deferred`` under the read lock,
-    then ``publish``.
-    """
-
-    def __init__(self, pending: PendingSnapshot, shelf: Shelf) -> None:
-        self._pending = pending
-        self._shelf = shelf
-
-    def copy_deferred(self) -> None:
-        """Copies what ``begin_snapshot`` left for later; the read lock may be released afterwards."""
-        try:
-            self._pending.copy_deferred()
-        except BaseException:
-            self._shelf.cancel_reservation()
-            raise
-
-    def publish(self) -> None:
-        """Digests the copy and serves it. Needs no lock."""
-        try:
-            snapshot = self._pending.finish()
-        except BaseException:
-            self._shelf.cancel_reservation()
-            raise
-        self._shelf.put(snapshot)
-
-    def abandon(self) -> None:
-        """Gives everything back without a snapshot."""
-        self._pending.abandon()
-        self._shelf.cancel_reservation()
-
-
-class HTTPTransport(Generic[T]):
+class HTTPTransport(SnapshotServing, Generic[T]):
     """Serves this replica's state to others over HTTP, and receives theirs.
 
     A drop-in for torchft's ``CheckpointTransport`` (torchft/checkpointing/transport.py): same methods, same meaning,
@@ -146,15 +112,17 @@ class HTTPTransport(Generic[T]):
         self._settings = settings if settings is not None else TransportSettings()
         token = self._settings.token
         self._token = JobToken(token) if token is not None else JobToken.from_environment()
-        self._shelf = Shelf(
-            max_snapshots=self._settings.max_snapshots,
-            lease_s=self._settings.lease.total_seconds(),
-            clock=time.monotonic,
-        )
-        self._taker = SnapshotTaker(
-            max_snapshots=self._settings.max_snapshots,
-            num_threads=self._settings.num_copy_threads,
-            chunk_bytes=self._settings.chunk_bytes,
+        super().__init__(
+            Shelf(
+                max_snapshots=self._settings.max_snapshots,
+                lease_s=self._settings.lease.total_seconds(),
+                clock=time.monotonic,
+            ),
+            SnapshotTaker(
+                max_snapshots=self._settings.max_snapshots,
+                num_threads=self._settings.num_copy_threads,
+                chunk_bytes=self._settings.chunk_bytes,
+            ),
         )
         try:
             self._server = SnapshotServer(
@@ -233,83 +201,6 @@ class HTTPTransport(Generic[T]):
             in_progress = self.begin_snapshot(step, state)
         in_progress.publish()
 
-    def prepare(self, state: object) -> None:
-        """Makes the memory for ``max_snapshots`` snapshots of ``state`` ready, so that none of them waits for it.
-
-        Memory that is used for the first time comes at about a tenth of the speed at which it is copied to. A state
-        that has become larger needs another call, or else its next snapshots make room for themselves.
-
-        Args:
-            state: A state of the same size as those that will be sent. Looked at on the calling thread, which has to
-                be the one that owns it; the memory is made ready on another thread, after this has returned.
-
-        Raises:
-            SnapshotError: The state cannot be captured.
-        """
-        self._taker.prepare(state)
-
-    def begin_snapshot(
-        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool] | None = None
-    ) -> SnapshotInProgress:
-        """Begins a snapshot on the thread that owns the state; the caller holds the read lock.
-
-        Args:
-            step: The committed step that the state shows.
-            state: Any nesting of supported kinds.
-            deferrable: Says of a live tensor that it stays as it is while the read lock is held, so that
-                ``SnapshotInProgress.copy_deferred`` may copy it later.
-
-        Raises:
-            SnapshotError: The state cannot be captured, or too many snapshots are still being fetched.
-        """
-        step = check_number("step", step, at_least=0)
-        self._shelf.reserve()
-        try:
-            return SnapshotInProgress(self._taker.begin(step, state, deferrable=deferrable), self._shelf)
-        except BaseException as error:
-            self._shelf.cancel_reservation()
-            if isinstance(error, TransportError) and error.step is None:
-                error.step = step
-            raise
-
-    def hold_state(
-        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool], max_bytes: int
-    ) -> HeldState | None:
-        """Copies what is not ``deferrable``, so that a snapshot of this step can be begun by ``begin_held``.
-
-        For an owner who learns only after the step boundary that somebody needs a snapshot. Takes no memory but for
-        the copies, and no place among ``max_snapshots``. Called on the thread that owns the state; the caller holds
-        the read lock from here until ``SnapshotInProgress.copy_deferred`` has returned.
-
-        Args:
-            step: The committed step that the state shows.
-            state: Any nesting of supported kinds.
-            deferrable: Says of a live tensor that it stays as it is while the read lock is held.
-            max_bytes: Copy no more than this.
-
-        Returns:
-            What to begin the snapshot with; ``None`` if more would have to be copied.
-
-        Raises:
-            SnapshotError: The state cannot be captured.
-        """
-        return self._taker.hold(
-            check_number("step", step, at_least=0), state, deferrable=deferrable, max_bytes=max_bytes
-        )
-
-    def begin_held(self, held: HeldState) -> SnapshotInProgress:
-        """Begins the snapshot of a held state, once. On any thread.
-
-        Raises:
-            SnapshotError: There is no memory for it, or too many snapshots are still being fetched.
-        """
-        self._shelf.reserve()
-        try:
-            return SnapshotInProgress(self._taker.begin_held(held), self._shelf)
-        except BaseException:
-            self._shelf.cancel_reservation()
-            raise
-
     def allow_checkpoint(self, step: int) -> None:
         """Does nothing: a snapshot is served from the moment it is whole, under the step it was taken at."""
 
@@ -329,23 +220,6 @@ class HTTPTransport(Generic[T]):
         if fresh_snapshot is not None and self._server.fresh_snapshot is not None:
             raise ConfigurationError("expected a transport that serves nobody's snapshots yet, got one with an owner")
         self._server.fresh_snapshot = fresh_snapshot
-
-    def newest_sequence(self) -> int:
-        """How many snapshots have been published so far."""
-        return self._shelf.newest_sequence()
-
-    def newest_step(self) -> int | None:
-        """The step of the newest snapshot, ``None`` before the first."""
-        return self._shelf.newest_step()
-
-    def snapshot_failed(self, step: int, error: BaseException) -> None:
-        """Tells whoever waits for a snapshot why none has come; until the next one is served.
-
-        Args:
-            step: The step that it would have shown.
-            error: Its type and message are sent to the receivers.
-        """
-        self._shelf.note_failure(f"step {step}: {type(error).__name__}: {error}"[:_MAX_FAILURE_CHARACTERS])
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receives the state of ``step`` from the peer that ``metadata`` names.
@@ -377,6 +251,7 @@ class HTTPTransport(Generic[T]):
         unreachable_timeout: timedelta | None = None,
         into: object = None,
         check: Callable[[Incoming], None] | None = None,
+        verify: bool | None = None,
     ) -> Received[T]:
         """Receives a state and says which step it shows.
 
@@ -389,6 +264,8 @@ class HTTPTransport(Generic[T]):
             into: The receiver's own state to receive into; its tensors must not be used until this returns.
             check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
                 untouched.
+            verify: Whether the digest of each chunk is compared; by default as in the settings. Turn it off for state
+                that is compared by `Received.differences` anyway.
 
         Raises:
             TransportError: As for ``recv_checkpoint``. If bytes had landed in ``into`` they were overwritten with NaN
@@ -403,14 +280,16 @@ class HTTPTransport(Generic[T]):
         unreachable_s = (timeout if unreachable_timeout is None else unreachable_timeout).total_seconds()
         peer = PeerAddress.from_url(metadata)
         settings = self._fetch_settings(deadline_s)
+        if verify is not None:
+            settings = dataclasses.replace(settings, verify=verify)
         touched = False
         pause_s = 0.0
         while True:
             try:
                 with Connection(peer, token=settings.token, patience=settings.patience) as connection:
                     manifest = fetch_manifest(connection, step, settings, unreachable_s=unreachable_s)
-                    state = cast(T, self._receive(peer, manifest, settings, into, check))
-                    return Received(step=manifest.step, state=state, _manifest=manifest)
+                    state, manifest = self._receive(connection, manifest, settings, into, check)
+                    return Received(step=manifest.step, state=cast(T, state), _manifest=manifest)
             except TransportError as error:
                 # What an earlier attempt did to the receiver's tensors holds for the last one as well.
                 error.destination_touched = touched = touched or error.destination_touched
@@ -437,18 +316,24 @@ class HTTPTransport(Generic[T]):
 
     def _receive(
         self,
-        peer: PeerAddress,
+        connection: Connection,
         manifest: Manifest,
         settings: FetchSettings,
         into: object,
         check: Callable[[Incoming], None] | None,
-    ) -> object:
+    ) -> tuple[object, Manifest]:
+        """Returns the state, and the manifest with all digests."""
         restore = Restore(manifest, into=into, meshes=self._settings.meshes, max_bytes=self._settings.max_receive_bytes)
         if check is not None:
             check(restore.incoming)
         try:
-            fetch_data([peer], manifest, restore, settings)
-            return restore.finish()
+            fetch_data([connection.peer], manifest, restore, settings)
+            if manifest.digests is None:
+                manifest = dataclasses.replace(manifest, digests=fetch_digests(connection, manifest))
+                if settings.verify:
+                    damaged = find_damaged(manifest, restore, num_threads=default_num_threads())
+                    fetch_data([connection.peer], manifest, restore, settings, chunks=damaged)
+            return restore.finish(), manifest
         except BaseException as error:
             if restore.destination_touched:
                 restore.poison()

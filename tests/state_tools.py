@@ -14,6 +14,7 @@ from ft_transport.tensors.snapshot import Snapshot, SnapshotTaker
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import Manifest, SnapshotId, TensorEntry, decode_header, encode_header
 from ft_transport.wire.nodes import Node
+from ft_transport.wire.served import MemoryFile
 
 CHUNK_BYTES = 1 << 16
 SNAPSHOT_ID = SnapshotId("0123456789abcdef" * 2)
@@ -34,7 +35,10 @@ def take(taker: SnapshotTaker, step: int, state: object) -> Snapshot:
 
 def file_of(snapshot: Snapshot) -> bytes:
     """The safetensors file, as curl would save it."""
-    return os.pread(snapshot.descriptor, snapshot.total_bytes, snapshot.file_start)
+    if isinstance(snapshot.memory, MemoryFile):
+        return os.pread(snapshot.memory.descriptor, snapshot.total_bytes, snapshot.memory.start)
+    with snapshot.memory.borrow(0, snapshot.total_bytes) as views:
+        return b"".join(views)
 
 
 def file_of_state(state: object) -> bytes:

@@ -62,7 +62,7 @@ class FetchSettings:
 
     Attributes:
         num_connections: Parallel connections, at most one per chunk is used.
-        verify: Whether each chunk is compared with its digest.
+        verify: Whether each chunk is compared with its digest as it lands, where the manifest has them.
         max_failures: Failures in a row after which a source is given up.
         token: The job token, if the sources ask for one.
         patience: Deadlines and the least throughput.
@@ -78,21 +78,30 @@ class FetchSettings:
 
 
 def fetch_data(
-    sources: Sequence[PeerAddress], manifest: Manifest, destination: Destination, settings: FetchSettings
+    sources: Sequence[PeerAddress],
+    manifest: Manifest,
+    destination: Destination,
+    settings: FetchSettings,
+    *,
+    chunks: Sequence[int] | None = None,
 ) -> None:
-    """Fetches all data of a snapshot into ``destination``; returns when every chunk landed and was verified.
+    """Fetches the data of a snapshot into ``destination``; returns when every chunk landed.
+
+    Each has been verified then, if that is asked for and the manifest has digests.
 
     Args:
         sources: Peers that serve this very snapshot.
         manifest: Its manifest.
         destination: Where the bytes go. After an error its content is undefined.
         settings: How to fetch.
+        chunks: Only these.
 
     Raises:
         FetchFailedError: No source could deliver the rest; carries each failure.
         DeadlineExceededError: The deadline passed first.
     """
-    _Fetch(sources, manifest, destination, settings).run()
+    ranges = [(chunk, chunk + 1) for chunk in chunks] if chunks is not None else [(0, manifest.chunks.num_chunks)]
+    _Fetch(sources, manifest, destination, settings, ranges).run()
 
 
 class _ProgressError(Exception):
@@ -103,7 +112,12 @@ class _Fetch:
     """The threads of one fetch around its machine."""
 
     def __init__(
-        self, sources: Sequence[PeerAddress], manifest: Manifest, destination: Destination, settings: FetchSettings
+        self,
+        sources: Sequence[PeerAddress],
+        manifest: Manifest,
+        destination: Destination,
+        settings: FetchSettings,
+        ranges: Sequence[tuple[int, int]],
     ) -> None:
         self._sources = sources
         self._manifest = manifest
@@ -111,7 +125,7 @@ class _Fetch:
         self._settings = settings
         self._num_workers = max(1, min(settings.num_connections, manifest.chunks.num_chunks))
         self._machine = FetchMachine(
-            num_chunks=manifest.chunks.num_chunks,
+            ranges=ranges,
             sources=[str(source) for source in sources],
             num_workers=self._num_workers,
             max_failures=settings.max_failures,
@@ -294,19 +308,21 @@ class _Fetch:
 
     def _receive_chunk(self, connection: Connection, chunk: int) -> None:
         start, stop = self._manifest.chunks.range_of(chunk, chunk + 1)
-        hasher = Hasher() if self._settings.verify else None
+        digests = self._manifest.digests if self._settings.verify else None
         views = self._destination.buffers(start, stop)
         # All of it at once, and the digest afterwards: smaller parts would be digested from a nearer cache, but each
         # of them costs more than that saves.
         connection.read_into(views)
-        if hasher is not None:
-            for view in views:
-                hasher.update(view)
-        if hasher is not None and hasher.intdigest() != self._manifest.digests[chunk]:
+        if digests is None:
+            return
+        hasher = Hasher()
+        for view in views:
+            hasher.update(view)
+        if hasher.intdigest() != digests[chunk]:
             raise IntegrityError(
                 f"chunk {chunk} (data bytes [{start}, {stop})) was damaged",
                 chunk=chunk,
-                expected=self._manifest.digests[chunk],
+                expected=digests[chunk],
                 actual=hasher.intdigest(),
                 peer=str(connection.peer),
                 step=self._manifest.step,

@@ -1,4 +1,4 @@
-"""Sending a part of a snapshot's file as the body of an answer, from the memory file straight to the socket.
+"""Sending a part of a snapshot's file as the body of an answer, from where it lies straight to the socket.
 
 A thread per body lets the kernel send in large pieces while it waits for the receiver by itself: an event loop would
 wake up for each megabyte or so that the receiver takes, and would ask the training thread for the interpreter each
@@ -15,11 +15,14 @@ import socket
 import struct
 import sys
 import threading
+import time
 from typing import Final
 
 from aiohttp import web
 
+from ft_transport.errors import SnapshotError
 from ft_transport.net.shelf import Reading
+from ft_transport.wire.served import LentFile, MemoryFile, ServedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,14 @@ _LEAST_BYTES: Final = 4 << 20
 _ACKED_BYTES: Final = struct.Struct("=120xQ")
 """``tcpi_bytes_acked`` in ``struct tcp_info`` (``linux/tcp.h``, since Linux 4.1); the handshake counts as one."""
 
+_MAX_VIEWS_PER_SEND: Final = 512
+"""Below IOV_MAX, which Linux puts at 1024 (``man 2 writev``)."""
+_LENT_PIECE_BYTES: Final = 4 << 20
+"""It is digested first: no more than what the processor's cache then still holds."""
+_LONGEST_WAIT: Final = struct.pack("ll", 0, 20_000)
+"""``struct timeval``, 20 ms: so long a call that sends lent memory may wait for the receiver, and the owner for it."""
+_NO_LIMIT: Final = struct.pack("ll", 0, 0)
+_FLUSH_TICK_S: Final = 0.005
 _DROP_UNSENT: Final = struct.pack("ii", 1, 0)
 
 
@@ -63,21 +74,23 @@ async def _send_body(request: web.Request, reading: Reading, start: int, end: in
     transport = request.transport
     if transport is None or transport.is_closing():
         raise ConnectionResetError("it closed the connection")
-    snapshot = reading.snapshot
-    # The kernel holds pages of the memory file until the receiver has read them.
+    memory = reading.snapshot.memory
+    # The kernel holds pages of a memory file until the receiver has read them.
     reading.unread_s = stall_timeout_s
-    position, file_end = snapshot.file_start + start, snapshot.file_start + end
-    num_first = min(_FIRST_BYTES, end - start)
-    with open(snapshot.descriptor, "rb", buffering=0, closefd=False) as file:
-        # The event loop's own sendfile waits until the head of the answer has left its buffers.
-        sending = asyncio.get_running_loop().sendfile(transport, file, position, num_first)
-        try:
-            await asyncio.wait_for(sending, timeout=stall_timeout_s)
-        except asyncio.TimeoutError:
-            raise _stalled(request, num_first, stall_timeout_s) from None
-    position += num_first
-    if position == file_end:
-        return
+    if isinstance(memory, MemoryFile):
+        num_first = min(_FIRST_BYTES, end - start)
+        with open(memory.descriptor, "rb", buffering=0, closefd=False) as file:
+            # The event loop's own sendfile waits until the head of the answer has left its buffers.
+            sending = asyncio.get_running_loop().sendfile(transport, file, memory.start + start, num_first)
+            try:
+                await asyncio.wait_for(sending, timeout=stall_timeout_s)
+            except asyncio.TimeoutError:
+                raise _stalled(request, num_first, stall_timeout_s) from None
+        start += num_first
+        if start == end:
+            return
+    else:
+        await _flushed(request, transport, stall_timeout_s)
     if transport.is_closing():
         raise ConnectionResetError("it closed the connection")
     # With a descriptor of its own, the thread can never write to a connection that came after this one.
@@ -85,7 +98,7 @@ async def _send_body(request: web.Request, reading: Reading, start: int, end: in
     was_reading = transport.is_reading()
     transport.pause_reading()
     try:
-        body = _Body(connected, snapshot.descriptor, position, file_end)
+        body = _Body(connected, memory, start, end)
         await _send_on_thread(request, body, stall_timeout_s)
     finally:
         connected.close()
@@ -96,9 +109,9 @@ async def _send_body(request: web.Request, reading: Reading, start: int, end: in
 class _Body:
     """What one thread sends, and how far the receiver is."""
 
-    def __init__(self, connected: socket.socket, descriptor: int, start: int, end: int) -> None:
+    def __init__(self, connected: socket.socket, memory: ServedMemory, start: int, end: int) -> None:
         self.connected = connected
-        self._descriptor = descriptor
+        self._memory = memory
         self._position = start
         self._end = end
         self._num_acked_before = _acked_bytes(connected)
@@ -106,30 +119,59 @@ class _Body:
 
     def send(self) -> None:
         """Sends everything; blocks."""
-        # Where nobody says what the receiver has acknowledged, what the kernel took has to stand for it.
-        piece_bytes = _PIECE_BYTES if self._num_acked_before else _LEAST_BYTES
         # The flag belongs to the connection, not to its descriptor: the event loop needs it back.
         os.set_blocking(self.connected.fileno(), True)
         try:
             # asyncio has it send each part at once; a body is better sent in full segments, until its end.
             self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
-            while self._position < self._end:
-                num_bytes = min(self._end - self._position, piece_bytes)
-                sent = os.sendfile(self.connected.fileno(), self._descriptor, self._position, num_bytes)
-                if not sent:
-                    raise ConnectionAbortedError(f"the memory file ends at {self._position}, expected {self._end}")
-                self._position += sent
+            if isinstance(self._memory, MemoryFile):
+                self._send_file(self._memory)
+            else:
+                self._send_lent(self._memory)
         finally:
             os.set_blocking(self.connected.fileno(), False)
             with contextlib.suppress(OSError):  # The receiver is gone.
+                self.connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _NO_LIMIT)
                 # Sends what is left (man 7 tcp).
                 self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _send_file(self, file: MemoryFile) -> None:
+        # Where nobody says what the receiver has acknowledged, what the kernel took has to stand for it.
+        piece_bytes = _PIECE_BYTES if self._num_acked_before else _LEAST_BYTES
+        while self._position < self._end:
+            num_bytes = min(self._end - self._position, piece_bytes)
+            sent = os.sendfile(self.connected.fileno(), file.descriptor, file.start + self._position, num_bytes)
+            if not sent:
+                raise ConnectionAbortedError(f"the memory file ends at {self._position}, expected {self._end}")
+            self._position += sent
+
+    def _send_lent(self, file: LentFile) -> None:
+        """The kernel takes a copy of what is sent, so the owner waits for no receiver, but for one call at most."""
+        self.connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LONGEST_WAIT)
+        while self._position < self._end:
+            end = min(self._end, self._position + _LENT_PIECE_BYTES)
+            try:
+                with file.borrow(self._position, end) as views:
+                    self._position += self.connected.sendmsg(views[:_MAX_VIEWS_PER_SEND])
+            except BlockingIOError:
+                continue
+            except SnapshotError as error:
+                raise ConnectionAbortedError(str(error)) from error
 
     def remaining_bytes(self) -> int:
         """How much the receiver has yet to take; too little by what was on its way when the body began."""
         if self._num_acked_before:
             return self._num_bytes - (_acked_bytes(self.connected) - self._num_acked_before)
         return self._end - self._position
+
+
+async def _flushed(request: web.Request, transport: asyncio.WriteTransport, stall_timeout_s: float) -> None:
+    """Returns when the head of the answer has left the event loop's buffers, as it has at once as a rule."""
+    deadline_s = time.monotonic() + stall_timeout_s
+    while num_bytes := transport.get_write_buffer_size():
+        if time.monotonic() > deadline_s:
+            raise _stalled(request, num_bytes, stall_timeout_s)
+        await asyncio.sleep(_FLUSH_TICK_S)
 
 
 async def _send_on_thread(request: web.Request, body: _Body, stall_timeout_s: float) -> None:

@@ -1,6 +1,7 @@
 """The HTTP server: aiohttp on a thread and an event loop of its own.
 
-Bodies go from the memory file to the socket with ``sendfile``, so neither Python nor the training thread touches them.
+Bodies go from the memory file to the socket with ``sendfile``, or from memory that is lent, so neither Python nor the
+training thread touches them.
 Nothing here waits for a lock of the trainer, copies device memory or computes a digest.
 """
 
@@ -38,6 +39,7 @@ from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import (
     AFTER_HEADER,
     AFTER_PARAMETER,
+    DIGESTS_ROUTE,
     FULL_ROUTE,
     LATEST,
     MANIFEST_DIGEST_HEADER,
@@ -50,6 +52,7 @@ from ft_transport.wire.routes import (
     parse_after,
     parse_step,
 )
+from ft_transport.wire.served import MemoryFile
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +160,7 @@ class SnapshotServer:
         app = web.Application(middlewares=[self._guard])
         app.router.add_get(METADATA_ROUTE, self._metadata, allow_head=True)
         app.router.add_get(FULL_ROUTE, self._full, allow_head=True)
+        app.router.add_get(DIGESTS_ROUTE, self._digests)
         app.router.add_get(STATUS_ROUTE, self._status, allow_head=True)
         runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=0.1, keepalive_timeout=_KEEP_ALIVE_S
@@ -267,6 +271,16 @@ class SnapshotServer:
                 raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{total}"})
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{total}"
             return await self._send(request, reading, web.StreamResponse(status=206, headers=headers), start, end)
+
+    async def _digests(self, request: web.Request) -> web.StreamResponse:
+        reading = await self._read(request)
+        with reading as snapshot:
+            memory = snapshot.memory
+            if isinstance(memory, MemoryFile):
+                raise StepNotServedError("expected a snapshot whose digests come later; they are in the metadata")
+            # They are there already if all of the data was sent.
+            digests = await asyncio.get_running_loop().run_in_executor(None, memory.encoded_digests)
+            return web.Response(text=digests)
 
     async def _send(
         self, request: web.Request, reading: Reading, response: web.StreamResponse, start: int, end: int

@@ -20,6 +20,7 @@ from ft_transport.errors import SnapshotError, SnapshotLimitError
 from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import LATEST, StepSelector
+from ft_transport.wire.served import ServedMemory
 
 
 class ServedSnapshot(Protocol):
@@ -38,12 +39,8 @@ class ServedSnapshot(Protocol):
         """The file's first bytes, everything before the data."""
 
     @property
-    def descriptor(self) -> int:
-        """A file to send from; stays open until ``close``."""
-
-    @property
-    def file_start(self) -> int:
-        """Where the safetensors file begins in the descriptor."""
+    def memory(self) -> ServedMemory:
+        """Where the safetensors file lies; stays there until ``close``."""
 
     @property
     def total_bytes(self) -> int:
@@ -60,6 +57,7 @@ class _Entry:
     sequence: int
     manifest_digest: int
     num_readers: int = 0
+    was_read: bool = False
     leased_until_s: dict[Callable[[], bool], float] = field(default_factory=dict)
     retired: bool = False
 
@@ -226,8 +224,35 @@ class Shelf:
                     and entry.sequence > after_sequence
                 ):
                     entry.num_readers += 1
+                    entry.was_read = True
                     return Reading(snapshot, entry.manifest_digest, self, entry, is_closed)
         return None
+
+    def retire(self, snapshot_id: SnapshotId, *, even_if_needed: bool) -> bool:
+        """Takes a snapshot off the shelf; its memory is freed when its last reader is done.
+
+        Args:
+            snapshot_id: Which; nothing happens if it is not there.
+            even_if_needed: Also if it is being read, or may still be: somebody has asked for it, and has not begun.
+
+        Returns:
+            Whether it is gone from the shelf, or has never been there.
+        """
+        with self._lock:
+            entry = next((entry for entry in self._entries if entry.snapshot.snapshot_id == snapshot_id), None)
+            if entry is None:
+                return True
+            is_needed = not entry.was_read or bool(entry.num_readers) or self._is_leased(entry)
+            if is_needed and not even_if_needed:
+                return False
+            self._entries.remove(entry)
+            is_idle = not entry.num_readers
+            if not is_idle:
+                entry.retired = True
+                self._leaving.append(entry)
+        if is_idle:
+            entry.snapshot.close()
+        return True
 
     def clear(self) -> None:
         """Retires everything for good; what is being read is freed when its readers are done."""

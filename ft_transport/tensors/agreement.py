@@ -117,12 +117,15 @@ def _differing_tensors(
     starts = [manifest.tensors[index].start for index in filled]
     sources = [_flat(flat.blocks.sources[counterparts[index]]) for index in filled]
 
+    digests = manifest.digests
+    assert digests is not None, "whoever has received the data has asked for them"
+
     def agrees(chunk: int) -> bool:
         start, end = manifest.chunks.range_of(chunk, chunk + 1)
         hasher = Hasher()
         for piece in _pieces(sources, starts, start, end):
             hasher.update(piece)
-        return hasher.intdigest() == manifest.digests[chunk]
+        return hasher.intdigest() == digests[chunk]
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-agreement") as pool:
         for chunk, is_equal in enumerate(pool.map(agrees, range(manifest.chunks.num_chunks))):

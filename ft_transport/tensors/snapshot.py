@@ -7,12 +7,14 @@ header, and needs no lock, because it reads the arena only.
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ft_transport.errors import SnapshotError
@@ -23,8 +25,10 @@ from ft_transport.tensors.copying import Column, HostCopier, HostCopies
 from ft_transport.tensors.device import Accelerator, DeviceCopier, Marks, TorchAccelerator, pinning
 from ft_transport.tensors.dtypes import carrier_of
 from ft_transport.tensors.flatten import flatten
+from ft_transport.tensors.lending import LentMemory
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
+from ft_transport.wire.served import MemoryFile
 
 _DATA_ALIGN_BYTES: Final = 4096
 """The data begins on a page of the file, so that the kernel sends whole pages of it."""
@@ -32,23 +36,21 @@ _DATA_ALIGN_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """An immutable host copy of a state at a step, as one safetensors file inside a memory file.
+    """An immutable image of a state at a step, as one safetensors file.
 
     Attributes:
         step: The committed step that it shows.
         snapshot_id: Tells it from every other snapshot.
         header: The file's first bytes: length prefix, JSON header, padding.
-        descriptor: The memory file, owned by the arena.
-        file_start: Position in the memory file where the safetensors file begins.
+        memory: Where it lies: in the memory file of an arena, or in part in live memory that is lent.
         total_bytes: Length of the safetensors file.
-        close: Gives the arena back. Called exactly once, when nobody reads any more.
+        close: Gives the memory back. Called exactly once, when nobody reads any more.
     """
 
     step: int
     snapshot_id: SnapshotId
     header: bytes
-    descriptor: int
-    file_start: int
+    memory: MemoryFile | LentMemory
     total_bytes: int
     close: Callable[[], None]
 
@@ -63,6 +65,14 @@ class HeldState:
     step: int
     flat: FlatState
     marks: Marks
+
+    @property
+    def is_lendable(self) -> bool:
+        """Whether all of it lies in host memory, so that it can be served without a copy."""
+        blocks = self.flat.blocks
+        return all(
+            address or not num_bytes for address, num_bytes in zip(blocks.addresses, blocks.num_bytes, strict=True)
+        )
 
 
 class SnapshotTaker:
@@ -93,11 +103,15 @@ class SnapshotTaker:
         """
         with collector_paused():
             flat = flatten(state)
-        _, data_bytes = _lay_out(flat)
-        self._pool.prepare(data_bytes)
+        self._pool.prepare(_data_bytes(flat))
 
     def begin(
-        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool] | None = None
+        self,
+        step: int,
+        state: object,
+        *,
+        deferrable: Callable[[torch.Tensor], bool] | None = None,
+        lendable: Callable[[torch.Tensor], bool] | None = None,
     ) -> PendingSnapshot:
         """Flattens ``state`` and copies everything that is not ``deferrable``.
 
@@ -107,6 +121,8 @@ class SnapshotTaker:
             step: The committed step that the state shows.
             state: Any nesting of supported kinds.
             deferrable: Says of a live tensor that nothing changes it before the read lock is released.
+            lendable: Says of a live tensor that it is not to be copied at all: its owner calls ``LentMemory.recall``
+                before he changes it. One that does not lie in host memory as the file wants it is copied nevertheless.
 
         Raises:
             SnapshotError: The state cannot be captured; nothing is held.
@@ -115,7 +131,7 @@ class SnapshotTaker:
             flat = flatten(state)
         pending = self._prepare_to_copy(step, flat, self._mark(flat))
         try:
-            pending.copy_now(deferrable)
+            pending.copy_now(deferrable, lendable)
             return pending
         except BaseException:
             pending.abandon()
@@ -163,6 +179,18 @@ class SnapshotTaker:
         pending.defer_all()
         return pending
 
+    def lend_held(self, held: HeldState) -> PendingSnapshot:
+        """Begins a snapshot that lends the memory of a held state, once; it takes no arena. On any thread.
+
+        The owner calls ``LentMemory.recall`` before he changes anything of it.
+
+        Args:
+            held: One that ``is_lendable``.
+        """
+        pending = self._pending(held.step, held.flat, held.marks, arena=None)
+        pending.lend_all()
+        return pending
+
     def _mark(self, flat: FlatState) -> Marks:
         """After what has been queued on the devices by now, the copies may begin."""
         devices = {
@@ -173,24 +201,24 @@ class SnapshotTaker:
         return self._device_copier.mark(sorted(devices, key=str)) if devices else {}
 
     def _prepare_to_copy(self, step: int, flat: FlatState, marks: Marks) -> PendingSnapshot:
-        starts, data_bytes = _lay_out(flat)
-        arena = self._pool.take(data_bytes)
+        arena = self._pool.take(_data_bytes(flat))
         try:
-            return PendingSnapshot(
-                step=step,
-                flat=flat,
-                starts=starts,
-                data_bytes=data_bytes,
-                arena=arena,
-                pool=self._pool,
-                copier=self._copier,
-                device_copier=self._device_copier,
-                marks=marks,
-                chunk_bytes=self._chunk_bytes,
-            )
+            return self._pending(step, flat, marks, arena=arena)
         except BaseException:
             self._pool.give_back(arena)
             raise
+
+    def _pending(self, step: int, flat: FlatState, marks: Marks, *, arena: Arena | None) -> PendingSnapshot:
+        return PendingSnapshot(
+            step=step,
+            flat=flat,
+            arena=arena,
+            pool=self._pool,
+            copier=self._copier,
+            device_copier=self._device_copier,
+            marks=marks,
+            chunk_bytes=self._chunk_bytes,
+        )
 
     def close(self) -> None:
         """Ends the threads and frees the arenas that nobody reads."""
@@ -199,16 +227,19 @@ class SnapshotTaker:
 
 
 class PendingSnapshot:
-    """A snapshot whose bytes are still being copied. Used by one thread at a time."""
+    """A snapshot whose bytes are still being copied. Used by one thread at a time.
+
+    Attributes:
+        step: The committed step.
+        lent: The memory of a snapshot that is lent in part; ``None`` if all of it is copied.
+    """
 
     def __init__(
         self,
         *,
         step: int,
         flat: FlatState,
-        starts: Column,
-        data_bytes: int,
-        arena: Arena,
+        arena: Arena | None,
         pool: ArenaPool,
         copier: HostCopier,
         device_copier: DeviceCopier,
@@ -216,33 +247,41 @@ class PendingSnapshot:
         chunk_bytes: int,
     ) -> None:
         self.step = step
+        self.lent: LentMemory | None = None
         self._flat = flat
-        self._starts = starts
+        self._starts = _lay_out(flat)
         self._num_bytes = np.asarray(flat.blocks.num_bytes)
         self._addresses = np.asarray(flat.blocks.addresses)
-        self._data_bytes = data_bytes
+        self._data_bytes = _data_bytes(flat)
         self._arena = arena
         self._pool = pool
         self._copier = copier
         self._device_copier = device_copier
-        self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
+        self._chunks = ChunkTable(data_bytes=self._data_bytes, chunk_bytes=chunk_bytes)
         self._deferred: Column = np.empty(0, dtype=np.int64)
         self._is_held = True
         self._marks = marks
 
-    def copy_now(self, deferrable: Callable[[torch.Tensor], bool] | None) -> None:
-        """Copies every block that is not deferrable, and notes the others."""
-        sources = self._flat.blocks.sources
-        if deferrable is None:
-            self._copy(np.arange(len(sources)))
-            return
-        is_deferred = np.fromiter(map(deferrable, sources), dtype=np.bool_, count=len(sources))
+    def copy_now(
+        self,
+        deferrable: Callable[[torch.Tensor], bool] | None,
+        lendable: Callable[[torch.Tensor], bool] | None = None,
+    ) -> None:
+        """Copies every block that is neither deferrable nor lent, and notes the others."""
+        is_lent = self._which(lendable) & (self._addresses != 0)
+        is_deferred = self._which(deferrable) & ~is_lent
         self._deferred = np.flatnonzero(is_deferred)
-        self._copy(np.flatnonzero(~is_deferred))
+        self._copy(np.flatnonzero(~(is_deferred | is_lent)))
+        if is_lent.any():
+            self._lend(np.flatnonzero(is_lent))
 
     def defer_all(self) -> None:
         """Notes every block for ``copy_deferred``."""
         self._deferred = np.arange(len(self._flat.blocks.sources))
+
+    def lend_all(self) -> None:
+        """Leaves every block where it is."""
+        self._lend(np.arange(len(self._flat.blocks.sources)))
 
     def copy_deferred(self) -> None:
         """Copies the rest. The caller still holds the read lock and releases it afterwards."""
@@ -254,10 +293,9 @@ class PendingSnapshot:
             raise
 
     def finish(self) -> Snapshot:
-        """Digests the data and encodes the header. The live state is not looked at any more."""
+        """Digests what was copied and encodes the header. The live state is not looked at, but for what is lent."""
         assert self._is_held, "nothing follows finish, or a failure"
         assert not len(self._deferred), "copy_deferred comes before finish"
-        arena, pool = self._arena, self._pool
         try:
             blocks = self._flat.blocks
             tree = self._flat.tree
@@ -269,7 +307,7 @@ class PendingSnapshot:
             ]
             # Live tensors must not outlive the copy: they would keep replaced parameters in memory.
             blocks.sources.clear()
-            digests = self._copier.digests(arena.view[: self._data_bytes], self._chunks)
+            digests = self._digests()
             snapshot_id = SnapshotId(secrets.token_hex(16))
             header = encode_header(
                 step=self.step,
@@ -280,7 +318,7 @@ class PendingSnapshot:
                 digests=digests,
                 align_bytes=_DATA_ALIGN_BYTES,
             )
-            file_start = arena.write_header(header)
+            memory = self._put_header(header)
         except BaseException:
             self.abandon()
             raise
@@ -289,10 +327,9 @@ class PendingSnapshot:
             step=self.step,
             snapshot_id=snapshot_id,
             header=header,
-            descriptor=arena.descriptor,
-            file_start=file_start,
+            memory=memory,
             total_bytes=len(header) + self._data_bytes,
-            close=lambda: pool.give_back(arena),
+            close=self._closing(),
         )
 
     def abandon(self) -> None:
@@ -300,11 +337,60 @@ class PendingSnapshot:
         if self._is_held:
             self._is_held = False
             self._flat.blocks.sources.clear()
-            self._pool.give_back(self._arena)
+            self._closing()()
+
+    def _which(self, chosen: Callable[[torch.Tensor], bool] | None) -> npt.NDArray[np.bool_]:
+        sources = self._flat.blocks.sources
+        if chosen is None:
+            return np.zeros(len(sources), dtype=np.bool_)
+        return np.fromiter(map(chosen, sources), dtype=np.bool_, count=len(sources))
+
+    def _lend(self, indices: Column) -> None:
+        addresses = self._addresses
+        if self._arena is not None:
+            addresses = self._starts + self._arena.data.data_ptr()
+            addresses[indices] = self._addresses[indices]
+        sources = self._flat.blocks.sources
+        self.lent = LentMemory(
+            starts=self._starts,
+            num_bytes=self._num_bytes,
+            addresses=addresses,
+            lent=indices,
+            owners=[sources[index] for index in indices.tolist()],
+            data_bytes=self._data_bytes,
+            arena=self._arena,
+            take_arena=self._pool.take,
+            give_back=self._pool.give_back,
+            copier=self._copier,
+            chunk_bytes=self._chunks.chunk_bytes,
+        )
+
+    def _digests(self) -> list[int] | None:
+        if self.lent is not None:
+            return None
+        assert self._arena is not None, "what is not lent is copied"
+        return self._copier.digests(self._arena.view[: self._data_bytes], self._chunks)
+
+    def _put_header(self, header: bytes) -> MemoryFile | LentMemory:
+        if self.lent is not None:
+            self.lent.set_header(header)
+            return self.lent
+        assert self._arena is not None, "what is not lent is copied"
+        return MemoryFile(self._arena.descriptor, self._arena.write_header(header))
+
+    def _closing(self) -> Callable[[], None]:
+        """What gives the memory back; it holds on to nothing else."""
+        if self.lent is not None:
+            return self.lent.close
+        assert self._arena is not None, "what is not lent is copied"
+        return functools.partial(self._pool.give_back, self._arena)
 
     def _copy(self, indices: Column) -> None:
         blocks = self._flat.blocks
         indices = indices[self._num_bytes[indices] > 0]
+        if not len(indices):
+            return
+        assert self._arena is not None, "what is copied has an arena"
         has_address = self._addresses[indices] != 0
         host = indices[has_address]
         targets = self._starts[host] + self._arena.data.data_ptr()
@@ -321,22 +407,24 @@ class PendingSnapshot:
             self._device_copier.copy(device, self._marks)
 
     def _target(self, index: int, source: torch.Tensor) -> torch.Tensor:
+        assert self._arena is not None, "what is copied has an arena"
         start = int(self._starts[index])
         block = self._arena.data[start : start + self._flat.blocks.num_bytes[index]]
         return block.view(carrier_of(source.dtype)).view(source.shape)
 
 
-def _lay_out(flat: FlatState) -> tuple[Column, int]:
-    """Places the blocks: larger items first, so that each is aligned to its item size without any hole.
-
-    Returns the start of each block and the length of the data.
-    """
-    blocks = flat.blocks
-    data_bytes = sum(blocks.num_bytes)
+def _data_bytes(flat: FlatState) -> int:
+    data_bytes = sum(flat.blocks.num_bytes)
     if data_bytes >= 2**62:
         raise SnapshotError(f"expected a state of less than 2**62 bytes, got {data_bytes}")
+    return data_bytes
+
+
+def _lay_out(flat: FlatState) -> Column:
+    """Where each block begins: larger items first, so that each is aligned to its item size without any hole."""
+    blocks = flat.blocks
     num_bytes = np.asarray(blocks.num_bytes)
     order = np.argsort(-np.asarray(blocks.item_bytes), kind="stable")
     starts = np.empty_like(num_bytes)
     starts[order] = np.cumsum(num_bytes[order]) - num_bytes[order]
-    return starts, data_bytes
+    return starts

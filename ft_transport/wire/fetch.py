@@ -98,7 +98,7 @@ class FetchMachine:
     """The state of one fetch. Not thread-safe: its shell calls it under a lock.
 
     Args:
-        num_chunks: Chunks to fetch, numbered from 0.
+        ranges: Chunks to fetch, half-open.
         sources: Names of the sources, for messages; all serve the same bytes.
         num_workers: How many workers will ask.
         max_failures: A source is dropped after this many failures in a row.
@@ -107,9 +107,16 @@ class FetchMachine:
     """
 
     def __init__(
-        self, *, num_chunks: int, sources: Sequence[str], num_workers: int, max_failures: int, num_in_flight: int
+        self,
+        *,
+        ranges: Sequence[tuple[int, int]],
+        sources: Sequence[str],
+        num_workers: int,
+        max_failures: int,
+        num_in_flight: int,
     ) -> None:
-        self._missing: list[tuple[int, int]] = [(0, num_chunks)] if num_chunks else []
+        self._missing = [(first, end) for first, end in ranges if first < end]
+        num_chunks = sum(end - first for first, end in self._missing)
         self._num_missing = num_chunks
         self._num_unverified = num_chunks
         self._num_workers = num_workers

@@ -9,6 +9,7 @@ byte range, and ``__metadata__`` maps str to str. Ours carries the step, the sna
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Final, NewType
@@ -40,6 +41,7 @@ ITEM_BITS: Final[dict[str, int]] = {
 
 _PREFIX: Final = "ft_transport."
 _RESERVED_NAME: Final = "__metadata__"
+_LATER: Final = "later"
 
 
 class TensorEntry(Struct, frozen=True, gc=False):
@@ -62,7 +64,8 @@ class Manifest:
         tensors: The tensor table, in the order of the tree; ``start`` gives the order of the data.
         tree: The nested state, its tensors by index into the table.
         chunks: How the data divides into chunks.
-        digests: One xxh3-64 digest per chunk, in order.
+        digests: One xxh3-64 digest per chunk, in order; ``None`` if they are computed while the data is sent, and have
+            to be asked for afterwards.
         header_bytes: Length of everything before the data: 8 plus the JSON header with its padding.
     """
 
@@ -71,7 +74,7 @@ class Manifest:
     tensors: tuple[TensorEntry, ...]
     tree: Node
     chunks: ChunkTable
-    digests: tuple[int, ...]
+    digests: tuple[int, ...] | None
     header_bytes: int
 
     @property
@@ -107,7 +110,7 @@ def encode_header(
     tensors: list[TensorEntry],
     tree: Node,
     chunks: ChunkTable,
-    digests: list[int],
+    digests: list[int] | None,
     align_bytes: int,
 ) -> bytes:
     """Encodes everything that precedes the data: the length prefix, the JSON header, and spaces as padding.
@@ -118,7 +121,7 @@ def encode_header(
         tensors: The table; in order of their starts, the byte ranges follow each other from 0 without holes.
         tree: The nested state.
         chunks: How the data divides into chunks.
-        digests: One per chunk.
+        digests: One per chunk, or ``None`` if they come later.
         align_bytes: The result's length is a multiple of this.
 
     Raises:
@@ -129,7 +132,7 @@ def encode_header(
         _PREFIX + "step": str(step),
         _PREFIX + "snapshot": snapshot_id,
         _PREFIX + "chunk_bytes": str(chunks.chunk_bytes),
-        _PREFIX + "digests": "".join(f"{digest:0{DIGEST_HEX_DIGITS}x}" for digest in digests),
+        _PREFIX + "digests": _LATER if digests is None else encode_digests(digests),
         _PREFIX + "tree": _encoder.encode(tree).decode(),
     }
     header: dict[str, object] = {_RESERVED_NAME: metadata}
@@ -175,13 +178,14 @@ def decode_header(encoded: bytes | memoryview, *, peer: str | None = None) -> Ma
             data_bytes=max((tensor.end for tensor in tensors), default=0),
             chunk_bytes=_chunk_bytes_decoder.decode(_required(metadata, "chunk_bytes", peer)),
         )
+        digests = _required(metadata, "digests", peer)
         return Manifest(
             step=_count_decoder.decode(_required(metadata, "step", peer)),
             snapshot_id=_decode_snapshot_id(_required(metadata, "snapshot", peer), peer),
             tensors=tensors,
             tree=_tree_decoder.decode(_required(metadata, "tree", peer)),
             chunks=chunks,
-            digests=_decode_digests(_required(metadata, "digests", peer), chunks.num_chunks, peer),
+            digests=None if digests == _LATER else decode_digests(digests, chunks.num_chunks, peer=peer),
             header_bytes=8 + len(encoded),
         )
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
@@ -203,7 +207,22 @@ def _decode_snapshot_id(text: str, peer: str | None) -> SnapshotId:
     return SnapshotId(text)
 
 
-def _decode_digests(text: str, num_chunks: int, peer: str | None) -> tuple[int, ...]:
+def encode_digests(digests: Sequence[int]) -> str:
+    """Hexadecimal digits, of equal number for each."""
+    return "".join(f"{digest:0{DIGEST_HEX_DIGITS}x}" for digest in digests)
+
+
+def decode_digests(text: str, num_chunks: int, *, peer: str | None) -> tuple[int, ...]:
+    """What `encode_digests` was given.
+
+    Args:
+        text: As it came.
+        num_chunks: How many are expected.
+        peer: Who sent it, for the error.
+
+    Raises:
+        ManifestError: Something else.
+    """
     if len(text) != num_chunks * DIGEST_HEX_DIGITS:
         raise ManifestError(
             f"expected {num_chunks} digests of {DIGEST_HEX_DIGITS} digits, got {len(text)} characters", peer=peer

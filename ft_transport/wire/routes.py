@@ -1,7 +1,8 @@
 """Paths, parameters and headers of the HTTP protocol, spelled once for both sides.
 
 GET, HEAD /checkpoint/{step}/full       the safetensors file; one byte range may be asked for
-GET       /checkpoint/{step}/metadata   its JSON header alone, with the digests
+GET       /checkpoint/{step}/metadata   its JSON header alone
+GET       /checkpoint/{step}/digests    where the header says "later" instead of the digests: these, in the same form
 GET       /status                       JSON: what is served, and to how many
 
 ``step`` is a number or ``latest``. ``?snapshot=ID`` binds a request to one snapshot (409 when it is gone), and
@@ -22,6 +23,7 @@ StepSelector: TypeAlias = int | Literal["latest"]
 
 FULL_ROUTE: Final = "/checkpoint/{step}/full"
 METADATA_ROUTE: Final = "/checkpoint/{step}/metadata"
+DIGESTS_ROUTE: Final = "/checkpoint/{step}/digests"
 STATUS_ROUTE: Final = "/status"
 
 SNAPSHOT_PARAMETER: Final = "snapshot"
@@ -60,6 +62,11 @@ def parse_after(text: str | None) -> int | None:
 def full_path(step: int, snapshot_id: SnapshotId) -> str:
     """Path and query of the file, bound to one snapshot."""
     return f"/checkpoint/{step}/full?{urlencode({SNAPSHOT_PARAMETER: snapshot_id})}"
+
+
+def digests_path(step: int, snapshot_id: SnapshotId) -> str:
+    """Path and query of the digests, bound to one snapshot."""
+    return f"/checkpoint/{step}/digests?{urlencode({SNAPSHOT_PARAMETER: snapshot_id})}"
 
 
 def parse_served_steps(text: str | None) -> tuple[int, ...]:

@@ -30,12 +30,12 @@ def _frozen(value: object) -> object:
 
 
 @pytest.fixture
-def new_transport() -> Iterator[Callable[[], HTTPTransport[Any]]]:
-    """Makes transports on the loopback, and shuts them down in the end."""
+def new_transport() -> Iterator[Callable[..., HTTPTransport[Any]]]:
+    """Makes transports on the loopback, with the settings that it is given, and shuts them down in the end."""
     with ExitStack() as stack:
 
-        def make() -> HTTPTransport[Any]:
-            settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
+        def make(**given: Any) -> HTTPTransport[Any]:
+            settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", **given)
             transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT, num_chunks=2, settings=settings)
             stack.callback(transport.shutdown)
             return transport

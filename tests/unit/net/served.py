@@ -19,6 +19,7 @@ from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.nodes import MappingNode, TensorNode
+from ft_transport.wire.served import MemoryFile, ServedMemory
 
 _numbers = itertools.count(1)
 _HOLE_BYTES = 4096
@@ -32,8 +33,7 @@ class MemorySnapshot:
     data: bytes
     header: bytes = b""
     snapshot_id: SnapshotId = field(init=False)
-    descriptor: int = -1
-    file_start: int = _HOLE_BYTES
+    memory: ServedMemory = field(init=False)
     closed: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -49,8 +49,8 @@ class MemorySnapshot:
             digests=[digest(self.data[start:end]) for start, end in ranges],
             align_bytes=64,
         )
-        self.descriptor = os.memfd_create("test-snapshot")
-        os.pwrite(self.descriptor, self.content, self.file_start)
+        self.memory = MemoryFile(os.memfd_create("test-snapshot"), _HOLE_BYTES)
+        os.pwrite(self.memory.descriptor, self.content, self.memory.start)
 
     @property
     def content(self) -> bytes:
@@ -62,7 +62,8 @@ class MemorySnapshot:
 
     def close(self) -> None:
         assert not self.closed.is_set(), "closed twice"
-        os.close(self.descriptor)
+        assert isinstance(self.memory, MemoryFile)
+        os.close(self.memory.descriptor)
         self.closed.set()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -223,7 +222,7 @@ def test_closing_ends_the_threads_and_the_files_but_not_a_snapshot_that_is_read(
         take(taker, 2, torch.ones(1))
     snapshot.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(snapshot.descriptor)
+        file_of(snapshot)
 
 
 def test_a_snapshot_that_is_under_way_at_the_end_fails_with_a_typed_error() -> None:

@@ -36,7 +36,7 @@ def _machine(
     num_chunks: int, sources: int = 1, workers: int = 1, max_failures: int = 3, num_in_flight: int = 1
 ) -> FetchMachine:
     return FetchMachine(
-        num_chunks=num_chunks,
+        ranges=[(0, num_chunks)],
         sources=[f"host{index}:1" for index in range(sources)],
         num_workers=workers,
         max_failures=max_failures,

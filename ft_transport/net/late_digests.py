@@ -1,0 +1,63 @@
+"""Digests that come after the data: of a snapshot in lent memory, which is digested while it is sent."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from ft_transport.errors import PeerProtocolError
+from ft_transport.net.client import Destination
+from ft_transport.net.connection import Connection
+from ft_transport.wire.integrity import DIGEST_HEX_DIGITS, Hasher
+from ft_transport.wire.manifest import Manifest, decode_digests
+from ft_transport.wire.routes import digests_path
+
+
+def fetch_digests(connection: Connection, manifest: Manifest) -> tuple[int, ...]:
+    """The digests of all chunks.
+
+    Args:
+        connection: To the peer that served the data.
+        manifest: Of the snapshot.
+
+    Raises:
+        PeerError: It cannot be reached, refuses, or answers outside the protocol.
+        ManifestError: What it sent are no digests.
+        DeadlineExceededError: They did not come in time.
+    """
+    if not manifest.chunks.num_chunks:
+        return ()
+    response = connection.get(
+        digests_path(manifest.step, manifest.snapshot_id), headers={}, expected_status=200, answer_within_s=0.0
+    )
+    expected_bytes = DIGEST_HEX_DIGITS * manifest.chunks.num_chunks
+    if response.length != expected_bytes:
+        raise PeerProtocolError(
+            f"expected digests of {expected_bytes} bytes, the peer announced {response.length}",
+            peer=str(connection.peer),
+            step=manifest.step,
+        )
+    body = bytearray(expected_bytes)
+    connection.read_into([memoryview(body)])
+    connection.end_response(response)
+    return decode_digests(body.decode("ascii", "replace"), manifest.chunks.num_chunks, peer=str(connection.peer))
+
+
+def find_damaged(manifest: Manifest, destination: Destination, *, num_threads: int) -> list[int]:
+    """The chunks whose bytes in ``destination`` do not have the digest of the manifest.
+
+    Args:
+        manifest: With digests.
+        destination: What was received.
+        num_threads: Threads that read it.
+    """
+    digests = manifest.digests
+    assert digests is not None, "they have been asked for"
+
+    def is_damaged(chunk: int) -> bool:
+        hasher = Hasher()
+        for view in destination.buffers(*manifest.chunks.range_of(chunk, chunk + 1)):
+            hasher.update(view)
+        return hasher.intdigest() != digests[chunk]
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-verify") as pool:
+        return [chunk for chunk, damaged in enumerate(pool.map(is_damaged, range(len(digests)))) if damaged]

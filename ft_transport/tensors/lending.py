@@ -1,0 +1,210 @@
+"""Live memory that is read in place: a snapshot without a copy, for as long as nobody wants to change the state.
+
+The owner of the memory calls ``LentMemory.recall`` before he changes it. What lies there is then copied once, and
+whoever reads goes on with the copy. So a state that does not change while it is read costs neither memory nor a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import torch
+
+from ft_transport.errors import SnapshotError
+from ft_transport.tensors.arena import Arena
+from ft_transport.tensors.copying import Column, HostCopier, HostCopies
+from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.integrity import Hasher
+from ft_transport.wire.manifest import encode_digests
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_BORROW_S: Final = 10.0
+"""A borrower does nothing that waits, so that this passes only where the machine itself stands still."""
+
+
+class LentMemory:
+    """The data of one snapshot, block by block in live memory or in copies of it. Thread-safe.
+
+    Args:
+        starts: Where in the data each block begins; int64.
+        num_bytes: Length of each block; int64.
+        addresses: Where each block lies now; int64.
+        lent: Indices of the blocks that are live memory.
+        owners: What keeps the memory of all blocks from being freed.
+        data_bytes: Length of the data.
+        arena: Holds the blocks that are not lent; ``None`` where ``owners`` do. Belongs to this object.
+        take_arena: Called on ``recall`` where there is no arena yet.
+        give_back: Takes the arena at the end.
+        copier: Copies and digests.
+        chunk_bytes: Size of the chunks that are digested.
+    """
+
+    def __init__(
+        self,
+        *,
+        starts: Column,
+        num_bytes: Column,
+        addresses: Column,
+        lent: Column,
+        owners: list[torch.Tensor],
+        data_bytes: int,
+        arena: Arena | None,
+        take_arena: Callable[[int], Arena],
+        give_back: Callable[[Arena], None],
+        copier: HostCopier,
+        chunk_bytes: int,
+    ) -> None:
+        filled = np.flatnonzero(num_bytes)
+        order = filled[np.argsort(starts[filled], kind="stable")]
+        self._starts = starts[order]
+        self._num_bytes = num_bytes[order]
+        self._addresses = addresses[order]
+        to_copy = np.zeros(len(starts), dtype=np.bool_)
+        # Without an arena, everything has to find a place there.
+        to_copy[lent if arena is not None else slice(None)] = True
+        self._to_copy = np.flatnonzero(to_copy[order])
+        self._owners = owners
+        self._data_bytes = data_bytes
+        self._arena = arena
+        self._take_arena = take_arena
+        self._give_back = give_back
+        self._copier = copier
+        self._header = b""
+        self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
+        self._digests: list[int | None] = [None] * self._chunks.num_chunks
+        self._changed = threading.Condition()
+        self._num_borrowers = 0
+        self._is_lent = True
+        self._is_lost = False
+        self._is_closed = False
+
+    def set_header(self, header: bytes) -> None:
+        """Sets what the file begins with; before anybody borrows."""
+        self._header = header
+
+    @contextmanager
+    def borrow(self, start: int, end: int) -> Iterator[list[memoryview]]:
+        """See ``wire.served.LentFile``."""
+        with self._changed:
+            if self._is_lost or self._is_closed:
+                raise SnapshotError("expected a snapshot of memory that can still be read, and it is gone")
+            # Who comes after the recall reads the copy, for which the owner does not wait.
+            is_counted = self._is_lent
+            self._num_borrowers += is_counted
+        try:
+            # Here the bytes come to the processor's cache, from where the kernel takes them next.
+            self._digest_chunks_that_begin_in(start, end)
+            yield self._views(start, end)
+        finally:
+            if is_counted:
+                with self._changed:
+                    self._num_borrowers -= 1
+                    self._changed.notify_all()
+
+    def encoded_digests(self) -> str:
+        """See ``wire.served.LentFile``."""
+        for chunk, known in enumerate(self._digests):
+            if known is None:
+                start, _ = self._chunks.range_of(chunk, chunk + 1)
+                with self.borrow(len(self._header) + start, len(self._header) + start + 1):
+                    pass
+        return encode_digests([digest for digest in self._digests if digest is not None])
+
+    def recall(self) -> None:
+        """Copies what is lent, and returns when nobody reads it any more. May be called again, and after an error.
+
+        If there is no memory for the copy, the snapshot is lost: its readers get an error, and the owner goes on.
+        """
+        with self._changed:
+            is_to_copy = self._is_lent and not self._is_closed
+        if is_to_copy:
+            self._copy()
+        deadline_s = time.monotonic() + _LONGEST_BORROW_S
+        with self._changed:
+            while self._num_borrowers and (left_s := deadline_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            if self._num_borrowers:
+                logger.error("lent memory is still being read after %.0f s", _LONGEST_BORROW_S)
+            self._owners = []
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was recalled, and there was no memory for the copy."""
+        return self._is_lost
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether any of it is live memory still."""
+        return self._is_lent and not self._is_closed
+
+    def close(self) -> None:
+        """Lets go of the memory. Nobody borrows any more."""
+        with self._changed:
+            self._is_closed = True
+            arena, self._arena = self._arena, None
+            self._owners = []
+        if arena is not None:
+            self._give_back(arena)
+
+    def _copy(self) -> None:
+        """Copies what is lent into the arena; from then on that is what is borrowed."""
+        taken: Arena | None = None
+        try:
+            arena = self._arena
+            if arena is None:
+                arena = taken = self._take_arena(self._data_bytes)
+            indices = self._to_copy
+            addresses = self._addresses.copy()
+            addresses[indices] = arena.data.data_ptr() + self._starts[indices]
+            self._copier.copy(HostCopies(addresses[indices], self._addresses[indices], self._num_bytes[indices]))
+        except SnapshotError as error:
+            logger.warning("a snapshot that is being read is lost, because its memory will change: %s", error)
+            with self._changed:
+                self._is_lost, self._is_lent = True, False
+            return
+        except BaseException:
+            if taken is not None:
+                self._give_back(taken)
+            raise
+        with self._changed:
+            is_late = self._is_closed
+            if not is_late:
+                self._arena, self._addresses, self._is_lent = arena, addresses, False
+        if is_late and taken is not None:
+            self._give_back(taken)
+
+    def _digest_chunks_that_begin_in(self, start: int, end: int) -> None:
+        header_bytes, chunk_bytes = len(self._header), self._chunks.chunk_bytes
+        first = max(0, -(-(start - header_bytes) // chunk_bytes))
+        after = min(len(self._digests), -(-(end - header_bytes) // chunk_bytes))
+        for chunk in range(first, after):
+            if self._digests[chunk] is not None:
+                continue
+            begin, stop = self._chunks.range_of(chunk, chunk + 1)
+            hasher = Hasher()
+            for view in self._views(header_bytes + begin, header_bytes + stop):
+                hasher.update(view)
+            self._digests[chunk] = hasher.intdigest()
+
+    def _views(self, start: int, end: int) -> list[memoryview]:
+        header = self._header
+        views = [memoryview(header)[start:end]] if start < len(header) else []
+        start, end = max(0, start - len(header)), end - len(header)
+        addresses, starts, num_bytes = self._addresses, self._starts, self._num_bytes
+        first = int(np.searchsorted(starts, start, side="right")) - 1
+        after = int(np.searchsorted(starts, end, side="left"))
+        for block in range(max(first, 0), after):
+            begin = max(0, start - int(starts[block]))
+            length = min(int(num_bytes[block]), end - int(starts[block])) - begin
+            if length > 0:
+                array = (ctypes.c_ubyte * length).from_address(int(addresses[block]) + begin)
+                views.append(memoryview(array).cast("B"))
+        return views
