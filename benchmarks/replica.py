@@ -25,6 +25,8 @@ from benchmarks.machine import back_free_memory
 
 TIMEOUT: Final = timedelta(seconds=60)
 _NUM_TENSORS: Final = 16
+_ADAPTER_SHARE: Final = 0.01
+"""About as much as low-rank adapters train of a model (Hu et al., LoRA, 2021)."""
 
 
 def say(event: str, **fields: object) -> None:
@@ -49,15 +51,17 @@ class _Loop(Protocol):
 
 
 class _Training:
-    """Equal tensors, trained with AdamW: all of them, or one as an adapter beside the others, which are frozen."""
+    """Equal tensors, trained with AdamW: all of them, or a small adapter of each, and they themselves are frozen."""
 
     def __init__(self, state_bytes: int, *, is_adapter: bool) -> None:
-        num_parts = _NUM_TENSORS + 2 if is_adapter else 3 * _NUM_TENSORS
-        num_items = max(1, state_bytes // (4 * num_parts))
-        self.model = torch.nn.ParameterList([torch.randn(num_items) for _ in range(_NUM_TENSORS)])
-        self.trained = [*self.model][:1] if is_adapter else [*self.model]
-        for parameter in [*self.model][len(self.trained) :]:
-            parameter.requires_grad_(False)
+        # AdamW keeps two numbers for each one that is trained.
+        num_items = state_bytes // 4 // _NUM_TENSORS
+        num_trained = max(1, int(num_items * _ADAPTER_SHARE) if is_adapter else num_items // 3)
+        self.trained = [torch.nn.Parameter(torch.randn(num_trained)) for _ in range(_NUM_TENSORS)]
+        frozen = [torch.randn(num_items - 3 * num_trained) for _ in range(_NUM_TENSORS if is_adapter else 0)]
+        self.model = torch.nn.ParameterList(
+            [*self.trained, *(torch.nn.Parameter(each, requires_grad=False) for each in frozen)]
+        )
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3)
 
     def backward(self) -> None:
@@ -174,7 +178,7 @@ def main() -> None:
     parser.add_argument("kind", choices=sorted(_KINDS))
     parser.add_argument("name")
     parser.add_argument("--state-bytes", type=int, required=True)
-    parser.add_argument("--adapter", action="store_true", help="one tensor is trained, the others are frozen")
+    parser.add_argument("--adapter", action="store_true", help="1 % is trained, the rest is frozen")
     parser.add_argument("--sync", action="store_true")
     parser.add_argument("--num-chunks", type=int, default=0, help="of torchft's transport")
     arguments = parser.parse_args()

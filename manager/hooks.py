@@ -200,7 +200,7 @@ class _Guard:
         if self._before_step is not None:
             self._before_step()
         start_s = time.monotonic()
-        self._per_thread.sections.append(self._lock.acquire_write(self._what))
+        self._per_thread.sections.append(self._lock.acquire_write(self._what, is_optimizer_step=True))
         self._waits_s.append(time.monotonic() - start_s)
 
     def _close_section(self, *_hook_arguments: Any) -> None:

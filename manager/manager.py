@@ -495,7 +495,8 @@ class Manager(StateManager):
             return
         logger.info("%s: serves %s now, %s next", self._name(), role.serves_now, role.serves_next)
         if self._snapshotter is not None:
-            self._snapshotter.request()
+            # They wait for each other: nobody's optimizer steps before the newcomer is healed.
+            self._snapshotter.request(lend=True)
 
     def _check_serving(self, role: UpToDate) -> None:
         """Do not let everybody wait for a snapshot that does not come: the step is repeated instead."""
@@ -564,8 +565,9 @@ class Manager(StateManager):
         for position, source in enumerate(role.sources):
             address = source.addresses[self._joined().group_rank]
             start_s = time.monotonic()
-            # One that is silent must not take the time of the others.
-            share_s = max(0.0, deadline_s - start_s) / (len(role.sources) - position)
+            # One that is too slow must leave time for another, however many there are.
+            is_last = position == len(role.sources) - 1
+            share_s = max(0.0, deadline_s - start_s) / (1 if is_last else 2)
             try:
                 with self._stall_watch.waiting(f"{self._name()}: receiving step {decision.step} from {address}"):
                     self.recover(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -83,6 +84,8 @@ class _SectionContext(AbstractContextManager[Section]):
 
     def __enter__(self) -> Section:
         section = self._section = self._lock._open(self._kind, self._what, self._timeout, self._detached)
+        if self._kind == "write":
+            self._lock._announce_change(section, False)
         return section
 
     def __exit__(
@@ -111,16 +114,20 @@ class StateLock:
     section. All methods may be called from any thread. It can be neither copied nor pickled.
     """
 
-    def __init__(self, *, timeout: timedelta) -> None:
+    def __init__(self, *, timeout: timedelta, before_change: Callable[[bool], None] | None = None) -> None:
         """Make a lock that nobody holds.
 
         Args:
             timeout: Deadline of every wait that names none of its own.
+            before_change: Called on the writing thread whenever a write section has been opened, a nested one
+                included, before the writer goes on; with whether an optimizer's step is all that it is for. If it
+                raises, the section is closed again.
 
         Raises:
             ValueError: The timeout is negative.
         """
         self._timeout_s = _seconds(timeout)
+        self._before_change = before_change
         self._per_thread = _PerThread()
         # At most one entry: the section that `disallow` opened and `allow` will release.
         self._disallowed: dict[Token, Section] = {}
@@ -139,19 +146,22 @@ class StateLock:
 
     # ------------------------------------------------------------------------------------------------ sections
 
-    def acquire_write(self, what: str, timeout: timedelta | None = None) -> Section:
+    def acquire_write(self, what: str, timeout: timedelta | None = None, *, is_optimizer_step: bool = False) -> Section:
         """Open a write section, which no other thread's section overlaps.
 
         Args:
             what: What for; appears in the errors of those who wait for it.
             timeout: Longest wait; the lock's own by default.
+            is_optimizer_step: Passed on to ``before_change``.
 
         Raises:
             LockTimeoutError: Others held the lock until the deadline.
             LockOrderError: This thread holds the lock for reading.
             ValueError: The timeout is negative.
         """
-        return self._open("write", what, timeout, False)
+        section = self._open("write", what, timeout, False)
+        self._announce_change(section, is_optimizer_step)
+        return section
 
     def acquire_read(self, what: str, timeout: timedelta | None = None, *, detached: bool = False) -> Section:
         """Open a read section, which overlaps no other thread's write section.
@@ -197,6 +207,7 @@ class StateLock:
         while not self._disallowed:
             section = self._open_until("write", _DISALLOW, timeout_s, deadline_s, detached=False, is_disallowing=True)
             if section is not None and section._token is not None:
+                self._announce_change(section, False)
                 self._disallowed[section._token] = section
                 return
 
@@ -249,6 +260,16 @@ class StateLock:
                 ended = self._disallowed.pop(token, None)
                 self._holds.close(token)
                 del ended
+
+    def _announce_change(self, section: Section, is_optimizer_step: bool) -> None:
+        if self._before_change is None:
+            return
+        try:
+            self._before_change(is_optimizer_step)
+        except BaseException:
+            if section.is_open:
+                section.release()
+            raise
 
     def _open(self, kind: Kind, what: str, timeout: timedelta | None, detached: bool) -> Section:
         timeout_s = self._timeout_s if timeout is None else _seconds(timeout)

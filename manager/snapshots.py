@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 
 # Not the builtin one before Python 3.11.
@@ -18,7 +18,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -40,6 +40,10 @@ _MAX_HELD_BYTES: Final = 16 << 20
 
 _BOUNDARY_PATIENCE: Final = timedelta(milliseconds=100)
 """How long a step boundary waits for another thread's write section before it leaves a request to the next one."""
+
+
+_Memory: TypeAlias = tuple[torch.device, int, int]
+"""Where a tensor lies: device, address, length in bytes."""
 
 
 class SnapshotInProgress(Protocol):
@@ -64,15 +68,26 @@ class SnapshotSink(Protocol):
         """Copies what is not deferrable."""
 
     def begin_held(self, held: HeldState) -> SnapshotInProgress:
-        """Begins the snapshot of a held state."""
+        """Begins the snapshot of a held state, by a copy of it."""
+
+    def lend_held(self, held: HeldState) -> SnapshotInProgress:
+        """Begins the snapshot of a held state, served from where it lies."""
+
+    def recall(self, *, is_optimizer_step: bool) -> None:
+        """Copies what is served from where it lies, before that changes."""
 
     def prepare(self, state: object) -> None:
         """Makes memory for snapshots of a state of this size ready, in the background."""
 
     def begin_snapshot(
-        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool] | None = None
+        self,
+        step: int,
+        state: object,
+        *,
+        deferrable: Callable[[torch.Tensor], bool] | None = None,
+        lendable: Callable[[torch.Tensor], bool] | None = None,
     ) -> SnapshotInProgress:
-        """Copies what is not deferrable."""
+        """Copies what is neither deferrable nor lendable."""
 
     def newest_sequence(self) -> int:
         """How many snapshots were published."""
@@ -149,6 +164,7 @@ class Snapshotter:
         self._is_prepared = not prepare_memory
         self._published_epoch = -1
         self._wanted_after = -1
+        self._is_to_lend = False
         self._run: _Run | None = None
         self._held: _Held | None = None
         self._is_closed = False
@@ -156,13 +172,18 @@ class Snapshotter:
         self._last_failure = ""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-snapshot")
 
-    def request(self) -> int:
+    def request(self, *, lend: bool = False) -> int:
         """Ask for a snapshot that shows the present committed step or a later one; returns at once.
+
+        Args:
+            lend: Nothing will change the state before the snapshot has been read, as a rule: better serve it from
+                where it lies than copy it.
 
         Returns:
             The number of snapshots published so far that are too old; any later one will do.
         """
         with self._mutex:
+            self._is_to_lend = self._is_to_lend or lend
             if self._published_epoch == self._epoch and self._sink.newest_step() == self._step:
                 return 0
             run = self._run
@@ -205,11 +226,18 @@ class Snapshotter:
             if num_published > self._wanted_after:
                 self._wanted_after = -1
             is_wanted = self._wanted_after >= 0
+            if not is_wanted:
+                self._is_to_lend = False
             if not (is_wanted or hold):
                 return False
+            is_to_lend = self._is_to_lend
             run = self._run = _Run(step, self._epoch, num_published)
         if not is_wanted:
             return self._hold(run, optimizers)
+        if is_to_lend and self._hold(run, optimizers) and self.settle():
+            return True
+        with self._mutex:
+            run = self._run = _Run(step, self._epoch, num_published)
         try:
             self._begin(run, optimizers, _BOUNDARY_PATIENCE)
         except Exception as error:
@@ -249,6 +277,7 @@ class Snapshotter:
             if held is None:
                 return False
             is_wanted = self._wanted_after >= held.run.num_before and not self._is_closed
+            is_to_lend = self._is_to_lend and held.state.is_lendable
             if not is_wanted:
                 self._run = None
         if not is_wanted:
@@ -256,9 +285,16 @@ class Snapshotter:
             held.run.future.set_result(None)
             return False
         try:
-            unfinished = [self._sink.begin_held(held.state)]
+            section: Section | None = held.section
+            if is_to_lend:
+                unfinished = [self._sink.lend_held(held.state)]
+                # From here on a writer calls back what is lent.
+                held.section.release()
+                section = None
+            else:
+                unfinished = [self._sink.begin_held(held.state)]
             try:
-                self._pool.submit(self._complete, held.run, unfinished, held.section)
+                self._pool.submit(self._complete, held.run, unfinished, section)
             except BaseException:
                 with suppress(IndexError):
                     unfinished.pop().abandon()
@@ -282,8 +318,10 @@ class Snapshotter:
             if not self._lock.write_owned():
                 section = self._lock.acquire_read(f"state of step {run.step}", _BOUNDARY_PATIENCE, detached=True)
                 live = self._state()
-                guarded = _guarded_by(optimizers, self._stable_part(live), at_least_bytes=0)
-                state = self._sink.hold_state(run.step, live, deferrable=guarded, max_bytes=_MAX_HELD_BYTES)
+                guarded = _memory_of_optimizers(optimizers) | _memory_of(self._stable_part(live))
+                state = self._sink.hold_state(
+                    run.step, live, deferrable=_belongs_to(guarded, at_least_bytes=0), max_bytes=_MAX_HELD_BYTES
+                )
         except Exception as error:
             logger.debug("step %d: the state could not be held: %s", run.step, error)
         finally:
@@ -358,8 +396,12 @@ class Snapshotter:
             if not self._lock.write_owned():
                 section = self._lock.acquire_read(f"snapshot of step {run.step}", timeout, detached=True)
             state = self._state()
-            deferrable = _guarded_by(optimizers, self._stable_part(state)) if section is not None else None
-            unfinished = [self._sink.begin_snapshot(run.step, state, deferrable=deferrable)]
+            deferrable = lendable = None
+            if section is not None:
+                stepped = _memory_of_optimizers(optimizers)
+                deferrable = _belongs_to(stepped)
+                lendable = _belongs_to(_memory_of(self._stable_part(state)) - stepped)
+            unfinished = [self._sink.begin_snapshot(run.step, state, deferrable=deferrable, lendable=lendable)]
             try:
                 self._pool.submit(self._complete, run, unfinished, section)
             except BaseException:
@@ -400,25 +442,31 @@ class Snapshotter:
             run.future.set_result(None)
 
 
-def _guarded_by(
-    optimizers: Iterable[Optimizer], stable: Iterable[object], at_least_bytes: int = MIN_DEFERRED_BYTES
-) -> Callable[[torch.Tensor], bool]:
-    """Says of a tensor whether it is large and belongs to one of the optimizers or to a stable part.
+def _belongs_to(guarded: Set[_Memory], at_least_bytes: int = MIN_DEFERRED_BYTES) -> Callable[[torch.Tensor], bool]:
+    """Says of a tensor whether it is large and its memory is among ``guarded``.
 
-    It has to be the very memory of theirs: what merely shares a storage with it may be changed by others.
+    It has to be the very memory: what merely shares a storage with it may be changed by others.
     """
-    guarded: set[tuple[torch.device, int, int]] = set()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            guarded.update(filter(None, map(_memory, group["params"])))
-        for values in optimizer.state.values():
-            guarded.update(filter(None, map(_memory, _tensors_of(values))))
-    guarded.update(filter(None, map(_memory, _tensors_of(list(stable)))))
 
-    def deferrable(tensor: torch.Tensor) -> bool:
+    def belongs(tensor: torch.Tensor) -> bool:
         return tensor.nbytes >= at_least_bytes and _memory(tensor) in guarded
 
-    return deferrable
+    return belongs
+
+
+def _memory_of_optimizers(optimizers: Iterable[Optimizer]) -> set[_Memory]:
+    """Their parameters and states."""
+    found: set[_Memory] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found.update(filter(None, map(_memory, group["params"])))
+        for values in optimizer.state.values():
+            found.update(filter(None, map(_memory, _tensors_of(values))))
+    return found
+
+
+def _memory_of(parts: Iterable[object]) -> set[_Memory]:
+    return set(filter(None, map(_memory, _tensors_of(list(parts)))))
 
 
 def _tensors_of(values: object) -> Iterator[torch.Tensor]:
@@ -432,7 +480,7 @@ def _tensors_of(values: object) -> Iterator[torch.Tensor]:
             yield from _tensors_of(value)
 
 
-def _memory(tensor: torch.Tensor) -> tuple[torch.device, int, int] | None:
+def _memory(tensor: torch.Tensor) -> _Memory | None:
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     try:
         return local.device, local.data_ptr(), local.nbytes

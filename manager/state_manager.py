@@ -90,7 +90,7 @@ class StateManager:
             TransportError: The transport belongs to another manager.
         """
         self._timeout = timeout
-        self._lock = StateLock(timeout=timeout)
+        self._lock = StateLock(timeout=timeout, before_change=self._recall_lent)
         self._registry = StateRegistry()
         self._attachments: list[OptimizerAttachment] = []
         self._transport = checkpoint_transport
@@ -173,8 +173,9 @@ class StateManager:
             state_dict: Returns the part, live tensors as they are. Called afresh for every snapshot.
             scope: ``replicated`` state is equal on every replica and is served to others; ``local`` state is not.
             on_training_thread: The functions may only be called on the training thread.
-            is_stable: Its tensors change only inside `writing` sections: frozen weights, or copies that are kept
-                between rare synchronisations. They are then cloned in the background, as an attached optimizer's are.
+            is_stable: Its tensors change only inside `writing` sections and steps of attached optimizers: frozen
+                weights, or copies that are kept between rare synchronisations. What no attached optimizer changes is
+                then served from where it lies, and copied only if a `writing` section comes while it is being read.
 
         Raises:
             RegistryError: The key is taken.
@@ -235,6 +236,8 @@ class StateManager:
             on_step_end=self._note_change,
             on_step_failed=self._note_failed_step,
         )
+        # What is lent as something that no optimizer's step changes, may be theirs.
+        self._recall_lent(False)
         self._attachments = [*(earlier for earlier in self._attachments if earlier.optimizers), attachment]
         return attachment
 
@@ -395,6 +398,8 @@ class StateManager:
                     unreachable_timeout=unreachable_timeout,
                     into=into,
                     check=lambda incoming: self._check_incoming(incoming, into, step),
+                    # Comparing it afterwards reads every byte, too.
+                    verify=False if verify else None,
                 )
             except RegistryError:
                 self._torn = earlier
@@ -496,6 +501,11 @@ class StateManager:
         """Of what `replica_state` returned, what changes only inside write sections."""
         assert isinstance(state, Mapping), "it is our own"
         return [state[USER_KEY][entry.key] for entry in self._registry.entries("replicated") if entry.is_stable]
+
+    def _recall_lent(self, is_optimizer_step: bool) -> None:
+        """Whoever reads the state from where it lies, gets a copy of it before it changes."""
+        if self._transport is not None:
+            self._transport.recall(is_optimizer_step=is_optimizer_step)
 
     def _require_training_thread(self) -> None:
         if self._training_thread in (None, threading.get_ident()):

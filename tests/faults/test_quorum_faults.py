@@ -155,7 +155,7 @@ def test_replicas_go_on_when_the_lighthouse_was_killed_and_started_again(
 def test_a_replica_that_is_killed_during_a_transfer(new_fleet: Callable[..., ReplicaFleet], whom: str) -> None:
     fleet = new_fleet("--width", "1024", names=("a", "b"))
     before = fleet.newest_step()
-    fleet.start("c", "--receive-bytes-per-s", "20e6")
+    fleet.start("c", "--receive-bytes-per-s", "40e6")
     fleet.wait_for("the transfer to begin", lambda: any(event.event == "receiving" for event in fleet.events), LONG_S)
     receiving = next(event for event in fleet.events if event.event == "receiving")
     victim = "c"

@@ -71,7 +71,12 @@ class StandInTransport:
         self.on_prepare(state)
 
     def begin_snapshot(
-        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool] | None = None
+        self,
+        step: int,
+        state: object,
+        *,
+        deferrable: Callable[[torch.Tensor], bool] | None = None,
+        lendable: Callable[[torch.Tensor], bool] | None = None,
     ) -> _StandInSnapshot:
         self.before_begin()
         tensors = flat(state)

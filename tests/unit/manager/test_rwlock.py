@@ -402,3 +402,41 @@ def test_errors_survive_pickling(error: ManagerError) -> None:
 def test_torn_state_error_says_which_step_and_why() -> None:
     assert "step 7" in str(StateTornError(step=7, reason="the source died"))
     assert str(StateTornError(step=7, reason="the source died")).endswith("the source died")
+
+
+def test_who_opens_a_write_section_is_announced_before_he_changes_anything() -> None:
+    announced: list[tuple[bool, int]] = []
+    lock = StateLock(
+        timeout=timedelta(seconds=_LONG_S),
+        before_change=lambda is_step: announced.append((is_step, lock.write_depth())),
+    )
+    with lock.write("outer"), lock.write("inner"):
+        pass
+    lock.acquire_write("step", is_optimizer_step=True).release()
+    lock.disallow()
+    lock.disallow()
+    lock.allow()
+    with lock.read("reading"):
+        pass
+    assert announced == [(False, 1), (False, 2), (True, 1), (False, 1)]
+
+
+@pytest.mark.parametrize(
+    "open_section",
+    [
+        lambda lock: lock.write("change").__enter__(),
+        lambda lock: lock.acquire_write("change"),
+        lambda lock: lock.disallow(),
+    ],
+    ids=["with", "acquire", "disallow"],
+)
+def test_a_writer_whose_announcement_fails_holds_nothing(open_section: Callable[[StateLock], object]) -> None:
+    def fail(_is_step: bool) -> None:
+        raise MemoryError
+
+    lock = StateLock(timeout=timedelta(seconds=_LONG_S), before_change=fail)
+    with pytest.raises(MemoryError):
+        open_section(lock)
+    assert not lock.holders()
+    assert lock.is_read_allowed
+    assert _can_read(lock)

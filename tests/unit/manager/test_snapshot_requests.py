@@ -32,7 +32,12 @@ class StandInTransport:
     def prepare(self, state: object) -> None: ...
 
     def begin_snapshot(
-        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool] | None = None
+        self,
+        step: int,
+        state: object,
+        *,
+        deferrable: Callable[[torch.Tensor], bool] | None = None,
+        lendable: Callable[[torch.Tensor], bool] | None = None,
     ) -> StandInTransport:
         if self.begin_error is not None:
             raise self.begin_error

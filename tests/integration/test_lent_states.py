@@ -1,0 +1,178 @@
+"""A state is served from where it lies, and copied only if it is about to change while somebody reads it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from state_equality import exact
+
+from ft_transport import FetchProgress, HTTPTransport, Received
+from manager import StateManager
+
+LONG_S = 20.0
+LONG = timedelta(seconds=LONG_S)
+LARGE = 20_000_000
+"""More bytes than the sockets between two processes hold."""
+
+
+class Fetch:
+    """A fetch that stops after its first chunk until it is told to go on."""
+
+    def __init__(self, new_transport: Callable[..., HTTPTransport[Any]], address: str) -> None:
+        self.has_begun = threading.Event()
+        self.may_go_on = threading.Event()
+        self._receiver = new_transport(on_progress=self._wait)
+        self._address = address
+        self._received: list[Received[Any]] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def result(self) -> Received[Any]:
+        self.may_go_on.set()
+        self._thread.join(LONG_S)
+        return self._received[0]
+
+    def _run(self) -> None:
+        self._received.append(self._receiver.fetch(self._address, 1, timeout=LONG))
+
+    def _wait(self, _progress: FetchProgress) -> None:
+        self.has_begun.set()
+        assert self.may_go_on.wait(LONG_S)
+
+
+class Training:
+    """A frozen part, which is stable, and a small one that is trained."""
+
+    def __init__(self, transport: HTTPTransport[Any]) -> None:
+        self.transport = transport
+        self.frozen = torch.randn(LARGE // 4)
+        self.model = torch.nn.Linear(4, LARGE // 16, bias=False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.manager = StateManager(checkpoint_transport=transport, prepare_memory=False)
+        self.manager.register_state_dict_fn("frozen", lambda state: None, lambda: {"w": self.frozen}, is_stable=True)
+        self.manager.register("model", self.model)
+        self.manager.attach(self.optimizer)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(2, 4)).square().mean().backward()
+        self.optimizer.step()
+
+    def num_arenas(self) -> int:
+        """How many of them hold a copy."""
+        return self.transport._taker._pool._num_taken
+
+    def lend_boundary(self, step: int) -> dict[str, Any]:
+        """What a quorum does that has a newcomer in it."""
+        snapshotter = self.manager._snapshotter
+        assert snapshotter is not None
+        assert self.manager.start_step(step, hold=True)
+        state = exact(self.manager.replica_state())
+        snapshotter.request(lend=True)
+        assert snapshotter.settle()
+        assert not self.manager._lock.holders(), "nobody waits for the lock"
+        return state
+
+
+@pytest.fixture
+def training(new_transport: Callable[..., HTTPTransport[Any]]) -> Iterator[Training]:
+    made = Training(new_transport())
+    yield made
+    made.manager.shutdown()
+
+
+@pytest.fixture
+def fetch(training: Training, new_transport: Callable[..., HTTPTransport[Any]]) -> Callable[[], Fetch]:
+    return lambda: Fetch(new_transport, training.transport.metadata())
+
+
+def test_a_state_that_is_read_before_it_changes_is_never_copied(training: Training, fetch: Callable[[], Fetch]) -> None:
+    expected = training.lend_boundary(1)
+    assert exact(fetch().result().state) == expected
+    assert training.num_arenas() == 0
+    training.step()
+    assert training.num_arenas() == 0
+
+
+def test_a_step_while_it_is_being_read_does_not_show(training: Training, fetch: Callable[[], Fetch]) -> None:
+    expected = training.lend_boundary(1)
+    reading = fetch()
+    assert reading.has_begun.wait(LONG_S)
+    training.step()
+    training.frozen.neg_()
+    assert training.num_arenas() == 1
+    assert exact(reading.result().state) == expected
+
+
+def test_a_snapshot_that_nobody_has_read_yet_outlives_the_step(training: Training, fetch: Callable[[], Fetch]) -> None:
+    expected = training.lend_boundary(1)
+    training.step()
+    assert exact(fetch().result().state) == expected
+
+
+def test_steps_do_not_touch_what_is_stable_and_writing_sections_copy_it(
+    training: Training, fetch: Callable[[], Fetch]
+) -> None:
+    training.manager.snapshot(1).result(LONG_S)
+    expected = exact(training.manager.replica_state())
+    reading = fetch()
+    assert reading.has_begun.wait(LONG_S)
+    for _ in range(3):
+        training.step()
+    memory = training.transport._loans[0].memory
+    assert memory.is_lent, "no optimizer's step changes it"
+    with training.manager.writing("an outer step"):
+        training.frozen.neg_()
+    assert not memory.is_lent
+    assert exact(reading.result().state) == expected
+
+
+def test_who_attaches_an_optimizer_to_what_is_lent_gets_it_back_first(
+    training: Training, fetch: Callable[[], Fetch]
+) -> None:
+    expected = training.lend_boundary(1)
+    reading = fetch()
+    assert reading.has_begun.wait(LONG_S)
+    parameter = torch.nn.Parameter(training.frozen)
+    training.manager.attach(torch.optim.SGD([parameter], lr=1.0))
+    assert not training.transport._loans
+    assert exact(reading.result().state) == expected
+
+
+def test_a_state_without_a_byte_can_be_lent(new_transport: Callable[..., HTTPTransport[Any]]) -> None:
+    transport, receiver = new_transport(), new_transport()
+    manager = StateManager(checkpoint_transport=transport, prepare_memory=False)
+    manager.register_state_dict_fn("numbers", lambda state: None, lambda: {"a": 1})
+    assert manager._snapshotter is not None
+    try:
+        assert manager.start_step(1, hold=True)
+        manager._snapshotter.request(lend=True)
+        assert manager._snapshotter.settle()
+        assert receiver.fetch(transport.metadata(), 1, timeout=LONG).state["user"] == {"numbers": {"a": 1}}
+    finally:
+        manager.shutdown()
+
+
+def test_bytes_that_were_damaged_before_their_digests_came_are_fetched_again(
+    training: Training, new_transport: Callable[..., HTTPTransport[Any]]
+) -> None:
+    expected = training.lend_boundary(1)
+    into = {
+        "user": {"frozen": {"w": torch.zeros(LARGE // 4)}, "model": {"weight": torch.zeros(LARGE // 16, 4)}},
+    }
+    damaged = into["user"]["frozen"]["w"]
+
+    def damage(progress: FetchProgress) -> None:
+        if progress.done_bytes == progress.total_bytes:
+            damaged[:: LARGE // 40] = 7.0
+
+    receiver = new_transport(on_progress=damage)
+    received = receiver.fetch(training.transport.metadata(), 1, timeout=LONG, into=into)
+    assert received.state["user"]["frozen"]["w"].data_ptr() == damaged.data_ptr()
+    assert exact(received.state) == expected
+    assert received.differences(training.manager.replica_state()) == ()
