@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 _OPEN_FILES: Final = Path("/proc/self/fd")
+_ESTABLISHED: Final = 1
+"""``tcpi_state`` (``TCP_ESTABLISHED`` in ``linux/tcp_states.h``), the first byte of ``struct tcp_info``."""
 _LENGTH: Final = struct.Struct("<Q")
 _IPV4_END: Final = 8
 _IPV6_START: Final = 8
@@ -42,6 +44,7 @@ class GlooSockets:
 
     def __init__(self, own: bytes, others: Sequence[bytes]) -> None:
         self._sockets: list[tuple[int, int]] = []
+        self._is_shut_down = False
         try:
             listening = _endpoint_in(own)
             peers = {_endpoint_in(other) for other in others}
@@ -57,14 +60,29 @@ class GlooSockets:
         """How many were found."""
         return len(self._sockets)
 
+    def have_ended(self) -> bool:
+        """Whether a connection has been closed by anybody. Thread-safe."""
+        return self._is_shut_down or any(not _is_established(*each) for each in self._sockets)
+
     def shut_down(self) -> None:
         """End the connections: what waits for them fails at once, here and at the other end."""
         found, self._sockets = self._sockets, []
+        self._is_shut_down = bool(found)
         for descriptor, inode in found:
             # gloo may have closed it, and somebody else may have got its number.
             if _inode_of(descriptor) == inode:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
                     duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def _is_established(descriptor: int, inode: int) -> bool:
+    if _inode_of(descriptor) != inode:
+        return False
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            return duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
+    except OSError:
+        return False
 
 
 def _endpoint_in(encoded: bytes) -> Endpoint:

@@ -7,6 +7,7 @@ torchft (``torchft.process_group.ProcessGroup``) has them too, so its NCCL group
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
@@ -17,6 +18,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 
 from manager.gloo_sockets import GlooSockets
 
+_LOOK_AFTER_S: Final = 1.0
+"""How long gloo is trusted to notice the end of a connection by itself."""
 _GLOO_CONTEXT: Final = 0
 """What precedes the ranks in the keys of a process group's first (and only) gloo context."""
 
@@ -121,10 +124,11 @@ class GlooProcessGroup:
         """
         if self._world_size == 1:
             return _Done(tensors)
-        group = self._group
-        if group is None:
+        with self._mutex:
+            group, sockets = self._group, self._sockets
+        if group is None or sockets is None:
             raise RuntimeError("expected a process group, and it has been aborted")
-        return group.allreduce(tensors, opts)
+        return WatchedWork(group.allreduce(tensors, opts), sockets, self._timeout)
 
     def abort(self) -> None:
         """Close the connections to the other members: their collectives fail, and so do this one's."""
@@ -133,8 +137,9 @@ class GlooProcessGroup:
             self._group = self._sockets = None
         if sockets is not None:
             sockets.shut_down()
-        # Only now: its destructor waits for the collectives that run.
-        del group
+        if group is not None:
+            _let_go([group])
+            del group
 
     def errored(self) -> Exception | None:
         """Return ``None``: gloo tells of its errors where a collective is waited for."""
@@ -143,6 +148,61 @@ class GlooProcessGroup:
     def shutdown(self) -> None:
         """As `abort`."""
         self.abort()
+
+
+class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
+    """A collective of gloo that is not waited for when a connection under it has ended.
+
+    gloo at times misses the end of a connection; whoever waits for the other end would then wait for all of the group's
+    timeout.
+
+    Args:
+        work: gloo's.
+        sockets: The connections of its process group.
+        timeout: The longest wait.
+    """
+
+    def __init__(self, work: Any, sockets: GlooSockets, timeout: timedelta) -> None:
+        super().__init__()
+        self._work = work
+        self._sockets = sockets
+        self._timeout = timeout
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until it is done.
+
+        Raises:
+            RuntimeError: It failed, or was not done in time.
+            ConnectionError: A connection has ended, and gloo has not noticed.
+        """
+        deadline_s = time.monotonic() + (timeout if timeout is not None else self._timeout).total_seconds()
+        had_ended = False
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                return bool(self._work.wait(timedelta(seconds=max(0.001, min(_LOOK_AFTER_S, left_s)))))
+            except RuntimeError:
+                # It tells of its own failure; what it has no failure for, is a wait that was too short.
+                if self._work.is_completed():
+                    return bool(self._work.wait())
+                if left_s > _LOOK_AFTER_S and not had_ended:
+                    # It has one more turn to notice.
+                    had_ended = self._sockets.have_ended()
+                    continue
+                _let_go([self._work])
+                self._work = None
+                if not had_ended:
+                    raise
+                raise ConnectionError("expected the collective to end: a member has closed its connection") from None
+
+    def is_completed(self) -> bool:
+        """Whether it is done."""
+        return self._work is None or bool(self._work.is_completed())
+
+
+def _let_go(held: list[Any]) -> None:
+    """Drop what is in the list on a thread of its own: the destructors of gloo wait for collectives that run."""
+    threading.Thread(target=held.clear, name="ft-transport-gloo-end", daemon=True).start()
 
 
 class _Done(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it

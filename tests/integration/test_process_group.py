@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ from quorum_threads import run_replicas
 from torch.distributed import AllreduceOptions, TCPStore
 
 from manager.gloo_sockets import GlooSockets
-from manager.process_group import GlooProcessGroup, ManagedWork
+from manager.process_group import GlooProcessGroup, ManagedWork, WatchedWork
 
 LONG = timedelta(seconds=60)
 AT_ONCE_S = 20.0
@@ -87,6 +89,65 @@ def test_a_collective_of_ones_own_is_given_up_too(met: Callable[[int], list[Gloo
     assert outcome
     with pytest.raises(RuntimeError, match="has been aborted"):
         reduce(first)
+
+
+def test_a_member_may_come_late(met: Callable[[int], list[GlooProcessGroup]]) -> None:
+    first, second = met(2)
+    work = reduce(first)
+    outcome: list[bool] = []
+    waiting = threading.Thread(target=lambda: outcome.append(work.wait()))
+    waiting.start()
+    # Longer than gloo is trusted to notice an end by itself.
+    waiting.join(1.5)
+    assert not outcome
+    reduce(second).wait()
+    waiting.join(AT_ONCE_S)
+    assert outcome == [True]
+
+
+class NeverDone:
+    """Stands in for a work of gloo that has missed the end of its connection (``Work::wait`` in torch's Work.cpp)."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def connected() -> Iterator[tuple[GlooSockets, socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        own = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    sockets = GlooSockets(b"", [])
+    sockets._sockets.append((own.fileno(), os.fstat(own.fileno()).st_ino))
+    with own, other:
+        yield sockets, own, other
+
+
+@pytest.mark.parametrize("end", ["other", "own", "shut down"])
+def test_an_end_that_gloo_misses_is_noticed(
+    connected: tuple[GlooSockets, socket.socket, socket.socket], end: str
+) -> None:
+    sockets, own, other = connected
+    assert not sockets.have_ended()
+    if end == "shut down":
+        sockets.shut_down()
+    else:
+        (own if end == "own" else other).close()
+    started_s = time.monotonic()
+    with pytest.raises(ConnectionError, match="has closed its connection"):
+        WatchedWork(NeverDone(), sockets, LONG).wait()
+    assert time.monotonic() - started_s < AT_ONCE_S
+
+
+def test_a_member_that_is_silent_is_waited_for_until_the_timeout(
+    connected: tuple[GlooSockets, socket.socket, socket.socket],
+) -> None:
+    with pytest.raises(RuntimeError, match="timed out"):
+        WatchedWork(NeverDone(), connected[0], timedelta(seconds=1.2)).wait()
 
 
 def test_every_connection_of_a_group_is_found_and_no_other(met: Callable[[int], list[GlooProcessGroup]]) -> None:
