@@ -18,6 +18,7 @@ from manager.errors import (
 )
 from manager.hooks import OptimizerAttachment
 from manager.lighthouse import embedded_lighthouse
+from manager.local_sgd import guard_local_sgd
 from manager.manager import Manager
 from manager.process_group import GlooProcessGroup, ManagedWork, ReplicaProcessGroup
 from manager.quorum import WorldSizeMode
@@ -49,4 +50,5 @@ __all__ = [
     "WorldSizeMode",
     "embedded_lighthouse",
     "guard_diloco",
+    "guard_local_sgd",
 ]

@@ -4,73 +4,26 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
 from typing_extensions import Unpack
 
-from ft_transport import HTTPTransport, TransportError
+from ft_transport import HTTPTransport
 from manager.config import ManagerConfig, TorchftKeywords
-from manager.errors import (
-    CommitFailedError,
-    ConfigError,
-    HealFailedError,
-    ManagerError,
-    QuorumError,
-    StateTornError,
-)
+from manager.errors import CommitFailedError, ConfigError, StateTornError
 from manager.membership import Membership
 from manager.process_group import ManagedWork, ReplicaProcessGroup, wait_all
-from manager.quorum import NO_WHOLE_STATE, Decision, Heals, Rules, StandsBy, UpToDate, commit_refusals, next_lineage
-from manager.stall_watch import StallWatch
-from manager.state_manager import StateManager
+from manager.quorum import Decision, Rules, commit_refusals, next_lineage
+from manager.quorum_participant import QuorumParticipant, Request, Round, said
 
 logger = logging.getLogger(__name__)
 
-_STALL_SHARE: Final = 0.5
-_MAX_STAND_BYS: Final = 10
 
-
-@dataclass(slots=True)
-class _Round:
-    """One attempt at a step, from `Manager.start_quorum` to `Manager.should_commit`.
-
-    Attributes:
-        num_lapses: How often the replica had been silent for too long when it began.
-        decision: What the quorum decided; ``None`` until then.
-        quorum: Done when it has and the process group is set up.
-        error: The first thing that went wrong.
-        works: The collectives begun.
-        has_works: Whether any was.
-        is_over: Whether `Manager.should_commit` has been called.
-    """
-
-    num_lapses: int
-    decision: Decision | None = None
-    quorum: Future[None] = field(default_factory=Future)
-    error: Exception | None = None
-    works: list[ManagedWork] = field(default_factory=list)
-    has_works: bool = False
-    is_over: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """What `Manager.start_quorum` was called with."""
-
-    rules: Rules
-    timeout: timedelta
-    shrink_only: bool
-    may_heal: bool
-
-
-class Manager(StateManager):
+class Manager(QuorumParticipant):
     """Keeps a replica and its peers at the same state, whoever of them dies.
 
     Without a quorum it is a `StateManager`. With one, the training loop is that of torchft::
@@ -135,25 +88,15 @@ class Manager(StateManager):
             if checkpoint_transport is None:
                 checkpoint_transport = HTTPTransport(config.timeout)
         super().__init__(
+            config,
             load_state_dict,
             state_dict,
+            process_group=pg,
             checkpoint_transport=checkpoint_transport,
-            timeout=config.timeout,
             prepare_memory=prepare_memory,
         )
-        self._config = config
-        self._process_group = pg
         # torchft's DiLoCo reads it under this name.
         self._use_async_quorum = config.use_async_quorum
-        self._membership: Membership | None = None
-        self._executor: ThreadPoolExecutor | None = None
-        self._stall_watch = StallWatch(config.timeout.total_seconds() * _STALL_SHARE)
-        self._round: _Round | None = None
-        self._error_mutex = threading.Lock()
-        self._is_settled = False
-        self._announced_to: frozenset[str] = frozenset()
-        self._heal_reasons: list[str] = []
-        self._num_failed_heals = 0
         self._num_refused_commits = 0
         self._num_steps_since_commit = 0
         if wants_quorum:
@@ -193,13 +136,13 @@ class Manager(StateManager):
             world_size_mode=self._config.world_size_mode,
             init_sync=self._config.init_sync,
         )
-        request = _Request(
+        request = Request(
             rules=rules,
             timeout=timeout if timeout is not None else self._config.quorum_timeout,
             shrink_only=shrink_only,
             may_heal=allow_heal,
         )
-        self._round = current = _Round(membership.num_lapses())
+        self._round = current = Round(membership.num_lapses())
         try:
             if self._is_settled and self._use_async_quorum and self._torn is None:
                 # The quorum tells only later who needs a snapshot of this boundary.
@@ -294,7 +237,7 @@ class Manager(StateManager):
         refusals = commit_refusals(
             num_participants=self.num_participants(),
             min_replica_size=self._config.min_replica_size,
-            errors=[_say(current.error)] if current.error is not None else [],
+            errors=[said(current.error)] if current.error is not None else [],
             has_lapsed=membership.num_lapses() != current.num_lapses,
         )
         with self._stall_watch.waiting(f"{self._name()}: waiting for the other ranks of this replica to agree"):
@@ -309,6 +252,8 @@ class Manager(StateManager):
         if refusals:
             self._refuse_commit(membership, refusals)
             return False
+        # From here on the caller may change what a newcomer has been lent, also where he takes no lock for it.
+        self._before_change(True)
         decision = current.decision
         assert decision is not None, "a replica without a decision has an error"
         self._lineage = next_lineage(self._lineage, decision.group, self._step + 1)
@@ -321,24 +266,6 @@ class Manager(StateManager):
             "%s: committed with %d participants, lineage %s", self._name(), decision.num_participants, self._lineage
         )
         return True
-
-    def report_error(self, e: Exception) -> None:
-        """Report what spoils this step: it will not be committed. As in torchft; from any thread.
-
-        The process group is ended, so that the other replicas need not wait for this one.
-        """
-        current = self._round
-        with self._error_mutex:
-            if current is None or current.error is not None:
-                return
-            current.error = e
-        logger.warning("%s: this step will not be committed: %s", self._name(), _say(e))
-        if self._membership is not None:
-            self._membership.break_up()
-
-    def errored(self) -> Exception | None:
-        """Return the first thing that went wrong in this step. As in torchft."""
-        return self._round.error if self._round is not None else None
 
     # --------------------------------------------------------------------------------------------- what is known
 
@@ -368,234 +295,6 @@ class Manager(StateManager):
         """
         return self._joined().replica_id
 
-    def shutdown(self, wait: bool = True) -> None:
-        """Leave the job, end the threads and the transport. May be called twice.
-
-        Args:
-            wait: Whether to return only when the server has ended.
-        """
-        if self._membership is not None:
-            self._membership.close()
-        if self._executor is not None:
-            self._executor.shutdown(wait=wait)
-        self._stall_watch.close()
-        super().shutdown(wait)
-
-    # --------------------------------------------------------------------------------------------------- joining
-
-    def _joined(self) -> Membership:
-        if self._membership is None:
-            self._config = self._config.with_environment()
-            if self._transport is None:
-                raise ManagerError(
-                    "expected a checkpoint_transport to heal with, or settings for a quorum; got neither"
-                )
-            self._join(self._config)
-        assert self._membership is not None, "it has just been made"
-        return self._membership
-
-    def _join(self, config: ManagerConfig) -> None:
-        assert self._transport is not None, "a quorum needs a transport"
-        self._transport.check_address(config.connect_timeout)
-        self._membership = Membership(config, address=self.metadata(), process_group=self._process_group)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-quorum")
-
-    # ------------------------------------------------------------------------------------------------ the quorum
-
-    def _form_quorum_in_background(self, current: _Round, request: _Request, can_serve: bool) -> None:
-        """On the quorum thread, while ``forward`` runs."""
-        try:
-            try:
-                decision = self._ask(request, can_serve=can_serve, is_waiting=False)
-                if isinstance(decision.role, UpToDate):
-                    self._request_snapshot(decision.role)
-            finally:
-                if self._snapshotter is not None:
-                    self._snapshotter.settle()
-            current.decision = decision
-            if isinstance(decision.role, UpToDate):
-                self._check_serving(decision.role)
-                self._set_up(decision)
-            else:
-                self.report_error(QuorumError(f"this replica is behind step {decision.step}, and heals next"))
-        except BaseException as error:
-            current.quorum.set_exception(error)
-        else:
-            current.quorum.set_result(None)
-
-    def _form_quorum_and_heal(self, current: _Round, request: _Request) -> None:
-        """On the training thread, before ``forward``. Returns when this replica is up to date, or cannot be."""
-        num_stand_bys = 0
-        try:
-            while True:
-                if self._snapshotter is not None:
-                    # What was served before is of an earlier attempt, though perhaps at the same step.
-                    self._snapshotter.state_replaced()
-                decision = self._ask(request, can_serve=True, is_waiting=True)
-                current.decision = decision
-                current.num_lapses = self._joined().num_lapses()
-                match decision.role:
-                    case UpToDate() as role:
-                        self._lineage = decision.lineage
-                        self._request_snapshot(role)
-                        self.start_step(self._step)
-                        self._check_serving(role)
-                        self._set_up(decision)
-                        break
-                    case Heals() as role:
-                        if self._heal(decision, role):
-                            break
-                    case StandsBy() as role:
-                        if not request.may_heal:
-                            self._refuse_torn_state()
-                            self.report_error(QuorumError(f"this replica is behind step {decision.step}"))
-                            break
-                        num_stand_bys += 1
-                        if num_stand_bys > _MAX_STAND_BYS:
-                            raise QuorumError(
-                                f"{self._name()}: expected a snapshot of step {decision.step} from one of "
-                                f"{sorted(role.announced_to)}, and none came in {_MAX_STAND_BYS} quorums"
-                            )
-                        logger.info("%s: waits for a snapshot after step %d", self._name(), decision.step)
-                        self._announced_to = role.announced_to
-                        continue
-        except BaseException:
-            self._is_settled = False
-            raise
-        current.quorum.set_result(None)
-
-    def _ask(self, request: _Request, *, can_serve: bool, is_waiting: bool) -> Decision:
-        start_s = time.monotonic()
-        with self._stall_watch.waiting(f"{self._name()}: waiting for a quorum"):
-            decision = self._joined().decide(
-                step=self._step if self._torn is None else NO_WHOLE_STATE,
-                lineage=self._lineage,
-                rules=request.rules,
-                can_serve=can_serve,
-                may_heal=request.may_heal and is_waiting,
-                announced_to=self._announced_to,
-                num_failed_heals=self._num_failed_heals,
-                timeout=request.timeout,
-                shrink_only=request.shrink_only,
-            )
-        self._announced_to = frozenset()
-        logger.debug(
-            "%s: quorum of %d for step %d after %.1f ms: %s",
-            self._name(),
-            len(decision.group_members),
-            decision.step,
-            (time.monotonic() - start_s) * 1e3,
-            decision,
-        )
-        return decision
-
-    def _request_snapshot(self, role: UpToDate) -> None:
-        """Let a snapshot be taken: at this boundary if it has not passed, or else at the next."""
-        if not (role.serves_now or role.serves_next):
-            return
-        logger.info("%s: serves %s now, %s next", self._name(), role.serves_now, role.serves_next)
-        if self._snapshotter is not None:
-            # They wait for each other: nobody's optimizer steps before the newcomer is healed.
-            self._snapshotter.request(lend=True)
-
-    def _check_serving(self, role: UpToDate) -> None:
-        """Do not let everybody wait for a snapshot that does not come: the step is repeated instead."""
-        if role.serves_now and self._snapshotter is not None and not self._snapshotter.shows_present_state():
-            self.report_error(QuorumError(f"no snapshot could be taken for {role.serves_now}"))
-
-    def _set_up(self, decision: Decision) -> None:
-        if self.errored() is not None:
-            # What was broken up in this step is not set up again under the same key.
-            return
-        try:
-            with self._stall_watch.waiting(
-                f"{self._name()}: waiting for the members of process group {decision.group}"
-            ):
-                seconds = self._joined().set_up(decision)
-        except Exception as error:
-            self.report_error(error)
-            return
-        if seconds:
-            logger.info(
-                "%s: process group %s of %s set up in %.1f ms",
-                self._name(),
-                decision.group,
-                decision.group_members,
-                seconds * 1e3,
-            )
-
-    # --------------------------------------------------------------------------------------------------- healing
-
-    def _heal(self, decision: Decision, role: Heals) -> bool:
-        """Receive the state from one of the sources. Returns whether it worked; else asks to be called again.
-
-        Raises:
-            HealFailedError: It has been tried often enough.
-        """
-        assert self._executor is not None, "there is one since the manager joined"
-        # The others wait for this replica there, so it meets them while the state arrives.
-        meeting = self._executor.submit(self._set_up, decision)
-        failed = () if self._heal_from_any(decision, role) else (self._heal_reasons[-1],)
-        meeting.result()
-        # All ranks of the replica are healed, or none counts as healed.
-        refusals = self._joined().agree(
-            "heal", failed, step=self._step, lineage=self._lineage, timeout=2 * self._config.timeout
-        )
-        healed = not refusals
-        if refusals and not failed:
-            self._heal_reasons.extend(refusals)
-        if healed:
-            self._heal_reasons.clear()
-            self._num_failed_heals = 0
-            self.start_step(self._step)
-            return True
-        self._num_failed_heals += 1
-        self._joined().break_up()
-        if self._num_failed_heals >= self._config.max_heal_attempts:
-            reasons = tuple(self._heal_reasons)
-            self._heal_reasons.clear()
-            self._num_failed_heals = 0
-            raise HealFailedError(step=decision.step, reasons=reasons)
-        if self._round is not None:
-            self._round.error = None
-        return False
-
-    def _heal_from_any(self, decision: Decision, role: Heals) -> bool:
-        deadline_s = time.monotonic() + self._config.timeout.total_seconds()
-        for position, source in enumerate(role.sources):
-            address = source.addresses[self._joined().group_rank]
-            start_s = time.monotonic()
-            # One that is too slow must leave time for another, however many there are.
-            is_last = position == len(role.sources) - 1
-            share_s = max(0.0, deadline_s - start_s) / (1 if is_last else 2)
-            try:
-                with self._stall_watch.waiting(f"{self._name()}: receiving step {decision.step} from {address}"):
-                    self.recover(
-                        address,
-                        decision.step,
-                        timedelta(seconds=share_s),
-                        unreachable_timeout=self._config.connect_timeout,
-                        is_fresh=True,
-                        verify=self._config.verify_heal,
-                    )
-                if self._lineage != decision.lineage:
-                    raise QuorumError(
-                        f"expected lineage {decision.lineage!r} of step {decision.step}, got {self._lineage!r}"
-                    )
-            except (TransportError, ManagerError) as error:
-                self._heal_reasons.append(f"{source.replica_id} at {address}: {_say(error)}")
-                logger.warning("%s: healing from %s failed: %s", self._name(), source.replica_id, _say(error))
-                continue
-            logger.info(
-                "%s: healed to step %d from %s in %.1f ms",
-                self._name(),
-                decision.step,
-                source.replica_id,
-                (time.monotonic() - start_s) * 1e3,
-            )
-            return True
-        return False
-
     # ------------------------------------------------------------------------------------------------- the commit
 
     def _refuse_commit(self, membership: Membership, refusals: tuple[str, ...]) -> None:
@@ -609,19 +308,6 @@ class Manager(StateManager):
         if max_retries is not None and self._num_refused_commits > max_retries:
             raise CommitFailedError(step=self._step, num_failures=self._num_refused_commits, reasons=refusals)
 
-    def _leave(self, earlier: _Round) -> None:
-        """Make sure that nothing of an earlier step goes on in the next one."""
-        # Whether it failed has been told to whoever waited for it.
-        with self._stall_watch.waiting(f"{self._name()}: waiting for a quorum that nobody waited for"):
-            failed = earlier.quorum.exception() is not None
-        if failed:
-            self._announced_to = frozenset()
-        if earlier.has_works and not earlier.is_over:
-            logger.warning("%s: the step before was abandoned with collectives under way", self._name())
-            self._joined().break_up()
-        if failed or not earlier.is_over:
-            self._is_settled = False
-
     def _note_change(self) -> None:
         super()._note_change()
         self._num_steps_since_commit += 1
@@ -632,30 +318,11 @@ class Manager(StateManager):
         has_stepped = self._num_steps_since_commit >= len(self._attached_optimizers())
         if current is not None and current.is_over and self._is_settled and not has_stepped:
             self._torn = StateTornError(
-                step=self._step, reason=f"the step was committed, and the optimizer did not make it: {_say(error)}"
+                step=self._step, reason=f"the step was committed, and the optimizer did not make it: {said(error)}"
             )
-
-    def _current_round(self) -> _Round:
-        if self._round is None:
-            raise ManagerError("expected start_quorum before this, and it was not called")
-        return self._round
-
-    def _wait_for_round(self, current: _Round) -> None:
-        if not current.quorum.done():
-            with self._stall_watch.waiting(f"{self._name()}: waiting for the quorum to be formed"):
-                current.quorum.result()
-        current.quorum.result()
 
     def _decision(self) -> Decision | None:
         if self._round is None:
             return None
         self._wait_for_round(self._round)
         return self._round.decision
-
-    def _name(self) -> str:
-        who = self._membership.replica_id if self._membership is not None else "?"
-        return f"replica {who} step {self._step}"
-
-
-def _say(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

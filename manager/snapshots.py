@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 # Not the builtin one before Python 3.11.
@@ -18,19 +18,17 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final, Protocol, TypeAlias
+from typing import Final
 
-import torch
 from torch.optim import Optimizer
 
 from ft_transport import HeldState
 from manager.errors import LockTimeoutError, ManagerError
+from manager.guarded_memory import belongs_to, memory_of, memory_of_optimizers
 from manager.rwlock import Section, StateLock
+from manager.snapshot_sink import SnapshotInProgress, SnapshotSink
 
 logger = logging.getLogger(__name__)
-
-MIN_DEFERRED_BYTES: Final = 64 << 10
-"""Smaller tensors are copied at the boundary: that takes no longer than handing them to another thread."""
 
 _PREPARED_AT_BOUNDARIES: Final = (2, 4)
 """First and last attempt. One step has been taken by then as a rule, so that the optimizers have made their states."""
@@ -40,63 +38,6 @@ _MAX_HELD_BYTES: Final = 16 << 20
 
 _BOUNDARY_PATIENCE: Final = timedelta(milliseconds=100)
 """How long a step boundary waits for another thread's write section before it leaves a request to the next one."""
-
-
-_Memory: TypeAlias = tuple[torch.device, int, int]
-"""Where a tensor lies: device, address, length in bytes."""
-
-
-class SnapshotInProgress(Protocol):
-    """As ``ft_transport.SnapshotInProgress``."""
-
-    def copy_deferred(self) -> None:
-        """Copies what was left for later, under the read lock."""
-
-    def publish(self) -> None:
-        """Serves it."""
-
-    def abandon(self) -> None:
-        """Gives everything back."""
-
-
-class SnapshotSink(Protocol):
-    """Where snapshots go; ``ft_transport.HTTPTransport`` is one. The last three methods answer at once."""
-
-    def hold_state(
-        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool], max_bytes: int
-    ) -> HeldState | None:
-        """Copies what is not deferrable."""
-
-    def begin_held(self, held: HeldState) -> SnapshotInProgress:
-        """Begins the snapshot of a held state, by a copy of it."""
-
-    def lend_held(self, held: HeldState) -> SnapshotInProgress:
-        """Begins the snapshot of a held state, served from where it lies."""
-
-    def recall(self, *, is_optimizer_step: bool) -> None:
-        """Copies what is served from where it lies, before that changes."""
-
-    def prepare(self, state: object) -> None:
-        """Makes memory for snapshots of a state of this size ready, in the background."""
-
-    def begin_snapshot(
-        self,
-        step: int,
-        state: object,
-        *,
-        deferrable: Callable[[torch.Tensor], bool] | None = None,
-        lendable: Callable[[torch.Tensor], bool] | None = None,
-    ) -> SnapshotInProgress:
-        """Copies what is neither deferrable nor lendable."""
-
-    def newest_sequence(self) -> int:
-        """How many snapshots were published."""
-
-    def newest_step(self) -> int | None:
-        """Step of the newest one."""
-
-    def snapshot_failed(self, step: int, error: BaseException) -> None:
-        """Tells whoever waits for a snapshot why none has come."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -318,9 +259,9 @@ class Snapshotter:
             if not self._lock.write_owned():
                 section = self._lock.acquire_read(f"state of step {run.step}", _BOUNDARY_PATIENCE, detached=True)
                 live = self._state()
-                guarded = _memory_of_optimizers(optimizers) | _memory_of(self._stable_part(live))
+                guarded = memory_of_optimizers(optimizers) | memory_of(self._stable_part(live))
                 state = self._sink.hold_state(
-                    run.step, live, deferrable=_belongs_to(guarded, at_least_bytes=0), max_bytes=_MAX_HELD_BYTES
+                    run.step, live, deferrable=belongs_to(guarded, at_least_bytes=0), max_bytes=_MAX_HELD_BYTES
                 )
         except Exception as error:
             logger.debug("step %d: the state could not be held: %s", run.step, error)
@@ -398,9 +339,9 @@ class Snapshotter:
             state = self._state()
             deferrable = lendable = None
             if section is not None:
-                stepped = _memory_of_optimizers(optimizers)
-                deferrable = _belongs_to(stepped)
-                lendable = _belongs_to(_memory_of(self._stable_part(state)) - stepped)
+                stepped = memory_of_optimizers(optimizers)
+                deferrable = belongs_to(stepped)
+                lendable = belongs_to(memory_of(self._stable_part(state)) - stepped)
             unfinished = [self._sink.begin_snapshot(run.step, state, deferrable=deferrable, lendable=lendable)]
             try:
                 self._pool.submit(self._complete, run, unfinished, section)
@@ -440,49 +381,3 @@ class Snapshotter:
                 self._run = None
                 self._published_epoch = run.epoch
             run.future.set_result(None)
-
-
-def _belongs_to(guarded: Set[_Memory], at_least_bytes: int = MIN_DEFERRED_BYTES) -> Callable[[torch.Tensor], bool]:
-    """Says of a tensor whether it is large and its memory is among ``guarded``.
-
-    It has to be the very memory: what merely shares a storage with it may be changed by others.
-    """
-
-    def belongs(tensor: torch.Tensor) -> bool:
-        return tensor.nbytes >= at_least_bytes and _memory(tensor) in guarded
-
-    return belongs
-
-
-def _memory_of_optimizers(optimizers: Iterable[Optimizer]) -> set[_Memory]:
-    """Their parameters and states."""
-    found: set[_Memory] = set()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            found.update(filter(None, map(_memory, group["params"])))
-        for values in optimizer.state.values():
-            found.update(filter(None, map(_memory, _tensors_of(values))))
-    return found
-
-
-def _memory_of(parts: Iterable[object]) -> set[_Memory]:
-    return set(filter(None, map(_memory, _tensors_of(list(parts)))))
-
-
-def _tensors_of(values: object) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from _tensors_of(value)
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors_of(value)
-
-
-def _memory(tensor: torch.Tensor) -> _Memory | None:
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    try:
-        return local.device, local.data_ptr(), local.nbytes
-    except RuntimeError:  # sparse tensors and other wrappers have no memory of their own
-        return None

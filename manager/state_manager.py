@@ -7,23 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from operator import index
-from typing import Any, Final, Literal, TypeVar
-
-from torch.optim import Optimizer
+from typing import Any, Final, Literal
 
 from ft_transport import HTTPTransport, Incoming, Received, TransportError
 from manager.errors import ManagerError, RegistryError, StateTornError
-from manager.fit import MANAGER_KEY, USER_KEY, check_fit
-from manager.hooks import OptimizerAttachment, attach_optimizers
-from manager.registry import Scope, StateRegistry
-from manager.rwlock import StateLock
+from manager.fit import check_fit
+from manager.locked_state import LockedState, checked_step
 from manager.snapshots import Snapshotter
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN: Final = 5
@@ -42,7 +35,7 @@ class Recovery:
     source: str
 
 
-class StateManager:
+class StateManager(LockedState):
     """Holds the lock over a replica's state, and connects the trainer with the transport.
 
     ``Manager`` adds the quorum; everything here works without one.
@@ -89,22 +82,9 @@ class StateManager:
             TypeError: The transport is none of ``ft_transport``.
             TransportError: The transport belongs to another manager.
         """
-        self._timeout = timeout
-        self._lock = StateLock(timeout=timeout, before_change=self._recall_lent)
-        self._registry = StateRegistry()
-        self._attachments: list[OptimizerAttachment] = []
+        super().__init__(load_state_dict, state_dict, timeout=timeout)
         self._transport = checkpoint_transport
-        self._step = 0
-        self._batches_committed = 0
-        self._lineage = ""
-        self._is_past_step = False
-        self._training_thread: int | None = None
-        self._torn: StateTornError | None = None
         self._snapshotter: Snapshotter | None = None
-        if (load_state_dict is None) != (state_dict is None):
-            raise ValueError("expected both load_state_dict and state_dict, or neither")
-        if load_state_dict is not None and state_dict is not None:
-            self.register_state_dict_fn("default", load_state_dict, state_dict)
         if checkpoint_transport is not None:
             if not hasattr(checkpoint_transport, "serve_fresh"):
                 raise TypeError(f"expected an HTTPTransport of ft_transport, got {type(checkpoint_transport).__name__}")
@@ -117,140 +97,6 @@ class StateManager:
             )
             checkpoint_transport.serve_fresh(self._snapshotter.request)
 
-    # ---------------------------------------------------------------------------------------------- the lock
-
-    def allow_state_dict_read(self) -> None:
-        """Let readers in again; as torchft's method. Idempotent, from any thread."""
-        self._lock.allow()
-
-    def disallow_state_dict_read(self) -> None:
-        """Keep readers out until `allow_state_dict_read`; as torchft's method. Idempotent, from any thread.
-
-        Raises:
-            LockTimeoutError: Readers held the lock until the deadline; nothing has changed then.
-        """
-        self._lock.disallow()
-
-    def writing(
-        self, what: str = "changing the state", timeout: timedelta | None = None
-    ) -> AbstractContextManager[Any]:
-        """Return a context manager inside which this thread may change the state. Nests.
-
-        Raises:
-            LockTimeoutError: Others held the lock until the deadline.
-        """
-        return self._lock.write(what, timeout)
-
-    def reading(self, what: str = "reading the state", timeout: timedelta | None = None) -> AbstractContextManager[Any]:
-        """Return a context manager inside which no optimizer steps. Hold it for a copy, never across a network.
-
-        Raises:
-            LockTimeoutError: A writer held the lock until the deadline.
-        """
-        return self._lock.read(what, timeout)
-
-    def read_lock(self, timeout: timedelta) -> AbstractContextManager[Any]:
-        """Return what an ``HTTPTransport`` takes as ``read_lock``."""
-        return self._lock.read("taking a snapshot", timeout)
-
-    # ---------------------------------------------------------------------------------------- what the state is
-
-    def register_state_dict_fn(
-        self,
-        key: str,
-        load_state_dict: Callable[[T], object],
-        state_dict: Callable[[], T],
-        *,
-        scope: Scope = "replicated",
-        on_training_thread: bool = False,
-        is_stable: bool = False,
-    ) -> None:
-        """Register the two functions of one part of the state; as torchft's method.
-
-        Args:
-            key: Names the part; the same on every replica.
-            load_state_dict: Takes a received part. Called inside the write lock.
-            state_dict: Returns the part, live tensors as they are. Called afresh for every snapshot.
-            scope: ``replicated`` state is equal on every replica and is served to others; ``local`` state is not.
-            on_training_thread: The functions may only be called on the training thread.
-            is_stable: Its tensors change only inside `writing` sections and steps of attached optimizers: frozen
-                weights, or copies that are kept between rare synchronisations. What no attached optimizer changes is
-                then served from where it lies, and copied only if a `writing` section comes while it is being read.
-
-        Raises:
-            RegistryError: The key is taken.
-        """
-        self._registry.register(
-            key,
-            load_state_dict,
-            state_dict,
-            scope=scope,
-            on_training_thread=on_training_thread,
-            is_stable=is_stable,
-        )
-
-    def register(
-        self,
-        key: str,
-        obj: object,
-        *,
-        scope: Scope = "replicated",
-        on_training_thread: bool = False,
-        is_stable: bool = False,
-    ) -> None:
-        """Register anything with ``state_dict`` and ``load_state_dict``: a module, optimizer, scheduler, loader.
-
-        Arguments as for `register_state_dict_fn`.
-
-        Raises:
-            RegistryError: The key is taken.
-            TypeError: The object lacks one of the methods.
-        """
-        self._registry.register_object(
-            key, obj, scope=scope, on_training_thread=on_training_thread, is_stable=is_stable
-        )
-
-    def replace_state_dict_fn(self, key: str, state_dict: Callable[[], object], *, is_stable: bool) -> None:
-        """Give what is registered under ``key`` another state function; its load function stays.
-
-        Raises:
-            RegistryError: Nothing is registered under the key.
-        """
-        self._registry.replace(key, state_dict, is_stable=is_stable)
-
-    def attach(self, *optimizers: Optimizer) -> OptimizerAttachment:
-        """Make every ``step()`` of the optimizers a write section, so that nobody copies a state in the middle of one.
-
-        Their parameters and states are then cloned in the background when a snapshot is taken, from the step boundary
-        until the pre-step hook at the latest. Nothing else may change those tensors meanwhile outside a `writing`
-        section; where something does, leave the optimizer unattached, and its state is copied at the boundary
-        instead. torchft's LocalSGD and DiLoCo sync inside ``step()``, behind the pre-step hook, and so may be attached.
-
-        Returns:
-            A handle that detaches them; also a context manager.
-        """
-        attachment = attach_optimizers(
-            self._lock,
-            optimizers,
-            before_step=self._refuse_torn_state,
-            on_step_end=self._note_change,
-            on_step_failed=self._note_failed_step,
-        )
-        # What is lent as something that no optimizer's step changes, may be theirs.
-        self._recall_lent(False)
-        self._attachments = [*(earlier for earlier in self._attachments if earlier.optimizers), attachment]
-        return attachment
-
-    def replica_state(self) -> dict[str, object]:
-        """Return the replicated state of this replica, live tensors included; the caller holds the lock.
-
-        Raises:
-            ManagerError: A state function that asked for the training thread would run on another one.
-            RegistryError: A state function failed.
-        """
-        self._require_training_thread()
-        return {USER_KEY: self._registry.state_dict("replicated"), MANAGER_KEY: self.state_dict()}
-
     def metadata(self) -> str:
         """Return the address that peers recover from.
 
@@ -261,30 +107,7 @@ class StateManager:
             raise ManagerError("expected a checkpoint_transport to serve this replica's state, and there is none")
         return self._transport.metadata()
 
-    def state_dict(self) -> dict[str, int | str]:
-        """Return the manager's own counters, for a checkpoint: ``step``, ``batches_committed`` and ``lineage``."""
-        return {"step": self._step, "batches_committed": self._batches_committed, "lineage": self._lineage}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the manager's own counters.
-
-        Args:
-            state_dict: What `state_dict` returned. ``step`` alone, as in older checkpoints and torchft's, will do if
-                all replicas load the same.
-
-        Raises:
-            ManagerError: ``step`` is no whole number from 0.
-        """
-        self._step = _checked(state_dict["step"])
-        self._batches_committed = int(state_dict.get("batches_committed", 0))
-        self._lineage = str(state_dict.get("lineage", ""))
-        self._is_past_step = False
-
-    def current_step(self) -> int:
-        """The committed step that the state shows; the last one that `start_step` was given."""
-        return self._step
-
-    # ---------------------------------------------------------------------------------------------- snapshots
+    # ------------------------------------------------------------------------------------------------------ snapshots
 
     def start_step(self, step: int, *, hold: bool = False) -> bool:
         """The step boundary. Call it at the top of every iteration, before data is drawn and ``forward`` runs.
@@ -303,7 +126,7 @@ class StateManager:
         """
         self._refuse_torn_state()
         self._training_thread = threading.get_ident()
-        self._step = _checked(step)
+        self._step = checked_step(step)
         self._is_past_step = False
         if self._snapshotter is None:
             return False
@@ -330,7 +153,7 @@ class StateManager:
         if self._training_thread is None:
             self._training_thread = threading.get_ident()
         if step is not None:
-            self._step = _checked(step)
+            self._step = checked_step(step)
             self._is_past_step = False
         if self._is_past_step:
             raise ManagerError(
@@ -339,7 +162,7 @@ class StateManager:
             )
         return self._snapshotter.take(self._step, self._attached_optimizers(), self._timeout)
 
-    # ----------------------------------------------------------------------------------------------- recovery
+    # ------------------------------------------------------------------------------------------------------- recovery
 
     def recover(
         self,
@@ -379,7 +202,7 @@ class StateManager:
         if not isinstance(metadata, str):
             raise TypeError(f"expected the address that a peer's metadata() returned, got {metadata!r}")
         if step != "latest":
-            step = _checked(step)
+            step = checked_step(step)
         if metadata.rstrip("/") == self._transport.metadata().rstrip("/"):
             raise ManagerError(
                 f"expected the address of another replica to recover from, got this one's own {metadata}"
@@ -428,21 +251,6 @@ class StateManager:
         )
         return Recovery(step=received.step, source=metadata)
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Apply a received state inside the write lock.
-
-        Args:
-            state: What `replica_state` of a peer returned.
-
-        Raises:
-            RegistryError: It does not fit what is registered here. If a load function failed midway, this replica
-                refuses to step until another load succeeds.
-            ManagerError: A load function asked for the training thread.
-        """
-        self._require_training_thread()
-        with self._lock.write("loading a received state"):
-            self._load(state)
-
     def shutdown(self, wait: bool = True) -> None:
         """End the threads and the transport. May be called twice.
 
@@ -454,32 +262,6 @@ class StateManager:
         if self._transport is not None:
             self._transport.serve_fresh(None)
             self._transport.shutdown(wait=wait)
-
-    def _load(self, state: object) -> None:
-        parts = state if isinstance(state, Mapping) else {}
-        for key in (USER_KEY, MANAGER_KEY):
-            if not isinstance(parts.get(key), Mapping):
-                raise RegistryError(
-                    f"expected a replica's state with the part {key!r}, which is missing; nothing was loaded",
-                    keys=(key,),
-                )
-        step = parts[MANAGER_KEY].get("step")
-        if not isinstance(step, int):
-            raise RegistryError(
-                f"expected a step number in the part {MANAGER_KEY!r} of a replica's state, got {step!r}; nothing was "
-                "loaded",
-                keys=(MANAGER_KEY,),
-            )
-        before, self._torn = self._torn, StateTornError(step=step, reason="loading it was interrupted")
-        if self._snapshotter is not None:
-            self._snapshotter.state_replaced()
-        try:
-            self._registry.load_state_dict(parts[USER_KEY], "replicated")
-        except RegistryError as error:
-            self._torn = StateTornError(step=step, reason=str(error)) if error.__cause__ is not None else before
-            raise
-        self.load_state_dict(parts[MANAGER_KEY])
-        self._torn = None
 
     def _check_incoming(self, incoming: Incoming, into: Mapping[str, object], step: int | Literal["latest"]) -> None:
         if step not in ("latest", incoming.step):
@@ -497,44 +279,11 @@ class StateManager:
         )
         self._refuse_torn_state()
 
-    def _stable_part(self, state: object) -> list[object]:
-        """Of what `replica_state` returned, what changes only inside write sections."""
-        assert isinstance(state, Mapping), "it is our own"
-        return [state[USER_KEY][entry.key] for entry in self._registry.entries("replicated") if entry.is_stable]
-
-    def _recall_lent(self, is_optimizer_step: bool) -> None:
+    def _before_change(self, is_optimizer_step: bool) -> None:
         """Whoever reads the state from where it lies, gets a copy of it before it changes."""
         if self._transport is not None:
             self._transport.recall(is_optimizer_step=is_optimizer_step)
 
-    def _require_training_thread(self) -> None:
-        if self._training_thread in (None, threading.get_ident()):
-            return
-        keys = [entry.key for entry in self._registry.entries("replicated") if entry.on_training_thread]
-        if keys:
-            raise ManagerError(f"expected the training thread to call the state functions of {keys}, got another one")
-
-    def _note_failed_step(self, error: BaseException) -> None:
-        """For ``Manager``: without a quorum nobody relies on the step having been made."""
-
-    def _note_change(self) -> None:
-        self._is_past_step = True
-
-    def _refuse_torn_state(self) -> None:
-        torn = self._torn
-        if torn is not None:
-            # A new one each time: an exception keeps every traceback, and the frames in it, of where it was raised.
-            raise StateTornError(step=torn.step, reason=torn.reason)
-
-    def _attached_optimizers(self) -> list[Optimizer]:
-        return [optimizer for attachment in self._attachments for optimizer in attachment.optimizers]
-
-
-def _checked(step: object) -> int:
-    try:
-        number = index(step) if not isinstance(step, bool) else -1  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ManagerError(f"expected the number of committed steps, got {type(step).__name__} {step!r}")
-    return number
+    def _note_replaced(self) -> None:
+        if self._snapshotter is not None:
+            self._snapshotter.state_replaced()

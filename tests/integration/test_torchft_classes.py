@@ -146,6 +146,51 @@ def test_local_sgd_and_diloco_keep_replicas_equal_and_heal_a_late_one(kind: str,
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
+def test_a_guarded_sync_of_local_sgd_is_a_write_section(address: str) -> None:
+    from manager import ManagerError, guard_local_sgd
+
+    class Watched(torch.nn.Linear):
+        """Notes who holds the lock when its weight is written."""
+
+        held: tuple[str, ...] = ()
+
+        def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+            yield from super().parameters(recurse)
+            self.held = (*self.held, "".join(holder.kind for holder in manager_of[id(self)]._lock.holders()))
+
+    manager_of: dict[int, Manager] = {}
+
+    def replica(index: int) -> Any:
+        from torchft.local_sgd import LocalSGD
+
+        manager = make_manager(address, f"replica_{index}", use_async_quorum=False)
+        torch.manual_seed(index)
+        model = Watched(4, 4)
+        manager_of[id(model)] = manager
+        optimizer = torch.optim.SGD(list(model.parameters()), lr=0.1)
+        manager.register("model", model)
+        local_sgd = LocalSGD(manager, model, optimizer, sync_every=2)
+        guard_local_sgd(manager, local_sgd)
+        model.held = ()
+        with manager.attach(optimizer), local_sgd:
+            while manager.current_step() < 2:
+                optimizer.zero_grad()
+                model(_batch(index, 0)[:, :4]).square().mean().backward()
+                optimizer.step()
+        found = exact(model.state_dict())
+        leaving.wait(LONG_S)
+        manager.shutdown()
+        return model.held, found
+
+    leaving = threading.Barrier(2)
+    first, second = run_replicas(lambda: replica(0), lambda: replica(1))
+    assert first == second
+    # Read for the averages, with others let in, and written.
+    assert first[0] == ("", "write") * 2
+    with pytest.raises(ManagerError, match="made with this manager, got str"):
+        guard_local_sgd(Manager(), "local_sgd")
+
+
 def test_the_outer_sync_of_diloco_is_a_write_section_and_its_backup_is_not_copied(address: str) -> None:
     from manager import ManagerError, guard_diloco
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from manager.guarded_memory import MIN_DEFERRED_BYTES
 from manager.hooks import OptimizerAttachment, attach_optimizers
 from manager.rwlock import StateLock
-from manager.snapshots import MIN_DEFERRED_BYTES, Snapshotter
+from manager.snapshots import Snapshotter
 
 LONG_S = 20.0
 LONG = timedelta(seconds=LONG_S)

@@ -1,0 +1,344 @@
+"""One replica among the others: it forms a quorum at every step, and is healed if it is behind."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final
+
+from ft_transport import HTTPTransport
+from manager.config import ManagerConfig
+from manager.errors import ManagerError, QuorumError
+from manager.healing import Healer
+from manager.membership import Membership
+from manager.process_group import ManagedWork, ReplicaProcessGroup
+from manager.quorum import NO_WHOLE_STATE, Decision, Heals, Rules, StandsBy, UpToDate
+from manager.stall_watch import StallWatch
+from manager.state_manager import StateManager
+
+logger = logging.getLogger(__name__)
+
+_STALL_SHARE: Final = 0.5
+_MAX_STAND_BYS: Final = 10
+
+
+@dataclass(slots=True)
+class Round:
+    """One attempt at a step, from `Manager.start_quorum` to `Manager.should_commit`.
+
+    Attributes:
+        num_lapses: How often the replica had been silent for too long when it began.
+        decision: What the quorum decided; ``None`` until then.
+        quorum: Done when it has and the process group is set up.
+        error: The first thing that went wrong.
+        works: The collectives begun.
+        has_works: Whether any was.
+        is_over: Whether `Manager.should_commit` has been called.
+    """
+
+    num_lapses: int
+    decision: Decision | None = None
+    quorum: Future[None] = field(default_factory=Future)
+    error: Exception | None = None
+    works: list[ManagedWork] = field(default_factory=list)
+    has_works: bool = False
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What `Manager.start_quorum` was called with."""
+
+    rules: Rules
+    timeout: timedelta
+    shrink_only: bool
+    may_heal: bool
+
+
+class QuorumParticipant(StateManager):
+    """Forms quorums, sets up the process groups that go with them, and heals. ``Manager`` is its interface.
+
+    Everything but `report_error` belongs to the training thread, or to the quorum thread while that waits for it.
+
+    Args:
+        config: How to take part.
+        load_state_dict: See `StateManager`.
+        state_dict: See `StateManager`.
+        process_group: Runs the collectives; ``None`` for gloo.
+        checkpoint_transport: Serves this replica's snapshots and receives others'.
+        prepare_memory: See `StateManager`.
+    """
+
+    def __init__(
+        self,
+        config: ManagerConfig,
+        load_state_dict: Callable[[Any], object] | None,
+        state_dict: Callable[[], object] | None,
+        *,
+        process_group: ReplicaProcessGroup | None,
+        checkpoint_transport: HTTPTransport[Any] | None,
+        prepare_memory: bool,
+    ) -> None:
+        super().__init__(
+            load_state_dict,
+            state_dict,
+            checkpoint_transport=checkpoint_transport,
+            timeout=config.timeout,
+            prepare_memory=prepare_memory,
+        )
+        self._config = config
+        self._process_group = process_group
+        self._membership: Membership | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._stall_watch = StallWatch(config.timeout.total_seconds() * _STALL_SHARE)
+        self._round: Round | None = None
+        self._error_mutex = threading.Lock()
+        self._is_settled = False
+        self._announced_to: frozenset[str] = frozenset()
+        self._healer = self._new_healer()
+
+    def report_error(self, e: Exception) -> None:
+        """Report what spoils this step: it will not be committed. As in torchft; from any thread.
+
+        The process group is ended, so that the other replicas need not wait for this one.
+        """
+        current = self._round
+        with self._error_mutex:
+            if current is None or current.error is not None:
+                return
+            current.error = e
+        logger.warning("%s: this step will not be committed: %s", self._name(), said(e))
+        if self._membership is not None:
+            self._membership.break_up()
+
+    def errored(self) -> Exception | None:
+        """Return the first thing that went wrong in this step. As in torchft."""
+        return self._round.error if self._round is not None else None
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Leave the job, end the threads and the transport. May be called twice.
+
+        Args:
+            wait: Whether to return only when the server has ended.
+        """
+        if self._membership is not None:
+            self._membership.close()
+        if self._executor is not None:
+            self._executor.shutdown(wait=wait)
+        self._stall_watch.close()
+        super().shutdown(wait)
+
+    # -------------------------------------------------------------------------------------------------------- joining
+
+    def _new_healer(self) -> Healer:
+        return Healer(self._config, recover=self.recover, lineage=lambda: self._lineage, watch=self._stall_watch)
+
+    def _joined(self) -> Membership:
+        if self._membership is None:
+            self._config = self._config.with_environment()
+            self._healer = self._new_healer()
+            if self._transport is None:
+                raise ManagerError(
+                    "expected a checkpoint_transport to heal with, or settings for a quorum; got neither"
+                )
+            self._join(self._config)
+        assert self._membership is not None, "it has just been made"
+        return self._membership
+
+    def _join(self, config: ManagerConfig) -> None:
+        assert self._transport is not None, "a quorum needs a transport"
+        self._transport.check_address(config.connect_timeout)
+        self._membership = Membership(config, address=self.metadata(), process_group=self._process_group)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-quorum")
+
+    def _name(self) -> str:
+        who = self._membership.replica_id if self._membership is not None else "?"
+        return f"replica {who} step {self._step}"
+
+    # ------------------------------------------------------------------------------------------------------ the round
+
+    def _current_round(self) -> Round:
+        if self._round is None:
+            raise ManagerError("expected start_quorum before this, and it was not called")
+        return self._round
+
+    def _wait_for_round(self, current: Round) -> None:
+        if not current.quorum.done():
+            with self._stall_watch.waiting(f"{self._name()}: waiting for the quorum to be formed"):
+                current.quorum.result()
+        current.quorum.result()
+
+    def _leave(self, earlier: Round) -> None:
+        """Make sure that nothing of an earlier step goes on in the next one."""
+        # Whether it failed has been told to whoever waited for it.
+        with self._stall_watch.waiting(f"{self._name()}: waiting for a quorum that nobody waited for"):
+            failed = earlier.quorum.exception() is not None
+        if failed:
+            self._announced_to = frozenset()
+        if earlier.has_works and not earlier.is_over:
+            logger.warning("%s: the step before was abandoned with collectives under way", self._name())
+            self._joined().break_up()
+        if failed or not earlier.is_over:
+            self._is_settled = False
+
+    # ----------------------------------------------------------------------------------------------------- the quorum
+
+    def _form_quorum_in_background(self, current: Round, request: Request, can_serve: bool) -> None:
+        """On the quorum thread, while ``forward`` runs."""
+        try:
+            try:
+                decision = self._ask(request, can_serve=can_serve, is_waiting=False)
+                if isinstance(decision.role, UpToDate):
+                    self._request_snapshot(decision.role)
+            finally:
+                if self._snapshotter is not None:
+                    self._snapshotter.settle()
+            current.decision = decision
+            if isinstance(decision.role, UpToDate):
+                self._check_serving(decision.role)
+                self._set_up(decision)
+            else:
+                self.report_error(QuorumError(f"this replica is behind step {decision.step}, and heals next"))
+        except BaseException as error:
+            current.quorum.set_exception(error)
+        else:
+            current.quorum.set_result(None)
+
+    def _form_quorum_and_heal(self, current: Round, request: Request) -> None:
+        """On the training thread, before ``forward``. Returns when this replica is up to date, or cannot be."""
+        num_stand_bys = 0
+        try:
+            while True:
+                if self._snapshotter is not None:
+                    # What was served before is of an earlier attempt, though perhaps at the same step.
+                    self._snapshotter.state_replaced()
+                decision = self._ask(request, can_serve=True, is_waiting=True)
+                current.decision = decision
+                current.num_lapses = self._joined().num_lapses()
+                match decision.role:
+                    case UpToDate() as role:
+                        self._lineage = decision.lineage
+                        self._request_snapshot(role)
+                        self.start_step(self._step)
+                        self._check_serving(role)
+                        self._set_up(decision)
+                        break
+                    case Heals() as role:
+                        if self._heal(decision, role):
+                            break
+                    case StandsBy() as role:
+                        if not request.may_heal:
+                            self._refuse_torn_state()
+                            self.report_error(QuorumError(f"this replica is behind step {decision.step}"))
+                            break
+                        num_stand_bys += 1
+                        if num_stand_bys > _MAX_STAND_BYS:
+                            raise QuorumError(
+                                f"{self._name()}: expected a snapshot of step {decision.step} from one of "
+                                f"{sorted(role.announced_to)}, and none came in {_MAX_STAND_BYS} quorums"
+                            )
+                        logger.info("%s: waits for a snapshot after step %d", self._name(), decision.step)
+                        self._announced_to = role.announced_to
+                        continue
+        except BaseException:
+            self._is_settled = False
+            raise
+        current.quorum.set_result(None)
+
+    def _ask(self, request: Request, *, can_serve: bool, is_waiting: bool) -> Decision:
+        start_s = time.monotonic()
+        with self._stall_watch.waiting(f"{self._name()}: waiting for a quorum"):
+            decision = self._joined().decide(
+                step=self._step if self._torn is None else NO_WHOLE_STATE,
+                lineage=self._lineage,
+                rules=request.rules,
+                can_serve=can_serve,
+                may_heal=request.may_heal and is_waiting,
+                announced_to=self._announced_to,
+                num_failed_heals=self._healer.num_failures,
+                timeout=request.timeout,
+                shrink_only=request.shrink_only,
+            )
+        self._announced_to = frozenset()
+        logger.debug(
+            "%s: quorum of %d for step %d after %.1f ms: %s",
+            self._name(),
+            len(decision.group_members),
+            decision.step,
+            (time.monotonic() - start_s) * 1e3,
+            decision,
+        )
+        return decision
+
+    def _request_snapshot(self, role: UpToDate) -> None:
+        """Let a snapshot be taken: at this boundary if it has not passed, or else at the next."""
+        if not (role.serves_now or role.serves_next):
+            return
+        logger.info("%s: serves %s now, %s next", self._name(), role.serves_now, role.serves_next)
+        if self._snapshotter is not None:
+            # They wait for each other: nobody's optimizer steps before the newcomer is healed.
+            self._snapshotter.request(lend=True)
+
+    def _check_serving(self, role: UpToDate) -> None:
+        """Do not let everybody wait for a snapshot that does not come: the step is repeated instead."""
+        if role.serves_now and self._snapshotter is not None and not self._snapshotter.shows_present_state():
+            self.report_error(QuorumError(f"no snapshot could be taken for {role.serves_now}"))
+
+    def _set_up(self, decision: Decision) -> None:
+        if self.errored() is not None:
+            # What was broken up in this step is not set up again under the same key.
+            return
+        try:
+            with self._stall_watch.waiting(
+                f"{self._name()}: waiting for the members of process group {decision.group}"
+            ):
+                seconds = self._joined().set_up(decision)
+        except Exception as error:
+            self.report_error(error)
+            return
+        if seconds:
+            logger.info(
+                "%s: process group %s of %s set up in %.1f ms",
+                self._name(),
+                decision.group,
+                decision.group_members,
+                seconds * 1e3,
+            )
+
+    # -------------------------------------------------------------------------------------------------------- healing
+
+    def _heal(self, decision: Decision, role: Heals) -> bool:
+        """Receive the state from one of the sources. Returns whether it worked; else asks to be called again.
+
+        Raises:
+            HealFailedError: It has been tried often enough.
+        """
+        assert self._executor is not None, "there is one since the manager joined"
+        membership, healer = self._joined(), self._healer
+        # The others wait for this replica there, so it meets them while the state arrives.
+        meeting = self._executor.submit(self._set_up, decision)
+        failures = healer.receive(decision, role.sources, group_rank=membership.group_rank, name=self._name())
+        meeting.result()
+        # All ranks of the replica are healed, or none counts as healed.
+        refusals = membership.agree(
+            "heal", failures[-1:], step=self._step, lineage=self._lineage, timeout=2 * self._config.timeout
+        )
+        if not refusals:
+            healer.succeeded()
+            self.start_step(self._step)
+            return True
+        membership.break_up()
+        healer.failed(decision.step, failures or refusals)
+        if self._round is not None:
+            self._round.error = None
+        return False
+
+
+def said(error: BaseException) -> str:
+    """Type and message of an error, for logs and other replicas."""
+    return f"{type(error).__name__}: {error}"
