@@ -10,6 +10,7 @@ import ctypes
 import logging
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -67,6 +68,8 @@ class LentMemory:
         self._starts = starts[order]
         self._num_bytes = num_bytes[order]
         self._addresses = addresses[order]
+        self._blocks = _views_of(self._addresses, self._num_bytes)
+        self._block_starts: list[int] = self._starts.tolist()
         to_copy = np.zeros(len(starts), dtype=np.bool_)
         # Without an arena, everything has to find a place there.
         to_copy[lent if arena is not None else slice(None)] = True
@@ -101,8 +104,11 @@ class LentMemory:
             self._num_borrowers += is_counted
         try:
             # Here the bytes come to the processor's cache, from where the kernel takes them next.
+            header_bytes = len(self._header)
+            head = [memoryview(self._header)[start:end]] if start < header_bytes else []
+            start, end = max(0, start - header_bytes), max(0, end - header_bytes)
             self._digest_chunks_that_begin_in(start, end)
-            yield self._views(start, end)
+            yield head + self._views(start, end)
         finally:
             if is_counted:
                 with self._changed:
@@ -177,34 +183,34 @@ class LentMemory:
         with self._changed:
             is_late = self._is_closed
             if not is_late:
-                self._arena, self._addresses, self._is_lent = arena, addresses, False
+                self._arena, self._blocks, self._is_lent = arena, _views_of(addresses, self._num_bytes), False
         if is_late and taken is not None:
             self._give_back(taken)
 
     def _digest_chunks_that_begin_in(self, start: int, end: int) -> None:
-        header_bytes, chunk_bytes = len(self._header), self._chunks.chunk_bytes
-        first = max(0, -(-(start - header_bytes) // chunk_bytes))
-        after = min(len(self._digests), -(-(end - header_bytes) // chunk_bytes))
-        for chunk in range(first, after):
-            if self._digests[chunk] is not None:
-                continue
-            begin, stop = self._chunks.range_of(chunk, chunk + 1)
-            hasher = Hasher()
-            for view in self._views(header_bytes + begin, header_bytes + stop):
-                hasher.update(view)
-            self._digests[chunk] = hasher.intdigest()
+        chunk_bytes = self._chunks.chunk_bytes
+        for chunk in range(-(-start // chunk_bytes), -(-end // chunk_bytes)):
+            if self._digests[chunk] is None:
+                hasher = Hasher()
+                for view in self._views(*self._chunks.range_of(chunk, chunk + 1)):
+                    hasher.update(view)
+                self._digests[chunk] = hasher.intdigest()
 
     def _views(self, start: int, end: int) -> list[memoryview]:
-        header = self._header
-        views = [memoryview(header)[start:end]] if start < len(header) else []
-        start, end = max(0, start - len(header)), end - len(header)
-        addresses, starts, num_bytes = self._addresses, self._starts, self._num_bytes
-        first = int(np.searchsorted(starts, start, side="right")) - 1
-        after = int(np.searchsorted(starts, end, side="left"))
-        for block in range(max(first, 0), after):
-            begin = max(0, start - int(starts[block]))
-            length = min(int(num_bytes[block]), end - int(starts[block])) - begin
-            if length > 0:
-                array = (ctypes.c_ubyte * length).from_address(int(addresses[block]) + begin)
-                views.append(memoryview(array).cast("B"))
+        blocks, starts = self._blocks, self._block_starts
+        views = []
+        block = max(0, bisect_right(starts, start) - 1)
+        while start < end:
+            begin = start - starts[block]
+            view = blocks[block][begin : end - starts[block]]
+            views.append(view)
+            start += len(view)
+            block += 1
         return views
+
+
+def _views_of(addresses: Column, num_bytes: Column) -> list[memoryview]:
+    return [
+        memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+        for address, length in zip(addresses.tolist(), num_bytes.tolist(), strict=True)
+    ]
