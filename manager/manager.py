@@ -19,6 +19,7 @@ from manager.membership import Membership
 from manager.process_group import ManagedWork, ReplicaProcessGroup, wait_all
 from manager.quorum import Decision, Rules, commit_refusals, next_lineage
 from manager.quorum_participant import QuorumParticipant, Request, Round, said
+from manager.reconfigurable_group import Reconfigurable
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Manager(QuorumParticipant):
 
     def __init__(
         self,
-        pg: ReplicaProcessGroup | None = None,
+        pg: ReplicaProcessGroup | Reconfigurable | None = None,
         load_state_dict: Callable[[Any], object] | None = None,
         state_dict: Callable[[], object] | None = None,
         *,
@@ -61,7 +62,8 @@ class Manager(QuorumParticipant):
         """Make a manager, and join the job if it is told how.
 
         Args:
-            pg: Runs the collectives between replicas; a process group of torchft will do. Default: gloo.
+            pg: Runs the collectives between replicas; a process group of torchft, or one of torch's that can be
+                reconfigured, will do. Default: gloo.
             load_state_dict: With ``state_dict``, registered under the key ``default`` (as in torchft).
             state_dict: See ``load_state_dict``.
             config: How to take part in the quorum.

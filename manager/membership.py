@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,6 +25,7 @@ from manager.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse
 from manager.meeting import meet
 from manager.process_group import GlooProcessGroup, ReplicaProcessGroup
 from manager.quorum import Decision, Member, Rules, decide
+from manager.reconfigurable_group import Reconfigurable, ReconfigurableGroup
 from manager.replica_group import RankReport, ReplicaGroup, connect_store, own_store, report_of_group
 
 logger = logging.getLogger(__name__)
@@ -48,17 +49,21 @@ class Membership:
         QuorumError: The Lighthouse or the replica's store cannot be reached.
     """
 
-    def __init__(self, config: ManagerConfig, *, address: str, process_group: ReplicaProcessGroup | None) -> None:
+    def __init__(
+        self, config: ManagerConfig, *, address: str, process_group: ReplicaProcessGroup | Reconfigurable | None
+    ) -> None:
         assert config.rank is not None, "the environment has been asked"
         assert config.world_size is not None, "the environment has been asked"
         self._config = config
         self._address = address
         self.group_rank = config.rank
-        self._process_group: ReplicaProcessGroup = (
-            process_group
-            if process_group is not None
-            else GlooProcessGroup(timeout=config.timeout, connect_timeout=config.connect_timeout)
-        )
+        self._process_group: ReplicaProcessGroup
+        if process_group is None:
+            self._process_group = GlooProcessGroup(timeout=config.timeout, connect_timeout=config.connect_timeout)
+        elif hasattr(process_group, "configure"):
+            self._process_group = cast("ReplicaProcessGroup", process_group)
+        else:
+            self._process_group = ReconfigurableGroup(process_group, config.connect_timeout)
         self._mutex = threading.Lock()
         self._held = ""
         self._begun = ""

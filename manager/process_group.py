@@ -230,6 +230,7 @@ class ManagedFuture(torch.futures.Future[Any]):
     def __init__(self, work: ManagedWork) -> None:
         super().__init__()
         self._work = work
+        # What it resolves to. torchft looks here, others at the future itself, which has the same result.
         self._fut: torch.futures.Future[Any] = torch.futures.Future()
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> ManagedFuture:
@@ -241,12 +242,22 @@ class ManagedFuture(torch.futures.Future[Any]):
                 result = callback(self._fut)
             except Exception as error:
                 # Whoever waits for it must not wait for ever.
-                following._fut.set_exception(error)
+                following.fail(error)
                 raise
-            following._fut.set_result(result)
+            following.complete(result)
 
         self._work.add_callback(run)
         return following
+
+    def complete(self, value: Any) -> None:
+        """Give it a result."""
+        self._fut.set_result(value)
+        super().set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        """Let it fail."""
+        self._fut.set_exception(error)
+        super().set_exception(error)
 
     def wait(self) -> Any:
         """Wait for the work, and return the value."""
@@ -320,7 +331,7 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
             except Exception as error:
                 self._fail(error)
             del work
-            self._future._fut.set_result(self._value)
+            self._future.complete(self._value)
             callbacks, self._callbacks = self._callbacks, []
             for callback in callbacks:
                 try:

@@ -18,6 +18,7 @@ from manager.healing import Healer
 from manager.membership import Membership
 from manager.process_group import ManagedWork, ReplicaProcessGroup
 from manager.quorum import NO_WHOLE_STATE, Decision, Heals, Rules, StandsBy, UpToDate
+from manager.reconfigurable_group import Reconfigurable
 from manager.stall_watch import StallWatch
 from manager.state_manager import StateManager
 
@@ -80,7 +81,7 @@ class QuorumParticipant(StateManager):
         load_state_dict: Callable[[Any], object] | None,
         state_dict: Callable[[], object] | None,
         *,
-        process_group: ReplicaProcessGroup | None,
+        process_group: ReplicaProcessGroup | Reconfigurable | None,
         checkpoint_transport: HTTPTransport[Any] | None,
         prepare_memory: bool,
     ) -> None:

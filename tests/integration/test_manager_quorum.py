@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import subprocess
 import sys
@@ -343,11 +344,46 @@ def test_integers_are_not_averaged_and_sums_are_not_divided() -> None:
         assert together(address, train, train) == [([2, 2], 3, True)] * 2
 
 
-def test_a_process_group_of_torchft_can_be_passed_in() -> None:
+class _Reconfigurable:
+    """Stands in for the process groups of torchft since 2026, after ``get_reconfigure_handle`` and ``reconfigure`` in
+    its process_group.py, on one of an earlier version."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._store: Any = None
+        self._id = str(id(self))
+
+    def set_rank_info(self, *_info: Any) -> None: ...
+
+    def get_reconfigure_handle(self) -> str:
+        from torch.distributed import TCPStore
+
+        self._store = self._store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return json.dumps({"id": self._id, "store": f"127.0.0.1:{self._store.port}"})
+
+    def reconfigure(self, opts: Any) -> Any:
+        peers = [json.loads(handle) for handle in opts.handles]
+        rank = [peer["id"] for peer in peers].index(self._id)
+        self._group.configure(f"{peers[0]['store']}/{opts.uuid}", "replica", rank, len(peers))
+        done: Any = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "configure":
+            raise AttributeError(name)
+        return getattr(self._group, name)
+
+
+@pytest.mark.parametrize("is_reconfigurable", [False, True], ids=["as it is", "reconfigurable"])
+def test_a_process_group_of_torchft_can_be_passed_in(is_reconfigurable: bool) -> None:
     from torchft.process_group import ProcessGroupGloo
 
     def train(make: Callable[..., Replica]) -> Any:
-        replica = make(pg=ProcessGroupGloo(timeout=TIMEOUT), min_replica_size=2)
+        group: Any = ProcessGroupGloo(timeout=TIMEOUT)
+        if is_reconfigurable and hasattr(group, "configure"):
+            group = _Reconfigurable(group)
+        replica = make(pg=group, min_replica_size=2)
         for _ in range(2):
             replica.commit(1.0)
         return replica.state()

@@ -44,10 +44,12 @@ def test_distributed_data_parallel_and_optimizer_train_as_one_process_would(addr
     from torchft.optim import OptimizerWrapper
 
     num_steps = 5
+    # The generator is one for all threads.
+    models = [_model(seed=index) for index in (0, 1)]
 
     def replica(index: int) -> tuple[Any, int]:
         manager = make_manager(address, f"replica_{index}", min_replica_size=2)
-        model = _model(seed=index)
+        model = models[index]
         inner = torch.optim.AdamW(model.parameters(), lr=0.1)
         manager.register("model", model)
         manager.register("optimizer", inner)
@@ -74,7 +76,8 @@ def test_distributed_data_parallel_and_optimizer_train_as_one_process_would(addr
         for index in (0, 1):
             (model(_batch(index, step)).square().mean() / 2).backward()
         optimizer.step()
-    assert first == second == (exact(model.state_dict()), 2 * num_steps)
+    assert first == second
+    assert first == (exact(model.state_dict()), 2 * num_steps)
 
 
 class _Trainer:
