@@ -67,6 +67,8 @@ class LockedState:
     def disallow_state_dict_read(self) -> None:
         """Keep readers out until `allow_state_dict_read`; as torchft's method. Idempotent, from any thread.
 
+        For the step of an optimizer; what is registered as stable changes inside `writing` sections alone.
+
         Raises:
             LockTimeoutError: Readers held the lock until the deadline; nothing has changed then.
         """

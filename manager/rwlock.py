@@ -207,7 +207,8 @@ class StateLock:
         while not self._disallowed:
             section = self._open_until("write", _DISALLOW, timeout_s, deadline_s, detached=False, is_disallowing=True)
             if section is not None and section._token is not None:
-                self._announce_change(section, False)
+                # torchft calls it around the steps of optimizers.
+                self._announce_change(section, True)
                 self._disallowed[section._token] = section
                 return
 

@@ -28,11 +28,11 @@ def address() -> Iterator[str]:
 _SEEDING = threading.Lock()
 
 
-def _model(seed: int) -> nn.Sequential:
+def _model(seed: int, width: int = 16) -> nn.Sequential:
     # The generator belongs to all threads.
     with _SEEDING, torch.random.fork_rng():
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 4))
 
 
 def _batch(replica: int, step: int) -> torch.Tensor:
@@ -83,12 +83,12 @@ def test_distributed_data_parallel_and_optimizer_train_as_one_process_would(addr
 class _Trainer:
     """One replica under LocalSGD or DiLoCo."""
 
-    def __init__(self, kind: str, manager: Manager, index: int) -> None:
+    def __init__(self, kind: str, manager: Manager, index: int, width: int = 16) -> None:
         from torchft.local_sgd import DiLoCo, LocalSGD
 
         self.index = index
         self.manager = manager
-        self.model = _model(seed=index)
+        self.model = _model(index, width)
         self.inner = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.outer = torch.optim.SGD(self.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         manager.register("model", self.model)
@@ -102,10 +102,13 @@ class _Trainer:
 
     def train_until(self, step: int) -> None:
         while self.manager.current_step() < step:
-            self.inner.zero_grad()
-            self.model(_batch(self.index, self.num_batches)).square().mean().backward()
-            self.num_batches += 1
-            self.inner.step()
+            self.step()
+
+    def step(self) -> None:
+        self.inner.zero_grad()
+        self.model(_batch(self.index, self.num_batches)).square().mean().backward()
+        self.num_batches += 1
+        self.inner.step()
 
     def globals(self) -> Any:
         if hasattr(self.wrapper, "_fragments"):
@@ -197,9 +200,18 @@ def test_a_guarded_sync_of_local_sgd_is_a_write_section(address: str) -> None:
 def test_the_outer_sync_of_diloco_is_a_write_section_and_its_backup_is_not_copied(address: str) -> None:
     from manager import ManagerError, guard_diloco
 
+    def inner_step_with_reader(manager: Manager, trainer: _Trainer) -> bool:
+        """Whether an inner step copies the backup, which somebody may be reading."""
+        manager.snapshot(manager.current_step()).result(LONG_S)
+        assert manager._transport is not None
+        memory = manager._transport._loans[-1].memory
+        trainer.step()
+        return not memory.is_lent
+
     def replica(index: int) -> Any:
         manager = make_manager(address, f"replica_{index}", use_async_quorum=False)
-        trainer = _Trainer("DiLoCo", manager, index)
+        # Of the weights, the first is large enough not to be copied at once.
+        trainer = _Trainer("DiLoCo", manager, index, width=4096)
         guard_diloco(manager, trainer.wrapper)
         fragment = trainer.wrapper._fragments[0]
         name, backup = next(iter(fragment.original_parameters.items()))
@@ -209,9 +221,11 @@ def test_the_outer_sync_of_diloco_is_a_write_section_and_its_backup_is_not_copie
         )
         with manager.attach(trainer.inner), trainer.wrapper:
             trainer.train_until(2)
+            found = trainer.globals()
+            copied = inner_step_with_reader(manager, trainer)
+        assert not copied, "only an outer step changes the backup"
         state = manager.replica_state()["user"]["StreamingDiLoCoFragment_0"]  # type: ignore[index]
         assert state["original_parameters"][name] is backup
-        found = trainer.globals()
         leaving.wait(LONG_S)
         manager.shutdown()
         return held, found

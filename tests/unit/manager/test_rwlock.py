@@ -418,7 +418,7 @@ def test_who_opens_a_write_section_is_announced_before_he_changes_anything() -> 
     lock.allow()
     with lock.read("reading"):
         pass
-    assert announced == [(False, 1), (False, 2), (True, 1), (False, 1)]
+    assert announced == [(False, 1), (False, 2), (True, 1), (True, 1)]
 
 
 @pytest.mark.parametrize(
