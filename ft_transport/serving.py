@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from ft_transport.errors import TransportError
+from ft_transport.errors import SnapshotError, TransportError
 from ft_transport.net.shelf import Shelf
 from ft_transport.settings import check_number
 from ft_transport.tensors.lending import LentMemory
@@ -25,7 +25,6 @@ class _Loan:
     """Live memory that a snapshot is served from, until the owner recalls it."""
 
     memory: LentMemory
-    survives_optimizer_steps: bool
     snapshot_id: SnapshotId | None = None
 
 
@@ -56,9 +55,14 @@ class SnapshotInProgress:
         except BaseException:
             self._shelf.cancel_reservation()
             raise
+        loan = self._loan
+        if loan is not None:
+            loan.snapshot_id = snapshot.snapshot_id
         self._shelf.put(snapshot)
-        if self._loan is not None:
-            self._loan.snapshot_id = snapshot.snapshot_id
+        # It may have been recalled before anybody knew its name.
+        if loan is not None and loan.memory.is_lost:
+            self._shelf.retire(snapshot.snapshot_id, even_if_needed=True)
+            raise SnapshotError("expected memory for a copy of what has changed meanwhile, and there is none")
 
     def abandon(self) -> None:
         """Gives everything back without a snapshot."""
@@ -110,8 +114,8 @@ class SnapshotServing:
             state: Any nesting of supported kinds.
             deferrable: Says of a live tensor that it stays as it is while the read lock is held, so that
                 ``SnapshotInProgress.copy_deferred`` may copy it later.
-            lendable: Says of a live tensor that no optimizer's step changes it, and that the owner calls `recall`
-                before anything else does. It is served from where it lies, without a copy.
+            lendable: Says of a live tensor that the owner calls `recall` before he changes it. It is served from where
+                it lies, without a copy.
 
         Raises:
             SnapshotError: The state cannot be captured, or too many snapshots are still being fetched.
@@ -120,7 +124,7 @@ class SnapshotServing:
         self._shelf.reserve()
         try:
             pending = self._taker.begin(step, state, deferrable=deferrable, lendable=lendable)
-            return self._in_progress(pending, survives_optimizer_steps=True)
+            return self._in_progress(pending)
         except BaseException as error:
             self._shelf.cancel_reservation()
             if isinstance(error, TransportError) and error.step is None:
@@ -184,18 +188,23 @@ class SnapshotServing:
             self._shelf.cancel_reservation()
             raise
 
-    def recall(self, *, is_optimizer_step: bool) -> None:
+    def recall(self, changing: Callable[[], Set[int]] | None = None) -> None:
         """Makes the live memory that is lent the caller's own again; he is about to change it.
 
         What is still being read, or has been asked for, is copied first. Anything else is no longer served.
 
         Args:
-            is_optimizer_step: Whether an optimizer's step is all that will change it; for ``lendable`` memory, which
-                that does not change, nothing happens then.
+            changing: Returns the addresses of the storages that will change; asked only where something is lent.
+                ``None`` stands for all.
         """
         with self._loans_mutex:
-            loans = [loan for loan in self._loans if not (is_optimizer_step and loan.survives_optimizer_steps)]
+            loans = list(self._loans)
+        if not loans:
+            return
+        changed = changing() if changing is not None else None
         for loan in loans:
+            if changed is not None and not changed & loan.memory.storages:
+                continue
             if loan.snapshot_id is not None:
                 self._shelf.retire(loan.snapshot_id, even_if_needed=False)
             loan.memory.recall()
@@ -204,10 +213,10 @@ class SnapshotServing:
             with self._loans_mutex, contextlib.suppress(ValueError):
                 self._loans.remove(loan)
 
-    def _in_progress(self, pending: PendingSnapshot, *, survives_optimizer_steps: bool = False) -> SnapshotInProgress:
+    def _in_progress(self, pending: PendingSnapshot) -> SnapshotInProgress:
         loan = None
         if pending.lent is not None:
-            loan = _Loan(pending.lent, survives_optimizer_steps)
+            loan = _Loan(pending.lent)
             with self._loans_mutex:
                 self._loans[:] = [earlier for earlier in self._loans if earlier.memory.is_lent]
                 self._loans.append(loan)

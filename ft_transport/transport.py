@@ -205,7 +205,7 @@ class HTTPTransport(SnapshotServing, Generic[T]):
         """Does nothing: a snapshot is served from the moment it is whole, under the step it was taken at."""
 
     def disallow_checkpoint(self) -> None:
-        """Returns at once: what is served is a copy that no step can change, so nobody has to be waited for."""
+        """Returns at once: no step can change what is served, so nobody has to be waited for."""
 
     def serve_fresh(self, fresh_snapshot: FreshSnapshot | None) -> None:
         """Lets a request for ``latest`` ask for a new snapshot.
@@ -251,7 +251,7 @@ class HTTPTransport(SnapshotServing, Generic[T]):
         unreachable_timeout: timedelta | None = None,
         into: object = None,
         check: Callable[[Incoming], None] | None = None,
-        verify: bool | None = None,
+        verify_late: bool = True,
     ) -> Received[T]:
         """Receives a state and says which step it shows.
 
@@ -264,8 +264,8 @@ class HTTPTransport(SnapshotServing, Generic[T]):
             into: The receiver's own state to receive into; its tensors must not be used until this returns.
             check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
                 untouched.
-            verify: Whether the digest of each chunk is compared; by default as in the settings. Turn it off for state
-                that is compared by `Received.differences` anyway.
+            verify_late: Whether digests that come after the data are compared. Turn it off for state that is compared
+                by `Received.differences` anyway.
 
         Raises:
             TransportError: As for ``recv_checkpoint``. If bytes had landed in ``into`` they were overwritten with NaN
@@ -280,21 +280,22 @@ class HTTPTransport(SnapshotServing, Generic[T]):
         unreachable_s = (timeout if unreachable_timeout is None else unreachable_timeout).total_seconds()
         peer = PeerAddress.from_url(metadata)
         settings = self._fetch_settings(deadline_s)
-        if verify is not None:
-            settings = dataclasses.replace(settings, verify=verify)
         touched = False
         pause_s = 0.0
         while True:
             try:
                 with Connection(peer, token=settings.token, patience=settings.patience) as connection:
                     manifest = fetch_manifest(connection, step, settings, unreachable_s=unreachable_s)
-                    state, manifest = self._receive(connection, manifest, settings, into, check)
+                    state, manifest = self._receive(
+                        connection, manifest, settings, into, check, verify_late=verify_late
+                    )
                     return Received(step=manifest.step, state=cast(T, state), _manifest=manifest)
             except TransportError as error:
                 # What an earlier attempt did to the receiver's tensors holds for the last one as well.
                 error.destination_touched = touched = touched or error.destination_touched
                 # A newer snapshot took the place of the one that this fetch was bound to: begin again with it.
-                if not (isinstance(error, FetchFailedError) and isinstance(error.failures[-1], SnapshotReplacedError)):
+                last = error.failures[-1] if isinstance(error, FetchFailedError) else error
+                if not isinstance(last, SnapshotReplacedError):
                     raise
             # At once the first time, and then ever later, in case the peer says so of all that it serves.
             time.sleep(max(0.0, min(pause_s, deadline_s - time.monotonic())))
@@ -321,6 +322,8 @@ class HTTPTransport(SnapshotServing, Generic[T]):
         settings: FetchSettings,
         into: object,
         check: Callable[[Incoming], None] | None,
+        *,
+        verify_late: bool,
     ) -> tuple[object, Manifest]:
         """Returns the state, and the manifest with all digests."""
         restore = Restore(manifest, into=into, meshes=self._settings.meshes, max_bytes=self._settings.max_receive_bytes)
@@ -329,8 +332,9 @@ class HTTPTransport(SnapshotServing, Generic[T]):
         try:
             fetch_data([connection.peer], manifest, restore, settings)
             if manifest.digests is None:
-                manifest = dataclasses.replace(manifest, digests=fetch_digests(connection, manifest))
-                if settings.verify:
+                digests = fetch_digests(connection, manifest, max_failures=settings.max_failures)
+                manifest = dataclasses.replace(manifest, digests=digests)
+                if settings.verify and verify_late:
                     damaged = find_damaged(manifest, restore, num_threads=default_num_threads())
                     fetch_data([connection.peer], manifest, restore, settings, chunks=damaged)
             return restore.finish(), manifest

@@ -28,14 +28,30 @@ def belongs_to(guarded: Set[Memory], at_least_bytes: int = MIN_DEFERRED_BYTES) -
 
 
 def memory_of_optimizers(optimizers: Iterable[Optimizer]) -> set[Memory]:
-    """Their parameters and states."""
-    found: set[Memory] = set()
+    """Where their parameters and states lie."""
+    return set(filter(None, map(_memory, _tensors_of_optimizers(optimizers))))
+
+
+def storages_of_optimizers(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The addresses of the storages that their steps change, whatever part of them."""
+    return set(filter(None, map(storage_of, _tensors_of_optimizers(optimizers))))
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """The address of the tensor's storage, which others may be views of; ``None`` if it has none."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return local.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse tensors and other wrappers
+        return None
+
+
+def _tensors_of_optimizers(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            found.update(filter(None, map(_memory, group["params"])))
+            yield from group["params"]
         for values in optimizer.state.values():
-            found.update(filter(None, map(_memory, _tensors_of(values))))
-    return found
+            yield from _tensors_of(values)
 
 
 def memory_of(parts: Iterable[object]) -> set[Memory]:

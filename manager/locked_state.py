@@ -116,9 +116,10 @@ class LockedState:
             state_dict: Returns the part, live tensors as they are. Called afresh for every snapshot.
             scope: ``replicated`` state is equal on every replica and is served to others; ``local`` state is not.
             on_training_thread: The functions may only be called on the training thread.
-            is_stable: Its tensors change only inside `writing` sections and steps of attached optimizers: frozen
-                weights, or copies that are kept between rare synchronisations. What no attached optimizer changes is
-                then served from where it lies, and copied only if a `writing` section comes while it is being read.
+            is_stable: Its tensors change only inside `writing` sections, but for those that are parameters or states of
+                attached optimizers: frozen weights, or copies that are kept between rare synchronisations. What no
+                attached optimizer changes is then served from where it lies, and copied only if a `writing` section
+                comes while it is being read.
 
         Raises:
             RegistryError: The key is taken.

@@ -133,13 +133,13 @@ class GlooProcessGroup:
     def abort(self) -> None:
         """Close the connections to the other members: their collectives fail, and so do this one's."""
         with self._mutex:
-            group, sockets = self._group, self._sockets
+            # In a list, so that nothing else refers to it when the thread drops it.
+            held, sockets = [self._group], self._sockets
             self._group = self._sockets = None
         if sockets is not None:
             sockets.shut_down()
-        if group is not None:
-            _let_go([group])
-            del group
+        if held[0] is not None:
+            _let_go(held)
 
     def errored(self) -> Exception | None:
         """Return ``None``: gloo tells of its errors where a collective is waited for."""
@@ -189,8 +189,8 @@ class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
                     # It has one more turn to notice.
                     had_ended = self._sockets.have_ended()
                     continue
-                _let_go([self._work])
-                self._work = None
+                held, self._work = [self._work], None
+                _let_go(held)
                 if not had_ended:
                     raise
                 raise ConnectionError("expected the collective to end: a member has closed its connection") from None

@@ -80,7 +80,7 @@ class ReconfigurableGroup:
         options.uuid = quorum_id or 0
         options.handles = self._exchange(store_addr, rank, world_size)
         options.timeout = self._connect_timeout
-        self._group.reconfigure(options).wait()
+        self._group.reconfigure(options).wait(self._connect_timeout)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Begin an allreduce in place."""

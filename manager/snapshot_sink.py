@@ -37,9 +37,6 @@ class SnapshotSink(Protocol):
     def lend_held(self, held: HeldState) -> SnapshotInProgress:
         """Begins the snapshot of a held state, served from where it lies."""
 
-    def recall(self, *, is_optimizer_step: bool) -> None:
-        """Copies what is served from where it lies, before that changes."""
-
     def prepare(self, state: object) -> None:
         """Makes memory for snapshots of a state of this size ready, in the background."""
 

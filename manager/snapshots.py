@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 
 # Not the builtin one before Python 3.11.
@@ -20,11 +20,19 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
+import torch
 from torch.optim import Optimizer
 
 from ft_transport import HeldState
 from manager.errors import LockTimeoutError, ManagerError
-from manager.guarded_memory import belongs_to, memory_of, memory_of_optimizers
+from manager.guarded_memory import (
+    Memory,
+    belongs_to,
+    memory_of,
+    memory_of_optimizers,
+    storage_of,
+    storages_of_optimizers,
+)
 from manager.rwlock import Section, StateLock
 from manager.snapshot_sink import SnapshotInProgress, SnapshotSink
 
@@ -178,6 +186,7 @@ class Snapshotter:
         if is_to_lend and self._hold(run, optimizers) and self.settle():
             return True
         with self._mutex:
+            self._is_to_lend = False
             run = self._run = _Run(step, self._epoch, num_published)
         try:
             self._begin(run, optimizers, _BOUNDARY_PATIENCE)
@@ -219,6 +228,8 @@ class Snapshotter:
                 return False
             is_wanted = self._wanted_after >= held.run.num_before and not self._is_closed
             is_to_lend = self._is_to_lend and held.state.is_lendable
+            # Who asks next may be somebody whom the optimizer does not wait for.
+            self._is_to_lend = False
             if not is_wanted:
                 self._run = None
         if not is_wanted:
@@ -247,7 +258,9 @@ class Snapshotter:
                 self._run = None
             self._sink.snapshot_failed(held.run.step, error)
             held.run.future.set_exception(error)
-            logger.warning("step %d: no snapshot for those who asked for one: %s", held.run.step, error)
+            level = logging.DEBUG if self._is_postponed else logging.WARNING
+            logger.log(level, "step %d: no snapshot for those who asked for one: %s", held.run.step, error)
+            self._is_postponed = bool(getattr(error, "retryable", False))
             return False
         return True
 
@@ -339,9 +352,9 @@ class Snapshotter:
             state = self._state()
             deferrable = lendable = None
             if section is not None:
-                stepped = memory_of_optimizers(optimizers)
-                deferrable = belongs_to(stepped)
-                lendable = belongs_to(memory_of(self._stable_part(state)) - stepped)
+                optimizers = list(optimizers)
+                deferrable = belongs_to(memory_of_optimizers(optimizers))
+                lendable = _lendable(memory_of(self._stable_part(state)), storages_of_optimizers(optimizers))
             unfinished = [self._sink.begin_snapshot(run.step, state, deferrable=deferrable, lendable=lendable)]
             try:
                 self._pool.submit(self._complete, run, unfinished, section)
@@ -381,3 +394,9 @@ class Snapshotter:
                 self._run = None
                 self._published_epoch = run.epoch
             run.future.set_result(None)
+
+
+def _lendable(stable: Set[Memory], stepped: Set[int]) -> Callable[[torch.Tensor], bool]:
+    """Says of a tensor whether it is large, stable, and shares no memory with what optimizers' steps change."""
+    is_stable = belongs_to(stable)
+    return lambda tensor: is_stable(tensor) and storage_of(tensor) not in stepped

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 from ft_transport import HTTPTransport, Incoming, Received, TransportError
 from manager.errors import ManagerError, RegistryError, StateTornError
 from manager.fit import check_fit
+from manager.guarded_memory import storages_of_optimizers
 from manager.locked_state import LockedState, checked_step
 from manager.snapshots import Snapshotter
 
@@ -222,7 +223,7 @@ class StateManager(LockedState):
                     into=into,
                     check=lambda incoming: self._check_incoming(incoming, into, step),
                     # Comparing it afterwards reads every byte, too.
-                    verify=False if verify else None,
+                    verify_late=not verify,
                 )
             except RegistryError:
                 self._torn = earlier
@@ -275,14 +276,17 @@ class StateManager(LockedState):
             return
         shown = "; ".join(differences[:_MAX_SHOWN]) + ("; …" if len(differences) > _MAX_SHOWN else "")
         self._torn = StateTornError(
-            step=received.step, reason=f"after loading, the state is not the one that {source} sent: {shown}"
+            step=received.step,
+            reason=f"after loading, the state is not the one that {source} sent; a load function has changed it, or "
+            f"it was damaged on its way: {shown}",
         )
         self._refuse_torn_state()
 
     def _before_change(self, is_optimizer_step: bool) -> None:
         """Whoever reads the state from where it lies, gets a copy of it before it changes."""
         if self._transport is not None:
-            self._transport.recall(is_optimizer_step=is_optimizer_step)
+            optimizers = self._attached_optimizers() if is_optimizer_step else None
+            self._transport.recall(None if optimizers is None else lambda: storages_of_optimizers(optimizers))
 
     def _note_replaced(self) -> None:
         if self._snapshotter is not None:

@@ -49,7 +49,10 @@ class Destination(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchProgress:
-    """How far a fetch is: bytes verified so far, bytes in all, seconds since it began."""
+    """How far a fetch is: bytes received so far, bytes in all, seconds since it began.
+
+    They are verified, unless their digests come after the data; what was damaged then is fetched again, counted anew.
+    """
 
     done_bytes: int
     total_bytes: int

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
-from ft_transport.errors import PeerProtocolError
+from ft_transport.errors import PeerProtocolError, PeerUnreachableError
 from ft_transport.net.client import Destination
 from ft_transport.net.connection import Connection
 from ft_transport.wire.integrity import DIGEST_HEX_DIGITS, Hasher
 from ft_transport.wire.manifest import Manifest, decode_digests
 from ft_transport.wire.routes import digests_path
 
+_RETRY_PAUSE_S: Final = 0.1
 
-def fetch_digests(connection: Connection, manifest: Manifest) -> tuple[int, ...]:
+
+def fetch_digests(connection: Connection, manifest: Manifest, *, max_failures: int) -> tuple[int, ...]:
     """The digests of all chunks.
 
     Args:
-        connection: To the peer that served the data.
+        connection: To the peer that served the data; it may have been closed for having been idle.
         manifest: Of the snapshot.
+        max_failures: How often it may fail.
 
     Raises:
         PeerError: It cannot be reached, refuses, or answers outside the protocol.
@@ -26,6 +31,16 @@ def fetch_digests(connection: Connection, manifest: Manifest) -> tuple[int, ...]
     """
     if not manifest.chunks.num_chunks:
         return ()
+    for _ in range(max_failures - 1):
+        try:
+            return _ask(connection, manifest)
+        except PeerUnreachableError:
+            connection.close()
+            time.sleep(_RETRY_PAUSE_S)
+    return _ask(connection, manifest)
+
+
+def _ask(connection: Connection, manifest: Manifest) -> tuple[int, ...]:
     response = connection.get(
         digests_path(manifest.step, manifest.snapshot_id), headers={}, expected_status=200, answer_within_s=0.0
     )

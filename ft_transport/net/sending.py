@@ -120,7 +120,7 @@ class _Body:
     def send(self) -> None:
         """Sends everything; blocks."""
         # The flag belongs to the connection, not to its descriptor: the event loop needs it back.
-        os.set_blocking(self.connected.fileno(), True)
+        self.connected.settimeout(None)
         try:
             # asyncio has it send each part at once; a body is better sent in full segments, until its end.
             self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)

@@ -2,7 +2,8 @@
 
 Bodies go from the memory file to the socket with ``sendfile``, or from memory that is lent, so neither Python nor the
 training thread touches them.
-Nothing here waits for a lock of the trainer, copies device memory or computes a digest.
+Nothing here waits for a lock of the trainer or copies device memory. Only what is lent is digested here, on the threads
+that send it.
 """
 
 from __future__ import annotations
@@ -279,8 +280,8 @@ class SnapshotServer:
             if isinstance(memory, MemoryFile):
                 raise StepNotServedError("expected a snapshot whose digests come later; they are in the metadata")
             # They are there already if all of the data was sent.
-            digests = await asyncio.get_running_loop().run_in_executor(None, memory.encoded_digests)
-            return web.Response(text=digests)
+            computing = asyncio.get_running_loop().run_in_executor(None, memory.encoded_digests)
+            return web.Response(text=await computing)
 
     async def _send(
         self, request: web.Request, reading: Reading, response: web.StreamResponse, start: int, end: int
@@ -321,7 +322,7 @@ class SnapshotServer:
         if self.fresh_snapshot is None:
             return 0
         earlier = parse_after(request.query.get(AFTER_PARAMETER))
-        if earlier is not None and self._shelf.newest_sequence() > earlier:
+        if earlier is not None and self._shelf.holds_newer(earlier):
             return earlier
         fresh = self.fresh_snapshot()
         return fresh if earlier is None else min(earlier, fresh)

@@ -228,31 +228,38 @@ class Shelf:
                     return Reading(snapshot, entry.manifest_digest, self, entry, is_closed)
         return None
 
-    def retire(self, snapshot_id: SnapshotId, *, even_if_needed: bool) -> bool:
-        """Takes a snapshot off the shelf; its memory is freed when its last reader is done.
+    def retire(self, snapshot_id: SnapshotId, *, even_if_needed: bool) -> None:
+        """Takes a snapshot off the shelf, and older ones of the same step; they are freed after their last readers.
 
         Args:
             snapshot_id: Which; nothing happens if it is not there.
             even_if_needed: Also if it is being read, or may still be: somebody has asked for it, and has not begun.
-
-        Returns:
-            Whether it is gone from the shelf, or has never been there.
         """
         with self._lock:
             entry = next((entry for entry in self._entries if entry.snapshot.snapshot_id == snapshot_id), None)
             if entry is None:
-                return True
+                return
             is_needed = not entry.was_read or bool(entry.num_readers) or self._is_leased(entry)
             if is_needed and not even_if_needed:
-                return False
-            self._entries.remove(entry)
-            is_idle = not entry.num_readers
-            if not is_idle:
-                entry.retired = True
-                self._leaving.append(entry)
-        if is_idle:
-            entry.snapshot.close()
-        return True
+                return
+            # An older one of this step shows another attempt at it, and was never to be served again.
+            leaving = [
+                each
+                for each in self._entries
+                if each.snapshot.step == entry.snapshot.step and each.sequence <= entry.sequence
+            ]
+            for each in leaving:
+                self._entries.remove(each)
+                each.retired = bool(each.num_readers)
+            self._leaving.extend(each for each in leaving if each.retired)
+            idle = [each for each in leaving if not each.retired]
+        for each in idle:
+            each.snapshot.close()
+
+    def holds_newer(self, sequence: int) -> bool:
+        """Whether a snapshot with a higher number is here."""
+        with self._lock:
+            return bool(self._entries) and self._entries[-1].sequence > sequence
 
     def clear(self) -> None:
         """Retires everything for good; what is being read is freed when its readers are done."""

@@ -76,11 +76,7 @@ class HostCopier:
             start, end = chunks.range_of(index, index + 1)
             return digest(data[start:end])
 
-        return self.map(digest_of, chunks.num_chunks)
-
-    def map(self, function: Callable[[int], R], num_items: int) -> list[R]:
-        """What ``function`` returns for 0 to ``num_items`` (exclusive), called by all threads."""
-        return [future.result() for future in [self._submit(function, index) for index in range(num_items)]]
+        return [future.result() for future in [self._submit(digest_of, index) for index in range(chunks.num_chunks)]]
 
     def _submit(self, function: Callable[[T], R], argument: T) -> Future[R]:
         try:

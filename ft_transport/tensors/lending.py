@@ -46,6 +46,9 @@ class LentMemory:
         give_back: Takes the arena at the end.
         copier: Copies and digests.
         chunk_bytes: Size of the chunks that are digested.
+
+    Attributes:
+        storages: Addresses of the storages that are lent; a change of any other leaves it as it is.
     """
 
     def __init__(
@@ -83,11 +86,16 @@ class LentMemory:
         self._header = b""
         self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
         self._digests: list[int | None] = [None] * self._chunks.num_chunks
+        # One who recalls copies; whoever does so meanwhile waits for the copy.
+        self._copying = threading.Lock()
+        self._digesting = threading.Lock()
         self._changed = threading.Condition()
         self._num_borrowers = 0
+        self._num_borrowers_of_lent = 0
         self._is_lent = True
         self._is_lost = False
         self._is_closed = False
+        self.storages = frozenset(owner.untyped_storage().data_ptr() for owner in owners)
 
     def set_header(self, header: bytes) -> None:
         """Sets what the file begins with; before anybody borrows."""
@@ -100,8 +108,9 @@ class LentMemory:
             if self._is_lost or self._is_closed:
                 raise SnapshotError("expected a snapshot of memory that can still be read, and it is gone")
             # Who comes after the recall reads the copy, for which the owner does not wait.
-            is_counted = self._is_lent
-            self._num_borrowers += is_counted
+            is_of_lent = self._is_lent
+            self._num_borrowers += 1
+            self._num_borrowers_of_lent += is_of_lent
         try:
             # Here the bytes come to the processor's cache, from where the kernel takes them next.
             header_bytes = len(self._header)
@@ -110,18 +119,20 @@ class LentMemory:
             self._digest_chunks_that_begin_in(start, end)
             yield head + self._views(start, end)
         finally:
-            if is_counted:
-                with self._changed:
-                    self._num_borrowers -= 1
-                    self._changed.notify_all()
+            with self._changed:
+                self._num_borrowers -= 1
+                self._num_borrowers_of_lent -= is_of_lent
+                self._let_go()
+                self._changed.notify_all()
 
     def encoded_digests(self) -> str:
         """See ``wire.served.LentFile``."""
-        for chunk, known in enumerate(self._digests):
-            if known is None:
-                start, _ = self._chunks.range_of(chunk, chunk + 1)
-                with self.borrow(len(self._header) + start, len(self._header) + start + 1):
-                    pass
+        with self._digesting:
+            for chunk, known in enumerate(self._digests):
+                if known is None:
+                    start, _ = self._chunks.range_of(chunk, chunk + 1)
+                    with self.borrow(len(self._header) + start, len(self._header) + start + 1):
+                        pass
         return encode_digests([digest for digest in self._digests if digest is not None])
 
     def recall(self) -> None:
@@ -129,17 +140,25 @@ class LentMemory:
 
         If there is no memory for the copy, the snapshot is lost: its readers get an error, and the owner goes on.
         """
-        with self._changed:
-            is_to_copy = self._is_lent and not self._is_closed
-        if is_to_copy:
-            self._copy()
+        with self._copying:
+            with self._changed:
+                is_to_copy = self.is_lent
+                # Nobody gives back what is being written or read.
+                self._num_borrowers += is_to_copy
+            if is_to_copy:
+                try:
+                    self._copy()
+                finally:
+                    with self._changed:
+                        self._num_borrowers -= 1
+                        self._let_go()
         deadline_s = time.monotonic() + _LONGEST_BORROW_S
         with self._changed:
-            while self._num_borrowers and (left_s := deadline_s - time.monotonic()) > 0:
+            while self._num_borrowers_of_lent and (left_s := deadline_s - time.monotonic()) > 0:
                 self._changed.wait(left_s)
-            if self._num_borrowers:
+            if self._num_borrowers_of_lent:
                 logger.error("lent memory is still being read after %.0f s", _LONGEST_BORROW_S)
-            self._owners = []
+            self._let_go()
 
     @property
     def is_lost(self) -> bool:
@@ -152,40 +171,40 @@ class LentMemory:
         return self._is_lent and not self._is_closed
 
     def close(self) -> None:
-        """Lets go of the memory. Nobody borrows any more."""
+        """Lets go of the memory, as soon as the last one who borrows it is done."""
         with self._changed:
             self._is_closed = True
-            arena, self._arena = self._arena, None
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Frees what nobody needs any more; under the mutex."""
+        if not self._num_borrowers_of_lent and not self.is_lent:
             self._owners = []
-        if arena is not None:
+        if self._is_closed and not self._num_borrowers and self._arena is not None:
+            arena, self._arena = self._arena, None
             self._give_back(arena)
 
     def _copy(self) -> None:
         """Copies what is lent into the arena; from then on that is what is borrowed."""
-        taken: Arena | None = None
+        arena, taken = self._arena, None
         try:
-            arena = self._arena
             if arena is None:
                 arena = taken = self._take_arena(self._data_bytes)
             indices = self._to_copy
             addresses = self._addresses.copy()
             addresses[indices] = arena.data.data_ptr() + self._starts[indices]
             self._copier.copy(HostCopies(addresses[indices], self._addresses[indices], self._num_bytes[indices]))
+            with self._changed:
+                if not self._is_closed:
+                    self._blocks = _views_of(addresses, self._num_bytes)
+                    self._arena, taken, self._is_lent = arena, None, False
         except SnapshotError as error:
             logger.warning("a snapshot that is being read is lost, because its memory will change: %s", error)
             with self._changed:
                 self._is_lost, self._is_lent = True, False
-            return
-        except BaseException:
+        finally:
             if taken is not None:
                 self._give_back(taken)
-            raise
-        with self._changed:
-            is_late = self._is_closed
-            if not is_late:
-                self._arena, self._blocks, self._is_lent = arena, _views_of(addresses, self._num_bytes), False
-        if is_late and taken is not None:
-            self._give_back(taken)
 
     def _digest_chunks_that_begin_in(self, start: int, end: int) -> None:
         chunk_bytes = self._chunks.chunk_bytes

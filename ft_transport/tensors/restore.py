@@ -105,7 +105,7 @@ class Restore:
         ]
 
     def finish(self) -> object:
-        """Builds the state. Called once, after every byte was received and verified.
+        """Builds the state. Called once, after every byte was received.
 
         Tensors received in place are the receiver's own objects; others are new, on the CPU.
 

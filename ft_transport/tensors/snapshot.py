@@ -36,7 +36,7 @@ _DATA_ALIGN_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """An immutable image of a state at a step, as one safetensors file.
+    """A state at a step, as one safetensors file; a copy, or live memory that is copied before it changes.
 
     Attributes:
         step: The committed step that it shows.

@@ -178,6 +178,7 @@ def decode_header(encoded: bytes | memoryview, *, peer: str | None = None) -> Ma
             data_bytes=max((tensor.end for tensor in tensors), default=0),
             chunk_bytes=_chunk_bytes_decoder.decode(_required(metadata, "chunk_bytes", peer)),
         )
+        _check_number_of(chunks, peer)
         digests = _required(metadata, "digests", peer)
         return Manifest(
             step=_count_decoder.decode(_required(metadata, "step", peer)),
@@ -199,6 +200,12 @@ def _required(metadata: dict[str, str], key: str, peer: str | None) -> str:
         raise ManifestError(
             f"expected {_PREFIX + key!r} in the snapshot's metadata, and it is missing", peer=peer
         ) from None
+
+
+def _check_number_of(chunks: ChunkTable, peer: str | None) -> None:
+    """The header would not take more digests than this, so none that come later may take more."""
+    if chunks.num_chunks * DIGEST_HEX_DIGITS > MAX_HEADER_BYTES:
+        raise ManifestError(f"expected digests of at most {MAX_HEADER_BYTES} bytes, {chunks} has more", peer=peer)
 
 
 def _decode_snapshot_id(text: str, peer: str | None) -> SnapshotId:

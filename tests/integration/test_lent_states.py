@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 from state_equality import exact
 
-from ft_transport import FetchProgress, HTTPTransport, Received
+from ft_transport import FetchProgress, HTTPTransport, Received, SnapshotError
+from ft_transport.net import server
 from manager import StateManager
 
 LONG_S = 20.0
@@ -130,6 +132,60 @@ def test_steps_do_not_touch_what_is_stable_and_writing_sections_copy_it(
         training.frozen.neg_()
     assert not memory.is_lent
     assert exact(reading.result().state) == expected
+
+
+def test_a_step_copies_what_is_stable_if_it_is_the_optimizers_in_truth(
+    training: Training, fetch: Callable[[], Fetch]
+) -> None:
+    # A part of it is unfrozen after it was lent.
+    training.manager.snapshot(1).result(LONG_S)
+    expected = exact(training.manager.replica_state())
+    reading = fetch()
+    assert reading.has_begun.wait(LONG_S)
+    unfrozen = torch.nn.Parameter(training.frozen[10:1000])
+    unfrozen.grad = torch.ones_like(unfrozen)
+    training.optimizer.add_param_group({"params": [unfrozen]})
+    before = training.frozen[10].item()
+    training.optimizer.step()
+    assert training.frozen[10].item() != before
+    assert exact(reading.result().state) == expected
+    # And what is unfrozen when it would be lent, is not.
+    training.manager.snapshot(2).result(LONG_S)
+    assert not training.transport._loans
+
+
+def test_a_receiver_that_takes_longer_than_an_idle_connection_may(
+    training: Training, new_transport: Callable[..., HTTPTransport[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_KEEP_ALIVE_S", 0.2)
+    slow = new_transport()
+    training.manager._transport = slow
+    manager = StateManager(checkpoint_transport=slow, prepare_memory=False)
+    manager.register_state_dict_fn("w", lambda state: None, lambda: {"w": training.frozen}, is_stable=True)
+    manager.snapshot(1).result(LONG_S)
+    assert slow._loans, "its digests come later"
+    receiver = new_transport(on_progress=lambda progress: time.sleep(0.1))
+    received = receiver.fetch(slow.metadata(), 1, timeout=LONG)
+    assert exact(received.state) == exact(manager.replica_state())
+    manager.shutdown()
+
+
+def test_a_snapshot_that_is_lost_before_anybody_knows_it_is_not_served(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = training.transport
+    held = transport.hold_state(1, {"w": training.frozen}, deferrable=lambda tensor: True, max_bytes=0)
+    assert held is not None
+    in_progress = transport.lend_held(held)
+
+    def refuse(_num_bytes: int) -> Any:
+        raise SnapshotError("no memory")
+
+    monkeypatch.setattr(transport._loans[0].memory, "_take_arena", refuse)
+    transport.recall()
+    with pytest.raises(SnapshotError, match="there is none"):
+        in_progress.publish()
+    assert transport.newest_step() is None
 
 
 def test_who_attaches_an_optimizer_to_what_is_lent_gets_it_back_first(

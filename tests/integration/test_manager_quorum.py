@@ -365,9 +365,7 @@ class _Reconfigurable:
         peers = [json.loads(handle) for handle in opts.handles]
         rank = [peer["id"] for peer in peers].index(self._id)
         self._group.configure(f"{peers[0]['store']}/{opts.uuid}", "replica", rank, len(peers))
-        done: Any = torch.futures.Future()
-        done.set_result(None)
-        return done
+        return torch.distributed._Work()
 
     def __getattr__(self, name: str) -> Any:
         if name == "configure":

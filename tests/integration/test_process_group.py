@@ -143,6 +143,34 @@ def test_an_end_that_gloo_misses_is_noticed(
     assert time.monotonic() - started_s < AT_ONCE_S
 
 
+def test_what_gloo_still_runs_is_dropped_on_another_thread(
+    connected: tuple[GlooSockets, socket.socket, socket.socket],
+) -> None:
+    dropped_on: list[str] = []
+    is_dropped = threading.Event()
+
+    class Slow(NeverDone):
+        """Its destructor waits, as those of gloo do."""
+
+        # Not a method: the frame of one, which the error keeps, would refer to the object.
+        wait = staticmethod(NeverDone().wait)
+
+        def __del__(self) -> None:
+            dropped_on.append(threading.current_thread().name)
+            is_dropped.set()
+
+    connected[2].close()
+    with pytest.raises(ConnectionError):
+        WatchedWork(Slow(), connected[0], LONG).wait()
+    group = GlooProcessGroup()
+    group._group = Slow()
+    group.abort()
+    assert is_dropped.wait(AT_ONCE_S)
+    while len(dropped_on) < 2:
+        time.sleep(0.01)
+    assert set(dropped_on) == {"ft-transport-gloo-end"}
+
+
 def test_a_member_that_is_silent_is_waited_for_until_the_timeout(
     connected: tuple[GlooSockets, socket.socket, socket.socket],
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.client import IncompleteRead
@@ -95,6 +96,15 @@ def test_nobody_holds_the_memory_while_a_receiver_does_not_read(served: Serving,
             before = lent.memory.num_given_back
             until(lambda before=before: lent.memory.num_given_back > before)  # type: ignore[misc]
         assert response.read() == lent.snapshot.content
+
+
+def test_a_default_timeout_of_sockets_changes_nothing_of_that(served: Serving, lent: Lent) -> None:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(60.0)
+    try:
+        test_nobody_holds_the_memory_while_a_receiver_does_not_read(served, lent)
+    finally:
+        socket.setdefaulttimeout(before)
 
 
 def test_what_is_lost_ends_the_answer_early(served: Serving, lent: Lent) -> None:

@@ -221,27 +221,42 @@ def test_listeners_hear_of_each_arrival_after_it_can_be_read(shelf: Shelf) -> No
 
 def test_what_was_read_and_is_not_needed_any_more_can_be_retired(shelf: Shelf, clock: Clock) -> None:
     snapshot = put(shelf, 1)
-    assert not shelf.retire(snapshot.snapshot_id, even_if_needed=False), "somebody may have asked for it"
+
+    def is_retired() -> bool:
+        shelf.retire(snapshot.snapshot_id, even_if_needed=False)
+        return not shelf.steps()
+
+    assert not is_retired(), "somebody may have asked for it"
     reading = shelf.read(1)
     assert reading is not None
-    assert not shelf.retire(snapshot.snapshot_id, even_if_needed=False), "somebody reads it"
+    assert not is_retired(), "somebody reads it"
     with reading:
         pass
-    assert not shelf.retire(snapshot.snapshot_id, even_if_needed=False), "it is leased"
+    assert not is_retired(), "it is leased"
     clock.now_s += LEASE_S + 1
-    assert shelf.retire(snapshot.snapshot_id, even_if_needed=False)
-    assert shelf.steps() == ()
+    assert is_retired()
     assert snapshot.closed.is_set()
-    assert shelf.retire(snapshot.snapshot_id, even_if_needed=False), "it is gone"
+    assert is_retired(), "it is gone"
 
 
 def test_what_is_retired_although_it_is_read_is_freed_by_its_last_reader(shelf: Shelf) -> None:
     snapshot = put(shelf, 1)
     reading = shelf.read(1)
     assert reading is not None
-    assert shelf.retire(snapshot.snapshot_id, even_if_needed=True)
+    shelf.retire(snapshot.snapshot_id, even_if_needed=True)
     assert shelf.read(1) is None
     assert not snapshot.closed.is_set()
     with reading:
         pass
     assert snapshot.closed.is_set()
+
+
+def test_who_retires_a_snapshot_uncovers_no_older_one_of_its_step(shelf: Shelf) -> None:
+    older, newer = put(shelf, 1), put(shelf, 1)
+    shelf.retire(newer.snapshot_id, even_if_needed=True)
+    assert shelf.steps() == ()
+    assert older.closed.is_set()
+    assert not shelf.holds_newer(0), "it was published, and is not here any more"
+    put(shelf, 2)
+    assert shelf.holds_newer(2)
+    assert not shelf.holds_newer(3)

@@ -10,6 +10,7 @@ import torch
 from state_tools import CHUNK_BYTES, file_of, open_taker
 
 from ft_transport.errors import SnapshotError
+from ft_transport.tensors.copying import HostCopies
 from ft_transport.tensors.lending import LentMemory
 from ft_transport.tensors.snapshot import Snapshot, SnapshotTaker
 from ft_transport.wire.manifest import decode_digests, decode_header
@@ -173,6 +174,51 @@ def test_an_interrupted_recall_can_be_made_again(lender: Lender, monkeypatch: py
     # Both arenas are free again.
     for each in [lender.taker.begin(4, lender.state).finish() for _ in range(2)]:
         each.close()
+
+
+def test_who_recalls_while_another_copies_waits_for_the_copy(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = lender.lend_all()
+    before = file_of(snapshot)
+    copy = lender.taker._copier.copy
+    copying, may_copy = threading.Event(), threading.Event()
+
+    def held_back(copies: HostCopies) -> None:
+        copying.set()
+        assert may_copy.wait(LONG_S)
+        copy(copies)
+
+    monkeypatch.setattr(lender.taker._copier, "copy", held_back)
+    changed = threading.Event()
+
+    def change() -> None:
+        memory_of(snapshot).recall()
+        lender.change()
+        changed.set()
+
+    first, second = threading.Thread(target=memory_of(snapshot).recall), threading.Thread(target=change)
+    first.start()
+    assert copying.wait(LONG_S)
+    second.start()
+    assert not changed.wait(0.1), "what he wants to change is being copied"
+    may_copy.set()
+    first.join(LONG_S)
+    second.join(LONG_S)
+    assert changed.is_set()
+    assert file_of(snapshot) == before
+    assert lender.taker._pool._num_taken == 1
+    snapshot.close()
+
+
+def test_memory_that_is_borrowed_is_freed_by_who_borrows_it(lender: Lender) -> None:
+    for lend in (lender.lend_all, lender.lend_large):
+        snapshot = lend()
+        memory_of(snapshot).recall()
+        before = file_of(snapshot)
+        with memory_of(snapshot).borrow(0, snapshot.total_bytes) as views:
+            snapshot.close()
+            assert lender.taker._pool._num_taken == 1
+            assert b"".join(views) == before
+        assert lender.taker._pool._num_taken == 0
 
 
 def test_what_is_closed_is_neither_copied_nor_read_any_more(lender: Lender) -> None:
