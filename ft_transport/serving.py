@@ -22,9 +22,16 @@ _MAX_FAILURE_CHARACTERS: Final = 1000
 
 @dataclass(slots=True, eq=False)
 class _Loan:
-    """Live memory that a snapshot is served from, until the owner recalls it."""
+    """Live memory that a snapshot is served from, until the owner recalls it.
+
+    Attributes:
+        memory: It.
+        survived: The last version of changes (`SnapshotServing.recall`) that did not touch it.
+        snapshot_id: Its name, once it is served.
+    """
 
     memory: LentMemory
+    survived: object = None
     snapshot_id: SnapshotId | None = None
 
 
@@ -188,7 +195,7 @@ class SnapshotServing:
             self._shelf.cancel_reservation()
             raise
 
-    def recall(self, changing: Callable[[], Set[int]] | None = None) -> None:
+    def recall(self, changing: Callable[[], Set[int]] | None = None, *, version: object = None) -> None:
         """Makes the live memory that is lent the caller's own again; he is about to change it.
 
         What is still being read, or has been asked for, is copied first. Anything else is no longer served.
@@ -196,15 +203,19 @@ class SnapshotServing:
         Args:
             changing: Returns the addresses of the storages that will change; asked only where something is lent.
                 ``None`` stands for all.
+            version: Of what ``changing`` returns, which is asked once for each loan and version.
         """
         with self._loans_mutex:
             loans = list(self._loans)
-        if not loans:
-            return
-        changed = changing() if changing is not None else None
+        changed: Set[int] | None = None
         for loan in loans:
-            if changed is not None and not changed & loan.memory.storages:
-                continue
+            if changing is not None:
+                if version is not None and loan.survived == version:
+                    continue
+                changed = changed if changed is not None else changing()
+                if not changed & loan.memory.storages:
+                    loan.survived = version
+                    continue
             if loan.snapshot_id is not None:
                 self._shelf.retire(loan.snapshot_id, even_if_needed=False)
             loan.memory.recall()

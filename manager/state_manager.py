@@ -285,8 +285,16 @@ class StateManager(LockedState):
     def _before_change(self, is_optimizer_step: bool) -> None:
         """Whoever reads the state from where it lies, gets a copy of it before it changes."""
         if self._transport is not None:
-            optimizers = self._attached_optimizers() if is_optimizer_step else None
-            self._transport.recall(None if optimizers is None else lambda: storages_of_optimizers(optimizers))
+            if not is_optimizer_step:
+                self._transport.recall()
+                return
+            optimizers = self._attached_optimizers()
+            # One that has got no further tensors steps what it stepped before.
+            version = tuple(
+                (id(optimizer), sum(len(group["params"]) for group in optimizer.param_groups), len(optimizer.state))
+                for optimizer in optimizers
+            )
+            self._transport.recall(lambda: storages_of_optimizers(optimizers), version=version)
 
     def _note_replaced(self) -> None:
         if self._snapshotter is not None:
