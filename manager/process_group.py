@@ -201,8 +201,14 @@ class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
 
 
 def _let_go(held: list[Any]) -> None:
-    """Drop what is in the list on a thread of its own: the destructors of gloo wait for collectives that run."""
-    threading.Thread(target=held.clear, name="ft-transport-gloo-end", daemon=True).start()
+    """Drop what is in the list on a thread of its own: the destructors of gloo wait for collectives that run.
+
+    The interpreter waits for that thread before it ends: a destructor that takes the GIL afterwards aborts the process.
+    """
+    try:
+        threading.Thread(target=held.clear, name="ft-transport-gloo-end", daemon=False).start()
+    except RuntimeError:  # The interpreter is about to end, or there is no thread left.
+        held.clear()
 
 
 class _Done(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it

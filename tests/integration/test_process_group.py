@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -169,6 +171,41 @@ def test_what_gloo_still_runs_is_dropped_on_another_thread(
     while len(dropped_on) < 2:
         time.sleep(0.01)
     assert set(dropped_on) == {"ft-transport-gloo-end"}
+
+
+_ENDING = """
+import sys, threading
+from datetime import timedelta
+import torch
+from torch.distributed import AllreduceOptions, TCPStore
+from manager import GlooProcessGroup
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+groups = [GlooProcessGroup(timedelta(seconds=60)) for _ in range(2)]
+
+def train(rank):
+    groups[rank].configure(f"127.0.0.1:{store.port}/here", f"r{rank}", rank, 2)
+    groups[rank].allreduce([torch.ones(3)], AllreduceOptions()).wait()
+
+threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+for group in groups:
+    group.shutdown()
+if sys.argv[1] == "error":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(("end", "expected"), [("return", 0), ("error", 3)])
+def test_a_process_that_has_given_up_its_group_ends_as_it_wants(end: str, expected: int) -> None:
+    for _ in range(3):
+        ended = subprocess.run(
+            [sys.executable, "-c", _ENDING, end], check=False, capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == expected, ended.stderr
 
 
 def test_a_member_that_is_silent_is_waited_for_until_the_timeout(
