@@ -158,14 +158,14 @@ def test_a_receiver_that_takes_longer_than_an_idle_connection_may(
     training: Training, new_transport: Callable[..., HTTPTransport[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_KEEP_ALIVE_S", 0.2)
-    slow = new_transport()
-    training.manager._transport = slow
-    manager = StateManager(checkpoint_transport=slow, prepare_memory=False)
+    sender = new_transport()
+    manager = StateManager(checkpoint_transport=sender, prepare_memory=False)
     manager.register_state_dict_fn("w", lambda state: None, lambda: {"w": training.frozen}, is_stable=True)
     manager.snapshot(1).result(LONG_S)
-    assert slow._loans, "its digests come later"
+    assert sender._loans, "its digests come later"
+    # The pace of a slow receiver: five chunks take longer than the connection may be idle.
     receiver = new_transport(on_progress=lambda progress: time.sleep(0.1))
-    received = receiver.fetch(slow.metadata(), 1, timeout=LONG)
+    received = receiver.fetch(sender.metadata(), 1, timeout=LONG)
     assert exact(received.state) == exact(manager.replica_state())
     manager.shutdown()
 

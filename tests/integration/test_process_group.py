@@ -149,7 +149,7 @@ def test_what_gloo_still_runs_is_dropped_on_another_thread(
     connected: tuple[GlooSockets, socket.socket, socket.socket],
 ) -> None:
     dropped_on: list[str] = []
-    is_dropped = threading.Event()
+    num_dropped = threading.Semaphore(0)
 
     class Slow(NeverDone):
         """Its destructor waits, as those of gloo do."""
@@ -159,7 +159,7 @@ def test_what_gloo_still_runs_is_dropped_on_another_thread(
 
         def __del__(self) -> None:
             dropped_on.append(threading.current_thread().name)
-            is_dropped.set()
+            num_dropped.release()
 
     connected[2].close()
     with pytest.raises(ConnectionError):
@@ -167,9 +167,8 @@ def test_what_gloo_still_runs_is_dropped_on_another_thread(
     group = GlooProcessGroup()
     group._group = Slow()
     group.abort()
-    assert is_dropped.wait(AT_ONCE_S)
-    while len(dropped_on) < 2:
-        time.sleep(0.01)
+    for _ in range(2):
+        assert num_dropped.acquire(timeout=AT_ONCE_S)
     assert set(dropped_on) == {"ft-transport-gloo-end"}
 
 
