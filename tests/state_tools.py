@@ -12,6 +12,7 @@ import torch
 from ft_transport.tensors.restore import Restore
 from ft_transport.tensors.snapshot import Snapshot, SnapshotTaker
 from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.layouts import LayoutTable
 from ft_transport.wire.manifest import Manifest, SnapshotId, TensorEntry, decode_header, encode_header
 from ft_transport.wire.nodes import Node
 from ft_transport.wire.served import MemoryFile
@@ -76,7 +77,13 @@ def round_trip(state: object, into: object = None, **settings: Any) -> Any:
     return receive(file_of_state(state), into, **settings)
 
 
-def manifest_with(tree: Node, tensors: list[torch.Tensor] | None = None, *, chunk_bytes: int = CHUNK_BYTES) -> Manifest:
+def manifest_with(
+    tree: Node,
+    tensors: list[torch.Tensor] | None = None,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    layouts: LayoutTable | None = None,
+) -> Manifest:
     """A manifest whose table is valid, around a tree that need not be."""
     tensors = tensors if tensors is not None else [torch.arange(8, dtype=torch.uint8), torch.arange(6.0).view(2, 3)]
     names = {torch.uint8: "U8", torch.int8: "I8", torch.float32: "F32", torch.int64: "I64"}
@@ -94,5 +101,6 @@ def manifest_with(tree: Node, tensors: list[torch.Tensor] | None = None, *, chun
         chunks=chunks,
         digests=[0] * chunks.num_chunks,
         align_bytes=64,
+        layouts=layouts,
     )
     return decode_header(header[8:])

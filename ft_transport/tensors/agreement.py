@@ -19,6 +19,7 @@ from ft_transport.tensors.collector import collector_paused
 from ft_transport.tensors.dtypes import carrier_of
 from ft_transport.tensors.flatten import flatten
 from ft_transport.wire.integrity import Hasher
+from ft_transport.wire.layouts import Layout
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import MappingNode
 
@@ -56,6 +57,7 @@ class _Walk:
     def __init__(self, manifest: Manifest, flat: FlatState) -> None:
         self._manifest = manifest
         self._blocks = flat.blocks
+        self._layouts = flat.layouts
         self.counterparts: dict[int, int] = {}
         self.differences: list[str] = []
 
@@ -67,6 +69,8 @@ class _Walk:
                 ours, theirs = getattr(actual, name), getattr(expected, name)
                 if name == "index":
                     self._pair(path, theirs, ours)
+                elif name == "layout":
+                    self._compare_layouts(path, theirs, ours)
                 else:
                     self.compare(path, theirs, ours)
         elif isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
@@ -95,8 +99,18 @@ class _Walk:
         if (entry.dtype, tuple(entry.shape)) != own:
             self._note(entry.name, f"{entry.dtype}{list(entry.shape)}", f"{own[0]}{list(own[1])}")
 
+    def _compare_layouts(self, path: str, theirs: int, ours: int) -> None:
+        expected, actual = self._manifest.layouts[theirs], self._layouts.layouts[ours]
+        where = (self._manifest.meshes[expected.mesh].shape, self._layouts.meshes[actual.mesh].shape)
+        self.compare(path, [where[0], *_part(expected)], [where[1], *_part(actual)])
+
     def _note(self, path: str, expected: str, actual: str) -> None:
         self.differences.append(f"{path or 'the state'}: expected {expected}, got {actual}")
+
+
+def _part(layout: Layout) -> list[object]:
+    """What two ranks that hold the same part have in common; their places in the mesh may differ."""
+    return [layout.placements, layout.global_shape, layout.local_offset]
 
 
 def _by_key(node: MappingNode) -> dict[str, object]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ft_transport.wire.layouts import LayoutTable
 from ft_transport.wire.nodes import Node
 
 
@@ -40,7 +41,8 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatState:
-    """A state ready to be copied: its tree, whose tensor nodes index ``blocks``."""
+    """A state ready to be copied: its tree, whose nodes index ``blocks`` and ``layouts``."""
 
     tree: Node
     blocks: Blocks
+    layouts: LayoutTable

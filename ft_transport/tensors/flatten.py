@@ -19,13 +19,14 @@ from ft_transport.errors import SnapshotError, UnsupportedLeafError
 from ft_transport.tensors import encodings
 from ft_transport.tensors.blocks import Blocks, FlatState
 from ft_transport.tensors.dtypes import QUANTIZED, SAFETENSORS_NAMES, carrier_of, is_dense, name_of
-from ft_transport.tensors.placements import dtensor_node
+from ft_transport.tensors.placements import LayoutEncoder
 from ft_transport.tensors.views import Base, ViewKey, find_views, view_key
 from ft_transport.wire.nodes import (
     BytesNode,
     CustomNode,
     DefaultDictNode,
     DequeNode,
+    DTensorNode,
     LayoutNode,
     LeafNode,
     MappingNode,
@@ -75,7 +76,7 @@ def flatten(state: object) -> FlatState:
 def _flatten(state: object, views: dict[ViewKey, Base]) -> FlatState:
     flattener = _Flattener(views)
     try:
-        return FlatState(tree=flattener.encode(state, ""), blocks=flattener.blocks)
+        return FlatState(tree=flattener.encode(state, ""), blocks=flattener.blocks, layouts=flattener.layouts.table)
     finally:
         # Its own methods hold it, and it holds live tensors, which must not wait for the garbage collector.
         flattener.encoders.clear()
@@ -84,6 +85,7 @@ def _flatten(state: object, views: dict[ViewKey, Base]) -> FlatState:
 class _Flattener:
     def __init__(self, views: dict[ViewKey, Base]) -> None:
         self.blocks = Blocks()
+        self.layouts = LayoutEncoder()
         self._views = views
         self._node_by_memory: dict[tuple[object, ...], Node] = {}
         # The first row-major tensor that begins at an address, by its index; the fast lane knows its tensors by it.
@@ -246,7 +248,8 @@ class _Flattener:
     def _dtensor(self, value: DTensor, path: str) -> Node:
         self._check_leaf(value, path)
         # DTensor.clone() and friends dispatch collectively; the local shard is all that this process has.
-        node = dtensor_node(value, self._plain_tensor(value.to_local().detach(), path), path)
+        layout = self.layouts.index_of(value, path)
+        node = DTensorNode(self._plain_tensor(value.to_local().detach(), path), layout)
         # A Parameter made of a DTensor has the class DTensor, and only isinstance tells.
         is_parameter = isinstance(value, torch.nn.Parameter)
         if is_parameter or value.requires_grad:

@@ -145,13 +145,19 @@ class Matcher:
                 if isinstance(into, torch.Tensor):
                     self._collect(node.value, into.detach())
             case DTensorNode():
-                if isinstance(into, DTensor) and placements.matches(into, node):
+                if isinstance(into, DTensor) and self._matches(into, node):
                     self._collect(node.local, into.to_local().detach())
             case LayoutNode():
                 if isinstance(into, torch.Tensor) and not isinstance(into, DTensor):
                     self._consider_layout(node, into)
             case _:
                 return
+
+    def _matches(self, into: DTensor, node: DTensorNode) -> bool:
+        if node.layout >= len(self._manifest.layouts):
+            return False  # Reported with its path when the state is built.
+        layout = self._manifest.layouts[node.layout]
+        return placements.matches(into, layout, self._manifest.meshes[layout.mesh])
 
     def _collect_values(self, items: Sequence[Node], into: Mapping[object, object]) -> None:
         for key, value in zip(items[::2], items[1::2], strict=False):

@@ -1,8 +1,7 @@
-"""DTensors: what a shard's node says of its place, and how a receiver rebuilds one on a mesh of its own."""
+"""DTensors: what a snapshot says of a shard's place, and how a receiver rebuilds one on a mesh of its own."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -11,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ft_transport.errors import ManifestError, RestoreError, UnsupportedLeafError
-from ft_transport.wire.nodes import DTensorNode, Node, Placement
+from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, Placement
 
 
 def encode_placements(dtensor: DTensor, path: str) -> list[Placement]:
@@ -58,40 +56,71 @@ def decode_placements(placements: Sequence[Placement]) -> tuple[TorchPlacement, 
     return tuple(decoded)
 
 
-def dtensor_node(dtensor: DTensor, local: Node, path: str) -> DTensorNode:
-    """Describes a DTensor whose local shard is the node ``local``.
+class LayoutEncoder:
+    """Collects the layouts of the DTensors of one state.
 
-    Offset and coordinate are those of this process; a process outside the mesh has no coordinate.
+    Attributes:
+        table: What was collected.
     """
-    mesh = dtensor.device_mesh
-    placements = encode_placements(dtensor, path)
+
+    def __init__(self) -> None:
+        self.table = LayoutTable()
+        self._meshes: dict[int, tuple[DeviceMesh, Mesh]] = {}
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def index_of(self, dtensor: DTensor, path: str) -> int:
+        """The index of its layout in the table. Offset and coordinate are those of this process.
+
+        Raises:
+            UnsupportedLeafError: A partial placement.
+        """
+        mesh = dtensor.device_mesh
+        key = (id(mesh), dtensor.placements, dtensor.shape, dtensor.stride())
+        index = self._known.get(key)
+        if index is None:
+            at = encode_placements(dtensor, path)
+            index = self._known[key] = self.table.add(
+                self._mesh(mesh), at, global_shape=tuple(dtensor.shape), global_stride=dtensor.stride()
+            )
+        return index
+
+    def _mesh(self, mesh: DeviceMesh) -> Mesh:
+        known = self._meshes.get(id(mesh))
+        if known is None:
+            # The mesh is kept, so that no other one takes its id.
+            known = self._meshes[id(mesh)] = (mesh, describe_mesh(mesh))
+        return known[1]
+
+
+def describe_mesh(mesh: DeviceMesh) -> Mesh:
+    """A mesh in plain numbers, with this process's place in it."""
     coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        offset: Sequence[int] = (0,) * dtensor.dim()
-    else:
-        _, offset = compute_local_shape_and_global_offset(dtensor.shape, mesh, dtensor.placements)
-    return DTensorNode(
-        local=local,
+    return Mesh(
         device_type=mesh.device_type,
-        mesh_shape=tuple(mesh.mesh.shape),
-        mesh_ranks=mesh.mesh.flatten().tolist(),
-        mesh_dim_names=list(mesh.mesh_dim_names) if mesh.mesh_dim_names is not None else None,
-        coordinate=list(coordinate) if coordinate is not None else None,
-        placements=placements,
-        global_shape=tuple(dtensor.shape),
-        global_stride=tuple(dtensor.stride()),
-        local_offset=tuple(int(start) for start in offset),
+        shape=tuple(mesh.mesh.shape),
+        ranks=tuple(mesh.mesh.flatten().tolist()),
+        dim_names=tuple(mesh.mesh_dim_names) if mesh.mesh_dim_names is not None else None,
+        coordinate=tuple(coordinate) if coordinate is not None else None,
     )
 
 
-def matches(dtensor: DTensor, node: DTensorNode) -> bool:
-    """Whether the receiver's DTensor holds the very part that the node describes, so that bytes can land in it."""
+def matches(dtensor: DTensor, layout: Layout, mesh: Mesh) -> bool:
+    """Whether the receiver's DTensor holds the very part that the layout describes, so that bytes can land in it."""
     coordinate = dtensor.device_mesh.get_coordinate()
     return (
-        tuple(dtensor.shape) == node.global_shape
-        and dtensor.placements == decode_placements(node.placements)
-        and tuple(dtensor.device_mesh.mesh.shape) == node.mesh_shape
-        and (list(coordinate) if coordinate is not None else None) == node.coordinate
+        tuple(dtensor.shape) == layout.global_shape
+        and tuple(dtensor.device_mesh.mesh.shape) == mesh.shape
+        and dtensor.placements == decode_placements(layout.placements)
+        and _is_same_place(coordinate, mesh.coordinate, layout.placements)
+    )
+
+
+def _is_same_place(here: Sequence[int] | None, there: Sequence[int] | None, at: Sequence[Placement]) -> bool:
+    """Whether both hold the same part: where a mesh dimension replicates, all along it do."""
+    if here is None or there is None:
+        return here is there
+    return all(
+        own == other or placement.kind == "replicate" for own, other, placement in zip(here, there, at, strict=True)
     )
 
 
@@ -107,52 +136,60 @@ class MeshResolver:
         self._state = state
         self._meshes = list(meshes)
 
-    def resolve(self, node: DTensorNode, path: str) -> DeviceMesh:
-        """A mesh of the shape and names that the node gives.
+    def resolve(self, described: Mesh, path: str) -> DeviceMesh:
+        """A mesh of the shape and names that are described.
 
         Raises:
             RestoreError: The receiver has no such mesh and torch.distributed is not initialised to build one.
         """
-        names = tuple(node.mesh_dim_names) if node.mesh_dim_names is not None else None
+        names = described.dim_names
         for mesh in chain(self._meshes, (dtensor.device_mesh for dtensor in _dtensors(self._state))):
-            if tuple(mesh.mesh.shape) == node.mesh_shape and mesh.mesh_dim_names == names:
+            own_names = mesh.mesh_dim_names
+            if tuple(mesh.mesh.shape) == described.shape and own_names == names:
                 return mesh
-        if not dist.is_initialized() or not _is_mesh(node):
+        if not dist.is_initialized() or not _is_device_type(described.device_type):
             raise RestoreError(
-                f"expected a device mesh of shape {list(node.mesh_shape)} and names {names} in the receiver's state, "
+                f"expected a device mesh of shape {list(described.shape)} and names {names} in the receiver's state, "
                 "found none, and torch.distributed is not initialised to build one; receive into a state that has it",
                 path=path,
             )
         # No process group is created: a collective over this mesh is the caller's to set up.
-        ranks = torch.tensor(node.mesh_ranks, dtype=torch.int).reshape(node.mesh_shape)
-        mesh = DeviceMesh(node.device_type, ranks, mesh_dim_names=names, _init_backend=False)
+        ranks = torch.tensor(described.ranks, dtype=torch.int).reshape(described.shape)
+        mesh = DeviceMesh(described.device_type, ranks, mesh_dim_names=names, _init_backend=False)
         self._meshes.append(mesh)
         return mesh
 
 
-def rebuild(local: torch.Tensor, node: DTensorNode, mesh: DeviceMesh, path: str) -> DTensor:
+def rebuild(local: torch.Tensor, layout: Layout, described: Mesh, mesh: DeviceMesh, path: str) -> DTensor:
     """A DTensor around ``local`` on ``mesh``; no collective runs.
 
+    Args:
+        local: The shard.
+        layout: What the sender said of it.
+        described: The sender's mesh.
+        mesh: The receiver's, of the same form.
+        path: The place, for errors.
+
     Raises:
-        ManifestError: The node contradicts itself or the local shard.
+        ManifestError: The layout contradicts the local shard.
         RestoreError: The receiver stands elsewhere in the mesh, where another part belongs.
     """
-    _check(local, node, path)
-    coordinate = mesh.get_coordinate()
-    here = list(coordinate) if coordinate is not None else None
-    if here != node.coordinate and any(placement.kind != "replicate" for placement in node.placements):
+    _check(local, layout, described, path)
+    here = mesh.get_coordinate()
+    if not _is_same_place(here, described.coordinate, layout.placements):
         raise RestoreError(
-            f"expected the shard of mesh coordinate {here}, which is this process's own, got that of {node.coordinate}",
+            f"expected the shard of mesh coordinate {here}, which is this process's own, got that of "
+            f"{described.coordinate}",
             path=path,
         )
     try:
         dtensor = DTensor.from_local(
             local,
             mesh,
-            decode_placements(node.placements),
+            decode_placements(layout.placements),
             run_check=False,
-            shape=torch.Size(node.global_shape),
-            stride=node.global_stride,
+            shape=torch.Size(layout.global_shape),
+            stride=layout.global_stride,
         )
     except (RuntimeError, ValueError) as error:
         raise ManifestError(f"expected a global shape that torch can count: {error}", path=path) from error
@@ -162,44 +199,27 @@ def rebuild(local: torch.Tensor, node: DTensorNode, mesh: DeviceMesh, path: str)
     return dtensor
 
 
-def _is_mesh(node: DTensorNode) -> bool:
-    """Whether a mesh can be made of what the node says of it."""
+def _is_device_type(name: str) -> bool:
     try:
-        is_device = torch.device(node.device_type).type == node.device_type
+        return torch.device(name).type == name
     except (RuntimeError, Warning):  # deprecated kinds warn, and a warning may be an error
-        is_device = False
-    names = node.mesh_dim_names
-    return (
-        is_device
-        and 0 < len(node.mesh_ranks) == math.prod(node.mesh_shape)
-        and len(set(node.mesh_ranks)) == len(node.mesh_ranks)
-        and max(node.mesh_ranks) < 2**31
-        and (names is None or len(set(names)) == len(names) == len(node.mesh_shape))
-    )
+        return False
 
 
-def _check(local: torch.Tensor, node: DTensorNode, path: str) -> None:
-    """Refuses a node whose numbers do not fit together; torch takes them as they are."""
-    num_dims = len(node.global_shape)
-    if not (
-        len(node.placements) == len(node.mesh_shape)
-        and num_dims == len(node.global_stride) == len(node.local_offset)
-        and (node.coordinate is None or (local.dim() == num_dims and len(node.coordinate) == len(node.mesh_shape)))
-    ):
-        raise ManifestError("expected as many placements as mesh dimensions, and one rank throughout", path=path)
-    is_sharded = [False] * num_dims
-    for placement in node.placements:
-        if placement.kind == "replicate":
-            continue
-        if placement.dim >= num_dims or (placement.kind == "strided_shard" and placement.split_factor < 1):
-            raise ManifestError(f"expected a shard of {num_dims} dimensions, got {placement}", path=path)
-        is_sharded[placement.dim] = True
-    if node.coordinate is None:  # a process outside the mesh holds an empty tensor of any rank
+def _check(local: torch.Tensor, layout: Layout, mesh: Mesh, path: str) -> None:
+    """Refuses a layout that is not that of the local shard; torch takes both as they are."""
+    if mesh.coordinate is None:  # a process outside the mesh holds an empty tensor of any rank
         return
-    for whole, part, start, sharded in zip(node.global_shape, local.shape, node.local_offset, is_sharded, strict=True):
-        if part > whole or (part != whole and not sharded) or start > whole:
+    if local.dim() != len(layout.global_shape):
+        raise ManifestError(
+            f"expected a shard of {len(layout.global_shape)} dimensions, got one of {local.dim()}", path=path
+        )
+    sharded = {placement.dim for placement in layout.placements if placement.kind != "replicate"}
+    for dim, (whole, part, start) in enumerate(zip(layout.global_shape, local.shape, layout.local_offset, strict=True)):
+        if part > whole or (part != whole and dim not in sharded) or start > whole:
             raise ManifestError(
-                f"expected a part of {list(node.global_shape)}, got {list(local.shape)} from {list(node.local_offset)}",
+                f"expected a part of {list(layout.global_shape)}, got {list(local.shape)} from "
+                f"{list(layout.local_offset)}",
                 path=path,
             )
 

@@ -114,6 +114,7 @@ class Restore:
             RestoreError: A DTensor needs a mesh that the receiver does not have.
         """
         unflattener = Unflattener(
+            manifest=self._manifest,
             tensor_of=self._tensor,
             is_destination=self._is_destination,
             meshes=placements.MeshResolver(self._into, self._meshes),

@@ -317,6 +317,7 @@ class PendingSnapshot:
                 chunks=self._chunks,
                 digests=digests,
                 align_bytes=_DATA_ALIGN_BYTES,
+                layouts=self._flat.layouts,
             )
             memory = self._put_header(header)
         except BaseException:

@@ -16,6 +16,7 @@ from ft_transport.tensors import encodings
 from ft_transport.tensors.dtypes import DTYPES_BY_NAME, QUANTIZED, WHOLE_BYTE_DTYPES_BY_NAME, carrier_of, is_dense
 from ft_transport.tensors.placements import MeshResolver, matches, rebuild
 from ft_transport.tensors.views import has_own_memory, view_key
+from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import (
     BigIntNode,
     BytesNode,
@@ -51,16 +52,19 @@ class Unflattener:
         tensor_of: The entry of the tensor table with a given index, as a tensor of its wire dtype and shape. Called at
             most once per index; raises ``IndexError`` for one that the table does not have.
         is_destination: Whether a tensor of the receiver's was chosen to take the data of an entry.
+        manifest: Whose layouts the DTensors name.
         meshes: Where DTensors without a counterpart go.
     """
 
     def __init__(
         self,
         *,
+        manifest: Manifest,
         tensor_of: Callable[[int], torch.Tensor],
         is_destination: Callable[[int, torch.Tensor], bool],
         meshes: MeshResolver,
     ) -> None:
+        self._manifest = manifest
         self._tensor_of = tensor_of
         self._is_destination = is_destination
         self._meshes = meshes
@@ -323,13 +327,17 @@ class Unflattener:
         return leaf
 
     def _dtensor(self, node: DTensorNode, into: object, path: str) -> torch.Tensor:
-        receiver = into.to_local().detach() if isinstance(into, DTensor) and matches(into, node) else None
+        if node.layout >= len(self._manifest.layouts):
+            raise ManifestError(f"expected a layout of the table, got index {node.layout}", path=path)
+        layout = self._manifest.layouts[node.layout]
+        described = self._manifest.meshes[layout.mesh]
+        receiver = into.to_local().detach() if isinstance(into, DTensor) and matches(into, layout, described) else None
         local = self.build(node.local, receiver, path)
         if isinstance(into, DTensor) and receiver is not None and local is receiver:
             return as_plain(into)
         if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
             raise ManifestError(f"expected a local shard, got {type(local).__name__}", path=path)
-        return rebuild(local.detach(), node, self._meshes.resolve(node, path), path)
+        return rebuild(local.detach(), layout, described, self._meshes.resolve(described, path), path)
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,13 +19,16 @@ from msgspec import Meta, Raw, Struct
 
 from ft_transport.errors import ManifestError
 from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.format_1 import upgrade
 from ft_transport.wire.integrity import DIGEST_HEX_DIGITS
+from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, check
 from ft_transport.wire.nodes import Count, Dimensions, Node
 
 SnapshotId = NewType("SnapshotId", str)
 """Names one snapshot among all of all replicas: 32 hexadecimal digits, drawn at random."""
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+"""1 had the whole mesh in every DTensor's node; it is read, and no longer written."""
 MAX_HEADER_BYTES: Final = 100_000_000
 """The limit of the safetensors library itself (``MAX_HEADER_SIZE`` in its ``tensor.rs``)."""
 
@@ -63,6 +66,8 @@ class Manifest:
         snapshot_id: Tells this snapshot from every other one, also of the same step.
         tensors: The tensor table, in the order of the tree; ``start`` gives the order of the data.
         tree: The nested state, its tensors by index into the table.
+        meshes: The sender's meshes.
+        layouts: How its DTensors lie on them; a node of the tree names one by index.
         chunks: How the data divides into chunks.
         digests: One xxh3-64 digest per chunk, in order; ``None`` if they are computed while the data is sent, and have
             to be asked for afterwards.
@@ -73,6 +78,8 @@ class Manifest:
     snapshot_id: SnapshotId
     tensors: tuple[TensorEntry, ...]
     tree: Node
+    meshes: tuple[Mesh, ...] = ()
+    layouts: tuple[Layout, ...] = ()
     chunks: ChunkTable
     digests: tuple[int, ...] | None
     header_bytes: int
@@ -98,6 +105,8 @@ _entry_decoder = msgspec.json.Decoder(_HeaderEntry)
 _header_decoder = msgspec.json.Decoder(dict[str, Raw])
 _metadata_decoder = msgspec.json.Decoder(dict[str, str])
 _tree_decoder = msgspec.json.Decoder(Node)
+_meshes_decoder = msgspec.json.Decoder(tuple[Mesh, ...])
+_layouts_decoder = msgspec.json.Decoder(tuple[Layout, ...])
 _count_decoder = msgspec.json.Decoder(Count)
 _chunk_bytes_decoder = msgspec.json.Decoder(Annotated[int, Meta(ge=1, le=2**40)])
 _encoder = msgspec.json.Encoder()
@@ -112,6 +121,7 @@ def encode_header(
     chunks: ChunkTable,
     digests: list[int] | None,
     align_bytes: int,
+    layouts: LayoutTable | None = None,
 ) -> bytes:
     """Encodes everything that precedes the data: the length prefix, the JSON header, and spaces as padding.
 
@@ -123,6 +133,7 @@ def encode_header(
         chunks: How the data divides into chunks.
         digests: One per chunk, or ``None`` if they come later.
         align_bytes: The result's length is a multiple of this.
+        layouts: Those that the tree names.
 
     Raises:
         ManifestError: The header would be larger than safetensors readers accept.
@@ -134,6 +145,8 @@ def encode_header(
         _PREFIX + "chunk_bytes": str(chunks.chunk_bytes),
         _PREFIX + "digests": _LATER if digests is None else encode_digests(digests),
         _PREFIX + "tree": _encoder.encode(tree).decode(),
+        _PREFIX + "meshes": _encoder.encode(layouts.meshes if layouts is not None else []).decode(),
+        _PREFIX + "layouts": _encoder.encode(layouts.layouts if layouts is not None else []).decode(),
     }
     header: dict[str, object] = {_RESERVED_NAME: metadata}
     for entry in tensors:
@@ -171,8 +184,8 @@ def decode_header(encoded: bytes | memoryview, *, peer: str | None = None) -> Ma
             raise ManifestError("expected a snapshot, got a safetensors header without __metadata__", peer=peer)
         metadata = _metadata_decoder.decode(raw_metadata)
         version = _count_decoder.decode(_required(metadata, "format", peer))
-        if version != FORMAT_VERSION:
-            raise ManifestError(f"expected snapshot format {FORMAT_VERSION}, got {version}", peer=peer)
+        if not 1 <= version <= FORMAT_VERSION:
+            raise ManifestError(f"expected snapshot format {FORMAT_VERSION} or 1, got {version}", peer=peer)
         tensors = _decode_table(header, peer)
         chunks = ChunkTable(
             data_bytes=max((tensor.end for tensor in tensors), default=0),
@@ -180,17 +193,35 @@ def decode_header(encoded: bytes | memoryview, *, peer: str | None = None) -> Ma
         )
         _check_number_of(chunks, peer)
         digests = _required(metadata, "digests", peer)
+        tree, meshes, layouts = _decode_tree(metadata, version, peer)
         return Manifest(
             step=_count_decoder.decode(_required(metadata, "step", peer)),
             snapshot_id=_decode_snapshot_id(_required(metadata, "snapshot", peer), peer),
             tensors=tensors,
-            tree=_tree_decoder.decode(_required(metadata, "tree", peer)),
+            tree=tree,
+            meshes=meshes,
+            layouts=layouts,
             chunks=chunks,
             digests=None if digests == _LATER else decode_digests(digests, chunks.num_chunks, peer=peer),
             header_bytes=8 + len(encoded),
         )
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise ManifestError(f"expected the header of a snapshot: {error}", peer=peer) from error
+
+
+def _decode_tree(
+    metadata: dict[str, str], version: int, peer: str | None
+) -> tuple[Node, tuple[Mesh, ...], tuple[Layout, ...]]:
+    encoded = _required(metadata, "tree", peer)
+    if version == 1:
+        tree, table = upgrade(encoded)
+        meshes, layouts = tuple(table.meshes), tuple(table.layouts)
+    else:
+        tree = _tree_decoder.decode(encoded)
+        meshes = _meshes_decoder.decode(_required(metadata, "meshes", peer))
+        layouts = _layouts_decoder.decode(_required(metadata, "layouts", peer))
+    check(meshes, layouts, peer=peer)
+    return tree, meshes, layouts
 
 
 def _required(metadata: dict[str, str], key: str, peer: str | None) -> str:

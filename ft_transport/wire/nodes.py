@@ -181,31 +181,11 @@ class LeafNode(_Node, frozen=True, tag="g"):
     requires_grad: bool
 
 
-class Placement(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How one mesh dimension holds a tensor. ``dim`` and ``split_factor`` only where the kind has them."""
-
-    kind: Literal["shard", "replicate", "strided_shard"]
-    dim: Annotated[int, Meta(ge=0, lt=MAX_TENSOR_RANK)] = 0
-    split_factor: Count = 0
-
-
 class DTensorNode(_Node, frozen=True, tag="D"):
-    """The local shard of a DTensor, and where it lies in the global tensor.
-
-    ``mesh_ranks`` lists the sender's ranks in row-major order of ``mesh_shape``: plain numbers for a receiver that has
-    to build a mesh of the same form; no process group is described or created from them.
-    """
+    """The local shard of a DTensor; ``layout`` is its index in the manifest's table (``wire.layouts``)."""
 
     local: Node
-    device_type: str
-    mesh_shape: Dimensions
-    mesh_ranks: list[Count]
-    mesh_dim_names: list[str] | None
-    coordinate: list[Count] | None
-    placements: list[Placement]
-    global_shape: Dimensions
-    global_stride: Dimensions
-    local_offset: Dimensions
+    layout: Count
 
 
 TaggedNode: TypeAlias = (

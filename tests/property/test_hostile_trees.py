@@ -20,6 +20,7 @@ from state_tools import manifest_with, receive
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.tensors.restore import Restore
 from ft_transport.wire import nodes
+from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, Placement
 from ft_transport.wire.nodes import (
     BigIntNode,
     BytesNode,
@@ -36,7 +37,6 @@ from ft_transport.wire.nodes import (
     Node,
     NumpyArrayNode,
     NumpyScalarNode,
-    Placement,
     QuantizedNode,
     SequenceNode,
     StoredBytesNode,
@@ -66,8 +66,8 @@ def _little_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _receive(tree: Node, into: object = None) -> object:
-    restore = Restore(manifest_with(tree), into=into, max_bytes=1 << 20)
+def _receive(tree: Node, into: object = None, layouts: LayoutTable | None = None) -> object:
+    restore = Restore(manifest_with(tree, layouts=layouts), into=into, max_bytes=1 << 20)
     for view in restore.buffers(0, 32):
         view[:] = b"\x01" * len(view)
     return restore.finish()
@@ -127,21 +127,34 @@ def _inner_nodes(inner: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
         st.builds(CustomNode, st.text(max_size=3), inner),
         st.builds(QuantizedNode, inner, _dtype, _bits, st.integers(-(2**63), 2**63 - 1)),
         st.builds(LeafNode, inner, st.booleans(), st.booleans()),
-        st.builds(
-            DTensorNode,
-            inner,
-            st.sampled_from(["cpu", "os", "mkldnn", "cuda:1", ""]),
-            _sizes,
-            st.lists(_index, max_size=2),
-            st.none() | st.lists(st.sampled_from(["dp", "tp"]), max_size=2),
-            st.none() | st.lists(st.integers(0, 1), max_size=2),
-            st.lists(st.builds(Placement, st.sampled_from(["shard", "replicate", "strided_shard"]),
-                               st.integers(0, 63), _size), max_size=2),
-            _sizes,
-            _sizes,
-            _sizes,
-        ),
+        st.builds(DTensorNode, inner, st.integers(0, 3)),
     )  # fmt: skip
+
+
+_coordinates = st.none() | st.lists(st.integers(0, 1), max_size=2).map(tuple)
+_meshes = st.builds(
+    Mesh,
+    st.sampled_from(["cpu", "os", "mkldnn", "cuda:1", ""]),
+    st.lists(_size | st.just(1), max_size=2).map(tuple),
+    st.lists(_index, max_size=2).map(tuple),
+    st.none() | st.lists(st.sampled_from(["dp", "tp"]), max_size=2).map(tuple),
+    _coordinates,
+)
+_kinds = st.sampled_from(["shard", "replicate", "strided_shard"])
+_layouts = st.builds(
+    Layout,
+    st.integers(0, 2),
+    st.lists(st.builds(Placement, _kinds, st.integers(0, 3) | st.just(63), _size), max_size=2).map(tuple),
+    _sizes,
+    _sizes,
+    _sizes,
+)
+_ONE_RANK = Mesh("cpu", (1,), (0,), ("dp",), (0,))
+_tables = st.builds(
+    LayoutTable,
+    st.lists(_meshes | st.just(_ONE_RANK), max_size=2),
+    st.lists(_layouts | st.just(Layout(0, (Placement("shard", 0),), (2, 3), (3, 1), (0, 0))), max_size=3),
+)
 
 
 _trees = st.recursive(_leaf_nodes, _inner_nodes, max_leaves=8)
@@ -161,9 +174,9 @@ def test_every_kind_of_node_is_attacked() -> None:
     assert kinds - {"ComplexNode"} <= set(globals())
 
 
-def _gives_a_state_or_a_typed_error(tree: Node, own: object) -> None:
+def _gives_a_state_or_a_typed_error(tree: Node, own: object, layouts: LayoutTable | None = None) -> None:
     with contextlib.suppress(ManifestError, RestoreError):
-        _receive(tree, own)
+        _receive(tree, own, layouts)
 
 
 @given(_trees, _own)
@@ -180,10 +193,13 @@ def test_any_tree_gives_a_state_or_a_typed_error(tree: Node, own: object) -> Non
     _gives_a_state_or_a_typed_error(tree, own)
 
 
-@given(_trees, _own)
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-def test_so_it_does_where_torch_distributed_runs(one_rank_group: None, tree: Node, own: object) -> None:
-    _gives_a_state_or_a_typed_error(tree, own)
+@given(_trees, _tables, _own)
+@settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@example(DTensorNode(TensorNode(1), 0), LayoutTable([_ONE_RANK], [Layout(0, (), (2, 3), (3, 1), (0, 0))]), None)
+def test_so_it_does_where_torch_distributed_runs(
+    one_rank_group: None, tree: Node, layouts: LayoutTable, own: object
+) -> None:
+    _gives_a_state_or_a_typed_error(tree, own, layouts)
 
 
 # ── single attacks ────────────────────────────────────────────────────────────────────────────────────────────────

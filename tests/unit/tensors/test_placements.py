@@ -18,7 +18,8 @@ from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.tensors import placements
 from ft_transport.tensors.flatten import flatten
 from ft_transport.tensors.restore import Restore
-from ft_transport.wire.nodes import DTensorNode, LeafNode, Placement, TensorNode
+from ft_transport.wire.layouts import Layout, Mesh, Placement
+from ft_transport.wire.nodes import DTensorNode, LeafNode, TensorNode
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
@@ -190,31 +191,36 @@ def test_an_optimizer_over_dtensors_continues() -> None:
 # ── which mesh ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _node(mesh: DeviceMesh) -> DTensorNode:
-    node = flatten(_sharded(mesh, Shard(0), *[Replicate()] * (mesh.ndim - 1))).tree
-    assert isinstance(node, DTensorNode)
-    return node
+def _layout_of(dtensor: DTensor) -> tuple[Layout, Mesh]:
+    table = flatten(dtensor).layouts
+    return table.layouts[0], table.meshes[0]
+
+
+def _described(mesh: DeviceMesh) -> tuple[Layout, Mesh]:
+    return _layout_of(_sharded(mesh, Shard(0)))
 
 
 def test_a_mesh_named_by_the_caller_goes_before_one_in_the_state() -> None:
     named, in_state = _mesh("dp"), DeviceMesh("cpu", torch.tensor([0]), mesh_dim_names=("dp",))
     state = {"a": [1, (_sharded(in_state, Shard(0)),)]}
+    described = placements.describe_mesh(named)
     resolver = placements.MeshResolver(state, [_mesh("tp"), named])
-    assert resolver.resolve(_node(named), "p") is named
-    assert placements.MeshResolver(state).resolve(_node(named), "p") is in_state
+    assert resolver.resolve(described, "p") is named
+    assert placements.MeshResolver(state).resolve(described, "p") is in_state
 
 
 def test_a_mesh_of_other_names_or_form_is_not_used_and_one_is_built_once() -> None:
     resolver = placements.MeshResolver([_sharded(_mesh("tp"), Shard(0))], [_mesh("dp", "tp")])
-    built = resolver.resolve(_node(_mesh("dp")), "p")
+    described = placements.describe_mesh(_mesh("dp"))
+    built = resolver.resolve(described, "p")
     assert (built.mesh_dim_names, built.mesh.tolist(), built.device_type) == (("dp",), [0], "cpu")
-    assert resolver.resolve(_node(_mesh("dp")), "q") is built
+    assert resolver.resolve(described, "q") is built
 
 
 def test_a_state_that_contains_itself_is_searched_once() -> None:
     state: dict[str, Any] = {"w": _sharded(_mesh("dp"), Shard(0))}
     state["self"] = [state]
-    assert placements.MeshResolver(state).resolve(_node(_mesh("dp")), "p") is state["w"].device_mesh
+    assert placements.MeshResolver(state).resolve(placements.describe_mesh(_mesh("dp")), "p") is state["w"].device_mesh
 
 
 def test_without_a_mesh_the_error_names_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,77 +232,60 @@ def test_without_a_mesh_the_error_names_the_tensor(monkeypatch: pytest.MonkeyPat
 
 def test_a_shard_of_another_place_in_the_mesh_is_refused() -> None:
     mesh = _mesh("dp")
-    node = _node(mesh)
-    assert node.coordinate == [0]
-    elsewhere = msgspec.structs.replace(node, coordinate=[1], local_offset=(4, 0), global_shape=(8, 6))
-    with pytest.raises(RestoreError, match=r"expected the shard of mesh coordinate \[0\].* got that of \[1\].*at p"):
-        placements.rebuild(torch.zeros(4, 6), elsewhere, mesh, "p")
-    replicated = msgspec.structs.replace(
-        elsewhere, placements=[Placement("replicate")], local_offset=(0, 0), global_shape=(4, 6)
-    )
-    assert placements.rebuild(torch.zeros(4, 6), replicated, mesh, "p").shape == (4, 6)
+    layout, described = _described(mesh)
+    assert described.coordinate == (0,)
+    elsewhere = msgspec.structs.replace(described, shape=(2,), ranks=(0, 1), coordinate=(1,))
+    half = msgspec.structs.replace(layout, local_offset=(4, 0), global_shape=(8, 6))
+    with pytest.raises(RestoreError, match=r"expected the shard of mesh coordinate \(0,\).* got that of \(1,\).*at p"):
+        placements.rebuild(torch.zeros(4, 6), half, elsewhere, mesh, "p")
+    replicated = msgspec.structs.replace(layout, placements=(Placement("replicate"),))
+    assert placements.rebuild(torch.zeros(4, 6), replicated, elsewhere, mesh, "p").shape == (4, 6)
+
+
+def test_where_a_mesh_dimension_replicates_all_along_it_hold_the_same_part() -> None:
+    mesh = _mesh("replicate", "shard")
+    own = _sharded(mesh, Replicate(), Shard(0))
+    layout, described = _layout_of(own)
+    other_row = msgspec.structs.replace(described, coordinate=(1, 0))
+    other_column = msgspec.structs.replace(described, coordinate=(0, 1))
+    assert placements.matches(own, layout, other_row)
+    assert not placements.matches(own, layout, other_column)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"placements": []},
-        {"placements": [Placement("shard", 0), Placement("shard", 1)]},
-        {"placements": [Placement("shard", 2)]},
-        {"placements": [Placement("strided_shard", 0, 0)]},
-        {"global_shape": (4,)},
+        {"global_shape": (4,), "global_stride": (1,), "local_offset": (0,)},
         {"global_shape": (2, 6)},
         {"global_shape": (4, 7)},
-        {"global_shape": (2**62, 6, 2**62)},
-        {"global_stride": (6,)},
-        {"local_offset": (0, 0, 0)},
+        {"global_shape": (2**62, 6), "global_stride": (2**62, 2**62)},
         {"local_offset": (5, 0)},
-        {"coordinate": [0, 0]},
     ],
     ids=str,
 )
-def test_numbers_that_do_not_fit_together_are_refused(changes: dict[str, Any]) -> None:
+def test_a_layout_that_is_not_that_of_the_shard_is_refused(changes: dict[str, Any]) -> None:
     mesh = _mesh("dp")
-    node = _node(mesh)
-    assert placements.rebuild(torch.zeros(4, 6), node, mesh, "p").shape == (4, 6)
+    layout, described = _described(mesh)
+    assert placements.rebuild(torch.zeros(4, 6), layout, described, mesh, "p").shape == (4, 6)
     with pytest.raises(ManifestError, match="at p"):
-        placements.rebuild(torch.zeros(4, 6), msgspec.structs.replace(node, **changes), mesh, "p")
+        placements.rebuild(torch.zeros(4, 6), msgspec.structs.replace(layout, **changes), described, mesh, "p")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"device_type": "hub"},
-        {"device_type": "cuda:0"},
-        {"mesh_ranks": []},
-        {"mesh_ranks": [0, 1]},
-        {"mesh_ranks": [2**40]},
-        {"mesh_shape": (2**62, 4)},
-        {"mesh_dim_names": ["a", "b"]},
-        {"mesh_ranks": [0, 0], "mesh_shape": (2,)},
-    ],
-    ids=str,
-)
-def test_no_mesh_is_built_from_numbers_that_make_none(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("device_type", ["hub", "cuda:0"])
+def test_no_mesh_is_built_on_what_is_no_kind_of_device(device_type: str) -> None:
+    described = msgspec.structs.replace(placements.describe_mesh(_mesh("dp")), device_type=device_type)
     with pytest.raises(RestoreError, match="expected a device mesh"):
-        placements.MeshResolver(None).resolve(msgspec.structs.replace(_node(_mesh("dp")), **changes), "p")
+        placements.MeshResolver(None).resolve(described, "p")
 
 
-def test_the_node_says_where_the_shard_lies() -> None:
-    node = flatten(nn.Parameter(_sharded(_mesh("dp", "tp"), Shard(1), Replicate()))).tree
-    assert node == LeafNode(
-        DTensorNode(
-            local=TensorNode(0),
-            device_type="cpu",
-            mesh_shape=(1, 1),
-            mesh_ranks=[0],
-            mesh_dim_names=["dp", "tp"],
-            coordinate=[0, 0],
-            placements=[Placement("shard", 1), Placement("replicate")],
-            global_shape=(4, 6),
-            global_stride=(6, 1),
-            local_offset=(0, 0),
-        ),
-        parameter=True,
-        requires_grad=True,
-    )
+def test_the_layout_says_where_the_shard_lies() -> None:
+    flat = flatten(nn.Parameter(_sharded(_mesh("dp", "tp"), Shard(1), Replicate())))
+    assert flat.tree == LeafNode(DTensorNode(TensorNode(0), 0), parameter=True, requires_grad=True)
+    assert flat.layouts.meshes == [Mesh("cpu", (1, 1), (0,), ("dp", "tp"), (0, 0))]
+    assert flat.layouts.layouts == [Layout(0, (Placement("shard", 1), Placement("replicate")), (4, 6), (6, 1), (0, 0))]
+
+
+def test_a_layout_is_described_once_for_all_tensors_that_have_it() -> None:
+    mesh = _mesh("dp")
+    table = flatten([_sharded(mesh, Shard(0)), _sharded(mesh, Shard(0)), _sharded(mesh, Shard(1))]).layouts
+    assert (len(table.meshes), len(table.layouts)) == (1, 2)

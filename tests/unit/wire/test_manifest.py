@@ -116,11 +116,14 @@ def _without(*path: str) -> Callable[[dict[str, Any]], None]:
 
 _MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no metadata": (_without("__metadata__"), "got a safetensors header without __metadata__"),
-    "a newer format": (_metadata(format="2"), "expected snapshot format 1, got 2"),
-    "an older format": (_metadata(format="0"), "expected snapshot format 1, got 0"),
+    "a newer format": (_metadata(format="3"), "expected snapshot format 2 or 1, got 3"),
+    "an older format": (_metadata(format="0"), "expected snapshot format 2 or 1, got 0"),
     "no format": (_without("__metadata__", "ft_transport.format"), "'ft_transport.format'.* is missing"),
     "no step": (_without("__metadata__", "ft_transport.step"), "'ft_transport.step'.* is missing"),
     "no tree": (_without("__metadata__", "ft_transport.tree"), "'ft_transport.tree'.* is missing"),
+    "no meshes": (_without("__metadata__", "ft_transport.meshes"), "'ft_transport.meshes'.* is missing"),
+    "no layouts": (_without("__metadata__", "ft_transport.layouts"), "'ft_transport.layouts'.* is missing"),
+    "a layout of no mesh": (_metadata(layouts="[[0,[],[],[],[]]]"), "expected one of 0 meshes, got number 0"),
     "no id": (_without("__metadata__", "ft_transport.snapshot"), "'ft_transport.snapshot'.* is missing"),
     "no digests": (_without("__metadata__", "ft_transport.digests"), "'ft_transport.digests'.* is missing"),
     "no chunk size": (_without("__metadata__", "ft_transport.chunk_bytes"), "'ft_transport.chunk_bytes'.* is missing"),

@@ -1,8 +1,9 @@
-"""A file of format 1, written once, must decode to the same state for ever.
+"""A file of each format, written once, must decode to the same state for ever.
 
-``format_1.safetensors`` is never written again. Another format gets a file of its own, made as this one was::
+Neither ``format_1.safetensors`` nor ``format_2.safetensors`` is ever written again. Another format gets a file of its
+own, made as these were::
 
-    PYTHONPATH=tests python tests/golden/test_format_1.py tests/golden/format_1.safetensors
+    PYTHONPATH=tests python tests/golden/test_formats.py tests/golden/format_3.safetensors
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from ft_transport import register_encoding
 from ft_transport.tensors import encodings
 from ft_transport.wire import nodes
 from ft_transport.wire.integrity import digest
+from ft_transport.wire.layouts import Layout, Mesh, Placement
 
-_FILE = Path(__file__).with_name("format_1.safetensors")
+_VERSIONS = (1, 2)
 
 
 def golden_state(mesh: DeviceMesh) -> dict[Any, Any]:
@@ -90,18 +92,22 @@ def mesh(one_rank_group: None) -> DeviceMesh:
     return init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
 
 
+@pytest.fixture(params=_VERSIONS)
+def file(request: pytest.FixtureRequest) -> bytes:
+    return Path(__file__).with_name(f"format_{request.param}.safetensors").read_bytes()
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*are deprecated:UserWarning")
 @pytest.mark.usefixtures("_range_encoding")
-def test_a_file_of_format_1_decodes_to_the_state_it_was_made_of(mesh: DeviceMesh) -> None:
-    received, state = receive(_FILE.read_bytes(), meshes=[mesh]), golden_state(mesh)
+def test_a_file_decodes_to_the_state_it_was_made_of(file: bytes, mesh: DeviceMesh) -> None:
+    received, state = receive(file, meshes=[mesh]), golden_state(mesh)
     assert received.pop("custom") == state.pop("custom")
     assert exact(received) == exact(state)
     assert received["tie"] is received["flat"]
     assert received["view"].data_ptr() == received["flat"][2:].data_ptr()
 
 
-def test_its_manifest_says_what_it_said() -> None:
-    file = _FILE.read_bytes()
+def test_its_manifest_says_what_it_said(file: bytes) -> None:
     manifest = manifest_of(file)
     assert manifest.step == 7
     assert manifest.total_bytes == len(file)
@@ -109,8 +115,17 @@ def test_its_manifest_says_what_it_said() -> None:
     assert manifest.digests == (digest(file[manifest.header_bytes :]),)
 
 
-def test_it_holds_every_kind_of_node() -> None:
-    header = json.loads(_FILE.read_bytes()[8 : manifest_of(_FILE.read_bytes()).header_bytes])
+def test_it_says_where_a_shard_lies(file: bytes) -> None:
+    manifest = manifest_of(file)
+    assert manifest.meshes == (Mesh("cpu", (1,), (0,), ("dp",), (0,)),)
+    assert manifest.layouts == (
+        Layout(0, (Placement("shard", 0),), (2, 2), (2, 1), (0, 0)),
+        Layout(0, (Placement("replicate"),), (2,), (1,), (0,)),
+    )
+
+
+def test_it_holds_every_kind_of_node(file: bytes) -> None:
+    header = json.loads(file[8 : manifest_of(file).header_bytes])
     tags = set()
 
     def collect(node: Any) -> None:
@@ -124,8 +139,8 @@ def test_it_holds_every_kind_of_node() -> None:
     assert {node.__struct_config__.tag for node in nodes.TaggedNode.__args__} <= tags  # type: ignore[attr-defined]
 
 
-def test_safetensors_reads_it() -> None:
-    loaded = safetensors.torch.load_file(_FILE)
+def test_safetensors_reads_it(file: bytes) -> None:
+    loaded = safetensors.torch.load(file)
     assert loaded["flat"].tolist() == list(range(12))
     assert loaded["transposed"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
 
