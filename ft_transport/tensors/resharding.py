@@ -1,0 +1,315 @@
+"""A state that arrives in another layout: what of it this rank needs, and where that belongs.
+
+The trees of all sources become one manifest: that of a peer which has the receiver's own layout. Nobody serves it, but
+``tensors.restore`` takes it as it takes any, so that everything about destinations is as for a state that arrives in
+the same layout. Beside it stands the list of what is wanted, which ``wire.reshard`` plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ft_transport.errors import ManifestError, RestoreError
+from ft_transport.tensors.collector import collector_paused
+from ft_transport.tensors.dtypes import WHOLE_BYTE_DTYPES_BY_NAME
+from ft_transport.tensors.placements import describe_mesh, encode_placements
+from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES, ChunkTable
+from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, Placement, Region, region_of, shape_of
+from ft_transport.wire.manifest import ITEM_BITS, Manifest, TensorEntry
+from ft_transport.wire.merging import Path, StoredLeaf, TensorLike, merge_trees, path_name
+from ft_transport.wire.nodes import DTensorNode, LayoutNode, Node, TensorNode, ViewNode
+from ft_transport.wire.reshard import StoredNode, Wanted
+from ft_transport.wire.slices import row_major_strides
+
+_MAX_DATA_BYTES: Final = 2**62
+
+LikeFunction: TypeAlias = Callable[[tuple[str | int, ...]], torch.Tensor | None]
+"""Given the path of a tensor that the receiver does not have yet, one of its own that is divided in the same way."""
+
+_Where: TypeAlias = tuple[int, tuple[Placement, ...]]
+"""A mesh of the receiver's, by its id, and how a tensor lies on it."""
+_Kind: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int | None, ...]]
+"""Shape, sources, and layout at each source: tensors of one kind are divided in one way, as a rule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resharding:
+    """What comes of the manifests of several sources.
+
+    Attributes:
+        manifest: What a peer with the receiver's layout would serve. Its digests are ``None``.
+        wanted: What the receiver needs, in the order of the first source's data.
+    """
+
+    manifest: Manifest
+    wanted: tuple[Wanted, ...]
+
+
+class _Described(NamedTuple):
+    """A tensor as the first source has it: name, start and dtype of its entry, and its own dtype where it is named."""
+
+    name: str
+    start: int
+    dtype: str
+    torch_dtype: str | None
+    item_bytes: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+
+
+class _Held(NamedTuple):
+    """A tensor at all sources that have any of it."""
+
+    first: _Described
+    global_shape: tuple[int, ...]
+    sources: tuple[int, ...]
+    nodes: tuple[StoredNode, ...]
+    layouts: tuple[int | None, ...]
+
+
+def reshard(manifests: Sequence[Manifest], into: object, *, like: LikeFunction | None = None) -> Resharding:
+    """Says what a receiver needs of a state whose parts several sources have.
+
+    Args:
+        manifests: Of one step, one for each source. What is not sharded comes from the first that has it.
+        into: The receiver's own state: its DTensors say in which layout they are to come. Where it has a plain tensor,
+            or the sources have, a whole one comes.
+        like: For tensors that are not in ``into``, such as the state of an optimizer that has not stepped yet. By
+            default they are divided as those tensors of ``into`` are which have the same shape and layout at the
+            sources.
+
+    Raises:
+        RestoreError: The sources contradict each other; or what they have as a DTensor has no counterpart in ``into``
+            to say how it is to be divided.
+        ManifestError: A manifest contradicts itself.
+    """
+    with collector_paused():
+        builder = _Builder(manifests, into, like, None)
+        tree = builder.build()
+        if builder.num_missing:
+            # Only now is it known how those are divided that the receiver has.
+            builder = _Builder(manifests, into, like, builder.learned)
+            tree = builder.build()
+    order = sorted(range(len(builder.wanted)), key=builder.held_starts.__getitem__)
+    home = manifests[0]
+    return Resharding(
+        manifest=Manifest(
+            step=home.step,
+            snapshot_id=home.snapshot_id,
+            tensors=tuple(builder.entries),
+            tree=tree,
+            meshes=tuple(builder.layouts.meshes),
+            layouts=tuple(builder.layouts.layouts),
+            chunks=ChunkTable(data_bytes=builder.data_bytes, chunk_bytes=DEFAULT_CHUNK_BYTES),
+            digests=None,
+            header_bytes=0,
+        ),
+        wanted=tuple(builder.wanted[index] for index in order),
+    )
+
+
+class _Builder:
+    """Implements ``wire.merging.LeafVisitor``.
+
+    Args:
+        manifests: By source.
+        into: The receiver's state.
+        like: See `reshard`.
+        learned: How tensors of each kind are divided by the receiver; ``None`` while that is being found out.
+    """
+
+    def __init__(
+        self,
+        manifests: Sequence[Manifest],
+        into: object,
+        like: LikeFunction | None,
+        learned: dict[_Kind, set[_Where | None]] | None,
+    ) -> None:
+        self._manifests = manifests
+        self._into = into
+        self._like = like
+        self._is_final = learned is not None
+        self.learned: dict[_Kind, set[_Where | None]] = learned if learned is not None else {}
+        self.num_missing = 0
+        self._containers: dict[Path, object] = {}
+        self._meshes: dict[int, tuple[DeviceMesh, Mesh]] = {}
+        self._places: dict[tuple[object, ...], tuple[int, Region]] = {}
+        self._nodes: dict[tuple[object, ...], Node] = {}
+        self.entries: list[TensorEntry] = []
+        self.layouts = LayoutTable()
+        self.wanted: list[Wanted] = []
+        self.held_starts: list[int] = []
+        self.data_bytes = 0
+
+    def build(self) -> Node:
+        return merge_trees([manifest.tree for manifest in self._manifests], self)
+
+    def tensor(self, path: Path, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
+        """See ``wire.merging.LeafVisitor``."""
+        first = nodes[0]
+        layouts = tuple([node.layout if type(node) is DTensorNode else None for node in nodes])
+        stored: Any = tuple([node.local if type(node) is DTensorNode else node for node in nodes])
+        described = self._describe(sources[0], stored[0], path)
+        shape, global_stride = described.shape, None
+        if type(first) is DTensorNode:
+            layout = self._layout(sources[0], first.layout, path)
+            shape, global_stride = layout.global_shape, layout.global_stride
+        where = self._where(path, (shape, sources, layouts))
+        index, region = None, _whole(shape)
+        if where is not None:
+            index, region = self._place(where, shape, global_stride)
+        key = (stored[0], index, sources)
+        node = self._nodes.get(key)
+        if node is None:
+            held = _Held(described, shape, sources, stored, layouts)
+            local = self._want(path, held, region, is_whole=index is None)
+            node = self._nodes[key] = local if index is None else DTensorNode(local, index)
+        return node
+
+    def stored(self, path: Path, source: int, node: StoredLeaf) -> Node:
+        """See ``wire.merging.LeafVisitor``."""
+        where = TensorNode(node.index)
+        described = self._describe(source, where, path)
+        held = _Held(described, described.shape, (source,), (where,), (None,))
+        local = self._want(path, held, _whole(described.shape), is_whole=True)
+        return msgspec.structs.replace(node, index=local.index)
+
+    def _describe(self, source: int, node: object, path: Path) -> _Described:
+        tensors = self._manifests[source].tensors
+        if not isinstance(node, (TensorNode, LayoutNode, ViewNode)) or node.index >= len(tensors):
+            raise ManifestError(f"expected a tensor of the table, got {node}", path=path_name(path))
+        entry = tensors[node.index]
+        item_bytes = ITEM_BITS[entry.dtype] // 8
+        if type(node) is LayoutNode:
+            dtype = WHOLE_BYTE_DTYPES_BY_NAME.get(node.dtype)
+            if dtype is None:
+                raise ManifestError(f"expected a dtype of this torch, got {node.dtype[:64]!r}", path=path_name(path))
+            return _Described(entry.name, entry.start, entry.dtype, node.dtype, dtype.itemsize, node.shape, node.stride)
+        if type(node) is ViewNode:
+            return _Described(entry.name, entry.start, entry.dtype, None, item_bytes, node.shape, None)
+        return _Described(entry.name, entry.start, entry.dtype, None, item_bytes, entry.shape, None)
+
+    def _layout(self, source: int, index: int, path: Path) -> Layout:
+        layouts = self._manifests[source].layouts
+        if index >= len(layouts):
+            raise ManifestError(f"expected a layout of the table, got index {index}", path=path_name(path))
+        return layouts[index]
+
+    def _where(self, path: Path, kind: _Kind) -> _Where | None:
+        """How the receiver divides a tensor; ``None`` if it takes a whole one."""
+        shape, _, layouts = kind
+        is_sharded = any(layout is not None for layout in layouts)
+        own = self._counterpart(path)
+        if own is None and is_sharded and self._like is not None:
+            own = self._like(tuple(step for step in path if isinstance(step, (str, int))))
+        if isinstance(own, DTensor):
+            where = self._where_is(own, shape, path)
+        elif isinstance(own, torch.Tensor) or not is_sharded:
+            where = None
+        else:
+            return self._learned_where(path, kind)
+        if is_sharded and not self._is_final:
+            self.learned.setdefault(kind, set()).add(where)
+        return where
+
+    def _learned_where(self, path: Path, kind: _Kind) -> _Where | None:
+        if not self._is_final:
+            self.num_missing += 1
+            return None
+        ways = self.learned.get(kind, set())
+        if len(ways) != 1:
+            raise RestoreError(
+                f"expected a tensor in the receiver's state, or one of the same shape {list(kind[0])} and layout at "
+                f"the sources, that shows how it is to be divided; found {len(ways) or 'none'} different ways"
+                f"{' to do it' if ways else ''}: let an optimizer step once before (or pass like=...), so that its "
+                "states are there",
+                path=path_name(path),
+            )
+        return next(iter(ways))
+
+    def _counterpart(self, path: Path) -> object:
+        """What the receiver has at a path."""
+        if not path:
+            return self._into
+        parent = self._containers.get(path[:-1])
+        if parent is None:
+            parent = self._containers[path[:-1]] = self._counterpart(path[:-1]) or ()
+        step = path[-1]
+        if isinstance(parent, Mapping):
+            return parent.get(step) if isinstance(step, (str, int)) else None
+        if isinstance(parent, Sequence) and isinstance(step, int) and step < len(parent):
+            return parent[step]
+        return None
+
+    def _where_is(self, own: DTensor, shape: tuple[int, ...], path: Path) -> _Where:
+        mesh = own.device_mesh
+        if id(mesh) not in self._meshes:
+            self._meshes[id(mesh)] = (mesh, describe_mesh(mesh))
+        where = (id(mesh), tuple(encode_placements(own, path_name(path))))
+        if tuple(own.shape) == shape and self._meshes[id(mesh)][1].coordinate is not None:
+            _, region = self._place(where, shape, own.stride())
+            local_shape = tuple(own._local_tensor.shape)
+            if local_shape != shape_of(region):
+                raise RestoreError(
+                    f"expected a local shard of {list(shape_of(region))} by the placements {own.placements}, the "
+                    f"receiver's is one of {list(local_shape)}; another division than torch's own can only be received "
+                    "in the same layout",
+                    path=path_name(path),
+                )
+        return where
+
+    def _place(
+        self, where: _Where, shape: tuple[int, ...], global_stride: tuple[int, ...] | None
+    ) -> tuple[int, Region]:
+        key = (where, shape, global_stride)
+        place = self._places.get(key)
+        if place is None:
+            mesh = self._meshes[where[0]][1]
+            stride = global_stride if global_stride is not None else row_major_strides(shape, 1)
+            region = region_of(mesh, where[1], shape) or ((),) * len(shape)
+            offset = [intervals[0][0] if intervals else 0 for intervals in region]
+            index = self.layouts.add(mesh, where[1], global_shape=shape, global_stride=stride, local_offset=offset)
+            place = self._places[key] = (index, region)
+        return place
+
+    def _want(self, path: Path, held: _Held, region: Region, *, is_whole: bool) -> TensorNode | LayoutNode:
+        """Adds a tensor, or a part of one, to what is wanted; returns its node."""
+        described = held.first
+        shape = shape_of(region)
+        index, start = len(self.entries), self.data_bytes
+        is_carried = ITEM_BITS[described.dtype] // 8 != described.item_bytes
+        self.data_bytes += math.prod(shape) * described.item_bytes
+        if self.data_bytes > _MAX_DATA_BYTES:
+            raise ManifestError("expected a state whose bytes can be counted", path=path_name(path))
+        entry_shape = (*shape, described.item_bytes) if is_carried else shape
+        self.entries.append(TensorEntry(described.name, described.dtype, entry_shape, start, self.data_bytes))
+        self.held_starts.append(described.start)
+        self.wanted.append(
+            Wanted(
+                path=described.name,
+                start=start,
+                dtype=described.dtype,
+                item_bytes=described.item_bytes,
+                global_shape=held.global_shape,
+                region=region,
+                sources=held.sources,
+                nodes=held.nodes,
+                layouts=held.layouts,
+            )
+        )
+        if described.torch_dtype is None:
+            return TensorNode(index)
+        stride = described.stride if is_whole and described.stride is not None else row_major_strides(shape, 1)
+        return LayoutNode(index, described.torch_dtype, shape, stride)
+
+
+def _whole(shape: tuple[int, ...]) -> Region:
+    return tuple(((0, size),) if size else () for size in shape)

@@ -1,0 +1,164 @@
+"""One tree of the trees that the ranks of a group send.
+
+Each rank sends the same state, but for its own parts of what is sharded, and, where ranks hold different stages of a
+model, for entries that only some have. The path is a tensor's name: the same path on two ranks is the same tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, TypeAlias
+
+import msgspec
+
+from ft_transport.errors import ManifestError, RestoreError
+from ft_transport.wire.nodes import (
+    CustomNode,
+    DefaultDictNode,
+    DequeNode,
+    DTensorNode,
+    LayoutNode,
+    LeafNode,
+    MappingNode,
+    NamedTupleNode,
+    Node,
+    NumpyArrayNode,
+    QuantizedNode,
+    SequenceNode,
+    StoredBytesNode,
+    TensorNode,
+    ViewNode,
+)
+
+Path: TypeAlias = tuple[Node, ...]
+"""Keys of mappings, as they are encoded, and positions in sequences."""
+TensorLike: TypeAlias = TensorNode | LayoutNode | ViewNode | DTensorNode
+StoredLeaf: TypeAlias = NumpyArrayNode | StoredBytesNode
+_TENSORS: Final[frozenset[type]] = frozenset({TensorNode, LayoutNode, ViewNode, DTensorNode})
+
+
+class LeafVisitor(Protocol):
+    """Says what becomes of the leaves that have data."""
+
+    def tensor(self, path: Path, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
+        """The node for a tensor that ``sources`` have as ``nodes``."""
+
+    def stored(self, path: Path, source: int, node: StoredLeaf) -> Node:
+        """The node for a leaf whose bytes ``source`` has."""
+
+
+def merge_trees(trees: Sequence[Node], visitor: LeafVisitor) -> Node:
+    """One tree that has all that any of ``trees`` has.
+
+    Args:
+        trees: By source.
+        visitor: Makes the nodes for the leaves that have data.
+
+    Raises:
+        RestoreError: Two sources have different values at one path.
+        ManifestError: A tree is malformed.
+    """
+    try:
+        return _Merge(visitor).merge((), tuple(range(len(trees))), tuple(trees))
+    except RecursionError as error:
+        raise ManifestError("expected a tree that Python's recursion limit lets through") from error
+
+
+def path_name(path: Path) -> str:
+    """A path in words."""
+    return ".".join(step if isinstance(step, str) else repr(step) for step in path)[:400] or "(root)"
+
+
+class _Merge:
+    def __init__(self, visitor: LeafVisitor) -> None:
+        self._visitor = visitor
+
+    def merge(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...]) -> Node:
+        first = nodes[0]
+        kind = type(first)
+        if kind is LeafNode:
+            # Whether it is a parameter, or wants a gradient, is the receiver's own affair.
+            values = tuple([node.value if type(node) is LeafNode else node for node in nodes])
+            return LeafNode(self.merge(path, sources, values), first.parameter, first.requires_grad)
+        kinds = set(map(type, nodes))
+        if kind in _TENSORS:
+            if not kinds <= _TENSORS:
+                raise _conflict(path, sources, nodes)
+            return self._visitor.tensor(path, sources, nodes)
+        if len(kinds) > 1:
+            raise _conflict(path, sources, nodes)
+        match first:
+            case MappingNode() | DefaultDictNode():
+                return self._mapping(path, sources, nodes)
+            case SequenceNode() | NamedTupleNode() | DequeNode():
+                return self._sequence(path, sources, nodes)
+            case QuantizedNode():
+                values = tuple(node.values for node in nodes)
+                _check_equal(path, sources, nodes, "values")
+                return QuantizedNode(self.merge(path, sources, values), first.dtype, first.scale_bits, first.zero_point)
+            case CustomNode():
+                _check_equal(path, sources, nodes, "value")
+                merged = self.merge(path, sources, tuple(node.value for node in nodes))
+                return CustomNode(first.name, merged)
+            case NumpyArrayNode() | StoredBytesNode():
+                _check_equal(path, sources, nodes, "index")
+                return self._visitor.stored(path, sources[0], first)
+            case _:
+                if any(node != first for node in nodes):
+                    raise _conflict(path, sources, nodes)
+                return first  # type: ignore[no-any-return]
+
+    def _mapping(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...]) -> Node:
+        _check_equal(path, sources, nodes, "items")
+        first = nodes[0]
+        keys = first.items[::2]
+        if any(len(node.items) % 2 for node in nodes):
+            raise ManifestError("expected as many values as keys", path=path_name(path))
+        items: list[Node] = []
+        if all(node.items[::2] == keys for node in nodes):
+            for key, values in zip(keys, zip(*(node.items[1::2] for node in nodes), strict=True), strict=True):
+                items += (key, self.merge((*path, key), sources, values))
+            return _with_items(first, items)
+        try:
+            by_key = [dict(zip(node.items[::2], node.items[1::2], strict=True)) for node in nodes]
+        except TypeError as error:
+            raise RestoreError(
+                f"expected the same keys from every source, or keys of str and int: {error}", path=path_name(path)
+            ) from error
+        for key in dict.fromkeys(key for entries in by_key for key in entries):
+            have = [position for position, entries in enumerate(by_key) if key in entries]
+            values = tuple(by_key[position][key] for position in have)
+            items += (key, self.merge((*path, key), tuple(sources[position] for position in have), values))
+        return _with_items(first, items)
+
+    def _sequence(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...]) -> Node:
+        first = nodes[0]
+        _check_equal(path, sources, nodes, "items")
+        if any(len(node.items) != len(first.items) for node in nodes):
+            raise _conflict(path, sources, tuple(f"{len(node.items)} items" for node in nodes))
+        columns = zip(*(node.items for node in nodes), strict=True)
+        items = [self.merge((*path, position), sources, values) for position, values in enumerate(columns)]
+        return _with_items(first, items)
+
+
+def _with_items(node: Any, items: list[Node]) -> Node:
+    replaced: Node = msgspec.structs.replace(node, items=items)
+    return replaced
+
+
+def _check_equal(path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...], but_for: str) -> None:
+    """Refuses nodes that differ in anything but one field."""
+    fields = [name for name in nodes[0].__struct_fields__ if name != but_for]
+    for node in nodes[1:]:
+        if any(getattr(node, name) != getattr(nodes[0], name) for name in fields):
+            raise _conflict(path, sources, nodes)
+
+
+def _conflict(path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...]) -> RestoreError:
+    other = next((position for position, node in enumerate(nodes) if node != nodes[0]), len(nodes) - 1)
+    return RestoreError(
+        f"expected the same from every source, got {repr(nodes[0])[:100]} from source {sources[0]} and "
+        f"{repr(nodes[other])[:100]} from source {sources[other]}; what belongs to one rank can only be received by "
+        "one, in the same layout: leave it out, or register it with scope='local'",
+        path=path_name(path),
+    )

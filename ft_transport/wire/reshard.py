@@ -1,0 +1,391 @@
+"""Which bytes of which sources make up a state that is divided in another way; pure.
+
+The receiver says which part of each tensor it wants, each source where its own part lies. Placements cut each dimension
+of a tensor for itself, so that the overlap of two parts is computed dimension by dimension and is a product of
+intervals. What it comes to, for tensors of one shape and layout, is computed once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from ft_transport.errors import ManifestError, RestoreError
+from ft_transport.wire.layouts import Intervals, Layout, Placement, Region, intervals_of, shape_of
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.nodes import LayoutNode, TensorNode, ViewNode
+from ft_transport.wire.slices import FRAME_BYTES, Slice, row_major_strides, slice_of
+
+StoredNode: TypeAlias = TensorNode | LayoutNode | ViewNode
+"""Where a source has a tensor, or its part of one."""
+_Cut: TypeAlias = tuple[int, int]
+"""``split_factor`` and number of parts, of a mesh dimension that shards a tensor's dimension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A tensor, or a part of one, that the receiver needs.
+
+    Attributes:
+        path: Its place in the state, for errors.
+        start: Where it begins in the receiver's own data, in which it lies row by row.
+        dtype: Of the sources' entries.
+        item_bytes: Size of an element.
+        global_shape: Of the whole tensor.
+        region: The part that is wanted.
+        sources: Who has any of it.
+        nodes: Where each of them has it.
+        layouts: The index of each one's layout in its manifest; ``None`` where it has the whole tensor.
+    """
+
+    path: str
+    start: int
+    dtype: str
+    item_bytes: int
+    global_shape: tuple[int, ...]
+    region: Region
+    sources: tuple[int, ...]
+    nodes: tuple[StoredNode, ...]
+    layouts: tuple[int | None, ...]
+
+
+class Box(NamedTuple):
+    """A box that the receiver wants and some sources have. All lists go by dimension.
+
+    Attributes:
+        holders: Positions in ``Wanted.sources``.
+        held_shape: Shape of the part that each holder has.
+        held_origin: Where in it the box begins.
+        origin: Where in the receiver's part it begins.
+        counts: Its extent.
+    """
+
+    holders: tuple[int, ...]
+    held_shape: tuple[int, ...]
+    held_origin: tuple[int, ...]
+    origin: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+class Read(NamedTuple):
+    """A box, small enough for a frame, and the wanted tensor that it belongs to."""
+
+    wanted: Wanted
+    box: Box
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.box.counts) * self.wanted.item_bytes
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Who can be asked for it."""
+        return tuple(self.wanted.sources[holder] for holder in self.box.holders)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one part of a cut dimension has of the wanted indices.
+
+    Attributes:
+        coordinate: Which part, on the mesh dimensions that cut.
+        length: How many indices it holds in all.
+        overlaps: Wanted position, held position, number of indices.
+    """
+
+    coordinate: tuple[int, ...]
+    length: int
+    overlaps: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Sources on one mesh.
+
+    Attributes:
+        mesh_shape: Of the mesh.
+        at: Positions in ``Wanted.sources``, by coordinate.
+    """
+
+    mesh_shape: tuple[int, ...]
+    at: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+
+class Planner:
+    """Plans what to read from sources of given manifests. Not thread-safe.
+
+    Args:
+        manifests: Of the sources.
+    """
+
+    def __init__(self, manifests: Sequence[Manifest]) -> None:
+        self._manifests = manifests
+        self._meshes_of = [[layout.mesh for layout in manifest.layouts] for manifest in manifests]
+        self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
+        self._parts: dict[tuple[object, ...], tuple[_Part, ...]] = {}
+        self._groups: dict[tuple[object, ...], tuple[_Group, ...]] = {}
+        self._holders: dict[tuple[object, ...], dict[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def plan(self, wanted: Iterable[Wanted]) -> list[list[Read]]:
+        """What to read from each source, so that every wanted byte is read once.
+
+        Where several sources have the same part, the one that has the least to send by then is chosen.
+
+        Args:
+            wanted: Everything that is wanted.
+
+        Returns:
+            By source, in the order of ``wanted``.
+
+        Raises:
+            RestoreError: Some part of a tensor is held by no source.
+            ManifestError: A layout cannot be computed.
+        """
+        reads: list[list[Read]] = [[] for _ in self._manifests]
+        loads = [0] * len(self._manifests)
+        for tensor in wanted:
+            sources = tensor.sources
+            for whole in self.boxes(tensor):
+                for box in _in_frames(whole, tensor.item_bytes):
+                    holders = box.holders
+                    source = (
+                        sources[holders[0]]
+                        if len(holders) == 1
+                        else min((sources[holder] for holder in holders), key=loads.__getitem__)
+                    )
+                    reads[source].append(Read(tensor, box))
+                    loads[source] += math.prod(box.counts) * tensor.item_bytes
+        return reads
+
+    def boxes(self, wanted: Wanted) -> tuple[Box, ...]:
+        """The boxes that cover a wanted part, each index once, and who has them.
+
+        Raises:
+            RestoreError: Some part of it is held by no source.
+        """
+        key = (wanted.sources, wanted.layouts, wanted.global_shape, wanted.region)
+        boxes = self._boxes.get(key)
+        if boxes is None:
+            try:
+                boxes = self._boxes[key] = self._find_boxes(wanted)
+            except ManifestError as error:
+                error.path = wanted.path
+                raise
+        return boxes
+
+    def held(self, read: Read, source: int) -> Slice:
+        """What to ask ``source`` for.
+
+        Raises:
+            RestoreError: What it has of the tensor is not of the shape that its layout says.
+            ManifestError: Its manifest contradicts itself.
+        """
+        wanted, box = read
+        holder = wanted.sources.index(source)
+        node = wanted.nodes[holder]
+        tensors = self._manifests[source].tensors
+        if node.index >= len(tensors):
+            raise ManifestError(f"expected a tensor of the table, got index {node.index}", path=wanted.path)
+        entry = tensors[node.index]
+        if entry.dtype != wanted.dtype:
+            raise RestoreError(
+                f"expected {wanted.dtype} from every source, got {entry.dtype} from source {source}", path=wanted.path
+            )
+        if wanted.layouts[holder] is not None:
+            self._check_layout(wanted, box.holders[0], holder)
+        if type(node) is ViewNode:
+            shape, start = node.shape, entry.start + node.offset * wanted.item_bytes
+            strides = tuple(stride * wanted.item_bytes for stride in node.stride)
+        else:
+            shape, start = (node.shape if type(node) is LayoutNode else entry.shape), entry.start
+            strides = row_major_strides(shape, wanted.item_bytes)
+        if shape != box.held_shape:
+            raise RestoreError(
+                f"expected a part of {list(box.held_shape)} by the layout of source {source}, got {list(shape)}; "
+                "another division than torch's own can only be received in the same layout",
+                path=wanted.path,
+            )
+        piece = slice_of(start, strides, box.held_origin, box.counts, wanted.item_bytes)
+        if not entry.start <= piece.start <= piece.end <= entry.end:
+            raise ManifestError(f"expected a part of {entry.dtype}{list(entry.shape)}, got {node}", path=wanted.path)
+        return piece
+
+    def _check_layout(self, wanted: Wanted, first: int, holder: int) -> None:
+        """The plan takes for granted that sources on one mesh lay out a tensor in one way."""
+        expected, actual = self._layout(wanted, first), self._layout(wanted, holder)
+        if (actual.global_shape, actual.placements) != (wanted.global_shape, expected.placements):
+            raise RestoreError(
+                f"expected {expected.placements} of {list(wanted.global_shape)} on all ranks of a mesh, got "
+                f"{actual.placements} of {list(actual.global_shape)} from source {wanted.sources[holder]}",
+                path=wanted.path,
+            )
+
+    @staticmethod
+    def destination(read: Read) -> Slice:
+        """Where in the receiver's data it belongs."""
+        wanted, box = read
+        strides = row_major_strides(shape_of(wanted.region), wanted.item_bytes)
+        return slice_of(wanted.start, strides, box.origin, box.counts, wanted.item_bytes)
+
+    def _find_boxes(self, wanted: Wanted) -> tuple[Box, ...]:
+        num_wanted = math.prod(shape_of(wanted.region))
+        if not num_wanted:
+            return ()
+        whole = next((holder for holder, layout in enumerate(wanted.layouts) if layout is None), None)
+        if whole is not None:
+            # Such tensors need not be equal everywhere (running statistics): all of them come from one source.
+            return tuple(self._boxes_of(_Group((), {(): [whole]}), (), wanted))
+        num_best = -1
+        for group in self._groups_of(wanted):
+            first = next(iter(group.at.values()))[0]
+            boxes = tuple(self._boxes_of(group, self._layout(wanted, first).placements, wanted))
+            num_found = sum(math.prod(box.counts) for box in boxes)
+            if num_found == num_wanted:
+                return boxes
+            num_best = max(num_best, num_found)
+        raise RestoreError(
+            f"expected sources that hold all {num_wanted} elements which this rank needs of "
+            f"{list(wanted.global_shape)}, and they hold {max(num_best, 0)}; name all ranks of the group as sources",
+            path=wanted.path,
+        )
+
+    def _layout(self, wanted: Wanted, holder: int) -> Layout:
+        layouts, index = self._manifests[wanted.sources[holder]].layouts, wanted.layouts[holder]
+        if index is None or index >= len(layouts):
+            raise ManifestError(f"expected a layout of the table, got index {index}", path=wanted.path)
+        return layouts[index]
+
+    def _groups_of(self, wanted: Wanted) -> tuple[_Group, ...]:
+        try:
+            meshes = tuple(
+                [
+                    self._meshes_of[source][index]
+                    for source, index in zip(wanted.sources, wanted.layouts, strict=True)
+                    if index is not None
+                ]
+            )
+        except IndexError:
+            raise ManifestError("expected a layout of the table, got an index beyond it", path=wanted.path) from None
+        key = (wanted.sources, meshes)
+        known = self._groups.get(key)
+        if known is None:
+            groups: dict[tuple[object, ...], _Group] = {}
+            for holder, (source, index) in enumerate(zip(wanted.sources, meshes, strict=True)):
+                mesh = self._manifests[source].meshes[index]
+                if mesh.coordinate is not None:
+                    group = groups.setdefault((mesh.shape, mesh.ranks), _Group(mesh.shape))
+                    group.at.setdefault(mesh.coordinate, []).append(holder)
+            known = self._groups[key] = tuple(groups.values())
+        return known
+
+    def _boxes_of(self, group: _Group, placements: tuple[Placement, ...], wanted: Wanted) -> Iterator[Box]:
+        cutting: list[list[int]] = [[] for _ in wanted.global_shape]
+        for mesh_dim, placement in enumerate(placements):
+            if placement.kind != "replicate":
+                if placement.dim >= len(cutting):
+                    return
+                cutting[placement.dim].append(mesh_dim)
+        by_dim = [
+            self._parts_of(size, tuple(_cut(placements, group, mesh_dim) for mesh_dim in mesh_dims), intervals)
+            for size, intervals, mesh_dims in zip(wanted.global_shape, wanted.region, cutting, strict=True)
+        ]
+        holders = self._holders_of(group, tuple(itertools.chain.from_iterable(cutting)))
+        for parts in itertools.product(*by_dim):
+            held = holders.get(tuple(itertools.chain.from_iterable(part.coordinate for part in parts)))
+            if held is None:
+                continue
+            shape = tuple(part.length for part in parts)
+            for overlap in itertools.product(*(part.overlaps for part in parts)):
+                yield Box(
+                    holders=held,
+                    held_shape=shape,
+                    held_origin=tuple(position for _, position, _ in overlap),
+                    origin=tuple(position for position, _, _ in overlap),
+                    counts=tuple(count for _, _, count in overlap),
+                )
+
+    def _holders_of(self, group: _Group, sharded: tuple[int, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Who holds a part, by its place on the mesh dimensions that shard; along the others it is replicated."""
+        key = (group, sharded)
+        known = self._holders.get(key)
+        if known is None:
+            holders: dict[tuple[int, ...], list[int]] = {}
+            for coordinate, held_by in group.at.items():
+                holders.setdefault(tuple(coordinate[mesh_dim] for mesh_dim in sharded), []).extend(held_by)
+            known = self._holders[key] = {at: tuple(held_by) for at, held_by in holders.items()}
+        return known
+
+    def _parts_of(self, size: int, cuts: tuple[_Cut, ...], wanted: Intervals) -> tuple[_Part, ...]:
+        key = (size, cuts, wanted)
+        known = self._parts.get(key)
+        if known is None:
+            known = self._parts[key] = tuple(_overlapping_parts(size, cuts, wanted))
+        return known
+
+
+def _cut(placements: tuple[Placement, ...], group: _Group, mesh_dim: int) -> _Cut:
+    placement = placements[mesh_dim]
+    return placement.split_factor if placement.kind == "strided_shard" else 1, group.mesh_shape[mesh_dim]
+
+
+def _overlapping_parts(size: int, cuts: tuple[_Cut, ...], wanted: Intervals) -> Iterator[_Part]:
+    """The parts of a dimension that hold any wanted index."""
+    for coordinate in _candidates(size, cuts, wanted):
+        held = intervals_of(size, tuple((*cut, part) for cut, part in zip(cuts, coordinate, strict=True)))
+        overlaps = tuple(_overlaps(wanted, held))
+        if overlaps:
+            yield _Part(coordinate, sum(end - start for start, end in held), overlaps)
+
+
+def _candidates(size: int, cuts: tuple[_Cut, ...], wanted: Intervals) -> Iterable[tuple[int, ...]]:
+    """Parts that may hold a wanted index; of a plain cut just those that do."""
+    if len(cuts) == 1 and cuts[0][0] == 1 and wanted:
+        share = max(1, -(-size // cuts[0][1]))
+        return ((part,) for part in range(wanted[0][0] // share, (wanted[-1][1] - 1) // share + 1))
+    return itertools.product(*(range(num_parts) for _, num_parts in cuts))
+
+
+def _overlaps(wanted: Intervals, held: Intervals) -> Iterator[tuple[int, int, int]]:
+    """Where ascending intervals meet: position in ``wanted``, position in ``held``, number of indices."""
+    first = second = 0
+    wanted_before = held_before = 0
+    while first < len(wanted) and second < len(held):
+        wanted_start, wanted_end = wanted[first]
+        held_start, held_end = held[second]
+        start, end = max(wanted_start, held_start), min(wanted_end, held_end)
+        if start < end:
+            yield wanted_before + start - wanted_start, held_before + start - held_start, end - start
+        if wanted_end <= held_end:
+            wanted_before += wanted_end - wanted_start
+            first += 1
+        else:
+            held_before += held_end - held_start
+            second += 1
+
+
+def _in_frames(box: Box, item_bytes: int) -> Iterable[Box]:
+    """The box in pieces that fit into a frame, cut along its first dimensions."""
+    if math.prod(box.counts) * item_bytes <= FRAME_BYTES:
+        return (box,)
+    return _cut_to_frames(box, item_bytes)
+
+
+def _cut_to_frames(box: Box, item_bytes: int) -> Iterator[Box]:
+    dim = next(dim for dim, count in enumerate(box.counts) if count > 1)
+    inner_bytes = math.prod(box.counts[dim + 1 :]) * item_bytes
+    step = max(1, FRAME_BYTES // inner_bytes)
+    for first in range(0, box.counts[dim], step):
+        piece = box._replace(
+            held_origin=_moved(box.held_origin, dim, first),
+            origin=_moved(box.origin, dim, first),
+            counts=(*box.counts[:dim], min(step, box.counts[dim] - first), *box.counts[dim + 1 :]),
+        )
+        yield from _in_frames(piece, item_bytes)
+
+
+def _moved(origin: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
+    return (*origin[:dim], origin[dim] + by, *origin[dim + 1 :])
