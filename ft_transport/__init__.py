@@ -23,14 +23,15 @@ from ft_transport.errors import (
     TransportError,
     UnsupportedLeafError,
 )
-from ft_transport.net.client import FetchProgress
+from ft_transport.net.workers import FetchProgress
+from ft_transport.receiving import Received
 from ft_transport.serving import SnapshotInProgress
 from ft_transport.settings import TransportSettings
 from ft_transport.tensors.encodings import register_encoding
 from ft_transport.tensors.matching import Incoming, Mismatch
 from ft_transport.tensors.snapshot import HeldState
 from ft_transport.tensors.state_digest import state_digest
-from ft_transport.transport import HTTPTransport, Received
+from ft_transport.transport import HTTPTransport
 
 __all__ = [
     "ConfigurationError",

@@ -173,15 +173,25 @@ class PeerNotReadyError(PeerError):
 
 
 class StepNotServedError(PeerError):
-    """The peer serves other steps than the one asked for; ``served`` lists them."""
+    """The peer serves other steps than the one asked for; ``served`` lists them.
+
+    ``is_past`` says that the peer has gone beyond that step without a snapshot of it.
+    """
 
     http_status = 404
 
     def __init__(
-        self, message: str, *, served: tuple[int, ...] = (), peer: str | None = None, step: int | str | None = None
+        self,
+        message: str,
+        *,
+        served: tuple[int, ...] = (),
+        is_past: bool = False,
+        peer: str | None = None,
+        step: int | str | None = None,
     ) -> None:
         super().__init__(message, peer=peer, step=step)
         self.served = served
+        self.is_past = is_past
 
 
 class SnapshotReplacedError(PeerError):

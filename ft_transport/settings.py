@@ -12,7 +12,7 @@ from operator import index
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.net.client import FetchProgress
+from ft_transport.net.workers import FetchProgress
 from ft_transport.tensors.copying import default_num_threads
 from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
 

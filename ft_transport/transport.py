@@ -3,75 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, Generic, TypeVar, cast
+from typing import TypeVar
 
 from ft_transport.errors import (
     ConfigurationError,
-    FetchFailedError,
-    SnapshotReplacedError,
     TransportError,
 )
-from ft_transport.net.asking import fetch_manifest, fetch_server_id
-from ft_transport.net.client import FetchSettings, fetch_data
-from ft_transport.net.connection import Connection, Patience
-from ft_transport.net.late_digests import fetch_digests, find_damaged
+from ft_transport.net.asking import fetch_server_id
+from ft_transport.net.connection import Connection
 from ft_transport.net.peer_address import PeerAddress
 from ft_transport.net.server import FreshSnapshot, SnapshotServer
 from ft_transport.net.shelf import Shelf
 from ft_transport.net.token import JobToken
+from ft_transport.receiving import SnapshotReceiving
 from ft_transport.serving import SnapshotServing
 from ft_transport.settings import TransportSettings, check_duration, check_number
-from ft_transport.tensors.agreement import find_differences
-from ft_transport.tensors.copying import default_num_threads
-from ft_transport.tensors.matching import Incoming
-from ft_transport.tensors.restore import Restore
 from ft_transport.tensors.snapshot import SnapshotTaker
-from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.routes import LATEST, StepSelector
 
 T = TypeVar("T")
-
-_DEFAULT_NUM_CONNECTIONS: Final = 4
-_FIRST_RESTART_PAUSE_S: Final = 0.05
-_LONGEST_RESTART_PAUSE_S: Final = 1.0
 
 ReadLock = Callable[[timedelta], AbstractContextManager[object]]
 """Holds the state still: given a timeout, a context manager inside which no optimizer steps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received(Generic[T]):
-    """A state that arrived whole and verified, and the committed step that it shows."""
-
-    step: int
-    state: T
-    _manifest: Manifest
-
-    def differences(self, state: object) -> tuple[str, ...]:
-        """Where ``state`` is not, bit for bit, what was sent; whatever load functions have made of it.
-
-        Reads every byte of it once, and sends nothing.
-
-        Args:
-            state: The receiver's state after loading. Nothing may change it meanwhile.
-
-        Returns:
-            Paths, each with what differs; empty if nothing does.
-
-        Raises:
-            UnsupportedLeafError: A leaf of ``state`` has no safe encoding.
-        """
-        return find_differences(self._manifest, state, num_threads=default_num_threads())
-
-
-class HTTPTransport(SnapshotServing, Generic[T]):
+class HTTPTransport(SnapshotServing, SnapshotReceiving[T]):
     """Serves this replica's state to others over HTTP, and receives theirs.
 
     A drop-in for torchft's ``CheckpointTransport`` (torchft/checkpointing/transport.py): same methods, same meaning,
@@ -100,8 +60,6 @@ class HTTPTransport(SnapshotServing, Generic[T]):
     ) -> None:
         check_duration("timeout", timeout, at_least=timedelta(0))
         num_chunks = check_number("num_chunks", num_chunks, at_least=0)
-        self._timeout = timeout
-        self._num_connections = num_chunks or _DEFAULT_NUM_CONNECTIONS
         self._state_dict = state_dict
         self._read_lock = read_lock
         if not isinstance(settings, (TransportSettings, type(None))):
@@ -109,10 +67,11 @@ class HTTPTransport(SnapshotServing, Generic[T]):
         for name, function in (("state_dict", state_dict), ("read_lock", read_lock)):
             if function is not None and not callable(function):
                 raise ConfigurationError(f"expected a function as {name}, got {type(function).__name__}")
-        self._settings = settings if settings is not None else TransportSettings()
-        token = self._settings.token
-        self._token = JobToken(token) if token is not None else JobToken.from_environment()
-        super().__init__(
+        settings = settings if settings is not None else TransportSettings()
+        token = JobToken(settings.token) if settings.token is not None else JobToken.from_environment()
+        SnapshotReceiving.__init__(self, timeout, num_chunks, settings, token)
+        SnapshotServing.__init__(
+            self,
             Shelf(
                 max_snapshots=self._settings.max_snapshots,
                 lease_s=self._settings.lease.total_seconds(),
@@ -211,8 +170,9 @@ class HTTPTransport(SnapshotServing, Generic[T]):
         """Lets a request for ``latest`` ask for a new snapshot.
 
         Args:
-            fresh_snapshot: Asks the owner of the state for a snapshot and returns at once, with the number
-                (``newest_sequence``) after which a snapshot is new enough. ``None``: whatever is there is served.
+            fresh_snapshot: Asks the owner of the state for a snapshot, of the step that it is given if that is not
+                ``None``, and returns at once: the number (``newest_sequence``) after which a snapshot is new enough,
+                or ``None`` if that step is past. Without such a function, whatever is there is served.
 
         Raises:
             ConfigurationError: Another owner was set before; two would replace each other's snapshots.
@@ -242,65 +202,6 @@ class HTTPTransport(SnapshotServing, Generic[T]):
         into = self._state_dict() if self._state_dict is not None else None
         return self.fetch(metadata, step, timeout=timeout, into=into).state
 
-    def fetch(
-        self,
-        metadata: str,
-        step: StepSelector = "latest",
-        *,
-        timeout: timedelta | None = None,
-        unreachable_timeout: timedelta | None = None,
-        into: object = None,
-        check: Callable[[Incoming], None] | None = None,
-        verify_late: bool = True,
-    ) -> Received[T]:
-        """Receives a state and says which step it shows.
-
-        Args:
-            metadata: What the peer's ``metadata()`` returned.
-            step: A step, or ``latest``: the peer then takes a new snapshot if its state has moved on.
-            timeout: For everything; the transport's own by default.
-            unreachable_timeout: How long a peer may be out of reach before the first byte; by default ``timeout``, so
-                that a receiver can start before its source.
-            into: The receiver's own state to receive into; its tensors must not be used until this returns.
-            check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
-                untouched.
-            verify_late: Whether digests that come after the data are compared. Turn it off for state that is compared
-                by `Received.differences` anyway.
-
-        Raises:
-            TransportError: As for ``recv_checkpoint``. If bytes had landed in ``into`` they were overwritten with NaN
-                patterns.
-        """
-        if timeout is None:
-            timeout = self._timeout
-        check_duration("timeout", timeout, at_least=timedelta.min)
-        deadline_s = time.monotonic() + timeout.total_seconds()
-        if step != LATEST:
-            step = check_number("step", step, at_least=0)
-        unreachable_s = (timeout if unreachable_timeout is None else unreachable_timeout).total_seconds()
-        peer = PeerAddress.from_url(metadata)
-        settings = self._fetch_settings(deadline_s)
-        touched = False
-        pause_s = 0.0
-        while True:
-            try:
-                with Connection(peer, token=settings.token, patience=settings.patience) as connection:
-                    manifest = fetch_manifest(connection, step, settings, unreachable_s=unreachable_s)
-                    state, manifest = self._receive(
-                        connection, manifest, settings, into, check, verify_late=verify_late
-                    )
-                    return Received(step=manifest.step, state=cast(T, state), _manifest=manifest)
-            except TransportError as error:
-                # What an earlier attempt did to the receiver's tensors holds for the last one as well.
-                error.destination_touched = touched = touched or error.destination_touched
-                # A newer snapshot took the place of the one that this fetch was bound to: begin again with it.
-                last = error.failures[-1] if isinstance(error, FetchFailedError) else error
-                if not isinstance(last, SnapshotReplacedError):
-                    raise
-            # At once the first time, and then ever later, in case the peer says so of all that it serves.
-            time.sleep(max(0.0, min(pause_s, deadline_s - time.monotonic())))
-            pause_s = min(max(_FIRST_RESTART_PAUSE_S, 2 * pause_s), _LONGEST_RESTART_PAUSE_S)
-
     def shutdown(self, wait: bool = True) -> None:
         """Stops serving and frees the snapshots. May be called twice.
 
@@ -314,49 +215,3 @@ class HTTPTransport(SnapshotServing, Generic[T]):
         if is_first:
             self._shelf.clear()
             self._taker.close()
-
-    def _receive(
-        self,
-        connection: Connection,
-        manifest: Manifest,
-        settings: FetchSettings,
-        into: object,
-        check: Callable[[Incoming], None] | None,
-        *,
-        verify_late: bool,
-    ) -> tuple[object, Manifest]:
-        """Returns the state, and the manifest with all digests."""
-        restore = Restore(manifest, into=into, meshes=self._settings.meshes, max_bytes=self._settings.max_receive_bytes)
-        if check is not None:
-            check(restore.incoming)
-        try:
-            fetch_data([connection.peer], manifest, restore, settings)
-            if manifest.digests is None:
-                digests = fetch_digests(connection, manifest, max_failures=settings.max_failures)
-                manifest = dataclasses.replace(manifest, digests=digests)
-                if settings.verify and verify_late:
-                    damaged = find_damaged(manifest, restore, num_threads=default_num_threads())
-                    fetch_data([connection.peer], manifest, restore, settings, chunks=damaged)
-            return restore.finish(), manifest
-        except BaseException as error:
-            if restore.destination_touched:
-                restore.poison()
-                if isinstance(error, TransportError):
-                    error.destination_touched = True
-            raise
-
-    def _fetch_settings(self, deadline_s: float) -> FetchSettings:
-        settings = self._settings
-        return FetchSettings(
-            num_connections=self._num_connections,
-            verify=settings.verify,
-            max_failures=settings.max_failures,
-            token=self._token,
-            patience=Patience(
-                deadline_s=deadline_s,
-                connect_timeout_s=settings.connect_timeout.total_seconds(),
-                stall_timeout_s=settings.stall_timeout.total_seconds(),
-                min_bytes_per_s=settings.min_bytes_per_s,
-            ),
-            on_progress=settings.on_progress,
-        )

@@ -8,6 +8,7 @@ them is opened before the training thread goes on, and the optimizer's pre-step 
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 from collections.abc import Callable, Iterable, Set
@@ -43,6 +44,9 @@ _PREPARED_AT_BOUNDARIES: Final = (2, 4)
 
 _MAX_HELD_BYTES: Final = 16 << 20
 """The most that is copied at every boundary for a snapshot that perhaps nobody needs: about 2 ms."""
+
+_MAX_WANTED_STEPS: Final = 16
+"""Steps to come that receivers may have asked for; more are forgotten, the latest first."""
 
 _BOUNDARY_PATIENCE: Final = timedelta(milliseconds=100)
 """How long a step boundary waits for another thread's write section before it leaves a request to the next one."""
@@ -113,6 +117,7 @@ class Snapshotter:
         self._is_prepared = not prepare_memory
         self._published_epoch = -1
         self._wanted_after = -1
+        self._wanted_steps: list[int] = []
         self._is_to_lend = False
         self._run: _Run | None = None
         self._held: _Held | None = None
@@ -121,17 +126,25 @@ class Snapshotter:
         self._last_failure = ""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-snapshot")
 
-    def request(self, *, lend: bool = False) -> int:
+    def request(self, step: int | None = None, *, lend: bool = False) -> int | None:
         """Ask for a snapshot that shows the present committed step or a later one; returns at once.
 
         Args:
+            step: A snapshot of just this step, at whose boundary it is taken.
             lend: Nothing will change the state before the snapshot has been read, as a rule: better serve it from
                 where it lies than copy it.
 
         Returns:
-            The number of snapshots published so far that are too old; any later one will do.
+            The number of snapshots published so far that are too old; any later one will do. ``None`` if ``step`` is
+            past.
         """
         with self._mutex:
+            if step is not None:
+                if self._step is not None and step < self._step:
+                    return None
+                if step != self._step:
+                    self._wanted_steps = heapq.nsmallest(_MAX_WANTED_STEPS, {*self._wanted_steps, step})
+                return self._sink.newest_sequence()
             self._is_to_lend = self._is_to_lend or lend
             if self._published_epoch == self._epoch and self._sink.newest_step() == self._step:
                 return 0
@@ -174,7 +187,8 @@ class Snapshotter:
             num_published = self._sink.newest_sequence()
             if num_published > self._wanted_after:
                 self._wanted_after = -1
-            is_wanted = self._wanted_after >= 0
+            is_wanted = self._wanted_after >= 0 or step in self._wanted_steps
+            self._wanted_steps = [wanted for wanted in self._wanted_steps if wanted > step]
             if not is_wanted:
                 self._is_to_lend = False
             if not (is_wanted or hold):

@@ -17,8 +17,8 @@ from ft_transport.errors import (
     StepNotServedError,
     TransportError,
 )
-from ft_transport.net.client import FetchSettings
 from ft_transport.net.connection import Connection, Patience
+from ft_transport.net.workers import FetchSettings
 from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_header
 from ft_transport.wire.routes import MANIFEST_DIGEST_HEADER, STATUS_ROUTE, StepSelector, metadata_path
@@ -84,7 +84,7 @@ def fetch_manifest(
         except StepNotServedError as error:
             error.step = step
             # Later steps than those served may still come: the peer held the request for a while, not for good.
-            if not isinstance(step, int) or not error.served or step < max(error.served):
+            if error.is_past or not isinstance(step, int) or not error.served or step < max(error.served):
                 raise
             last = error
         time.sleep(min(_RETRY_PAUSE_S, max(0.0, patience.deadline_s - time.monotonic())))

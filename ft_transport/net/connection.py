@@ -130,8 +130,23 @@ class Connection:
             with contextlib.suppress(OSError):
                 timed.raw.shutdown(socket.SHUT_RDWR)
 
-    def get(self, path: str, *, headers: dict[str, str], expected_status: int, answer_within_s: float) -> HTTPResponse:
+    def get(
+        self,
+        path: str,
+        *,
+        headers: dict[str, str],
+        expected_status: int,
+        answer_within_s: float,
+        body: bytes | None = None,
+    ) -> HTTPResponse:
         """Sends a request and reads the head of the answer; the body is read with ``read_into`` afterwards.
+
+        Args:
+            path: Path and query.
+            headers: Further ones.
+            expected_status: Any other is an error.
+            answer_within_s: How long the peer may take on purpose, in seconds.
+            body: Is posted, if there is one.
 
         Raises:
             PeerUnreachableError: No connection, it broke, or nothing came for too long.
@@ -150,7 +165,7 @@ class Connection:
             )
             self._socket.in_head, self._socket.head_complete = True, False
             self._socket.wake_at(1)
-            http.request("GET", path, headers=asked)
+            http.request("GET" if body is None else "POST", path, body=body, headers=asked)
             response = http.getresponse()
             self._socket.in_head = False
             self._started_s = self._received_s = time.monotonic()
@@ -332,9 +347,11 @@ class Connection:
                 if self._token is None:
                     refused = "the peer asks for a job token, and this side has none"
                 return PeerAuthenticationError(f"{refused} ({TOKEN_VARIABLE}): {reason}", peer=peer)
-            case 404:
+            case 404 | 410:
                 served = parse_served_steps(response.headers.get(SERVED_STEPS_HEADER))
-                return StepNotServedError(f"the peer does not serve it: {reason}", served=served, peer=peer)
+                return StepNotServedError(
+                    f"the peer does not serve it: {reason}", served=served, is_past=response.status == 410, peer=peer
+                )
             case 409:
                 return SnapshotReplacedError(f"the snapshot was replaced: {reason}", peer=peer)
             case 503:

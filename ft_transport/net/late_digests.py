@@ -65,14 +65,20 @@ def find_damaged(manifest: Manifest, destination: Destination, *, num_threads: i
         destination: What was received.
         num_threads: Threads that read it.
     """
-    digests = manifest.digests
-    assert digests is not None, "they have been asked for"
+    expected = manifest.digests
+    assert expected is not None, "they have been asked for"
+    actual = digest_chunks(manifest, destination, num_threads=num_threads)
+    return [chunk for chunk, digest in enumerate(actual) if digest != expected[chunk]]
 
-    def is_damaged(chunk: int) -> bool:
+
+def digest_chunks(manifest: Manifest, destination: Destination, *, num_threads: int) -> list[int]:
+    """The digests of all chunks of what lies in ``destination``."""
+
+    def digest(chunk: int) -> int:
         hasher = Hasher()
         for view in destination.buffers(*manifest.chunks.range_of(chunk, chunk + 1)):
             hasher.update(view)
-        return hasher.intdigest() != digests[chunk]
+        return hasher.intdigest()
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-verify") as pool:
-        return [chunk for chunk, damaged in enumerate(pool.map(is_damaged, range(len(digests)))) if damaged]
+        return list(pool.map(digest, range(manifest.chunks.num_chunks)))

@@ -16,13 +16,16 @@ import struct
 import sys
 import threading
 import time
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from aiohttp import web
 
 from ft_transport.errors import SnapshotError
+from ft_transport.net.gathering import send_frames
 from ft_transport.net.shelf import Reading
 from ft_transport.wire.served import LentFile, MemoryFile, ServedMemory
+from ft_transport.wire.slices import Frame, answer_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +61,29 @@ async def send_range(
     A receiver that goes away or stalls ends its connection; that is its own affair and no error of the server.
     """
     response.content_length = end - start
+    return await _answer(request, reading, response, _Range(reading.snapshot.memory, start, end), stall_timeout_s)
+
+
+async def send_slices(
+    request: web.Request,
+    reading: Reading,
+    response: web.StreamResponse,
+    frames: Sequence[Frame],
+    *,
+    stall_timeout_s: float,
+) -> web.StreamResponse:
+    """Answers with the frames that were asked for (``wire.slices``); otherwise as `send_range`."""
+    response.content_length = answer_bytes(frames)
+    return await _answer(request, reading, response, _Slices(reading.snapshot.memory, frames), stall_timeout_s)
+
+
+async def _answer(
+    request: web.Request, reading: Reading, response: web.StreamResponse, content: _Content, stall_timeout_s: float
+) -> web.StreamResponse:
     try:
         await response.prepare(request)
         if request.method != "HEAD":
-            await _send_body(request, reading, start, end, stall_timeout_s)
+            await _send_body(request, reading, content, stall_timeout_s)
         await response.write_eof()
     except OSError as error:
         logger.info("the answer to receiver %s ended early: %s", request.remote, error)
@@ -70,14 +92,15 @@ async def send_range(
     return response
 
 
-async def _send_body(request: web.Request, reading: Reading, start: int, end: int, stall_timeout_s: float) -> None:
+async def _send_body(request: web.Request, reading: Reading, content: _Content, stall_timeout_s: float) -> None:
     transport = request.transport
     if transport is None or transport.is_closing():
         raise ConnectionResetError("it closed the connection")
-    memory = reading.snapshot.memory
     # The kernel holds pages of a memory file until the receiver has read them.
     reading.unread_s = stall_timeout_s
-    if isinstance(memory, MemoryFile):
+    memory = reading.snapshot.memory
+    if isinstance(content, _Range) and isinstance(memory, MemoryFile):
+        start, end = content.position, content.end
         num_first = min(_FIRST_BYTES, end - start)
         with open(memory.descriptor, "rb", buffering=0, closefd=False) as file:
             # The event loop's own sendfile waits until the head of the answer has left its buffers.
@@ -86,8 +109,8 @@ async def _send_body(request: web.Request, reading: Reading, start: int, end: in
                 await asyncio.wait_for(sending, timeout=stall_timeout_s)
             except asyncio.TimeoutError:
                 raise _stalled(request, num_first, stall_timeout_s) from None
-        start += num_first
-        if start == end:
+        content.position += num_first
+        if content.position == end:
             return
     else:
         await _flushed(request, transport, stall_timeout_s)
@@ -98,7 +121,7 @@ async def _send_body(request: web.Request, reading: Reading, start: int, end: in
     was_reading = transport.is_reading()
     transport.pause_reading()
     try:
-        body = _Body(connected, memory, start, end)
+        body = _Body(connected, content)
         await _send_on_thread(request, body, stall_timeout_s)
     finally:
         connected.close()
@@ -106,16 +129,79 @@ async def _send_body(request: web.Request, reading: Reading, start: int, end: in
             transport.resume_reading()
 
 
+class _Content(Protocol):
+    """What a thread sends. ``position`` and ``end`` count bytes of it; the first ones may have been sent before."""
+
+    position: int
+    end: int
+
+    def send_to(self, connected: socket.socket) -> None:
+        """Sends what is left; blocks. Counts ``position`` up."""
+
+
+class _Range:
+    """Bytes ``[position, end)`` of the file."""
+
+    def __init__(self, memory: ServedMemory, position: int, end: int) -> None:
+        self._memory = memory
+        self.position = position
+        self.end = end
+
+    def send_to(self, connected: socket.socket) -> None:
+        if isinstance(self._memory, MemoryFile):
+            self._send_file(connected, self._memory)
+        else:
+            self._send_lent(connected, self._memory)
+
+    def _send_file(self, connected: socket.socket, file: MemoryFile) -> None:
+        # Where nobody says what the receiver has acknowledged, what the kernel took has to stand for it.
+        piece_bytes = _PIECE_BYTES if _acked_bytes(connected) else _LEAST_BYTES
+        while self.position < self.end:
+            num_bytes = min(self.end - self.position, piece_bytes)
+            sent = os.sendfile(connected.fileno(), file.descriptor, file.start + self.position, num_bytes)
+            if not sent:
+                raise ConnectionAbortedError(f"the memory file ends at {self.position}, expected {self.end}")
+            self.position += sent
+
+    def _send_lent(self, connected: socket.socket, file: LentFile) -> None:
+        """The kernel takes a copy of what is sent, so the owner waits for no receiver, but for one call at most."""
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LONGEST_WAIT)
+        while self.position < self.end:
+            end = min(self.end, self.position + _LENT_PIECE_BYTES)
+            try:
+                with file.borrow(self.position, end) as views:
+                    self.position += connected.sendmsg(views[:_MAX_VIEWS_PER_SEND])
+            except BlockingIOError:
+                continue
+            except SnapshotError as error:
+                raise ConnectionAbortedError(str(error)) from error
+
+
+class _Slices:
+    """The frames of a request for slices, each with its digest."""
+
+    def __init__(self, memory: ServedMemory, frames: Sequence[Frame]) -> None:
+        self._memory = memory
+        self._frames = frames
+        self.position = 0
+        self.end = answer_bytes(frames)
+
+    def send_to(self, connected: socket.socket) -> None:
+        try:
+            for sent in send_frames(connected, self._memory, self._frames):
+                self.position += sent
+        except SnapshotError as error:
+            raise ConnectionAbortedError(str(error)) from error
+
+
 class _Body:
     """What one thread sends, and how far the receiver is."""
 
-    def __init__(self, connected: socket.socket, memory: ServedMemory, start: int, end: int) -> None:
+    def __init__(self, connected: socket.socket, content: _Content) -> None:
         self.connected = connected
-        self._memory = memory
-        self._position = start
-        self._end = end
+        self._content = content
         self._num_acked_before = _acked_bytes(connected)
-        self._num_bytes = end - start
+        self._num_bytes = content.end - content.position
 
     def send(self) -> None:
         """Sends everything; blocks."""
@@ -124,10 +210,7 @@ class _Body:
         try:
             # asyncio has it send each part at once; a body is better sent in full segments, until its end.
             self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
-            if isinstance(self._memory, MemoryFile):
-                self._send_file(self._memory)
-            else:
-                self._send_lent(self._memory)
+            self._content.send_to(self.connected)
         finally:
             os.set_blocking(self.connected.fileno(), False)
             with contextlib.suppress(OSError):  # The receiver is gone.
@@ -135,34 +218,11 @@ class _Body:
                 # Sends what is left (man 7 tcp).
                 self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def _send_file(self, file: MemoryFile) -> None:
-        # Where nobody says what the receiver has acknowledged, what the kernel took has to stand for it.
-        piece_bytes = _PIECE_BYTES if self._num_acked_before else _LEAST_BYTES
-        while self._position < self._end:
-            num_bytes = min(self._end - self._position, piece_bytes)
-            sent = os.sendfile(self.connected.fileno(), file.descriptor, file.start + self._position, num_bytes)
-            if not sent:
-                raise ConnectionAbortedError(f"the memory file ends at {self._position}, expected {self._end}")
-            self._position += sent
-
-    def _send_lent(self, file: LentFile) -> None:
-        """The kernel takes a copy of what is sent, so the owner waits for no receiver, but for one call at most."""
-        self.connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LONGEST_WAIT)
-        while self._position < self._end:
-            end = min(self._end, self._position + _LENT_PIECE_BYTES)
-            try:
-                with file.borrow(self._position, end) as views:
-                    self._position += self.connected.sendmsg(views[:_MAX_VIEWS_PER_SEND])
-            except BlockingIOError:
-                continue
-            except SnapshotError as error:
-                raise ConnectionAbortedError(str(error)) from error
-
     def remaining_bytes(self) -> int:
         """How much the receiver has yet to take; too little by what was on its way when the body began."""
         if self._num_acked_before:
             return self._num_bytes - (_acked_bytes(self.connected) - self._num_acked_before)
-        return self._end - self._position
+        return self._content.end - self._content.position
 
 
 async def _flushed(request: web.Request, transport: asyncio.WriteTransport, stall_timeout_s: float) -> None:

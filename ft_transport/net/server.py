@@ -33,7 +33,7 @@ from ft_transport.errors import (
 )
 from ft_transport.net.address import LISTEN_BACKLOG, advertised_host, listen
 from ft_transport.net.forking import close_in_children
-from ft_transport.net.sending import send_range
+from ft_transport.net.sending import send_range, send_slices
 from ft_transport.net.shelf import Reading, Shelf
 from ft_transport.net.token import JobToken
 from ft_transport.wire.manifest import SnapshotId
@@ -46,6 +46,7 @@ from ft_transport.wire.routes import (
     MANIFEST_DIGEST_HEADER,
     METADATA_ROUTE,
     SERVED_STEPS_HEADER,
+    SLICES_ROUTE,
     SNAPSHOT_PARAMETER,
     STATUS_ROUTE,
     WAIT_PARAMETER,
@@ -54,19 +55,22 @@ from ft_transport.wire.routes import (
     parse_step,
 )
 from ft_transport.wire.served import MemoryFile
+from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES, decode_request
 
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S: Final = 30.0
 _KEEP_ALIVE_S: Final = 75.0
 """How long a connection may be silent; aiohttp's own default is an hour."""
+_TICK_S: Final = 0.1
 _SETTLING_ROUNDS: Final = 5
 _MAX_CONNECTIONS: Final = 512
 """No crowd of receivers may take the descriptors and the memory that the training needs."""
 
-FreshSnapshot = Callable[[], int]
-"""Asks the owner of the state for a snapshot that is not older than now, without waiting for it. Returns the number
-(``Shelf.newest_sequence``) after which a snapshot is new enough. Thread-safe, and called on the event loop."""
+FreshSnapshot = Callable[[int | None], int | None]
+"""Asks the owner of the state for a snapshot that is not older than now, or of the step that is given, without waiting
+for it. Returns the number (``Shelf.newest_sequence``) after which a snapshot is new enough; ``None`` if that step is
+past. Thread-safe, and called on the event loop."""
 
 
 class SnapshotServer:
@@ -158,10 +162,11 @@ class SnapshotServer:
             loop.close()
 
     async def _start(self) -> tuple[web.AppRunner, asyncio.AbstractServer]:
-        app = web.Application(middlewares=[self._guard])
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_REQUEST_BODY_BYTES)
         app.router.add_get(METADATA_ROUTE, self._metadata, allow_head=True)
         app.router.add_get(FULL_ROUTE, self._full, allow_head=True)
         app.router.add_get(DIGESTS_ROUTE, self._digests)
+        app.router.add_post(SLICES_ROUTE, self._slices)
         app.router.add_get(STATUS_ROUTE, self._status, allow_head=True)
         runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=0.1, keepalive_timeout=_KEEP_ALIVE_S
@@ -220,8 +225,11 @@ class SnapshotServer:
                     headers[AFTER_HEADER] = str(error.after)
             if isinstance(error, PeerAuthenticationError):
                 headers = {"WWW-Authenticate": "Bearer"}
+            is_past = isinstance(error, StepNotServedError) and error.is_past
             return web.json_response(
-                {"error": type(error).__name__, "message": str(error)}, status=error.http_status, headers=headers
+                {"error": type(error).__name__, "message": str(error)},
+                status=410 if is_past else error.http_status,
+                headers=headers,
             )
         finally:
             self._handlers.discard(task)
@@ -283,6 +291,23 @@ class SnapshotServer:
             computing = asyncio.get_running_loop().run_in_executor(None, memory.encoded_digests)
             return web.Response(text=await computing)
 
+    async def _slices(self, request: web.Request) -> web.StreamResponse:
+        reading = await self._read(request)
+        with reading as snapshot:
+            try:
+                body = await asyncio.wait_for(request.read(), self._stall_timeout_s)
+            except asyncio.TimeoutError:
+                raise web.HTTPRequestTimeout(text="the body did not come") from None
+            frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
+            headers = {"Content-Type": "application/octet-stream", "Cache-Control": "no-store"}
+            return await send_slices(
+                request,
+                reading,
+                web.StreamResponse(headers=headers),
+                frames,
+                stall_timeout_s=self._stall_timeout_s,
+            )
+
     async def _send(
         self, request: web.Request, reading: Reading, response: web.StreamResponse, start: int, end: int
     ) -> web.StreamResponse:
@@ -312,10 +337,18 @@ class SnapshotServer:
             if reading is not None:
                 return reading
             remaining_s = deadline_s - time.monotonic()
+            if step != LATEST and self._is_past(step):
+                served = self._shelf.steps()
+                raise StepNotServedError(
+                    f"expected a step to come, or one of {list(served)}; this replica is past step {step}",
+                    served=served,
+                    is_past=True,
+                )
             if remaining_s <= 0 or not self._may_come(step):
                 return self._read_or_refuse(step, after, is_closed)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(changed.wait(), remaining_s)
+                # Of a step that its owner passes without a snapshot nobody tells.
+                await asyncio.wait_for(changed.wait(), remaining_s if step == LATEST else min(remaining_s, _TICK_S))
 
     def _after(self, request: web.Request) -> int:
         """The number behind which a snapshot is new enough for this request, or was for an earlier one like it."""
@@ -324,8 +357,15 @@ class SnapshotServer:
         earlier = parse_after(request.query.get(AFTER_PARAMETER))
         if earlier is not None and self._shelf.holds_newer(earlier):
             return earlier
-        fresh = self.fresh_snapshot()
+        fresh = self.fresh_snapshot(None)
+        assert fresh is not None, "the present state is never past"
         return fresh if earlier is None else min(earlier, fresh)
+
+    def _is_past(self, step: int) -> bool:
+        """Asks the owner for a snapshot of a step to come; says whether there will be none."""
+        if self.fresh_snapshot is None or step in self._shelf.steps():
+            return False
+        return self.fresh_snapshot(step) is None
 
     def _may_come(self, step: StepSelector) -> bool:
         newest_step = self._shelf.newest_step()

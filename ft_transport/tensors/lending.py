@@ -104,6 +104,22 @@ class LentMemory:
     @contextmanager
     def borrow(self, start: int, end: int) -> Iterator[list[memoryview]]:
         """See ``wire.served.LentFile``."""
+        header_bytes = len(self._header)
+        head = [memoryview(self._header)[start:end]] if start < header_bytes else []
+        start, end = max(0, start - header_bytes), max(0, end - header_bytes)
+        with self._borrowing():
+            # Here the bytes come to the processor's cache, from where the kernel takes them next.
+            self._digest_chunks_that_begin_in(start, end)
+            yield head + self._views(start, end)
+
+    @contextmanager
+    def borrow_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
+        """See ``wire.served.LentFile``."""
+        with self._borrowing():
+            yield self._views(start, end)
+
+    @contextmanager
+    def _borrowing(self) -> Iterator[None]:
         with self._changed:
             if self._is_lost or self._is_closed:
                 raise SnapshotError("expected a snapshot of memory that can still be read, and it is gone")
@@ -112,12 +128,7 @@ class LentMemory:
             self._num_borrowers += 1
             self._num_borrowers_of_lent += is_of_lent
         try:
-            # Here the bytes come to the processor's cache, from where the kernel takes them next.
-            header_bytes = len(self._header)
-            head = [memoryview(self._header)[start:end]] if start < header_bytes else []
-            start, end = max(0, start - header_bytes), max(0, end - header_bytes)
-            self._digest_chunks_that_begin_in(start, end)
-            yield head + self._views(start, end)
+            yield
         finally:
             with self._changed:
                 self._num_borrowers -= 1

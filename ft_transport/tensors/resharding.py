@@ -166,9 +166,11 @@ class _Builder:
         index, region = None, _whole(shape)
         if where is not None:
             index, region = self._place(where, shape, global_stride)
-        key = (stored[0], index, sources)
+        # An empty part is tied to nothing, here or there: what shares its memory shows where there is some.
+        shows = next((at for at, source in enumerate(sources) if self._has_bytes(source, stored[at])), 0)
+        key = (shows, stored[shows], index, sources)
         node = self._nodes.get(key)
-        if node is None:
+        if node is None or not all(region):
             held = _Held(described, shape, sources, stored, layouts)
             local = self._want(path, held, region, is_whole=index is None)
             node = self._nodes[key] = local if index is None else DTensorNode(local, index)
@@ -196,6 +198,14 @@ class _Builder:
         if type(node) is ViewNode:
             return _Described(entry.name, entry.start, entry.dtype, None, item_bytes, node.shape, None)
         return _Described(entry.name, entry.start, entry.dtype, None, item_bytes, entry.shape, None)
+
+    def _has_bytes(self, source: int, node: Any) -> bool:
+        tensors = self._manifests[source].tensors
+        return (
+            isinstance(node, (TensorNode, LayoutNode, ViewNode))
+            and node.index < len(tensors)
+            and tensors[node.index].end > tensors[node.index].start
+        )
 
     def _layout(self, source: int, index: int, path: Path) -> Layout:
         layouts = self._manifests[source].layouts

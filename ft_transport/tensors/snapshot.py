@@ -377,7 +377,8 @@ class PendingSnapshot:
             self.lent.set_header(header)
             return self.lent
         assert self._arena is not None, "what is not lent is copied"
-        return MemoryFile(self._arena.descriptor, self._arena.write_header(header))
+        start = self._arena.write_header(header)
+        return MemoryFile(self._arena.descriptor, start, start + len(header), self._arena.view[: self._data_bytes])
 
     def _closing(self) -> Callable[[], None]:
         """What gives the memory back; it holds on to nothing else."""

@@ -77,6 +77,11 @@ class Aborted:
 Event: TypeAlias = ChunkVerified | RequestFailed | Aborted
 
 
+def retry_delay_s(num_failures: int) -> float:
+    """How long to wait before a source is asked again that has failed so often in a row, in seconds."""
+    return min(_FIRST_RETRY_S * 2 ** (num_failures - 1), _LONGEST_RETRY_S) if num_failures else 0.0
+
+
 @dataclass(slots=True)
 class _Source:
     """What is known of one source. ``failures`` counts those since the last chunk that it delivered."""
@@ -146,8 +151,7 @@ class FetchMachine:
         self._assignments[worker] = _Assignment(source, first, end)
         self._sources[source].num_active += 1
         failures = self._sources[source].failures
-        delay_s = min(_FIRST_RETRY_S * 2 ** (failures - 1), _LONGEST_RETRY_S) if failures else 0.0
-        return FetchChunks(source, first, end, delay_s)
+        return FetchChunks(source, first, end, retry_delay_s(failures))
 
     def has_request(self, worker: WorkerIndex) -> bool:
         """Whether chunks of the worker's request are still its own; the rest may have been taken over by others."""

@@ -2,6 +2,7 @@
 
 GET, HEAD /checkpoint/{step}/full       the safetensors file; one byte range may be asked for
 GET       /checkpoint/{step}/metadata   its JSON header alone
+POST      /checkpoint/{step}/slices     the parts of tensors that the body lists, see ``wire.slices``
 GET       /checkpoint/{step}/digests    where the header says "later" instead of the digests: these, in the same form
 GET       /status                       JSON: what is served, and to how many
 
@@ -24,6 +25,7 @@ StepSelector: TypeAlias = int | Literal["latest"]
 FULL_ROUTE: Final = "/checkpoint/{step}/full"
 METADATA_ROUTE: Final = "/checkpoint/{step}/metadata"
 DIGESTS_ROUTE: Final = "/checkpoint/{step}/digests"
+SLICES_ROUTE: Final = "/checkpoint/{step}/slices"
 STATUS_ROUTE: Final = "/status"
 
 SNAPSHOT_PARAMETER: Final = "snapshot"
@@ -62,6 +64,11 @@ def parse_after(text: str | None) -> int | None:
 def full_path(step: int, snapshot_id: SnapshotId) -> str:
     """Path and query of the file, bound to one snapshot."""
     return f"/checkpoint/{step}/full?{urlencode({SNAPSHOT_PARAMETER: snapshot_id})}"
+
+
+def slices_path(step: int, snapshot_id: SnapshotId) -> str:
+    """Path and query for parts of tensors, bound to one snapshot."""
+    return f"/checkpoint/{step}/slices?{urlencode({SNAPSHOT_PARAMETER: snapshot_id})}"
 
 
 def digests_path(step: int, snapshot_id: SnapshotId) -> str:

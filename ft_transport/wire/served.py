@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFile:
-    """A safetensors file that lies in a memory file from position ``start`` on, and never changes."""
+    """A safetensors file that lies in a memory file from position ``start`` on, and never changes.
+
+    Attributes:
+        descriptor: Of the memory file.
+        start: Where the safetensors file begins.
+        data_start: Where its data begins.
+        data: The data, mapped.
+    """
 
     descriptor: int
     start: int
+    data_start: int
+    data: memoryview
+
+    @contextmanager
+    def borrow_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
+        """Bytes ``[start, end)`` of the data."""
+        yield [self.data[start:end]]
 
 
 class LentFile(Protocol):
@@ -22,6 +37,13 @@ class LentFile(Protocol):
         """Bytes ``[start, end)`` of the file, in order, as they are at the snapshot's step.
 
         The owner waits for whoever is inside: nothing there may wait for a receiver.
+
+        Raises:
+            SnapshotError: They are lost.
+        """
+
+    def borrow_data(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
+        """Bytes ``[start, end)`` of the data, in order, under the same terms. A tensor lies within one view.
 
         Raises:
             SnapshotError: They are lost.

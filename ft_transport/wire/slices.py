@@ -14,15 +14,18 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.wire.nodes import MAX_TENSOR_RANK, Count
+from ft_transport.wire.nodes import Count
 
 FRAME_BYTES: Final = 4 << 20
 """Most data in a frame: what is sent again if it was damaged, and what either side keeps to put it together."""
 FRAME_DIGEST_BYTES: Final = 8
 MAX_REQUEST_BYTES: Final = 64 << 20
 """Most data that one request may ask for."""
-MAX_REQUEST_BODY_BYTES: Final = 4 << 20
+MAX_REQUEST_BODY_BYTES: Final = 2 << 20
 MAX_SLICES_PER_REQUEST: Final = 1 << 15
+
+_MAX_LOOPS: Final = 31
+"""numpy has 32 dimensions at most in its first major version."""
 
 _Positive: TypeAlias = Annotated[int, Meta(ge=1, le=2**62)]
 Loop: TypeAlias = tuple[_Positive, Count]
@@ -34,7 +37,7 @@ class Slice(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc
 
     start: Count
     block_bytes: _Positive
-    loops: Annotated[tuple[Loop, ...], Meta(max_length=MAX_TENSOR_RANK)] = ()
+    loops: Annotated[tuple[Loop, ...], Meta(max_length=_MAX_LOOPS)] = ()
 
     @property
     def num_bytes(self) -> int:

@@ -251,13 +251,15 @@ def test_the_first_snapshot_finds_its_memory_prepared(monkeypatch: pytest.Monkey
 
 def test_an_old_state_does_not_pass_for_the_latest(sender: HTTPTransport[Any]) -> None:
     sender.send_checkpoint([], 3, {"a": 3}, TIMEOUT)
-    sender.serve_fresh(sender.newest_sequence)  # As a trainer that has moved on and is at no step boundary.
+    sender.serve_fresh(
+        lambda _step: sender.newest_sequence()
+    )  # As a trainer that has moved on and is at no step boundary.
     with pytest.raises(DeadlineExceededError, match=r"one of an earlier state \(step 3\)"):
         sender.fetch(sender.metadata(), timeout=timedelta(seconds=1))
     with pytest.raises(ConfigurationError, match="got one with an owner"):
-        sender.serve_fresh(lambda: 0)
+        sender.serve_fresh(lambda _step: 0)
     sender.serve_fresh(None)
-    sender.serve_fresh(lambda: 0)
+    sender.serve_fresh(lambda _step: 0)
     assert sender.fetch(sender.metadata()).step == 3
 
 

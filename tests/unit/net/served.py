@@ -49,7 +49,8 @@ class MemorySnapshot:
             digests=[digest(self.data[start:end]) for start, end in ranges],
             align_bytes=64,
         )
-        self.memory = MemoryFile(os.memfd_create("test-snapshot"), _HOLE_BYTES)
+        data_start = _HOLE_BYTES + len(self.header)
+        self.memory = MemoryFile(os.memfd_create("test-snapshot"), _HOLE_BYTES, data_start, memoryview(self.data))
         os.pwrite(self.memory.descriptor, self.content, self.memory.start)
 
     @property

@@ -233,7 +233,7 @@ def test_a_request_cannot_forge_a_line_of_the_log(caplog: pytest.LogCaptureFixtu
 def test_close_cuts_running_transfers_and_waiting_requests(wait: bool) -> None:
     waiting = threading.Event()
 
-    def fresh() -> int:
+    def fresh(_step: int | None) -> int:
         waiting.set()
         return 10
 

@@ -1,0 +1,77 @@
+"""Sending slices: what a receiver in another layout needs of a snapshot, frame by frame, each with its digest."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from ft_transport.errors import SnapshotError
+from ft_transport.net.strided import copy_out
+from ft_transport.wire.integrity import Hasher
+from ft_transport.wire.served import MemoryFile, ServedMemory
+from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Frame, Slice
+
+_LEAST_SENDFILE_BYTES: Final = 64 << 10
+"""Below, a copy costs less than a system call of its own."""
+
+
+def send_frames(connected: socket.socket, memory: ServedMemory, frames: Sequence[Frame]) -> Iterator[int]:
+    """Sends the frames of a request; blocks. Yields after each piece how many bytes it had.
+
+    Args:
+        connected: A blocking socket.
+        memory: Where the snapshot lies.
+        frames: What is asked for; inside the data.
+
+    Raises:
+        SnapshotError: The data is lost, or a slice reaches from one tensor into another.
+        OSError: The receiver is gone.
+    """
+    largest = max(sum(piece.num_bytes for piece in frame) for frame in frames)
+    staging = memoryview(bytearray(largest + FRAME_DIGEST_BYTES))
+    for frame in frames:
+        hasher = Hasher()
+        filled = 0
+        only = frame[0]
+        if isinstance(memory, MemoryFile) and len(frame) == 1 and _is_worth_sendfile(only):
+            # The digest brings it to the processor's cache; the kernel sends the pages themselves.
+            hasher.update(memory.data[only.start : only.end])
+            yield from _send_file(connected, memory, only)
+        else:
+            for piece in frame:
+                _gather(memory, piece, staging[filled : filled + piece.num_bytes])
+                filled += piece.num_bytes
+            hasher.update(staging[:filled])
+        end = filled + FRAME_DIGEST_BYTES
+        staging[filled:end] = hasher.intdigest().to_bytes(FRAME_DIGEST_BYTES, "big")
+        connected.sendall(staging[:end])
+        yield end
+
+
+def _is_worth_sendfile(piece: Slice) -> bool:
+    return not piece.loops and piece.block_bytes >= _LEAST_SENDFILE_BYTES
+
+
+def _send_file(connected: socket.socket, memory: MemoryFile, piece: Slice) -> Iterator[int]:
+    position, end = memory.data_start + piece.start, memory.data_start + piece.end
+    while position < end:
+        sent = os.sendfile(connected.fileno(), memory.descriptor, position, end - position)
+        if not sent:
+            raise ConnectionAbortedError(f"the memory file ends at {position}, expected {end}")
+        position += sent
+        yield sent
+
+
+def _gather(memory: ServedMemory, piece: Slice, into: memoryview) -> None:
+    with memory.borrow_data(piece.start, piece.end) as views:
+        if len(views) == 1:
+            copy_out(views[0], piece, into)
+            return
+        if piece.loops:
+            raise SnapshotError(f"expected a slice inside one tensor, got {piece}")
+        position = 0
+        for view in views:
+            copy_out(view, Slice(0, len(view)), into[position : position + len(view)])
+            position += len(view)

@@ -1,0 +1,48 @@
+"""Slices of memory as arrays, so that numpy copies them without the interpreter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from ft_transport.wire.slices import Slice
+
+_Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+_CARRIERS: Final[tuple[tuple[int, np.dtype[Any]], ...]] = tuple(
+    (size, np.dtype(name)) for size, name in ((16, "c16"), (8, "u8"), (4, "u4"), (2, "u2"), (1, "u1"))
+)
+
+
+def copy_out(memory: memoryview, piece: Slice, into: memoryview) -> None:
+    """Copies a slice to where its bytes lie one behind the other.
+
+    Args:
+        memory: Begins where the slice does, and reaches to its end.
+        piece: The slice.
+        into: As many bytes as it has.
+    """
+    source = _strided(memory, piece)
+    np.copyto(_flat(into, source), source)
+
+
+def copy_in(data: memoryview, memory: memoryview, piece: Slice) -> None:
+    """The opposite of `copy_out`: writes ``data`` to a slice."""
+    target = _strided(memory, piece)
+    np.copyto(target, _flat(data, target))
+
+
+def _strided(memory: memoryview, piece: Slice) -> _Array:
+    # Wide items, as far as all that is skipped is a multiple of them: numpy copies item by item.
+    step = math.gcd(piece.block_bytes, *(stride for _, stride in piece.loops))
+    item_bytes, dtype = next(carrier for carrier in _CARRIERS if step % carrier[0] == 0)
+    shape = (*(count for count, _ in piece.loops), piece.block_bytes // item_bytes)
+    strides = (*(stride for _, stride in piece.loops), item_bytes)
+    array: _Array = np.ndarray(shape, dtype, buffer=memory, strides=strides)
+    return array
+
+
+def _flat(data: memoryview, like: _Array) -> _Array:
+    array: _Array = np.frombuffer(data, like.dtype).reshape(like.shape)
+    return array

@@ -1,0 +1,267 @@
+"""Receiving states: of one peer in this rank's own layout, or of all ranks of a group in any other."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, Generic, TypeVar, cast
+
+from ft_transport.errors import ConfigurationError, FetchFailedError, SnapshotReplacedError, TransportError
+from ft_transport.net.asking import fetch_manifest
+from ft_transport.net.client import fetch_data
+from ft_transport.net.connection import Connection, Patience
+from ft_transport.net.late_digests import digest_chunks, fetch_digests, find_damaged
+from ft_transport.net.peer_address import PeerAddress
+from ft_transport.net.token import JobToken
+from ft_transport.net.workers import FetchSettings
+from ft_transport.settings import TransportSettings, check_duration, check_number
+from ft_transport.sharded import ShardedRequest, poison, receive_sharded
+from ft_transport.tensors.agreement import find_differences
+from ft_transport.tensors.copying import default_num_threads
+from ft_transport.tensors.matching import Incoming
+from ft_transport.tensors.resharding import LikeFunction
+from ft_transport.tensors.restore import Restore
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.routes import LATEST, StepSelector
+
+T = TypeVar("T")
+
+_DEFAULT_NUM_CONNECTIONS: Final = 4
+_FIRST_RESTART_PAUSE_S: Final = 0.05
+_LONGEST_RESTART_PAUSE_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received(Generic[T]):
+    """A state that arrived whole and verified, and the committed step that it shows."""
+
+    step: int
+    state: T
+    _manifest: Manifest
+
+    def differences(self, state: object) -> tuple[str, ...]:
+        """Where ``state`` is not, bit for bit, what was sent; whatever load functions have made of it.
+
+        Reads every byte of it once, and sends nothing.
+
+        Args:
+            state: The receiver's state after loading. Nothing may change it meanwhile.
+
+        Returns:
+            Paths, each with what differs; empty if nothing does.
+
+        Raises:
+            UnsupportedLeafError: A leaf of ``state`` has no safe encoding.
+        """
+        return find_differences(self._manifest, state, num_threads=default_num_threads())
+
+
+class SnapshotReceiving(Generic[T]):
+    """Receives what others serve. Thread-safe.
+
+    Args:
+        timeout: The default deadline.
+        num_connections: Parallel connections; 0 takes 4.
+        settings: Everything else.
+        token: The job token, if the sources ask for one.
+    """
+
+    def __init__(
+        self, timeout: timedelta, num_connections: int, settings: TransportSettings, token: JobToken | None
+    ) -> None:
+        self._timeout = timeout
+        self._num_connections = num_connections or _DEFAULT_NUM_CONNECTIONS
+        self._settings = settings
+        self._token = token
+
+    def fetch(
+        self,
+        metadata: str,
+        step: StepSelector = "latest",
+        *,
+        timeout: timedelta | None = None,
+        unreachable_timeout: timedelta | None = None,
+        into: object = None,
+        check: Callable[[Incoming], None] | None = None,
+        verify_late: bool = True,
+    ) -> Received[T]:
+        """Receives a state and says which step it shows.
+
+        Args:
+            metadata: What the peer's ``metadata()`` returned.
+            step: A step, or ``latest``: the peer then takes a new snapshot if its state has moved on.
+            timeout: For everything; the transport's own by default.
+            unreachable_timeout: How long a peer may be out of reach before the first byte; by default ``timeout``, so
+                that a receiver can start before its source.
+            into: The receiver's own state to receive into; its tensors must not be used until this returns.
+            check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
+                untouched.
+            verify_late: Whether digests that come after the data are compared. Turn it off for state that is compared
+                by `Received.differences` anyway.
+
+        Raises:
+            TransportError: As for ``recv_checkpoint``. If bytes had landed in ``into`` they were overwritten with NaN
+                patterns.
+        """
+        if timeout is None:
+            timeout = self._timeout
+        check_duration("timeout", timeout, at_least=timedelta.min)
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        if step != LATEST:
+            step = check_number("step", step, at_least=0)
+        unreachable_s = (timeout if unreachable_timeout is None else unreachable_timeout).total_seconds()
+        peer = PeerAddress.from_url(metadata)
+        settings = self._fetch_settings(deadline_s)
+
+        def receive() -> Received[T]:
+            with Connection(peer, token=settings.token, patience=settings.patience) as connection:
+                manifest = fetch_manifest(connection, step, settings, unreachable_s=unreachable_s)
+                state, manifest = self._receive(connection, manifest, settings, into, check, verify_late=verify_late)
+                return Received(step=manifest.step, state=cast(T, state), _manifest=manifest)
+
+        return self._with_restarts(settings, receive)
+
+    @staticmethod
+    def _with_restarts(settings: FetchSettings, receive: Callable[[], Received[T]]) -> Received[T]:
+        """Begins again where a newer snapshot has taken the place of the one that a fetch was bound to."""
+        touched = False
+        pause_s = 0.0
+        while True:
+            try:
+                return receive()
+            except TransportError as error:
+                # What an earlier attempt did to the receiver's tensors holds for the last one as well.
+                error.destination_touched = touched = touched or error.destination_touched
+                last = error.failures[-1] if isinstance(error, FetchFailedError) else error
+                if not isinstance(last, SnapshotReplacedError):
+                    raise
+            # At once the first time, and then ever later, in case the peer says so of all that it serves.
+            time.sleep(max(0.0, min(pause_s, settings.patience.deadline_s - time.monotonic())))
+            pause_s = min(max(_FIRST_RESTART_PAUSE_S, 2 * pause_s), _LONGEST_RESTART_PAUSE_S)
+
+    def fetch_sharded(
+        self,
+        sources: Sequence[str],
+        step: StepSelector = "latest",
+        *,
+        into: object,
+        group_rank: int = 0,
+        timeout: timedelta | None = None,
+        unreachable_timeout: timedelta | None = None,
+        check: Callable[[Incoming], None] | None = None,
+        like: LikeFunction | None = None,
+        is_comparable: bool = False,
+    ) -> Received[T]:
+        """Receives a state whose parts several ranks have, in the layout that this rank has; any other than theirs.
+
+        Each DTensor of ``into`` says which part of a tensor is needed here. That part is fetched, from whichever ranks
+        have it, each byte once. Parts that several ranks have (HSDP) are spread over them, and one of them stands in
+        for another that fails. A plain tensor of ``into`` takes a whole one. The same path at two sources is the same
+        tensor: states of pipeline stages need names, as ``torch.distributed.checkpoint.state_dict`` makes them.
+
+        No collective runs: each rank of the receiving group calls this for itself.
+
+        Args:
+            sources: What the ``metadata()`` of each rank of the sending group returned; all of them, unless fewer have
+                everything that is needed here.
+            step: A step, or ``latest``: the same for all sources, although they do not reach it at one moment.
+            into: This rank's own state. Its tensors must not be used until this returns.
+            group_rank: This rank's number in its group. What is not sharded comes from the source of that number
+                (modulo their number), so that the ranks of a group do not all ask one source for it.
+            timeout: For everything; the transport's own by default.
+            unreachable_timeout: How long a source may be out of reach before the first byte; by default ``timeout``.
+            check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
+                untouched.
+            like: Returns, for the path of a tensor that ``into`` does not have, one of this rank's that is divided in
+                the same way: for optimizers that have not stepped yet. By default tensors of the same shape and layout
+                at the sources show how.
+            is_comparable: Whether `Received.differences` will be called. It costs another look at every byte.
+
+        Raises:
+            RestoreError: The sources contradict each other, do not have all that is needed, or ``into`` does not show
+                how something is to be divided; the path is named, and nothing was received.
+            TransportError: As for `fetch`.
+        """
+        if isinstance(sources, str) or not sources:
+            raise ConfigurationError(f"expected the addresses of one or more sources, got {sources!r}")
+        group_rank = check_number("group_rank", group_rank, at_least=0)
+        if timeout is None:
+            timeout = self._timeout
+        check_duration("timeout", timeout, at_least=timedelta.min)
+        if step != LATEST:
+            step = check_number("step", step, at_least=0)
+        unreachable_s = (timeout if unreachable_timeout is None else unreachable_timeout).total_seconds()
+        peers = [PeerAddress.from_url(source) for source in sources]
+        first = group_rank % len(peers)
+        request = ShardedRequest(
+            sources=peers[first:] + peers[:first],
+            step=step,
+            into=into,
+            settings=self._fetch_settings(time.monotonic() + timeout.total_seconds()),
+            unreachable_s=unreachable_s,
+            meshes=self._settings.meshes,
+            max_bytes=self._settings.max_receive_bytes,
+            like=like,
+            check=check,
+        )
+        return self._with_restarts(
+            request.settings, lambda: self._receive_sharded(request, is_comparable=is_comparable)
+        )
+
+    def _receive(
+        self,
+        connection: Connection,
+        manifest: Manifest,
+        settings: FetchSettings,
+        into: object,
+        check: Callable[[Incoming], None] | None,
+        *,
+        verify_late: bool,
+    ) -> tuple[object, Manifest]:
+        """Returns the state, and the manifest with all digests."""
+        restore = Restore(manifest, into=into, meshes=self._settings.meshes, max_bytes=self._settings.max_receive_bytes)
+        if check is not None:
+            check(restore.incoming)
+        try:
+            fetch_data([connection.peer], manifest, restore, settings)
+            if manifest.digests is None:
+                digests = fetch_digests(connection, manifest, max_failures=settings.max_failures)
+                manifest = dataclasses.replace(manifest, digests=digests)
+                if settings.verify and verify_late:
+                    damaged = find_damaged(manifest, restore, num_threads=default_num_threads())
+                    fetch_data([connection.peer], manifest, restore, settings, chunks=damaged)
+            return restore.finish(), manifest
+        except BaseException as error:
+            poison(restore, error)
+            raise
+
+    @staticmethod
+    def _receive_sharded(request: ShardedRequest, *, is_comparable: bool) -> Received[T]:
+        manifest, restore = receive_sharded(request)
+        try:
+            if is_comparable:
+                digests = digest_chunks(manifest, restore, num_threads=default_num_threads())
+                manifest = dataclasses.replace(manifest, digests=tuple(digests))
+            return Received(step=manifest.step, state=cast(T, restore.finish()), _manifest=manifest)
+        except BaseException as error:
+            poison(restore, error)
+            raise
+
+    def _fetch_settings(self, deadline_s: float) -> FetchSettings:
+        settings = self._settings
+        return FetchSettings(
+            num_connections=self._num_connections,
+            verify=settings.verify,
+            max_failures=settings.max_failures,
+            token=self._token,
+            patience=Patience(
+                deadline_s=deadline_s,
+                connect_timeout_s=settings.connect_timeout.total_seconds(),
+                stall_timeout_s=settings.stall_timeout.total_seconds(),
+                min_bytes_per_s=settings.min_bytes_per_s,
+            ),
+            on_progress=settings.on_progress,
+        )
