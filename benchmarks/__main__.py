@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks [clone|fetch|stall|loop|all]``."""
+"""The command line: ``python -m benchmarks [clone|fetch|reshard|stall|loop|all]``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ try:
 except ImportError:
     sys.exit("the benchmarks need the extra 'bench': pip install -e '.[bench,torchft]'")
 
-from benchmarks import clone, fetch, loop, stall
+from benchmarks import clone, fetch, loop, reshard, stall
 from benchmarks.machine import describe, wait_until_quiet
 from benchmarks.report import Group, as_json, write_json
 from benchmarks.states import QUICK_SCALE, STATE_NAMES, StateSpec
@@ -49,7 +49,9 @@ def _parse() -> argparse.Namespace:
         prog="python -m benchmarks",
         description="Measures ft_transport beside the machine's ceilings and, if it is installed, torchft.",
     )
-    parser.add_argument("benchmark", nargs="?", choices=["clone", "fetch", "stall", "loop", "all"], default="all")
+    parser.add_argument(
+        "benchmark", nargs="?", choices=["clone", "fetch", "reshard", "stall", "loop", "all"], default="all"
+    )
     parser.add_argument("--quick", action="store_true", help="a quarter of the size, two samples")
     parser.add_argument("--samples", type=int, metavar="N", help="samples of each kind (default: 5, quick: 2)")
     parser.add_argument("--state", choices=STATE_NAMES, action="append", help="only this state; may be given again")
@@ -84,6 +86,8 @@ def _measure(arguments: argparse.Namespace, progress: Console) -> Iterator[Group
         yield from clone.run(specs, arguments.samples, say, settle)
     if arguments.benchmark in ("fetch", "all"):
         yield from fetch.run(specs, arguments.samples, say, settle)
+    if arguments.benchmark in ("reshard", "all"):
+        yield reshard.run(scale, arguments.samples, say, settle)
     if arguments.benchmark in ("stall", "all"):
         yield stall.run(scale, arguments.samples, say, settle)
     if arguments.benchmark in ("loop", "all"):

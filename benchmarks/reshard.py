@@ -1,0 +1,147 @@
+"""Reshard: a rank receives its part of a state that others divide in another way, beside one that needs no other.
+
+All senders live in this process, which sleeps while a receiver runs; each receiver is a fresh process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import peers
+from benchmarks.layouts import ShardedSpec, build, ensure_process_group
+from benchmarks.machine import is_busy
+from benchmarks.report import Group, Sample, Verdict
+from ft_transport import HTTPTransport, TransportSettings
+
+_REPOSITORY: Final = Path(__file__).resolve().parent.parent
+_TIMEOUT_S: Final = 300.0
+_RANK: Final = 1
+_RATE: Final = "GB/s"
+_MOVED: Final = "× of its part"
+
+
+@dataclass(frozen=True)
+class _Variant:
+    key: str
+    label: str
+    source: ShardedSpec
+    receiver: ShardedSpec
+    is_same: bool = False
+
+
+_VARIANTS: Final = (
+    _Variant("same", "4 ranks, the same layout", ShardedSpec((4,), 0), ShardedSpec((4,), 0), True),
+    _Variant("from_all", "4 ranks, the same layout, as if another", ShardedSpec((4,), 0), ShardedSpec((4,), 0)),
+    _Variant("dim_0_fewer", "dimension 0: 8 ranks to 4", ShardedSpec((8,), 0), ShardedSpec((4,), 0)),
+    _Variant("dim_0_more", "dimension 0: 2 ranks to 4", ShardedSpec((2,), 0), ShardedSpec((4,), 0)),
+    _Variant("dim_0_uneven", "dimension 0: 3 ranks to 4", ShardedSpec((3,), 0), ShardedSpec((4,), 0)),
+    _Variant("dim_0_to_1", "dimension 0 to 1, 4 ranks", ShardedSpec((4,), 0), ShardedSpec((4,), 1)),
+    _Variant("dim_1_to_0", "dimension 1 to 0, 4 ranks", ShardedSpec((4,), 1), ShardedSpec((4,), 0)),
+    _Variant("dim_1_fewer", "dimension 1: 8 ranks to 4", ShardedSpec((8,), 1), ShardedSpec((4,), 1)),
+    _Variant("hsdp", "HSDP 2 x 4 to 4 ranks", ShardedSpec((2, 4), 0), ShardedSpec((4,), 0)),
+)
+_OF_DIM_0: Final = ("dim_0_fewer", "dim_0_more", "dim_0_uneven")
+_OF_OTHERS: Final = ("dim_0_to_1", "dim_1_to_0", "dim_1_fewer")
+
+
+def run(scale: float, num_samples: int, say: Callable[[str], None], settle: Callable[[], None]) -> Group:
+    """Measures all variants by turns.
+
+    Args:
+        scale: Of the state.
+        num_samples: Fresh receivers for each variant.
+        say: Takes a line about the progress.
+        settle: Called before each sample; returns when it may be taken.
+    """
+    ensure_process_group()
+    group = Group(
+        "reshard", "sharded", "a quarter of a transformer's weights, fresh receivers, 4 connections, verified"
+    )
+    with contextlib.ExitStack() as stack:
+        addresses: dict[ShardedSpec, list[str]] = {}
+        for source in dict.fromkeys(variant.source for variant in _VARIANTS):
+            addresses[source] = [_serve(source, rank, scale, stack) for rank in range(source.num_ranks)]
+        num_bytes = 0
+        for round_number in range(num_samples):
+            first = round_number % len(_VARIANTS)
+            for variant in _VARIANTS[first:] + _VARIANTS[:first]:
+                settle()
+                outcome = _receive(variant, addresses[variant.source], scale)
+                num_bytes = outcome["num_bytes"]
+                _take_note(group, variant, round_number, outcome)
+                rate = num_bytes / outcome["seconds"] / 1e9
+                say(f"reshard {round_number + 1}/{num_samples} {variant.label}: {rate:.2f} GB/s")
+        group.title = f"{num_bytes / 1e6:.0f} MB of {group.title.removeprefix('a quarter of ')}"
+    order = [variant.key for variant in _VARIANTS]
+    group.series.sort(key=lambda series: order.index(series.key))
+    group.verdicts = _judge(group)
+    return group
+
+
+def _serve(source: ShardedSpec, rank: int, scale: float, stack: contextlib.ExitStack) -> str:
+    """Serves what one rank has; returns the address."""
+    transport: HTTPTransport[Any] = HTTPTransport(
+        peers.TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1", max_snapshots=1)
+    )
+    stack.callback(transport.shutdown)
+    transport.send_checkpoint([], peers.STEP, build(source, rank, scale, is_source=True), peers.TIMEOUT)
+    return transport.metadata()
+
+
+def _receive(variant: _Variant, addresses: list[str], scale: float) -> dict[str, Any]:
+    """Runs one fresh receiver and returns what it measured."""
+    command = [
+        sys.executable, "-m", "benchmarks.reshard_receiver",
+        "--layout", str(variant.receiver),
+        "--rank", str(_RANK),
+        "--scale", str(scale),
+        *(["--same", addresses[_RANK]] if variant.is_same else addresses),
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, cwd=_REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=_TIMEOUT_S)
+        finally:
+            process.kill()
+    if process.returncode != 0:
+        raise RuntimeError(f"the receiver of {variant.label!r} failed:\n{errors[-4000:]}")
+    outcome: dict[str, Any] = json.loads(output.splitlines()[-1])
+    if not outcome["is_right"]:
+        raise RuntimeError(f"{variant.label!r} delivered another state than was sent")
+    return outcome
+
+
+def _take_note(group: Group, variant: _Variant, round_number: int, outcome: dict[str, Any]) -> None:
+    share = outcome["others_share"]
+    for unit, value in (
+        (_RATE, outcome["num_bytes"] / outcome["seconds"] / 1e9),
+        (_MOVED, outcome["moved_bytes"] / outcome["num_bytes"]),
+    ):
+        sample = Sample(round_number, value, is_busy(share), share)
+        group.add(variant.key, sample, label=variant.label, role="ours", phase="cold", unit=unit)
+
+
+def _judge(group: Group) -> list[Verdict]:
+    same = group.find("same", "cold", _RATE)
+    verdicts = [
+        Verdict.at_least(f"{_label(key)} / the same layout", group.ratio(group.find(key, "cold", _RATE), same), limit)
+        for keys, limit in ((("from_all", "hsdp", *_OF_DIM_0), 0.6), (_OF_OTHERS, 0.35))
+        for key in keys
+    ]
+    moved = [series for series in group.series if series.unit == _MOVED]
+    largest = max((series.summary.high for series in moved), default=None)
+    verdicts.append(Verdict("bytes on the wire, all told, at most", largest, 1.02, "at most", _MOVED))
+    return verdicts
+
+
+def _label(key: str) -> str:
+    return next(variant.label for variant in _VARIANTS if variant.key == key)
