@@ -5,6 +5,7 @@ into its own tensors, while the healthy one goes on training.
 """
 
 from ft_transport.errors import (
+    CollectiveRefusedError,
     ConfigurationError,
     DeadlineExceededError,
     FetchFailedError,
@@ -27,6 +28,7 @@ from ft_transport.net.workers import FetchProgress
 from ft_transport.receiving import Received
 from ft_transport.serving import SnapshotInProgress
 from ft_transport.settings import TransportSettings
+from ft_transport.tensors.collectives import refusing_collectives
 from ft_transport.tensors.encodings import register_encoding
 from ft_transport.tensors.matching import Incoming, Mismatch
 from ft_transport.tensors.snapshot import HeldState
@@ -34,6 +36,7 @@ from ft_transport.tensors.state_digest import state_digest
 from ft_transport.transport import HTTPTransport
 
 __all__ = [
+    "CollectiveRefusedError",
     "ConfigurationError",
     "DeadlineExceededError",
     "FetchFailedError",
@@ -59,6 +62,7 @@ __all__ = [
     "TransportError",
     "TransportSettings",
     "UnsupportedLeafError",
+    "refusing_collectives",
     "register_encoding",
     "state_digest",
 ]

@@ -5,6 +5,7 @@ TransportError
 ├── ManifestError               a description of a snapshot that is malformed, too new or over a limit
 ├── SnapshotError               a state that cannot be captured
 │   ├── UnsupportedLeafError    a leaf with no safe encoding, named by its path
+│   ├── CollectiveRefusedError  a state function that other ranks would have to take part in
 │   └── SnapshotLimitError      as many snapshots alive as are allowed, and each one still read
 ├── RestoreError                a received tensor or leaf that cannot be put where it belongs
 ├── IntegrityError              bytes that differ from their digest
@@ -91,6 +92,10 @@ class SnapshotError(TransportError):
 
 class UnsupportedLeafError(SnapshotError, TypeError):
     """A leaf has no safe encoding. ``path`` names it; ``register_encoding`` can give its type one."""
+
+
+class CollectiveRefusedError(SnapshotError):
+    """A state function runs a collective, which would wait for ranks that are not asked for their state."""
 
 
 class SnapshotLimitError(SnapshotError):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
+from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from ft_transport import HTTPTransport
@@ -176,7 +177,8 @@ class Manager(QuorumParticipant):
         is done, and the step will not be committed; the tensor's values mean nothing then.
 
         Args:
-            tensor: Dense; averaged over the participants by default.
+            tensor: Dense; averaged over the participants by default. Of a DTensor the local part, which has to be the
+                same part on all replicas: that is, ranks of one number in replicas of one layout.
             should_quantize: Accepted as torchft does without Triton: the tensor is sent as it is.
             reduce_op: What to do. ``AVG`` needs a floating-point dtype.
 
@@ -196,15 +198,16 @@ class Manager(QuorumParticipant):
         if current.error is not None:
             return ManagedWork(None, tensor, lambda: None, self.report_error)
         num_participants = self.num_participants()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if not self.is_participating():
-            tensor.zero_()
+            local.zero_()
 
         def finish() -> None:
             if is_average and num_participants > 1:
-                tensor.div_(num_participants)
+                local.div_(num_participants)
 
         try:
-            work = self._joined().allreduce(tensor, ReduceOp.SUM if is_average else reduce_op)
+            work = self._joined().allreduce(local, ReduceOp.SUM if is_average else reduce_op)
         except Exception as error:
             self.report_error(error)
             work = None

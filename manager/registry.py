@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+import torch
+from torch.optim import Optimizer
+
+from ft_transport import refusing_collectives
 from manager.errors import RegistryError
 
 Scope = Literal["replicated", "local"]
 _SCOPES = ("replicated", "local")
+_NUM_GUARDED_CALLS: Final = 2
+"""The first may find an optimizer that has not stepped yet. Looking for collectives takes time at every call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +56,7 @@ class StateRegistry:
     def __init__(self) -> None:
         """Start empty."""
         self._entries: dict[str, StateEntry] = {}
+        self._num_calls: dict[str, int] = {}
 
     def register(
         self,
@@ -157,6 +165,9 @@ class StateRegistry:
         The caller holds the state lock for reading, and keeps holding it until it has copied what it got: the
         values are whatever the functions return, live tensors as a rule.
 
+        A collective in a function, which would wait for ranks that are not asked for their state, is found in its first
+        calls, and refused.
+
         Returns:
             What each function returned, by key, in the order of registration.
 
@@ -166,13 +177,39 @@ class StateRegistry:
         state: dict[str, object] = {}
         for entry in self.entries(scope):
             try:
-                state[entry.key] = entry.state_dict()
+                num_calls = self._num_calls.get(entry.key, 0)
+                is_known = num_calls >= _NUM_GUARDED_CALLS
+                with nullcontext() if is_known else refusing_collectives():
+                    state[entry.key] = entry.state_dict()
+                self._num_calls[entry.key] = num_calls + 1
             except Exception as error:
                 raise RegistryError(
                     f"expected state_dict of {entry.key!r} to return its state, got {type(error).__name__}: {error}",
                     keys=(entry.key,),
                 ) from error
         return state
+
+    def parameter_finder(self) -> Callable[[tuple[str | int, ...]], torch.Tensor | None]:
+        """Return a function that knows how the states are divided of an optimizer which has not stepped yet.
+
+        Returns:
+            Given where in a replica's state one stands, ``("user", key, "state", index, name)``, it returns the
+            parameter that this belongs to, as which it is divided; for anything else ``None``.
+        """
+        parameters: dict[str, list[torch.Tensor]] = {}
+        for entry in self.entries("replicated"):
+            holder = getattr(entry.load_state_dict, "__self__", None)
+            if isinstance(holder, Optimizer):
+                parameters[entry.key] = [each for group in holder.param_groups for each in group["params"]]
+
+        def find(path: tuple[str | int, ...]) -> torch.Tensor | None:
+            match path:
+                case (_, str(key), "state", int(index), str()) if index < len(parameters.get(key, ())):
+                    return parameters[key][index]
+                case _:
+                    return None
+
+        return find
 
     def check_keys(self, keys: Collection[str], scope: Scope = "replicated") -> None:
         """Compare the keys of a received state with those that are registered.

@@ -24,7 +24,7 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
-from ft_transport import HeldState
+from ft_transport import CollectiveRefusedError, HeldState
 from manager.errors import LockTimeoutError, ManagerError
 from manager.guarded_memory import (
     Memory,
@@ -171,6 +171,9 @@ class Snapshotter:
 
         Returns:
             Whether a snapshot of this step is under way or can still be taken.
+
+        Raises:
+            RegistryError: A state function runs a collective.
         """
         self.settle()
         with self._mutex:
@@ -353,6 +356,8 @@ class Snapshotter:
                 self._sink.prepare(self._state())
             self._is_prepared = True
         except Exception as error:
+            if isinstance(error.__cause__, CollectiveRefusedError):
+                raise  # On every rank alike, and at the start, when it can be mended.
             # Whoever asks for a snapshot will be told, if it lasts.
             level = logging.DEBUG if self._num_boundaries > _PREPARED_AT_BOUNDARIES[0] else logging.WARNING
             logger.log(level, "the memory for snapshots could not be prepared: %s", error)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Literal
 
 from ft_transport import HTTPTransport, Incoming, Received, TransportError
@@ -124,6 +125,7 @@ class StateManager(LockedState):
         Raises:
             StateTornError: This replica holds part of a state.
             ManagerError: The step is no whole number from 0.
+            RegistryError: A state function runs a collective (found at the second step).
         """
         self._refuse_torn_state()
         self._training_thread = threading.get_ident()
@@ -167,27 +169,33 @@ class StateManager(LockedState):
 
     def recover(
         self,
-        metadata: str,
+        metadata: str | Sequence[str],
         step: int | Literal["latest"] = "latest",
         timeout: timedelta | None = None,
         *,
         unreachable_timeout: timedelta | None = None,
         is_fresh: bool = False,
         verify: bool = True,
+        group_rank: int = 0,
     ) -> Recovery:
         """Receive the state of a peer into this replica's own tensors, and load it.
+
+        From one address comes the state of a rank in the same layout; from the addresses of all ranks of a replica what
+        this rank needs of it in its own, whichever that is (``HTTPTransport.fetch_sharded``).
 
         The lock is held for writing meanwhile: nobody is served what is only half there. If the transfer fails after
         bytes have landed, this replica refuses to step until a recovery succeeds.
 
         Args:
-            metadata: What the peer's transport returned from ``metadata()``.
+            metadata: What the peer's transport returned from ``metadata()``; a list of those of all ranks of a replica
+                that is sharded in another way.
             step: The step to receive, or the peer's latest.
             timeout: For all of it.
             unreachable_timeout: How long the peer may be out of reach before the first byte; by default ``timeout``.
             is_fresh: Accept ``step`` only as the peer's present state, not as it was at an earlier attempt at it.
             verify: Whether the state is compared with the peer's once it is loaded, every bit of it. Turn it off where
                 a load function changes what it takes on purpose.
+            group_rank: This rank's number in its replica, for a list of addresses.
 
         Raises:
             TransportError: The transfer failed.
@@ -200,31 +208,47 @@ class StateManager(LockedState):
         """
         if self._transport is None:
             raise ManagerError("expected a checkpoint_transport to receive with, and this manager has none")
-        if not isinstance(metadata, str):
+        addresses: Any = [metadata] if isinstance(metadata, str) else metadata
+        if not isinstance(addresses, Sequence) or not addresses or not all(isinstance(each, str) for each in addresses):
             raise TypeError(f"expected the address that a peer's metadata() returned, got {metadata!r}")
+        source = addresses[0] if len(addresses) == 1 else f"{addresses[0]} and {len(addresses) - 1} more"
         if step != "latest":
             step = checked_step(step)
-        if metadata.rstrip("/") == self._transport.metadata().rstrip("/"):
-            raise ManagerError(
-                f"expected the address of another replica to recover from, got this one's own {metadata}"
-            )
+        own = self._transport.metadata().rstrip("/")
+        if own in (address.rstrip("/") for address in addresses):
+            raise ManagerError(f"expected the address of another replica to recover from, got this one's own {own}")
         total = timeout if timeout is not None else self._timeout
         start_s = time.monotonic()
-        with self._lock.write(f"receiving step {step} from {metadata}", total):
+        with self._lock.write(f"receiving step {step} from {source}", total):
             into = self.replica_state()
             remaining = max(total - timedelta(seconds=time.monotonic() - start_s), timedelta(0))
             earlier, self._torn = self._torn, StateTornError(step=step, reason="the transfer was interrupted")
             try:
-                received = self._transport.fetch(
-                    metadata,
-                    "latest" if is_fresh else step,
-                    timeout=remaining,
-                    unreachable_timeout=unreachable_timeout,
-                    into=into,
-                    check=lambda incoming: self._check_incoming(incoming, into, step),
-                    # Comparing it afterwards reads every byte, too.
-                    verify_late=not verify,
-                )
+                wanted = "latest" if is_fresh else step
+                check = partial(self._check_incoming, into=into, step=step)
+                if isinstance(metadata, str):
+                    received = self._transport.fetch(
+                        metadata,
+                        wanted,
+                        timeout=remaining,
+                        unreachable_timeout=unreachable_timeout,
+                        into=into,
+                        check=check,
+                        # Comparing it afterwards reads every byte, too.
+                        verify_late=not verify,
+                    )
+                else:
+                    received = self._transport.fetch_sharded(
+                        addresses,
+                        wanted,
+                        into=into,
+                        group_rank=group_rank,
+                        timeout=remaining,
+                        unreachable_timeout=unreachable_timeout,
+                        check=check,
+                        like=self._registry.parameter_finder(),
+                        is_comparable=verify,
+                    )
             except RegistryError:
                 self._torn = earlier
                 raise
@@ -240,17 +264,17 @@ class StateManager(LockedState):
             received_s = time.monotonic()
             if verify:
                 self._torn = StateTornError(step=received.step, reason="comparing it was interrupted")
-                self._refuse_differences(received, metadata)
+                self._refuse_differences(received, source)
                 self._torn = None
         loaded_s = time.monotonic()
         logger.info(
             "recovered step %d from %s: %.0f ms to receive and load it, %.0f ms to compare",
             received.step,
-            metadata,
+            source,
             (received_s - start_s) * 1e3,
             (loaded_s - received_s) * 1e3,
         )
-        return Recovery(step=received.step, source=metadata)
+        return Recovery(step=received.step, source=source)
 
     def shutdown(self, wait: bool = True) -> None:
         """End the threads and the transport. May be called twice.

@@ -145,19 +145,32 @@ class Matcher:
                 if isinstance(into, torch.Tensor):
                     self._collect(node.value, into.detach())
             case DTensorNode():
-                if isinstance(into, DTensor) and self._matches(into, node):
-                    self._collect(node.local, into.to_local().detach())
+                if isinstance(into, DTensor):
+                    self._collect_part(node, into)
             case LayoutNode():
                 if isinstance(into, torch.Tensor) and not isinstance(into, DTensor):
                     self._consider_layout(node, into)
             case _:
                 return
 
-    def _matches(self, into: DTensor, node: DTensorNode) -> bool:
-        if node.layout >= len(self._manifest.layouts):
-            return False  # Reported with its path when the state is built.
-        layout = self._manifest.layouts[node.layout]
-        return placements.matches(into, layout, self._manifest.meshes[layout.mesh])
+    def _collect_part(self, node: DTensorNode, into: DTensor) -> None:
+        manifest = self._manifest
+        if node.layout >= len(manifest.layouts):
+            return  # Reported with its path when the state is built.
+        layout = manifest.layouts[node.layout]
+        if placements.matches(into, layout, manifest.meshes[layout.mesh]):
+            self._collect(node.local, into.to_local().detach())
+            return
+        local = node.local
+        if (
+            into.shape != layout.global_shape
+            and isinstance(local, (TensorNode, LayoutNode))
+            and local.index < len(manifest.tensors)
+        ):
+            entry = manifest.tensors[local.index]
+            dtype = DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype)
+            name = name_of(dtype) if dtype is not None else entry.dtype
+            self._note_mismatch(entry.name, into, name, layout.global_shape)
 
     def _collect_values(self, items: Sequence[Node], into: Mapping[object, object]) -> None:
         for key, value in zip(items[::2], items[1::2], strict=False):

@@ -220,6 +220,8 @@ class _Builder:
         own = self._counterpart(path)
         if own is None and is_sharded and self._like is not None:
             own = self._like(tuple(step for step in path if isinstance(step, (str, int))))
+            if isinstance(own, torch.Tensor) and own.shape != shape:
+                own = None
         if isinstance(own, DTensor):
             where = self._where_is(own, shape, path)
         elif isinstance(own, torch.Tensor) or not is_sharded:

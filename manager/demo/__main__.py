@@ -1,4 +1,7 @@
-"""Three replicas train a language model; some are killed, come back and heal; all that they held is compared."""
+"""Replicas train a language model; some are killed, come back and heal; all that they held is compared.
+
+Three replicas of one process each, or, with ``--sharded``, two of two ranks among which FSDP2 divides the model.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,14 @@ try:
 except ImportError:
     sys.exit("the demo draws with rich: pip install 'ft-transport[demo]'")
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 from manager import LighthouseUnavailableError, embedded_lighthouse
 from manager.demo.replica import HEARTBEAT_TIMEOUT, NAMES, TIMEOUT
-from manager.demo.replica_process import ENDED, Event, ReplicaProcess
+from manager.demo.replica_process import ENDED, Event, Launch, ReplicaProcess
 
 _EVENT_TIMEOUT_S: Final = 120.0
+_NUM_RANKS: Final = 2
 _COLORS: Final = {"A": "cyan", "B": "green", "C": "magenta"}
 
 
@@ -37,7 +43,10 @@ class Demo:
         self._console = console
         self._arguments = arguments
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._running: dict[str, ReplicaProcess] = {}
+        self._names = NAMES[:2] if arguments.sharded else NAMES
+        self._num_ranks = _NUM_RANKS if arguments.sharded else 1
+        self._running: dict[str, list[ReplicaProcess]] = {}
+        self._stores: list[TCPStore] = []
         self._all: list[ReplicaProcess] = []
         self._lighthouse = ""
 
@@ -48,30 +57,47 @@ class Demo:
         )
         steps = self._arguments.steps
         try:
-            self._console.rule("three replicas train, each on its own batches")
-            for name in NAMES:
+            ranks = f", each of {self._num_ranks} FSDP2 ranks" if self._num_ranks > 1 else ""
+            self._console.rule(f"{len(self._names)} replicas{ranks} train, each on its own batches")
+            for name in self._names:
                 self._start(name)
-            self._until(lambda: all(len(self._running[name].digests) > steps for name in NAMES))
+            self._until(lambda: all(self._has_held(name, steps) for name in self._names))
             self._kill_and_restart("B")
-            self._kill_and_restart("A", "C")
+            if len(self._names) > 2:
+                self._kill_and_restart("A", "C")
             return self._compare()
         finally:
-            for replica in self._running.values():
-                replica.kill()
+            for name in list(self._running):
+                self._kill(name)
 
     def _start(self, name: str) -> None:
         size = ["--width", str(self._arguments.width), "--num-layers", str(self._arguments.num_layers)]
-        replica = ReplicaProcess.start(name, self._events, size, lighthouse=self._lighthouse)
-        self._running[name] = replica
-        self._all.append(replica)
+        launches: list[Launch | None] = [None]
+        if self._num_ranks > 1:
+            # As torchrun's agent does: the store outlives the ranks.
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._stores.append(store)
+            launches = [Launch(group_rank, self._num_ranks, store.port) for group_rank in range(self._num_ranks)]
+        self._running[name] = [
+            ReplicaProcess.start(name, self._events, size, lighthouse=self._lighthouse, launch=launch)
+            for launch in launches
+        ]
+        self._all.extend(self._running[name])
+
+    def _kill(self, name: str) -> None:
+        for process in self._running.pop(name):
+            process.kill()
 
     def _kill_and_restart(self, *names: str) -> None:
         self._console.rule(f"{' and '.join(names)} killed (SIGKILL), and started again")
         for name in names:
-            self._running.pop(name).kill()
+            self._kill(name)
         for name in names:
             self._start(name)
-        self._until(lambda: all(len(self._running[name].digests) > self._arguments.steps for name in names))
+        self._until(lambda: all(self._has_held(name, self._arguments.steps) for name in names))
+
+    def _has_held(self, name: str, num_steps: int) -> bool:
+        return all(len(process.digests) > num_steps for process in self._running[name])
 
     def _until(self, is_over: Callable[[], bool]) -> None:
         while not is_over():
@@ -79,22 +105,21 @@ class Demo:
                 event = self._events.get(timeout=_EVENT_TIMEOUT_S)
             except queue.Empty:
                 raise SystemExit(f"no replica reported anything for {_EVENT_TIMEOUT_S:.0f} s") from None
-            replica = self._running.get(event.replica)
             # What a killed one had still to say is heard, too: it held it.
             sender = next(each for each in self._all if each.process.pid == event.process_id)
-            if event.name == ENDED and sender is replica:
+            if event.name == ENDED and sender in self._running.get(event.replica, ()):
                 raise SystemExit(f"replica {event.replica} ended before the demo did")
             self._show(event, sender)
 
     def _show(self, event: Event, sender: ReplicaProcess) -> None:
         fields = event.fields
         style = _COLORS[event.replica]
+        who = event.replica if self._num_ranks == 1 else f"{event.replica}/{sender.group_rank}"
         if event.name == "boundary":
             sender.digests[fields["step"]] = fields["digest"]
         elif event.name == "healed":
             self._console.print(
-                f"  {event.replica}  healed to step {fields['step']} in {fields['seconds'] * 1e3:.0f} ms from "
-                f"{fields['source']}",
+                f"  {who}  healed to step {fields['step']} in {fields['seconds'] * 1e3:.0f} ms from {fields['source']}",
                 style=f"bold {style}",
                 highlight=False,
             )
@@ -106,7 +131,7 @@ class Demo:
                 else f"not committed: {fields['error'][:60]}"
             )
             self._console.print(
-                f"  {event.replica}  step {fields['step']:4d}  loss {fields['loss']:.6f}  "
+                f"  {who}  step {fields['step']:4d}  loss {fields['loss']:.6f}  "
                 f"state {sender.digests[fields['step']]}  {fields['seconds'] * 1e3:6.0f} ms  {outcome}",
                 style=style,
                 highlight=False,
@@ -115,31 +140,37 @@ class Demo:
     def _compare(self) -> bool:
         """Shows the last steps of all replicas, and checks every step that any start of any of them ever held."""
         self._console.rule("what they held, bit for bit")
-        by_step: dict[int, dict[str, str]] = defaultdict(dict)
-        differing: set[int] = set()
+        # Ranks of one number hold the same part.
+        by_step: dict[tuple[int, int], dict[str, str]] = defaultdict(dict)
+        differing: set[tuple[int, int]] = set()
         for replica in self._all:
             for step, digest in replica.digests.items():
-                if any(digest != other for other in by_step[step].values()):
-                    differing.add(step)
-                by_step[step][replica.name] = digest
+                held = (step, replica.group_rank)
+                if any(digest != other for other in by_step[held].values()):
+                    differing.add(held)
+                by_step[held][replica.name] = digest
         table = Table()
-        for heading in ("step", *(f"state of {name}" for name in NAMES), ""):
+        place = ("step", "rank") if self._num_ranks > 1 else ("step",)
+        for heading in (*place, *(f"state of {name}" for name in self._names), ""):
             table.add_column(heading, no_wrap=True)
-        common = [step for step in sorted(by_step) if len(by_step[step]) == len(NAMES)][-self._arguments.steps :]
-        for step in common:
-            verdict = "[bold red]DIFFERENT[/]" if step in differing else "[green]equal[/]"
-            table.add_row(str(step), *(by_step[step][name] for name in NAMES), verdict)
+        common = [held for held in sorted(by_step) if len(by_step[held]) == len(self._names)]
+        for held in common[-self._arguments.steps * self._num_ranks :]:
+            verdict = "[bold red]DIFFERENT[/]" if held in differing else "[green]equal[/]"
+            shown = [str(number) for number in held[: len(place)]]
+            table.add_row(*shown, *(by_step[held][name] for name in self._names), verdict)
         self._console.print(table)
+        num_steps = len({step for step, _ in by_step})
         seconds = [value for replica in self._all for value in replica.step_seconds.values()]
+        num_killed = len(self._all) // self._num_ranks - len(self._names)
         self._console.print(
-            f"{len(by_step)} steps, {len(self._all) - len(NAMES)} replicas killed and healed; a step took "
+            f"{num_steps} steps, {num_killed} replica{'s' if num_killed > 1 else ''} killed and healed; a step took "
             f"{statistics.median(seconds) * 1e3:.0f} ms, the longest one {max(seconds) * 1e3:.0f} ms, which waited for "
             "the Lighthouse to notice a death"
         )
         if differing or not common:
-            self._console.print(f"[bold red]{len(differing)} of {len(by_step)} steps differ[/]")
+            self._console.print(f"[bold red]{len({step for step, _ in differing})} of {num_steps} steps differ[/]")
         else:
-            self._console.print(f"[bold green]every state of {len(by_step)} steps was the same on all replicas[/]")
+            self._console.print(f"[bold green]every state of {num_steps} steps was the same on all replicas[/]")
         return not differing and bool(common)
 
 
@@ -149,6 +180,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="steps before, between and after the failures")
     parser.add_argument("--width", type=int, default=192, help="hidden size, a multiple of 64")
     parser.add_argument("--num-layers", type=int, default=2)
+    parser.add_argument("--sharded", action="store_true", help="two replicas of two FSDP2 ranks")
     arguments = parser.parse_args()
     # The Lighthouse in this process would write a line for each request.
     os.environ.setdefault("RUST_LOG", "error")

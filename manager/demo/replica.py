@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -32,16 +36,18 @@ def report(event: str, **fields: object) -> None:
 class ReportingManager(Manager):
     """Tells the parent of each recovery."""
 
-    def recover(self, metadata: str, *arguments: Any, **keywords: Any) -> Recovery:
+    def recover(self, metadata: str | Sequence[str], *arguments: Any, **keywords: Any) -> Recovery:
         """As ``Manager.recover``."""
         started_s = time.perf_counter()
         recovery = super().recover(metadata, *arguments, **keywords)
-        report("healed", step=recovery.step, source=metadata, seconds=time.perf_counter() - started_s)
+        report("healed", step=recovery.step, source=recovery.source, seconds=time.perf_counter() - started_s)
         return recovery
 
 
 class Replica:
     """Everything that one replica trains with: weights of its own until the quorum has made all alike.
+
+    Where torch.distributed runs, this is one rank of the replica, and FSDP2 divides the model among them.
 
     Args:
         name: One of ``NAMES``.
@@ -54,6 +60,13 @@ class Replica:
         torch.manual_seed(self._index)
         self._text = Text.from_python_documentation()
         self._model = LanguageModel(self._text.vocabulary, width=width, num_layers=num_layers)
+        self._rank, self._num_ranks = 0, 1
+        if dist.is_initialized():
+            self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+            for layer in self._model.layers.layers:
+                fully_shard(layer)
+            fully_shard(self._model)
+            register_fsdp_forward_method(self._model, "loss")
         self._optimizer = AdamW(self._model.parameters(), lr=1e-3)
         self._scheduler = CosineAnnealingLR(self._optimizer, T_max=1000)
         settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
@@ -75,8 +88,9 @@ class Replica:
         step = manager.current_step()
         report("boundary", step=step, digest=f"{state_digest(manager.replica_state()):016x}")
         self._optimizer.zero_grad()
-        # Each replica has batches of its own.
-        loss = self._model.loss(*self._text.batch(len(NAMES) * step + self._index))
+        # Each replica, and each rank of it, has batches of its own.
+        num_before = (len(NAMES) * step + self._index) * self._num_ranks + self._rank
+        loss = self._model.loss(*self._text.batch(num_before))
         loss.backward()  # type: ignore[no-untyped-call]
         for parameter in self._model.parameters():
             assert parameter.grad is not None, "every parameter takes part in the loss"
@@ -107,6 +121,8 @@ def main() -> None:
     logging.getLogger("manager").addHandler(logging.NullHandler())
     # The replicas share the machine; more threads would measure their competition.
     torch.set_num_threads(1)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
     replica = Replica(arguments.name, width=arguments.width, num_layers=arguments.num_layers)
     stopped = threading.Event()
 

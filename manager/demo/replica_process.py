@@ -26,37 +26,75 @@ class Event:
     received_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What torchrun would tell a rank of a replica: who it is, and where the replica's store is."""
+
+    group_rank: int
+    num_ranks: int
+    store_port: int
+
+    def environment(self) -> dict[str, str]:
+        """The variables of torchrun (``torch/distributed/run.py``)."""
+        return {
+            "RANK": str(self.group_rank),
+            "LOCAL_RANK": str(self.group_rank),
+            "WORLD_SIZE": str(self.num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.store_port),
+            # The store is the launcher's, not rank 0's.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+
+
 @dataclass(slots=True)
 class ReplicaProcess:
     """One start of a replica, and the thread that reads its reports.
 
     Attributes:
         name: Of the replica; the same however often it is started.
+        group_rank: Which of its ranks this is.
         process: The running process.
         digests: By step, the digest of the state that it held at the step's boundary.
         step_seconds: By step, how long it took.
     """
 
     name: str
+    group_rank: int
     process: subprocess.Popen[str]
     digests: dict[int, str] = field(default_factory=dict)
     step_seconds: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def start(
-        cls, name: str, events: queue.SimpleQueue[Event], arguments: list[str], *, lighthouse: str
+        cls,
+        name: str,
+        events: queue.SimpleQueue[Event],
+        arguments: list[str],
+        *,
+        lighthouse: str,
+        launch: Launch | None = None,
     ) -> ReplicaProcess:
-        """Starts the process; its events arrive in the queue."""
+        """Starts the process; its events arrive in the queue.
+
+        Args:
+            name: Of the replica.
+            events: Where they arrive.
+            arguments: Size of the model.
+            lighthouse: Its address.
+            launch: Which rank of the replica it is, if that has several.
+        """
+        variables = launch.environment() if launch is not None else {}
         process = subprocess.Popen(
             [sys.executable, "-m", "manager.demo.replica", name, *arguments],
-            env={**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "error"},
+            env={**os.environ, **variables, "TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "error"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         assert process.stdout is not None, "it was asked for a pipe"
         threading.Thread(target=_read_events, args=(name, process.pid, process.stdout, events), daemon=True).start()
-        return cls(name, process)
+        return cls(name, launch.group_rank if launch is not None else 0, process)
 
     def kill(self) -> None:
         """Ends it as a power failure would: with SIGKILL."""
