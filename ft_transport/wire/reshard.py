@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.wire.layouts import Intervals, Layout, Placement, Region, intervals_of, shape_of
@@ -21,6 +21,8 @@ from ft_transport.wire.slices import FRAME_BYTES, Slice, row_major_strides, slic
 
 StoredNode: TypeAlias = TensorNode | LayoutNode | ViewNode
 """Where a source has a tensor, or its part of one."""
+_LEAST_SHARED_BYTES: Final = 256 << 10
+"""A piece that several sources have is not divided further among them."""
 _Cut: TypeAlias = tuple[int, int]
 """``split_factor`` and number of parts, of a mesh dimension that shards a tensor's dimension."""
 
@@ -150,7 +152,7 @@ class Planner:
         for tensor in wanted:
             sources = tensor.sources
             for whole in self.boxes(tensor):
-                for box in _in_frames(whole, tensor.item_bytes):
+                for box in _in_pieces(whole, tensor.item_bytes):
                     holders = box.holders
                     source = (
                         sources[holders[0]]
@@ -195,8 +197,6 @@ class Planner:
             raise RestoreError(
                 f"expected {wanted.dtype} from every source, got {entry.dtype} from source {source}", path=wanted.path
             )
-        if wanted.layouts[holder] is not None:
-            self._check_layout(wanted, box.holders[0], holder)
         if type(node) is ViewNode:
             shape, start = node.shape, entry.start + node.offset * wanted.item_bytes
             strides = tuple(stride * wanted.item_bytes for stride in node.stride)
@@ -245,6 +245,8 @@ class Planner:
             boxes = tuple(self._boxes_of(group, self._layout(wanted, first).placements, wanted))
             num_found = sum(math.prod(box.counts) for box in boxes)
             if num_found == num_wanted:
+                for holder in {holder for box in boxes for holder in box.holders}:
+                    self._check_layout(wanted, first, holder)
                 return boxes
             num_best = max(num_best, num_found)
         raise RestoreError(
@@ -367,24 +369,29 @@ def _overlaps(wanted: Intervals, held: Intervals) -> Iterator[tuple[int, int, in
             second += 1
 
 
-def _in_frames(box: Box, item_bytes: int) -> Iterable[Box]:
-    """The box in pieces that fit into a frame, cut along its first dimensions."""
-    if math.prod(box.counts) * item_bytes <= FRAME_BYTES:
+def _in_pieces(box: Box, item_bytes: int) -> Iterable[Box]:
+    """The box in pieces that fit into a frame, and that those who have it can share."""
+    piece_bytes = max(_LEAST_SHARED_BYTES, FRAME_BYTES // len(box.holders))
+    if math.prod(box.counts) * item_bytes <= piece_bytes:
         return (box,)
-    return _cut_to_frames(box, item_bytes)
+    return _cut_to(box, item_bytes, piece_bytes)
 
 
-def _cut_to_frames(box: Box, item_bytes: int) -> Iterator[Box]:
+def _cut_to(box: Box, item_bytes: int, piece_bytes: int) -> Iterator[Box]:
+    """Cuts along the first dimensions."""
+    if math.prod(box.counts) * item_bytes <= piece_bytes:
+        yield box
+        return
     dim = next(dim for dim, count in enumerate(box.counts) if count > 1)
     inner_bytes = math.prod(box.counts[dim + 1 :]) * item_bytes
-    step = max(1, FRAME_BYTES // inner_bytes)
+    step = max(1, piece_bytes // inner_bytes)
     for first in range(0, box.counts[dim], step):
         piece = box._replace(
             held_origin=_moved(box.held_origin, dim, first),
             origin=_moved(box.origin, dim, first),
             counts=(*box.counts[:dim], min(step, box.counts[dim] - first), *box.counts[dim + 1 :]),
         )
-        yield from _in_frames(piece, item_bytes)
+        yield from _cut_to(piece, item_bytes, piece_bytes)
 
 
 def _moved(origin: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:

@@ -1,0 +1,221 @@
+"""Several sources, one of which dies, lies or stalls: another with the same part stands in, or there is an error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from sharded_tools import mesh_of, part_of
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ft_transport import (
+    ConfigurationError,
+    DeadlineExceededError,
+    FetchFailedError,
+    FetchProgress,
+    HTTPTransport,
+    IntegrityError,
+    PeerUnreachableError,
+    RestoreError,
+    StepNotServedError,
+)
+from tests.faults.proxy import Proxy, corrupt, cut, proxied, stall
+from tests.faults.transports import TIMEOUT, closed_port, fetching_threads, port_of, transport
+
+pytestmark = pytest.mark.usefixtures("one_rank_group")
+
+WHOLE = torch.arange(4 << 20, dtype=torch.float32).view(4096, 1024)  # 16 MiB
+SMALL = torch.arange(7.0)
+ON = "/slices"
+
+
+@dataclass
+class Group:
+    """Four ranks in two rows that hold the same, each behind a proxy; and a receiver that is one of two ranks."""
+
+    senders: list[HTTPTransport[Any]]
+    proxies: list[Proxy]
+    receiver: HTTPTransport[Any]
+
+    @property
+    def urls(self) -> list[str]:
+        return [proxy.url for proxy in self.proxies]
+
+    def own(self, at: Any = None) -> dict[str, Any]:
+        mesh = mesh_of((2,), 1)
+        at = at if at is not None else Shard(0)
+        return {
+            "w": part_of(torch.zeros_like(WHOLE), mesh, [at]),
+            "small": part_of(torch.zeros_like(SMALL), mesh, [Shard(0)]),
+        }
+
+    def fetch(self, into: Any, *, timeout: timedelta = TIMEOUT, sources: list[str] | None = None) -> Any:
+        return self.receiver.fetch_sharded(sources or self.urls, 1, into=into, group_rank=1, timeout=timeout).state
+
+
+@contextmanager
+def group(*, num_chunks: int = 2, **settings: Any) -> Iterator[Group]:
+    with ExitStack() as stack:
+        senders, proxies = [], []
+        for rank in range(4):
+            mesh = mesh_of((2, 2), rank, "replicate", "shard")
+            at = [Replicate(), Shard(0)]
+            senders.append(stack.enter_context(transport()))
+            state = {"w": part_of(WHOLE, mesh, at), "small": part_of(SMALL, mesh, at), "step": 1}
+            senders[-1].send_checkpoint([], 1, state, TIMEOUT)
+            proxies.append(stack.enter_context(proxied(port_of(senders[-1]))))
+        yield Group(senders, proxies, stack.enter_context(transport(num_chunks, **settings)))
+
+
+def is_received(state: dict[str, Any], at: Any = None) -> bool:
+    mesh = mesh_of((2,), 1)
+    expected = part_of(WHOLE, mesh, [at if at is not None else Shard(0)])
+    return torch.equal(state["w"].to_local(), expected.to_local()) and torch.equal(
+        state["small"].to_local(), part_of(SMALL, mesh, [Shard(0)]).to_local()
+    )
+
+
+@pytest.mark.parametrize("at", [Shard(0), Shard(1)], ids=str)
+def test_what_two_have_each_serves_half_of_and_once(at: Shard) -> None:
+    with group() as ranks:
+        into = ranks.own(at)
+        received = ranks.fetch(into)
+        assert received["w"] is into["w"]
+        assert is_received(received, at)
+        part_bytes = into["w"].to_local().nbytes
+        served = [proxy.num_bytes for proxy in ranks.proxies]
+        assert sum(served) < part_bytes * 1.02
+        # Rows of the mesh hold the same: ranks 0 and 2 the first half of dimension 0, 1 and 3 the second.
+        holders = (1, 3) if at == Shard(0) else (0, 1, 2, 3)
+        for rank in range(4):
+            share = served[rank] / sum(served) * len(holders) / 2
+            assert (0.4 <= share <= 0.6) if rank in holders else share < 0.02
+
+
+def test_a_source_that_dies_is_stood_in_for_by_another() -> None:
+    with group() as ranks:
+        ranks.proxies[1].inject(cut(2 << 20), on=ON, times=100)
+        into = ranks.own()
+        assert is_received(ranks.fetch(into))
+        assert ranks.proxies[1].num_faulty
+        # What had landed was not asked for again.
+        assert sum(proxy.num_bytes for proxy in ranks.proxies) < into["w"].to_local().nbytes + (12 << 20)
+
+
+def test_a_damaged_frame_is_fetched_again() -> None:
+    with group() as ranks:
+        ranks.proxies[1].inject(corrupt(3 << 20), on=ON)
+        ranks.proxies[3].inject(corrupt(1 << 20), on=ON)
+        assert is_received(ranks.fetch(ranks.own(Shard(1))), Shard(1))
+        assert [ranks.proxies[rank].num_faulty for rank in (1, 3)] == [1, 1]
+
+
+def test_a_source_that_stalls_is_stood_in_for_by_another() -> None:
+    with group(stall_timeout=timedelta(seconds=1)) as ranks:
+        ranks.proxies[3].inject(stall(1 << 20), on=ON, times=100)
+        assert is_received(ranks.fetch(ranks.own()))
+
+
+def test_if_all_that_have_a_part_fail_nothing_of_the_state_is_left() -> None:
+    with group(max_failures=2) as ranks:
+        for rank in (1, 3):
+            ranks.proxies[rank].inject(cut(2 << 20), on=ON, times=100)
+        into = ranks.own()
+        with pytest.raises(FetchFailedError, match="no other source that answers has its part of w") as caught:
+            ranks.fetch(into)
+        assert caught.value.path == "w"
+        assert caught.value.destination_touched
+        assert all(isinstance(failure, PeerUnreachableError) for failure in caught.value.failures)
+        assert into["w"].to_local().isnan().all()
+        assert not fetching_threads()
+
+
+def test_if_every_copy_is_damaged_the_error_says_so() -> None:
+    with group(max_failures=1) as ranks:
+        for rank in (1, 3):
+            ranks.proxies[rank].inject(corrupt(1 << 20), on=ON, times=100)
+        with pytest.raises(FetchFailedError) as caught:
+            ranks.fetch(ranks.own())
+        assert all(isinstance(failure, IntegrityError) for failure in caught.value.failures)
+        assert f"127.0.0.1:{ranks.proxies[1].port}" in str(caught.value)
+
+
+def test_a_rank_too_few_is_noticed_before_the_first_byte() -> None:
+    with group() as ranks:
+        into = ranks.own(Shard(1))
+        with pytest.raises(RestoreError, match=r"name all ranks of the group as sources \(at w\)") as caught:
+            ranks.fetch(into, sources=[ranks.urls[0], ranks.urls[2]])
+        assert not caught.value.destination_touched
+        assert not into["w"].to_local().any()
+
+
+def test_a_source_that_is_out_of_reach_is_named() -> None:
+    port = closed_port()
+    with group() as ranks:
+        sources = [*ranks.urls, f"http://127.0.0.1:{port}/checkpoint/"]
+        with pytest.raises((PeerUnreachableError, DeadlineExceededError), match=f"127.0.0.1:{port}"):
+            ranks.fetch(ranks.own(), sources=sources, timeout=timedelta(seconds=1))
+
+
+def test_a_callback_that_raises_ends_it() -> None:
+    def refuse(_progress: FetchProgress) -> None:
+        raise KeyError("no more")
+
+    with group(on_progress=refuse) as ranks:
+        into = ranks.own()
+        with pytest.raises(Exception, match="the receiver failed: KeyError"):
+            ranks.fetch(into)
+        assert into["w"].to_local().isnan().any()
+        assert not fetching_threads()
+
+
+def test_a_state_that_is_replaced_meanwhile_is_received_anew_or_not_at_all() -> None:
+    """Every rank serves one snapshot; a newer one takes its place between the manifest and the data."""
+    replaced = threading.Event()
+
+    with group() as ranks:
+
+        def replace(_incoming: object) -> None:
+            if not replaced.is_set():
+                replaced.set()
+                for rank, sender in enumerate(ranks.senders):
+                    mesh = mesh_of((2, 2), rank, "replicate", "shard")
+                    state = {
+                        "w": part_of(-WHOLE, mesh, [Replicate(), Shard(0)]),
+                        "small": part_of(-SMALL, mesh, [Replicate(), Shard(0)]),
+                        "step": 1,
+                    }
+                    for _ in range(2):  # As many as there may be.
+                        sender.send_checkpoint([], 1, state, TIMEOUT)
+
+        into = ranks.own()
+        received = ranks.receiver.fetch_sharded(ranks.urls, 1, into=into, group_rank=1, check=replace)
+        whole = part_of(WHOLE, mesh_of((2,), 1), [Shard(0)]).to_local()
+        assert isinstance(into["w"], DTensor)
+        # The connections that asked for the manifests keep the first snapshot, so that it is received as it was.
+        assert torch.equal(into["w"].to_local(), whole) or torch.equal(into["w"].to_local(), -whole)
+        assert received.state["small"] is into["small"]
+        sign = into["w"].to_local().flatten()[-1].sign()
+        assert torch.equal(into["small"].to_local(), sign * part_of(SMALL, mesh_of((2,), 1), [Shard(0)]).to_local())
+
+
+def test_no_sources_are_no_sources() -> None:
+    with transport() as receiver:
+        for sources in ([], "http://127.0.0.1:1/checkpoint/"):
+            with pytest.raises(ConfigurationError, match="addresses of one or more sources"):
+                receiver.fetch_sharded(sources, 1, into={})
+
+
+def test_a_step_that_a_source_is_past_is_refused_at_once() -> None:
+    with group() as ranks:
+        for sender in ranks.senders:
+            sender.serve_fresh(lambda step: 0 if step is None or step > 5 else None)
+        with pytest.raises(StepNotServedError, match="is past step 3") as caught:
+            ranks.receiver.fetch_sharded(ranks.urls, 3, into=ranks.own())
+        assert caught.value.is_past

@@ -1,0 +1,143 @@
+"""Planned reads: every one is delivered once, by its source or by another that holds the same, or the fetch ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_transport.errors import FetchFailedError, PeerProtocolError, PeerUnreachableError, TransportError
+from ft_transport.wire.fetch import Aborted, RequestFailed, Stop, Wait, WorkerIndex
+from ft_transport.wire.nodes import TensorNode
+from ft_transport.wire.reshard import Box, Read, Wanted
+from ft_transport.wire.slice_fetch import FetchFrames, FrameVerified, SliceFetchMachine
+from ft_transport.wire.slices import FRAME_BYTES, MAX_REQUEST_BYTES
+
+
+def _read(number: int, num_bytes: int, *sources: int) -> Read:
+    wanted = Wanted(
+        path=f"w{number}",
+        start=0,
+        dtype="U8",
+        item_bytes=1,
+        global_shape=(num_bytes,),
+        region=(((0, num_bytes),),),
+        sources=sources,
+        nodes=(TensorNode(0),) * len(sources),
+        layouts=(None,) * len(sources),
+    )
+    return Read(wanted, Box(tuple(range(len(sources))), (num_bytes,), (0,), (0,), (num_bytes,)))
+
+
+def _machine(reads: list[list[Read]], num_workers: int = 2, max_failures: int = 2) -> SliceFetchMachine:
+    names = [f"host:{index}" for index in range(len(reads))]
+    return SliceFetchMachine(reads=reads, sources=names, num_workers=num_workers, max_failures=max_failures)
+
+
+def _failed(worker: int, *, retryable: bool = True) -> RequestFailed:
+    error: TransportError = PeerUnreachableError("gone") if retryable else PeerProtocolError("nonsense")
+    return RequestFailed(WorkerIndex(worker), error)
+
+
+def test_nothing_to_read_is_done_at_once() -> None:
+    assert _machine([[], []]).stopped == Stop(None)
+
+
+def test_small_reads_share_a_frame_and_frames_a_request() -> None:
+    machine = _machine([[_read(number, 1000, 0) for number in range(10)]])
+    request = machine.next(WorkerIndex(0))
+    assert isinstance(request, FetchFrames)
+    assert [len(frame) for frame in request.frames] == [10]
+    assert machine.next(WorkerIndex(1)) == Wait()
+    machine.receive(FrameVerified(WorkerIndex(0)))
+    assert machine.stopped == Stop(None)
+
+
+def test_a_request_stays_within_its_limits() -> None:
+    machine = _machine([[_read(number, FRAME_BYTES, 0) for number in range(200)]], num_workers=1)
+    request = machine.next(WorkerIndex(0))
+    assert isinstance(request, FetchFrames)
+    assert sum(read.num_bytes for frame in request.frames for read in frame) == MAX_REQUEST_BYTES
+
+
+def test_another_holder_takes_over_what_a_source_has_not_delivered() -> None:
+    reads = [[_read(number, FRAME_BYTES, 0, 1) for number in range(3)], []]
+    machine = _machine(reads, num_workers=1)
+    worker = WorkerIndex(0)
+    first = machine.next(worker)
+    assert isinstance(first, FetchFrames)
+    assert first.source == 0
+    machine.receive(FrameVerified(worker))
+    machine.receive(_failed(0, retryable=False))
+    second = machine.next(worker)
+    assert isinstance(second, FetchFrames)
+    assert second.source == 1
+    assert [read.wanted.path for frame in second.frames for read in frame] == ["w1", "w2"]
+    for _ in second.frames:
+        machine.receive(FrameVerified(worker))
+    assert machine.stopped == Stop(None)
+
+
+def test_a_source_is_asked_again_after_a_pause_before_it_is_dropped() -> None:
+    machine = _machine([[_read(0, 10, 0)]], max_failures=2)
+    worker = WorkerIndex(0)
+    assert machine.next(worker).delay_s == 0.0  # type: ignore[union-attr]
+    machine.receive(_failed(0))
+    again = machine.next(worker)
+    assert isinstance(again, FetchFrames)
+    assert again.delay_s > 0
+    machine.receive(_failed(0))
+    assert machine.stopped is not None
+    assert isinstance(machine.stopped.error, FetchFailedError)
+    assert "host:0 failed" in str(machine.stopped.error)
+    assert "w0" in str(machine.stopped.error)
+    assert len(machine.stopped.error.failures) == 2
+
+
+def test_it_can_be_aborted() -> None:
+    machine = _machine([[_read(0, 10, 0)]])
+    error = TransportError("enough")
+    machine.receive(Aborted(error))
+    assert machine.next(WorkerIndex(0)) == Stop(error)
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_whatever_fails_every_read_is_delivered_once_or_the_fetch_ends(data: st.DataObject) -> None:
+    num_sources = data.draw(st.integers(1, 4), "sources")
+    reads: list[list[Read]] = [[] for _ in range(num_sources)]
+    for number in range(data.draw(st.integers(0, 12), "reads")):
+        holders = data.draw(st.lists(st.integers(0, num_sources - 1), min_size=1, unique=True), "holders")
+        reads[holders[0]].append(_read(number, data.draw(st.sampled_from([1, 1000, FRAME_BYTES])), *holders))
+    num_workers = data.draw(st.integers(1, 3), "workers")
+    machine = _machine(reads, num_workers)
+    delivered: Counter[str] = Counter()
+    busy: dict[int, list[tuple[Read, ...]]] = {}
+    sources: dict[int, int] = {}
+    for _ in range(1000):
+        if machine.stopped is not None:
+            break
+        worker = data.draw(st.integers(0, num_workers - 1), "who")
+        if worker not in busy:
+            instruction = machine.next(WorkerIndex(worker))
+            if isinstance(instruction, Wait):
+                assert busy, "all workers wait, and nothing is on its way"
+            else:
+                assert isinstance(instruction, FetchFrames)
+                busy[worker], sources[worker] = list(instruction.frames), instruction.source
+                assert all(instruction.source in read.sources for frame in instruction.frames for read in frame)
+        elif data.draw(st.booleans() | st.just(True), "lands"):
+            delivered.update(read.wanted.path for read in busy[worker].pop(0))
+            machine.receive(FrameVerified(WorkerIndex(worker)))
+            if not busy[worker]:
+                del busy[worker]
+        else:
+            del busy[worker]
+            machine.receive(_failed(worker, retryable=data.draw(st.booleans(), "may pass")))
+    else:
+        pytest.fail("the machine does not come to an end")
+    assert set(delivered.values()) <= {1}
+    if machine.stopped.error is None:
+        assert delivered.total() == sum(map(len, reads))
