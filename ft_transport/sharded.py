@@ -102,14 +102,24 @@ def _asked(request: ShardedRequest) -> Iterator[list[Manifest]]:
         )
 
         def ask(step: StepSelector) -> list[Manifest]:
-            return list(
-                pool.map(
-                    lambda connection: fetch_manifest(connection, step, settings, unreachable_s=request.unreachable_s),
-                    connections,
-                )
-            )
+            # What was asked for before is not needed, and must not keep its place.
+            for connection in connections:
+                connection.close()
+            asking = [
+                pool.submit(fetch_manifest, connection, step, settings, unreachable_s=request.unreachable_s)
+                for connection in connections
+            ]
+            # All of them, also after a failure: each uses its connection until it has its answer.
+            errors = [error for error in (each.exception() for each in asking) if error is not None]
+            for error in sorted(errors, key=_is_past):
+                raise error
+            return [each.result() for each in asking]
 
         yield _of_one_step(ask, request.step)
+
+
+def _is_past(error: BaseException) -> bool:
+    return isinstance(error, StepNotServedError) and error.is_past
 
 
 def _of_one_step(ask: Callable[[StepSelector], list[Manifest]], step: StepSelector) -> list[Manifest]:
@@ -129,7 +139,7 @@ def _of_one_step(ask: Callable[[StepSelector], list[Manifest]], step: StepSelect
         try:
             return ask(newest + lead)
         except StepNotServedError as error:
-            if not error.is_past:
+            if not _is_past(error):
                 raise
             lead *= 2
             manifests = ask(LATEST)

@@ -1,0 +1,48 @@
+"""Sharded replicas with managers: recovery while the sources train, and collectives in state functions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import sharded_managers as script
+
+_TIMEOUT_S = 150
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("reports")
+    num_processes = script.NUM_TRAINING + script.NUM_RECOVERING
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes), script.__file__]
+    ended = subprocess.run(
+        [sys.executable, "-m", *command, str(directory)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(num_processes)]
+
+
+@pytest.mark.timeout(_TIMEOUT_S + 30)
+def test_ranks_that_train_are_recovered_from_at_one_step(reports: list[dict[str, Any]]) -> None:
+    recovering = reports[script.NUM_TRAINING :]
+    assert [report["wrong"] for report in recovering] == [[]] * script.NUM_RECOVERING
+    for report in recovering:
+        assert len(report["recovered"]) == script.NUM_RECOVERIES
+        # The sources went on meanwhile: each recovery shows a later step.
+        assert report["recovered"] == sorted(set(report["recovered"]))
+    assert {report["steps"] for report in reports[: script.NUM_TRAINING]} == {reports[0]["steps"]}
+
+
+def test_a_collective_in_a_state_function_is_refused_on_every_rank(reports: list[dict[str, Any]]) -> None:
+    for report in reports[: script.NUM_TRAINING]:
+        assert "expected state_dict of 'whole' to return its state, got CollectiveRefusedError" in report["collective"]
+        assert "in which the other ranks take no part" in report["collective"]
