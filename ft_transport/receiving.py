@@ -55,7 +55,10 @@ class Received(Generic[T]):
 
         Raises:
             UnsupportedLeafError: A leaf of ``state`` has no safe encoding.
+            ConfigurationError: It was fetched without ``is_comparable``.
         """
+        if self._manifest.digests is None:
+            raise ConfigurationError("expected a state that was fetched with is_comparable=True")
         return find_differences(self._manifest, state, num_threads=default_num_threads())
 
 
@@ -132,7 +135,11 @@ class SnapshotReceiving(Generic[T]):
         while True:
             try:
                 return receive()
-            except TransportError as error:
+            except Exception as error:
+                if not isinstance(error, TransportError):
+                    if touched:
+                        error.destination_touched = True  # type: ignore[attr-defined]
+                    raise
                 # What an earlier attempt did to the receiver's tensors holds for the last one as well.
                 error.destination_touched = touched = touched or error.destination_touched
                 last = error.failures[-1] if isinstance(error, FetchFailedError) else error
@@ -147,7 +154,7 @@ class SnapshotReceiving(Generic[T]):
         sources: Sequence[str],
         step: StepSelector = "latest",
         *,
-        into: object,
+        into: object = None,
         group_rank: int = 0,
         timeout: timedelta | None = None,
         unreachable_timeout: timedelta | None = None,
@@ -168,11 +175,13 @@ class SnapshotReceiving(Generic[T]):
             sources: What the ``metadata()`` of each rank of the sending group returned; all of them, unless fewer have
                 everything that is needed here.
             step: A step, or ``latest``: the same for all sources, although they do not reach it at one moment.
-            into: This rank's own state. Its tensors must not be used until this returns.
+            into: This rank's own state. Its tensors must not be used until this returns. Without one, and without
+                ``like``, all tensors come whole: what a consolidated checkpoint or an inference engine needs.
             group_rank: This rank's number in its group. What is not sharded comes from the source of that number
                 (modulo their number), so that the ranks of a group do not all ask one source for it.
             timeout: For everything; the transport's own by default.
-            unreachable_timeout: How long a source may be out of reach before the first byte; by default ``timeout``.
+            unreachable_timeout: How long a source may be out of reach before the first byte; by default a quarter of
+                ``timeout``. Then the others are asked alone, if they have all that is needed.
             check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
                 untouched.
             like: Returns, for the path of a tensor that ``into`` does not have, one of this rank's that is divided in
@@ -193,7 +202,7 @@ class SnapshotReceiving(Generic[T]):
         check_duration("timeout", timeout, at_least=timedelta.min)
         if step != LATEST:
             step = check_number("step", step, at_least=0)
-        unreachable_s = (timeout if unreachable_timeout is None else unreachable_timeout).total_seconds()
+        unreachable_s = (timeout / 4 if unreachable_timeout is None else unreachable_timeout).total_seconds()
         peers = [PeerAddress.from_url(source) for source in sources]
         first = group_rank % len(peers)
         request = ShardedRequest(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ft_transport.errors import RestoreError, StepNotServedError, TransportError
+from ft_transport.errors import PeerUnreachableError, RestoreError, StepNotServedError, TransportError
 from ft_transport.net.asking import fetch_manifest
 from ft_transport.net.connection import Connection
 from ft_transport.net.peer_address import PeerAddress
@@ -62,20 +62,24 @@ def receive_sharded(request: ShardedRequest) -> tuple[Manifest, Restore]:
     Raises:
         TransportError: What had landed in ``into`` was overwritten with NaN patterns then.
     """
-    with _asked(request) as manifests:
-        resharding = reshard(manifests, request.into, like=request.like)
-        restore = Restore(resharding.manifest, into=request.into, meshes=request.meshes, max_bytes=request.max_bytes)
-        if request.check is not None:
-            request.check(restore.incoming)
+    with _asked(request) as (sources, unreachable):
         try:
-            fetch_slices(
-                [Source(peer, manifest) for peer, manifest in zip(request.sources, manifests, strict=True)],
-                resharding.wanted,
-                restore,
-                request.settings,
+            names = [str(source.peer) for source in sources]
+            resharding = reshard([source.manifest for source in sources], request.into, like=request.like, names=names)
+            restore = Restore(
+                resharding.manifest, into=request.into, meshes=request.meshes, max_bytes=request.max_bytes
             )
-        except BaseException as error:
-            poison(restore, error)
+            if request.check is not None:
+                request.check(restore.incoming)
+            try:
+                fetch_slices(sources, resharding.wanted, restore, request.settings)
+            except BaseException as error:
+                poison(restore, error)
+                raise
+        except TransportError as error:
+            error.step = error.step if error.step is not None else sources[0].manifest.step
+            if unreachable:
+                error.message += f"; out of reach: {', '.join(map(str, unreachable))}"
             raise
     return resharding.manifest, restore
 
@@ -89,58 +93,80 @@ def poison(restore: Restore, error: BaseException) -> None:
 
 
 @contextmanager
-def _asked(request: ShardedRequest) -> Iterator[list[Manifest]]:
-    """The manifests of all sources, of one step; as long as this is open, the sources keep the snapshots."""
+def _asked(request: ShardedRequest) -> Iterator[tuple[list[Source], list[TransportError]]]:
+    """All sources that answer, with their manifests of one step; and why the others did not.
+
+    As long as this is open, the sources keep their snapshots, for the time of a lease at least.
+    """
     settings = request.settings
     with ExitStack() as stack:
-        connections = [
-            stack.enter_context(Connection(source, token=settings.token, patience=settings.patience))
-            for source in request.sources
-        ]
-        pool = stack.enter_context(
-            ThreadPoolExecutor(min(len(connections), _MAX_ASKED_AT_ONCE), thread_name_prefix="ft-transport-manifest")
-        )
+        connections: dict[PeerAddress, Connection] = {}
+        stack.callback(_close_all, connections)
+        unreachable: list[TransportError] = []
 
-        def ask(step: StepSelector) -> list[Manifest]:
+        def ask(step: StepSelector) -> list[Source]:
+            unreachable.clear()
             # What was asked for before is not needed, and must not keep its place.
-            for connection in connections:
-                connection.close()
-            asking = [
-                pool.submit(fetch_manifest, connection, step, settings, unreachable_s=request.unreachable_s)
-                for connection in connections
-            ]
-            # All of them, also after a failure: each uses its connection until it has its answer.
-            errors = [error for error in (each.exception() for each in asking) if error is not None]
-            for error in sorted(errors, key=_is_past):
-                raise error
-            return [each.result() for each in asking]
+            _close_all(connections)
+            for peer in request.sources:
+                connections[peer] = Connection(peer, token=settings.token, patience=settings.patience)
+            with ThreadPoolExecutor(
+                min(len(connections), _MAX_ASKED_AT_ONCE), thread_name_prefix="ft-transport-manifest"
+            ) as pool:
+                asking = {
+                    peer: pool.submit(fetch_manifest, connection, step, settings, unreachable_s=request.unreachable_s)
+                    for peer, connection in connections.items()
+                }
+                try:
+                    _wait_for(asking.values())
+                except BaseException:
+                    # Nobody waits for the others' answers, and the pool ends when they do.
+                    for connection in connections.values():
+                        connection.interrupt()
+                    raise
+            failed = [error for each in asking.values() if isinstance(error := each.exception(), TransportError)]
+            unreachable.extend(failed)
+            if len(unreachable) == len(asking):
+                raise unreachable[0]
+            return [Source(peer, each.result()) for peer, each in asking.items() if each.exception() is None]
 
-        yield _of_one_step(ask, request.step)
+        yield _of_one_step(ask, request.step), unreachable
+
+
+def _close_all(connections: dict[PeerAddress, Connection]) -> None:
+    for connection in connections.values():
+        connection.close()
+    connections.clear()
+
+
+def _wait_for(asking: Collection[Future[Manifest]]) -> None:
+    """Returns when all have an answer, or are out of reach; raises the first other error at once."""
+    for each in as_completed(asking):
+        error = each.exception()
+        if error is not None and not isinstance(error, PeerUnreachableError):
+            raise error
 
 
 def _is_past(error: BaseException) -> bool:
     return isinstance(error, StepNotServedError) and error.is_past
 
 
-def _of_one_step(ask: Callable[[StepSelector], list[Manifest]], step: StepSelector) -> list[Manifest]:
+def _of_one_step(ask: Callable[[StepSelector], list[Source]], step: StepSelector) -> list[Source]:
     """Asks until all sources show one step.
 
     Each rank begins a snapshot at its own next step boundary, so those that are asked for their latest state may show
     neighbouring steps. Then all are asked for a step to come, ever further ahead, until none of them is past it.
     """
-    manifests = ask(step)
+    sources = ask(step)
     lead = 1
-    while step == LATEST and len({manifest.step for manifest in manifests}) > 1:
-        newest = max(manifest.step for manifest in manifests)
+    while step == LATEST and len(steps := {source.manifest.step for source in sources}) > 1:
         if lead > _LARGEST_LEAD:
-            raise RestoreError(
-                f"expected sources that train together, got steps {sorted({manifest.step for manifest in manifests})}"
-            )
+            raise RestoreError(f"expected sources that train together, got steps {sorted(steps)}")
         try:
-            return ask(newest + lead)
+            return ask(max(steps) + lead)
         except StepNotServedError as error:
             if not _is_past(error):
                 raise
             lead *= 2
-            manifests = ask(LATEST)
-    return manifests
+            sources = ask(LATEST)
+    return sources

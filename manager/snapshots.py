@@ -115,6 +115,7 @@ class Snapshotter:
         self._epoch = 0
         self._num_boundaries = 0
         self._is_prepared = not prepare_memory
+        self._is_called = False
         self._published_epoch = -1
         self._wanted_after = -1
         self._wanted_steps: list[int] = []
@@ -139,10 +140,11 @@ class Snapshotter:
             past.
         """
         with self._mutex:
-            if step is not None:
-                if self._step is not None and step < self._step:
+            if step is not None and not (self._held is not None and step == self._held.run.step):
+                is_under_way = self._run is not None and step == self._run.step
+                if self._step is not None and step < self._step and not is_under_way:
                     return None
-                if step != self._step:
+                if self._step is None or step > self._step:
                     self._wanted_steps = heapq.nsmallest(_MAX_WANTED_STEPS, {*self._wanted_steps, step})
                 return self._sink.newest_sequence()
             self._is_to_lend = self._is_to_lend or lend
@@ -176,6 +178,7 @@ class Snapshotter:
             RegistryError: A state function runs a collective.
         """
         self.settle()
+        self._call_unlocked()
         with self._mutex:
             self._step = step
             self._epoch += 1
@@ -318,6 +321,7 @@ class Snapshotter:
             ManagerError: After ``close``.
             TransportError: The state cannot be captured.
         """
+        self._call_unlocked()
         with self._mutex:
             if self._is_closed:
                 raise ManagerError("expected a manager that serves snapshots, and this one has been shut down")
@@ -350,6 +354,22 @@ class Snapshotter:
         self.settle()
         self._pool.shutdown(wait=True)
 
+    def _call_unlocked(self) -> None:
+        """The first call of the state functions, outside of every section.
+
+        DCP's ``get_optimizer_state_dict`` makes the states of an optimizer that has none, by a step of it, which would
+        wait inside a read section for that section's own end.
+        """
+        if self._is_called:
+            return
+        self._is_called = True
+        try:
+            self._state()
+        except Exception as error:
+            if isinstance(error.__cause__, CollectiveRefusedError):
+                raise  # On every rank alike, and at the start, when it can be mended.
+            logger.debug("the state functions failed at their first call: %s", error)
+
     def _prepare(self) -> None:
         try:
             with self._lock.read("size of snapshots", _BOUNDARY_PATIENCE):
@@ -357,7 +377,7 @@ class Snapshotter:
             self._is_prepared = True
         except Exception as error:
             if isinstance(error.__cause__, CollectiveRefusedError):
-                raise  # On every rank alike, and at the start, when it can be mended.
+                raise  # It comes as late as this where the first call was another.
             # Whoever asks for a snapshot will be told, if it lasts.
             level = logging.DEBUG if self._num_boundaries > _PREPARED_AT_BOUNDARIES[0] else logging.WARNING
             logger.log(level, "the memory for snapshots could not be prepared: %s", error)

@@ -125,7 +125,7 @@ class StateManager(LockedState):
         Raises:
             StateTornError: This replica holds part of a state.
             ManagerError: The step is no whole number from 0.
-            RegistryError: A state function runs a collective (found at the second step).
+            RegistryError: A state function runs a collective (found at the first step).
         """
         self._refuse_torn_state()
         self._training_thread = threading.get_ident()
@@ -249,8 +249,10 @@ class StateManager(LockedState):
                         like=self._registry.parameter_finder(),
                         is_comparable=verify,
                     )
-            except RegistryError:
-                self._torn = earlier
+            except RegistryError as error:
+                # Of an earlier attempt, whose snapshot was replaced meanwhile, something may have landed.
+                is_touched = getattr(error, "destination_touched", False)
+                self._torn = StateTornError(step=step, reason=str(error)) if is_touched else earlier
                 raise
             except TransportError as error:
                 self._torn = StateTornError(step=step, reason=str(error)) if error.destination_touched else earlier

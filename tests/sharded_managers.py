@@ -107,8 +107,6 @@ def try_a_collective(mesh: DeviceMesh) -> str:
     manager.attach(optimizer)
     try:
         manager.start_step(0)
-        optimizer.step()
-        manager.start_step(1)
     except RegistryError as error:
         return str(error)
     finally:

@@ -352,20 +352,23 @@ class SnapshotServer:
 
     def _after(self, request: web.Request) -> int:
         """The number behind which a snapshot is new enough for this request, or was for an earlier one like it."""
-        if self.fresh_snapshot is None:
+        fresh_snapshot = self.fresh_snapshot
+        if fresh_snapshot is None:
             return 0
         earlier = parse_after(request.query.get(AFTER_PARAMETER))
         if earlier is not None and self._shelf.holds_newer(earlier):
             return earlier
-        fresh = self.fresh_snapshot(None)
+        fresh = fresh_snapshot(None)
         assert fresh is not None, "the present state is never past"
         return fresh if earlier is None else min(earlier, fresh)
 
     def _is_past(self, step: int) -> bool:
         """Asks the owner for a snapshot of a step to come; says whether there will be none."""
-        if self.fresh_snapshot is None or step in self._shelf.steps():
+        ask = self.fresh_snapshot
+        if ask is None or step in self._shelf.steps() or ask(step) is not None:
             return False
-        return self.fresh_snapshot(step) is None
+        # It may have been put there at this very moment.
+        return step not in self._shelf.steps()
 
     def _may_come(self, step: StepSelector) -> bool:
         newest_step = self._shelf.newest_step()

@@ -64,7 +64,7 @@ class _SliceFetch(Fetch[FetchFrames]):
         settings: FetchSettings,
     ) -> None:
         self._manifests = [source.manifest for source in sources]
-        self._planner = Planner(self._manifests)
+        self._planner = Planner(self._manifests, [str(source.peer) for source in sources])
         reads = self._planner.plan(wanted)
         total_bytes = sum(read.num_bytes for planned in reads for read in planned)
         num_workers = max(1, min(settings.num_connections, -(-total_bytes // FRAME_BYTES)))

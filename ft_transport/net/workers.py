@@ -210,6 +210,12 @@ class Fetch(ABC, Generic[_Request]):
         source = self._sources[instruction.source]
         connection = connections.get(instruction.source)
         if connection is None:
+            # One at a time: a source has to serve many receivers.
+            for other in connections.values():
+                other.close()
+                with self.changed:
+                    self._connections.remove(other)
+            connections.clear()
             connection = Connection(source, token=settings.token, patience=settings.patience)
             connections[instruction.source] = connection
             with self.changed:

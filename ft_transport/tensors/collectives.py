@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft_transport.errors import CollectiveRefusedError
@@ -41,7 +42,8 @@ class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        del types
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # What the operation runs comes here again (as in torch's CommDebugMode).
         if isinstance(func, torch._ops.OpOverload) and func.namespace in _NAMESPACES:
             name = func._schema.name.rpartition("::")[2]
             if name not in _WAITS:

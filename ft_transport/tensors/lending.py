@@ -27,6 +27,9 @@ from ft_transport.wire.manifest import encode_digests
 
 logger = logging.getLogger(__name__)
 
+_MAX_GATHERING: Final = 4
+_gathering: Final = threading.BoundedSemaphore(_MAX_GATHERING)
+"""What many receivers have gathered at one time would keep the owner waiting."""
 _LONGEST_BORROW_S: Final = 10.0
 """A borrower does nothing that waits, so that this passes only where the machine itself stands still."""
 
@@ -115,7 +118,7 @@ class LentMemory:
     @contextmanager
     def borrow_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
         """See ``wire.served.LentFile``."""
-        with self._borrowing():
+        with _gathering, self._borrowing():
             yield self._views(start, end)
 
     @contextmanager

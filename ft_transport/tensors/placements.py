@@ -135,6 +135,7 @@ class MeshResolver:
     def __init__(self, state: object, meshes: Sequence[DeviceMesh] = ()) -> None:
         self._state = state
         self._meshes = list(meshes)
+        self._resolved: dict[Mesh, DeviceMesh] = {}
 
     def resolve(self, described: Mesh, path: str) -> DeviceMesh:
         """A mesh of the shape and names that are described.
@@ -142,11 +143,24 @@ class MeshResolver:
         Raises:
             RestoreError: The receiver has no such mesh and torch.distributed is not initialised to build one.
         """
+        known = self._resolved.get(described)
+        if known is None:
+            known = self._resolved[described] = self._resolve(described, path)
+        return known
+
+    def _resolve(self, described: Mesh, path: str) -> DeviceMesh:
         names = described.dim_names
-        for mesh in chain(self._meshes, (dtensor.device_mesh for dtensor in _dtensors(self._state))):
-            own_names = mesh.mesh_dim_names
-            if tuple(mesh.mesh.shape) == described.shape and own_names == names:
+        candidates = [
+            mesh
+            for mesh in chain(self._meshes, (dtensor.device_mesh for dtensor in _dtensors(self._state)))
+            if tuple(mesh.mesh.shape) == described.shape and mesh.mesh_dim_names == names
+        ]
+        # Of several of one form, that of the same ranks; others mean the same place in another job.
+        for mesh in candidates:
+            if tuple(mesh.mesh.flatten().tolist()) == described.ranks:
                 return mesh
+        if candidates:
+            return candidates[0]
         if not dist.is_initialized() or not _is_device_type(described.device_type):
             raise RestoreError(
                 f"expected a device mesh of shape {list(described.shape)} and names {names} in the receiver's state, "

@@ -19,7 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.tensors.collector import collector_paused
-from ft_transport.tensors.dtypes import WHOLE_BYTE_DTYPES_BY_NAME
+from ft_transport.tensors.dtypes import (
+    DTYPES_BY_SAFETENSORS_NAME,
+    WHOLE_BYTE_DTYPES_BY_NAME,
+    is_dense,
+    name_of,
+)
 from ft_transport.tensors.placements import describe_mesh, encode_placements
 from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES, ChunkTable
 from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, Placement, Region, region_of, shape_of
@@ -75,16 +80,23 @@ class _Held(NamedTuple):
     layouts: tuple[int | None, ...]
 
 
-def reshard(manifests: Sequence[Manifest], into: object, *, like: LikeFunction | None = None) -> Resharding:
+def reshard(
+    manifests: Sequence[Manifest],
+    into: object,
+    *,
+    like: LikeFunction | None = None,
+    names: Sequence[str] | None = None,
+) -> Resharding:
     """Says what a receiver needs of a state whose parts several sources have.
 
     Args:
         manifests: Of one step, one for each source. What is not sharded comes from the first that has it.
         into: The receiver's own state: its DTensors say in which layout they are to come. Where it has a plain tensor,
-            or the sources have, a whole one comes.
+            or the sources have, a whole one comes. ``None`` takes everything whole.
         like: For tensors that are not in ``into``, such as the state of an optimizer that has not stepped yet. By
             default they are divided as those tensors of ``into`` are which have the same shape and layout at the
             sources.
+        names: What the sources are called in errors.
 
     Raises:
         RestoreError: The sources contradict each other; or what they have as a DTensor has no counterpart in ``into``
@@ -92,11 +104,11 @@ def reshard(manifests: Sequence[Manifest], into: object, *, like: LikeFunction |
         ManifestError: A manifest contradicts itself.
     """
     with collector_paused():
-        builder = _Builder(manifests, into, like, None)
+        builder = _Builder(manifests, into, like, None, names)
         tree = builder.build()
         if builder.num_missing:
             # Only now is it known how those are divided that the receiver has.
-            builder = _Builder(manifests, into, like, builder.learned)
+            builder = _Builder(manifests, into, like, builder.learned, names)
             tree = builder.build()
     order = sorted(range(len(builder.wanted)), key=builder.held_starts.__getitem__)
     home = manifests[0]
@@ -124,6 +136,7 @@ class _Builder:
         into: The receiver's state.
         like: See `reshard`.
         learned: How tensors of each kind are divided by the receiver; ``None`` while that is being found out.
+        names: Of the sources.
     """
 
     def __init__(
@@ -132,7 +145,9 @@ class _Builder:
         into: object,
         like: LikeFunction | None,
         learned: dict[_Kind, set[_Where | None]] | None,
+        names: Sequence[str] | None,
     ) -> None:
+        self._names = names
         self._manifests = manifests
         self._into = into
         self._like = like
@@ -150,11 +165,15 @@ class _Builder:
         self.data_bytes = 0
 
     def build(self) -> Node:
-        return merge_trees([manifest.tree for manifest in self._manifests], self)
+        return merge_trees([manifest.tree for manifest in self._manifests], self, names=self._names)
 
     def tensor(self, path: Path, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
         """See ``wire.merging.LeafVisitor``."""
         first = nodes[0]
+        if type(first) is ViewNode and not any(type(node) is DTensorNode for node in nodes):
+            own = self._counterpart(path)
+            if not isinstance(own, DTensor):
+                return self._view(path, sources, nodes, first)
         layouts = tuple([node.layout if type(node) is DTensorNode else None for node in nodes])
         stored: Any = tuple([node.local if type(node) is DTensorNode else node for node in nodes])
         described = self._describe(sources[0], stored[0], path)
@@ -168,11 +187,11 @@ class _Builder:
             index, region = self._place(where, shape, global_stride)
         # An empty part is tied to nothing, here or there: what shares its memory shows where there is some.
         shows = next((at for at, source in enumerate(sources) if self._has_bytes(source, stored[at])), 0)
-        key = (shows, stored[shows], index, sources)
+        key = (shows, stored[shows], index, sources, shape, layouts)
         node = self._nodes.get(key)
         if node is None or not all(region):
             held = _Held(described, shape, sources, stored, layouts)
-            local = self._want(path, held, region, is_whole=index is None)
+            local = self._want(path, held, region, is_part=index is not None)
             node = self._nodes[key] = local if index is None else DTensorNode(local, index)
         return node
 
@@ -181,8 +200,22 @@ class _Builder:
         where = TensorNode(node.index)
         described = self._describe(source, where, path)
         held = _Held(described, described.shape, (source,), (where,), (None,))
-        local = self._want(path, held, _whole(described.shape), is_whole=True)
+        local = self._want(path, held, _whole(described.shape), is_part=False)
         return msgspec.structs.replace(node, index=local.index)
+
+    def _view(self, path: Path, sources: tuple[int, ...], nodes: tuple[TensorLike, ...], view: ViewNode) -> Node:
+        """A view of a tensor that comes whole stays one: the receiver's copies share memory as the sources' do."""
+        bases: Any = tuple([TensorNode(node.index) if type(node) is ViewNode else node for node in nodes])
+        if any(type(base) is not TensorNode for base in bases):
+            raise ManifestError("expected a view at every source or at none", path=path_name(path))
+        described = self._describe(sources[0], bases[0], path)
+        key = (0, bases[0], None, sources, described.shape, (None,) * len(sources))
+        base = self._nodes.get(key)
+        if base is None:
+            held = _Held(described, described.shape, sources, bases, (None,) * len(sources))
+            base = self._nodes[key] = self._want(path, held, _whole(described.shape), is_part=False)
+        assert isinstance(base, TensorNode), "an entry as it stands"
+        return msgspec.structs.replace(view, index=base.index)
 
     def _describe(self, source: int, node: object, path: Path) -> _Described:
         tensors = self._manifests[source].tensors
@@ -194,6 +227,12 @@ class _Builder:
             dtype = WHOLE_BYTE_DTYPES_BY_NAME.get(node.dtype)
             if dtype is None:
                 raise ManifestError(f"expected a dtype of this torch, got {node.dtype[:64]!r}", path=path_name(path))
+            is_carried = dtype.itemsize != item_bytes
+            if math.prod(node.shape) * dtype.itemsize != entry.end - entry.start or (is_carried and item_bytes != 1):
+                raise ManifestError(
+                    f"expected bytes for {node.dtype}{list(node.shape)}, got {entry.dtype}{list(entry.shape)}",
+                    path=path_name(path),
+                )
             return _Described(entry.name, entry.start, entry.dtype, node.dtype, dtype.itemsize, node.shape, node.stride)
         if type(node) is ViewNode:
             return _Described(entry.name, entry.start, entry.dtype, None, item_bytes, node.shape, None)
@@ -218,6 +257,8 @@ class _Builder:
         shape, _, layouts = kind
         is_sharded = any(layout is not None for layout in layouts)
         own = self._counterpart(path)
+        if self._into is None and self._like is None:
+            return None
         if own is None and is_sharded and self._like is not None:
             own = self._like(tuple(step for step in path if isinstance(step, (str, int))))
             if isinstance(own, torch.Tensor) and own.shape != shape:
@@ -251,9 +292,12 @@ class _Builder:
         """What the receiver has at a path."""
         if not path:
             return self._into
-        parent = self._containers.get(path[:-1])
-        if parent is None:
-            parent = self._containers[path[:-1]] = self._counterpart(path[:-1]) or ()
+        try:
+            parent = self._containers.get(path[:-1])
+            if parent is None:
+                parent = self._containers[path[:-1]] = self._counterpart(path[:-1]) or ()
+        except TypeError:
+            return None  # A key that no mapping of str and int has.
         step = path[-1]
         if isinstance(parent, Mapping):
             return parent.get(step) if isinstance(step, (str, int)) else None
@@ -292,7 +336,7 @@ class _Builder:
             place = self._places[key] = (index, region)
         return place
 
-    def _want(self, path: Path, held: _Held, region: Region, *, is_whole: bool) -> TensorNode | LayoutNode:
+    def _want(self, path: Path, held: _Held, region: Region, *, is_part: bool) -> TensorNode | LayoutNode:
         """Adds a tensor, or a part of one, to what is wanted; returns its node."""
         described = held.first
         shape = shape_of(region)
@@ -317,10 +361,19 @@ class _Builder:
                 layouts=held.layouts,
             )
         )
-        if described.torch_dtype is None:
-            return TensorNode(index)
-        stride = described.stride if is_whole and described.stride is not None else row_major_strides(shape, 1)
-        return LayoutNode(index, described.torch_dtype, shape, stride)
+        row_major = row_major_strides(shape, 1)
+        stride = row_major
+        if described.stride is not None and held.layouts[0] is None and not is_part:
+            stride = described.stride
+        dtype = described.torch_dtype
+        own = self._counterpart(path) if is_part else None
+        if isinstance(own, DTensor):
+            local = own._local_tensor
+            if tuple(local.shape) == shape and not local.is_contiguous() and is_dense(shape, local.stride()):
+                stride = tuple(local.stride())
+                dtype = dtype if dtype is not None else name_of(DTYPES_BY_SAFETENSORS_NAME[described.dtype])
+        is_plain = not is_carried and stride == row_major
+        return TensorNode(index) if dtype is None or is_plain else LayoutNode(index, dtype, shape, stride)
 
 
 def _whole(shape: tuple[int, ...]) -> Region:

@@ -22,6 +22,9 @@ from ft_transport.wire.nodes import MAX_TENSOR_RANK, Count, Dimensions
 MAX_INTERVALS: Final = 1 << 12
 """Most pieces that a strided shard may leave of one dimension; a peer's ``split_factor`` must not fill the memory."""
 
+MAX_GLOBAL_ITEMS: Final = 2**56
+"""Bound on the product of a tensor's sizes, which torch multiplies with the size of an element in 64 bits."""
+
 Interval: TypeAlias = tuple[int, int]
 """Global indices ``[start, end)`` along one dimension."""
 Intervals: TypeAlias = tuple[Interval, ...]
@@ -148,6 +151,8 @@ def check(meshes: Sequence[Mesh], layouts: Iterable[Layout], *, peer: str | None
                 f"expected as many placements as mesh dimensions, and one rank throughout, got {_shown(layout)}",
                 peer=peer,
             )
+        if math.prod(size for size in layout.global_shape if size) > MAX_GLOBAL_ITEMS:
+            raise ManifestError(f"expected a shape that torch can count, got {list(layout.global_shape)}", peer=peer)
         for placement in layout.placements:
             if placement.kind != "replicate" and placement.dim >= num_dims:
                 raise ManifestError(f"expected a shard of {num_dims} dimensions, got {placement}", peer=peer)
@@ -209,29 +214,35 @@ def intervals_of(size: int, cuts: tuple[tuple[int, int, int], ...]) -> Intervals
         piece = max(1, -(-length // split_factor))
         if -(-length // piece) > MAX_INTERVALS:
             raise ManifestError(f"expected a strided shard of at most {MAX_INTERVALS} pieces, got {split_factor}")
-        left: list[Interval] = []
+        taken = []
         for first in range(0, length, piece):
             num_items = min(piece, length - first)
             share = -(-num_items // num_parts)
-            _append_slice(
-                left, intervals, first + min(num_items, share * part), first + min(num_items, share * (part + 1))
-            )
-        intervals = tuple(left)
+            taken.append((first + min(num_items, share * part), first + min(num_items, share * (part + 1))))
+        intervals = _taken_of(intervals, taken)
     return intervals
 
 
-def _append_slice(left: list[Interval], intervals: Intervals, first: int, end: int) -> None:
-    """Appends the positions ``[first, end)`` of ``intervals``, laid one behind the other; joins what is adjacent."""
-    position = 0
-    for start, stop in intervals:
-        begin = start + max(0, first - position)
-        until = min(stop, start + end - position)
-        position += stop - start
-        if begin < until:
-            if left and left[-1][1] == begin:
-                left[-1] = (left[-1][0], until)
+def _taken_of(intervals: Intervals, positions: Sequence[Interval]) -> Intervals:
+    """Of ``intervals``, laid one behind the other, the ascending ranges of positions; what is adjacent is joined."""
+    taken: list[Interval] = []
+    which = before = 0
+    for position, end in positions:
+        first = position
+        while first < end:
+            start, stop = intervals[which]
+            if first >= before + stop - start:
+                before += stop - start
+                which += 1
+                continue
+            begin = start + first - before
+            until = min(stop, start + end - before)
+            if taken and taken[-1][1] == begin:
+                taken[-1] = (taken[-1][0], until)
             else:
-                left.append((begin, until))
+                taken.append((begin, until))
+            first += until - begin
+    return tuple(taken)
 
 
 def _shown(value: object) -> str:

@@ -47,19 +47,20 @@ class LeafVisitor(Protocol):
         """The node for a leaf whose bytes ``source`` has."""
 
 
-def merge_trees(trees: Sequence[Node], visitor: LeafVisitor) -> Node:
+def merge_trees(trees: Sequence[Node], visitor: LeafVisitor, *, names: Sequence[str] | None = None) -> Node:
     """One tree that has all that any of ``trees`` has.
 
     Args:
         trees: By source.
         visitor: Makes the nodes for the leaves that have data.
+        names: What the sources are called in errors.
 
     Raises:
         RestoreError: Two sources have different values at one path.
         ManifestError: A tree is malformed.
     """
     try:
-        return _Merge(visitor).merge((), tuple(range(len(trees))), tuple(trees))
+        return _Merge(visitor, names).merge((), tuple(range(len(trees))), tuple(trees))
     except RecursionError as error:
         raise ManifestError("expected a tree that Python's recursion limit lets through") from error
 
@@ -70,8 +71,9 @@ def path_name(path: Path) -> str:
 
 
 class _Merge:
-    def __init__(self, visitor: LeafVisitor) -> None:
+    def __init__(self, visitor: LeafVisitor, names: Sequence[str] | None) -> None:
         self._visitor = visitor
+        self._names = names
 
     def merge(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...]) -> Node:
         first = nodes[0]
@@ -83,10 +85,10 @@ class _Merge:
         kinds = set(map(type, nodes))
         if kind in _TENSORS:
             if not kinds <= _TENSORS:
-                raise _conflict(path, sources, nodes)
+                raise self._conflict(path, sources, nodes)
             return self._visitor.tensor(path, sources, nodes)
         if len(kinds) > 1:
-            raise _conflict(path, sources, nodes)
+            raise self._conflict(path, sources, nodes)
         match first:
             case MappingNode() | DefaultDictNode():
                 return self._mapping(path, sources, nodes)
@@ -94,22 +96,22 @@ class _Merge:
                 return self._sequence(path, sources, nodes)
             case QuantizedNode():
                 values = tuple(node.values for node in nodes)
-                _check_equal(path, sources, nodes, "values")
+                self._check_equal(path, sources, nodes, "values")
                 return QuantizedNode(self.merge(path, sources, values), first.dtype, first.scale_bits, first.zero_point)
             case CustomNode():
-                _check_equal(path, sources, nodes, "value")
+                self._check_equal(path, sources, nodes, "value")
                 merged = self.merge(path, sources, tuple(node.value for node in nodes))
                 return CustomNode(first.name, merged)
             case NumpyArrayNode() | StoredBytesNode():
-                _check_equal(path, sources, nodes, "index")
+                self._check_equal(path, sources, nodes, "index")
                 return self._visitor.stored(path, sources[0], first)
             case _:
                 if any(node != first for node in nodes):
-                    raise _conflict(path, sources, nodes)
+                    raise self._conflict(path, sources, nodes)
                 return first  # type: ignore[no-any-return]
 
     def _mapping(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...]) -> Node:
-        _check_equal(path, sources, nodes, "items")
+        self._check_equal(path, sources, nodes, "items")
         first = nodes[0]
         keys = first.items[::2]
         if any(len(node.items) % 2 for node in nodes):
@@ -133,32 +135,33 @@ class _Merge:
 
     def _sequence(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...]) -> Node:
         first = nodes[0]
-        _check_equal(path, sources, nodes, "items")
+        self._check_equal(path, sources, nodes, "items")
         if any(len(node.items) != len(first.items) for node in nodes):
-            raise _conflict(path, sources, tuple(f"{len(node.items)} items" for node in nodes))
+            raise self._conflict(path, sources, tuple(f"{len(node.items)} items" for node in nodes))
         columns = zip(*(node.items for node in nodes), strict=True)
         items = [self.merge((*path, position), sources, values) for position, values in enumerate(columns)]
         return _with_items(first, items)
+
+    def _check_equal(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...], but_for: str) -> None:
+        """Refuses nodes that differ in anything but one field."""
+        fields = [name for name in nodes[0].__struct_fields__ if name != but_for]
+        for node in nodes[1:]:
+            if any(getattr(node, name) != getattr(nodes[0], name) for name in fields):
+                raise self._conflict(path, sources, nodes)
+
+    def _conflict(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...]) -> RestoreError:
+        other = next((position for position, node in enumerate(nodes) if node != nodes[0]), len(nodes) - 1)
+        return RestoreError(
+            f"expected the same from every source, got {repr(nodes[0])[:100]} from {self._name(sources[0])} and "
+            f"{repr(nodes[other])[:100]} from {self._name(sources[other])}; what belongs to one rank can "
+            "only be received by one, in the same layout: leave it out, or register it with scope='local'",
+            path=path_name(path),
+        )
+
+    def _name(self, source: int) -> str:
+        return self._names[source] if self._names is not None else f"source {source}"
 
 
 def _with_items(node: Any, items: list[Node]) -> Node:
     replaced: Node = msgspec.structs.replace(node, items=items)
     return replaced
-
-
-def _check_equal(path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...], but_for: str) -> None:
-    """Refuses nodes that differ in anything but one field."""
-    fields = [name for name in nodes[0].__struct_fields__ if name != but_for]
-    for node in nodes[1:]:
-        if any(getattr(node, name) != getattr(nodes[0], name) for name in fields):
-            raise _conflict(path, sources, nodes)
-
-
-def _conflict(path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...]) -> RestoreError:
-    other = next((position for position, node in enumerate(nodes) if node != nodes[0]), len(nodes) - 1)
-    return RestoreError(
-        f"expected the same from every source, got {repr(nodes[0])[:100]} from source {sources[0]} and "
-        f"{repr(nodes[other])[:100]} from source {sources[other]}; what belongs to one rank can only be received by "
-        "one, in the same layout: leave it out, or register it with scope='local'",
-        path=path_name(path),
-    )

@@ -17,10 +17,12 @@ from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.wire.layouts import Intervals, Layout, Placement, Region, intervals_of, shape_of
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import LayoutNode, TensorNode, ViewNode
-from ft_transport.wire.slices import FRAME_BYTES, Slice, row_major_strides, slice_of
+from ft_transport.wire.slices import FRAME_BYTES, MAX_BLOCKS_PER_FRAME, Slice, row_major_strides, slice_of
 
 StoredNode: TypeAlias = TensorNode | LayoutNode | ViewNode
 """Where a source has a tensor, or its part of one."""
+MAX_READS: Final = 1 << 21
+MAX_WORK: Final = 1 << 22
 _LEAST_SHARED_BYTES: Final = 256 << 10
 """A piece that several sources have is not divided further among them."""
 _Cut: TypeAlias = tuple[int, int]
@@ -84,6 +86,16 @@ class Read(NamedTuple):
         return math.prod(self.box.counts) * self.wanted.item_bytes
 
     @property
+    def num_blocks(self) -> int:
+        """How many pieces it consists of at a source."""
+        return math.prod(self.box.counts) // _block_items(self.box)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the sources have the whole tensor, each its own."""
+        return self.wanted.layouts[self.box.holders[0]] is None
+
+    @property
     def sources(self) -> tuple[int, ...]:
         """Who can be asked for it."""
         return tuple(self.wanted.sources[holder] for holder in self.box.holders)
@@ -122,11 +134,14 @@ class Planner:
 
     Args:
         manifests: Of the sources.
+        names: What the sources are called in errors.
     """
 
-    def __init__(self, manifests: Sequence[Manifest]) -> None:
+    def __init__(self, manifests: Sequence[Manifest], names: Sequence[str] | None = None) -> None:
         self._manifests = manifests
+        self._names = names if names is not None else [f"source {index}" for index in range(len(manifests))]
         self._meshes_of = [[layout.mesh for layout in manifest.layouts] for manifest in manifests]
+        self._work = 0
         self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
         self._parts: dict[tuple[object, ...], tuple[_Part, ...]] = {}
         self._groups: dict[tuple[object, ...], tuple[_Group, ...]] = {}
@@ -149,14 +164,19 @@ class Planner:
         """
         reads: list[list[Read]] = [[] for _ in self._manifests]
         loads = [0] * len(self._manifests)
+        num_reads = 0
         for tensor in wanted:
             sources = tensor.sources
+            is_whole = None in tensor.layouts
             for whole in self.boxes(tensor):
                 for box in _in_pieces(whole, tensor.item_bytes):
+                    num_reads += 1
+                    if num_reads > MAX_READS:
+                        raise ManifestError(f"expected at most {MAX_READS} reads", path=tensor.path)
                     holders = box.holders
                     source = (
                         sources[holders[0]]
-                        if len(holders) == 1
+                        if is_whole or len(holders) == 1
                         else min((sources[holder] for holder in holders), key=loads.__getitem__)
                     )
                     reads[source].append(Read(tensor, box))
@@ -190,14 +210,19 @@ class Planner:
         holder = wanted.sources.index(source)
         node = wanted.nodes[holder]
         tensors = self._manifests[source].tensors
+        if not isinstance(node, (TensorNode, LayoutNode, ViewNode)):
+            raise ManifestError(f"expected a tensor of the table, got {node!r:.100}", path=wanted.path)
         if node.index >= len(tensors):
             raise ManifestError(f"expected a tensor of the table, got index {node.index}", path=wanted.path)
         entry = tensors[node.index]
         if entry.dtype != wanted.dtype:
             raise RestoreError(
-                f"expected {wanted.dtype} from every source, got {entry.dtype} from source {source}", path=wanted.path
+                f"expected {wanted.dtype} from every source, got {entry.dtype} from {self._names[source]}",
+                path=wanted.path,
             )
         if type(node) is ViewNode:
+            if len(node.shape) != len(node.stride):
+                raise ManifestError("expected as many strides as dimensions", path=wanted.path)
             shape, start = node.shape, entry.start + node.offset * wanted.item_bytes
             strides = tuple(stride * wanted.item_bytes for stride in node.stride)
         else:
@@ -205,7 +230,7 @@ class Planner:
             strides = row_major_strides(shape, wanted.item_bytes)
         if shape != box.held_shape:
             raise RestoreError(
-                f"expected a part of {list(box.held_shape)} by the layout of source {source}, got {list(shape)}; "
+                f"expected a part of {list(box.held_shape)} by the layout of {self._names[source]}, got {list(shape)}; "
                 "another division than torch's own can only be received in the same layout",
                 path=wanted.path,
             )
@@ -220,7 +245,7 @@ class Planner:
         if (actual.global_shape, actual.placements) != (wanted.global_shape, expected.placements):
             raise RestoreError(
                 f"expected {expected.placements} of {list(wanted.global_shape)} on all ranks of a mesh, got "
-                f"{actual.placements} of {list(actual.global_shape)} from source {wanted.sources[holder]}",
+                f"{actual.placements} of {list(actual.global_shape)} from {self._names[wanted.sources[holder]]}",
                 path=wanted.path,
             )
 
@@ -235,10 +260,11 @@ class Planner:
         num_wanted = math.prod(shape_of(wanted.region))
         if not num_wanted:
             return ()
-        whole = next((holder for holder, layout in enumerate(wanted.layouts) if layout is None), None)
-        if whole is not None:
-            # Such tensors need not be equal everywhere (running statistics): all of them come from one source.
-            return tuple(self._boxes_of(_Group((), {(): [whole]}), (), wanted))
+        whole = [holder for holder, layout in enumerate(wanted.layouts) if layout is None]
+        if whole:
+            # Such tensors need not be equal everywhere (running statistics): all of them come from the first source,
+            # or, should that fail, from one other.
+            return tuple(self._boxes_of(_Group((), {(): whole}), (), wanted))
         num_best = -1
         for group in self._groups_of(wanted):
             first = next(iter(group.at.values()))[0]
@@ -280,9 +306,20 @@ class Planner:
                 mesh = self._manifests[source].meshes[index]
                 if mesh.coordinate is not None:
                     group = groups.setdefault((mesh.shape, mesh.ranks), _Group(mesh.shape))
-                    group.at.setdefault(mesh.coordinate, []).append(holder)
+                    there = group.at.setdefault(mesh.coordinate, [])
+                    if there and self._snapshot_of(wanted, there[0]) != self._snapshot_of(wanted, holder):
+                        first = self._names[wanted.sources[there[0]]]
+                        raise RestoreError(
+                            f"expected the ranks of one replica as sources, got {first} and {self._names[source]}, "
+                            f"both at {mesh.coordinate} of a mesh of {list(mesh.shape)}",
+                            path=wanted.path,
+                        )
+                    there.append(holder)
             known = self._groups[key] = tuple(groups.values())
         return known
+
+    def _snapshot_of(self, wanted: Wanted, holder: int) -> str:
+        return self._manifests[wanted.sources[holder]].snapshot_id
 
     def _boxes_of(self, group: _Group, placements: tuple[Placement, ...], wanted: Wanted) -> Iterator[Box]:
         cutting: list[list[int]] = [[] for _ in wanted.global_shape]
@@ -301,6 +338,7 @@ class Planner:
             if held is None:
                 continue
             shape = tuple(part.length for part in parts)
+            self._spend(math.prod(len(part.overlaps) for part in parts))
             for overlap in itertools.product(*(part.overlaps for part in parts)):
                 yield Box(
                     holders=held,
@@ -325,8 +363,19 @@ class Planner:
         key = (size, cuts, wanted)
         known = self._parts.get(key)
         if known is None:
-            known = self._parts[key] = tuple(_overlapping_parts(size, cuts, wanted))
+            parts = []
+            for part in _overlapping_parts(size, cuts, wanted):
+                self._spend(1 + len(part.overlaps))
+                if part.overlaps:
+                    parts.append(part)
+            known = self._parts[key] = tuple(parts)
         return known
+
+    def _spend(self, work: int) -> None:
+        """No manifest may keep the receiver busy for long, whatever it says."""
+        self._work += work
+        if self._work > MAX_WORK:
+            raise ManifestError(f"expected layouts that divide tensors into at most {MAX_WORK} parts in all")
 
 
 def _cut(placements: tuple[Placement, ...], group: _Group, mesh_dim: int) -> _Cut:
@@ -335,12 +384,10 @@ def _cut(placements: tuple[Placement, ...], group: _Group, mesh_dim: int) -> _Cu
 
 
 def _overlapping_parts(size: int, cuts: tuple[_Cut, ...], wanted: Intervals) -> Iterator[_Part]:
-    """The parts of a dimension that hold any wanted index."""
+    """The parts of a dimension, those among them that may hold a wanted index."""
     for coordinate in _candidates(size, cuts, wanted):
         held = intervals_of(size, tuple((*cut, part) for cut, part in zip(cuts, coordinate, strict=True)))
-        overlaps = tuple(_overlaps(wanted, held))
-        if overlaps:
-            yield _Part(coordinate, sum(end - start for start, end in held), overlaps)
+        yield _Part(coordinate, sum(end - start for start, end in held), tuple(_overlaps(wanted, held)))
 
 
 def _candidates(size: int, cuts: tuple[_Cut, ...], wanted: Intervals) -> Iterable[tuple[int, ...]]:
@@ -372,9 +419,21 @@ def _overlaps(wanted: Intervals, held: Intervals) -> Iterator[tuple[int, int, in
 def _in_pieces(box: Box, item_bytes: int) -> Iterable[Box]:
     """The box in pieces that fit into a frame, and that those who have it can share."""
     piece_bytes = max(_LEAST_SHARED_BYTES, FRAME_BYTES // len(box.holders))
+    # Short rows cost more than their bytes.
+    piece_bytes = min(piece_bytes, _block_items(box) * item_bytes * MAX_BLOCKS_PER_FRAME)
     if math.prod(box.counts) * item_bytes <= piece_bytes:
         return (box,)
     return _cut_to(box, item_bytes, piece_bytes)
+
+
+def _block_items(box: Box) -> int:
+    """How many elements of the box lie one behind the other, at a source that lays its part out row by row."""
+    num_items = 1
+    for count, size in zip(reversed(box.counts), reversed(box.held_shape), strict=True):
+        num_items *= count
+        if count != size:
+            break
+    return num_items
 
 
 def _cut_to(box: Box, item_bytes: int, piece_bytes: int) -> Iterator[Box]:

@@ -8,14 +8,14 @@ over what it has not delivered.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from ft_transport.errors import FetchFailedError, TransportError
 from ft_transport.wire.fetch import Aborted, RequestFailed, SourceIndex, Stop, Wait, WorkerIndex, retry_delay_s
 from ft_transport.wire.reshard import Read
-from ft_transport.wire.slices import FRAME_BYTES, MAX_REQUEST_BYTES, MAX_SLICES_PER_REQUEST
+from ft_transport.wire.slices import FRAME_BYTES, MAX_BLOCKS_PER_FRAME, MAX_REQUEST_BYTES, MAX_SLICES_PER_REQUEST
 
 _LEAST_REQUEST_BYTES: Final = 4 * FRAME_BYTES
 _MAX_READS_PER_FRAME: Final = 1 << 10
@@ -45,9 +45,27 @@ SliceEvent: TypeAlias = FrameVerified | RequestFailed | Aborted
 
 @dataclass(slots=True)
 class _Source:
+    """One source.
+
+    Attributes:
+        name: For messages.
+        queue: What it is still to be asked for.
+        queued_bytes: Size of that.
+        whole: Its reads, by their ids, of tensors that are not sharded. They need not be equal everywhere: unless all
+            have landed, all of them come from the one source that stands in for it.
+        whole_left: The ids of those that have not landed.
+        stand_in: That source, once it was dropped.
+        num_active: Requests under way.
+        failures: Since the last frame that it delivered.
+        dropped: Whether it is not asked any more.
+    """
+
     name: str
     queue: deque[FrameOfReads] = field(default_factory=deque)
     queued_bytes: int = 0
+    whole: dict[int, Read] = field(default_factory=dict)
+    whole_left: set[int] = field(default_factory=set)
+    stand_in: int | None = None
     num_active: int = 0
     failures: int = 0
     dropped: bool = False
@@ -99,6 +117,8 @@ class SliceFetchMachine:
             min(waiting, key=lambda index: (self._sources[index].num_active, -self._sources[index].queued_bytes))
         )
         source = self._sources[chosen]
+        if source.num_active:
+            self._relieve(source)
         frames = self._take(source)
         self._assignments[worker] = _Assignment(chosen, deque(frames))
         source.num_active += 1
@@ -119,15 +139,20 @@ class SliceFetchMachine:
     def _enqueue(self, source: _Source, reads: Iterable[Read]) -> None:
         """Puts reads into frames, each full or the last of them."""
         frame: list[Read] = []
-        frame_bytes = 0
+        frame_bytes = num_blocks = 0
         for read in reads:
-            num_bytes = read.num_bytes
-            if frame and (frame_bytes + num_bytes > FRAME_BYTES or len(frame) == _MAX_READS_PER_FRAME):
+            num_bytes, num_more = read.num_bytes, read.num_blocks
+            is_full = frame_bytes + num_bytes > FRAME_BYTES or num_blocks + num_more > MAX_BLOCKS_PER_FRAME
+            if frame and (is_full or len(frame) == _MAX_READS_PER_FRAME):
                 source.queue.append(tuple(frame))
                 self._num_left += 1
-                frame, frame_bytes = [], 0
+                frame, frame_bytes, num_blocks = [], 0, 0
             frame.append(read)
+            if read.is_whole:
+                source.whole[id(read)] = read
+                source.whole_left.add(id(read))
             frame_bytes += num_bytes
+            num_blocks += num_more
             source.queued_bytes += num_bytes
         if frame:
             source.queue.append(tuple(frame))
@@ -152,9 +177,14 @@ class SliceFetchMachine:
 
     def _frame_verified(self, worker: WorkerIndex) -> None:
         assignment = self._assignments[worker]
-        assignment.frames.popleft()
+        source = self._sources[assignment.source]
+        frame = assignment.frames.popleft()
+        if source.dropped and source.stand_in is not None:
+            # It was on its way when another took over: what that has sent may have been overwritten.
+            self._hand_over(source, [read for read in frame if read.is_whole])
+        source.whole_left.difference_update(map(id, frame))
         self._num_left -= 1
-        self._sources[assignment.source].failures = 0
+        source.failures = 0
         if not assignment.frames:
             self._release(worker)
         if not self._num_left:
@@ -173,18 +203,57 @@ class SliceFetchMachine:
         if not error.retryable or error.http_status == 409 or source.failures >= self._max_failures:
             source.dropped = True
         if source.dropped:
-            self._hand_over(source)
+            orphans = [read for frame in self._drain(source) for read in frame if not read.is_whole]
+            self._hand_over(source, [*orphans, *(source.whole.values() if source.whole_left else ())])
+        else:
+            self._share_out(source, self._drain(source), lambda other: other.failures < source.failures)
 
-    def _hand_over(self, dropped: _Source) -> None:
+    def _relieve(self, busy: _Source) -> None:
+        """Gives half of what a source has yet to be asked for to others that have nothing to do."""
+        num_given = len(busy.queue) // 2
+        if num_given and any(self._is_idle(other) for other in self._sources):
+            given = [busy.queue.pop() for _ in range(num_given)]
+            self._num_left -= num_given
+            busy.queued_bytes -= sum(map(_bytes_of, given))
+            self._share_out(busy, given[::-1], self._is_idle)
+
+    @staticmethod
+    def _is_idle(source: _Source) -> bool:
+        return not (source.dropped or source.failures or source.num_active or source.queue)
+
+    def _drain(self, source: _Source) -> list[FrameOfReads]:
+        frames = list(source.queue)
+        self._num_left -= len(frames)
+        source.queue.clear()
+        source.queued_bytes = 0
+        return frames
+
+    def _share_out(self, source: _Source, frames: Sequence[FrameOfReads], is_better: Callable[[_Source], bool]) -> None:
+        """Gives what sources that are better have as well to them, and the rest back."""
+        own = self._sources.index(source)
+        taken: dict[int, list[Read]] = {}
+        for frame in frames:
+            for read in frame:
+                others = [
+                    index
+                    for index in (() if read.is_whole else read.sources)
+                    if not self._sources[index].dropped and is_better(self._sources[index])
+                ]
+                chosen = min(others, key=lambda index: self._sources[index].queued_bytes, default=own)
+                taken.setdefault(chosen, []).append(read)
+        for index, reads in taken.items():
+            self._enqueue(self._sources[index], reads)
+
+    def _hand_over(self, dropped: _Source, orphans: Sequence[Read]) -> None:
         """Gives what a source has not delivered to others that hold the same."""
-        orphans = [read for frame in dropped.queue for read in frame]
-        self._num_left -= len(dropped.queue)
-        dropped.queue.clear()
-        dropped.queued_bytes = 0
         taken: dict[int, list[Read]] = {}
         loads = {index: source.queued_bytes for index, source in enumerate(self._sources)}
         for read in orphans:
-            alive = [index for index in read.sources if not self._sources[index].dropped]
+            if read.is_whole:
+                chosen = self._stand_in(dropped)
+                alive = [] if chosen is None else [chosen]
+            else:
+                alive = [index for index in read.sources if not self._sources[index].dropped]
             if not alive:
                 self._stop = Stop(self._outcome(dropped, read))
                 return
@@ -193,6 +262,15 @@ class SliceFetchMachine:
             taken.setdefault(chosen, []).append(read)
         for index, reads in taken.items():
             self._enqueue(self._sources[index], reads)
+
+    def _stand_in(self, dropped: _Source) -> int | None:
+        """The source that has all that is not sharded and that ``dropped`` was to send."""
+        if dropped.stand_in is None or self._sources[dropped.stand_in].dropped:
+            everywhere = [set(read.sources) for read in dropped.whole.values()]
+            common = set.intersection(*everywhere) if everywhere else set()
+            alive = [index for index in sorted(common) if not self._sources[index].dropped]
+            dropped.stand_in = min(alive, key=lambda index: self._sources[index].failures, default=None)
+        return dropped.stand_in
 
     def _release(self, worker: WorkerIndex) -> _Assignment:
         assignment = self._assignments.pop(worker)

@@ -21,8 +21,10 @@ FRAME_BYTES: Final = 4 << 20
 FRAME_DIGEST_BYTES: Final = 8
 MAX_REQUEST_BYTES: Final = 64 << 20
 """Most data that one request may ask for."""
-MAX_REQUEST_BODY_BYTES: Final = 2 << 20
-MAX_SLICES_PER_REQUEST: Final = 1 << 15
+MAX_REQUEST_BODY_BYTES: Final = 4 << 20
+MAX_SLICES_PER_REQUEST: Final = 1 << 14
+MAX_BLOCKS_PER_FRAME: Final = 1 << 18
+"""Gathering so many takes about as long as copying and digesting a full frame."""
 
 _MAX_LOOPS: Final = 31
 """numpy has 32 dimensions at most in its first major version."""
@@ -145,6 +147,11 @@ def decode_request(body: bytes, *, data_bytes: int) -> tuple[Frame, ...]:
         num_bytes = sum(piece.num_bytes for piece in frame)
         if not 0 < num_bytes <= FRAME_BYTES:
             raise ConfigurationError(f"expected frames of 1 to {FRAME_BYTES} bytes, got one of {num_bytes}")
+        num_blocks = sum(piece.num_bytes // piece.block_bytes for piece in frame)
+        if num_blocks > MAX_BLOCKS_PER_FRAME:
+            raise ConfigurationError(
+                f"expected frames of at most {MAX_BLOCKS_PER_FRAME} blocks, got one of {num_blocks}"
+            )
         for piece in frame:
             if piece.end > data_bytes:
                 raise ConfigurationError(f"expected slices of {data_bytes} bytes of data, got one up to {piece.end}")

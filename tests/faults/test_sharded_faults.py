@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,14 +17,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ft_transport import (
     ConfigurationError,
-    DeadlineExceededError,
     FetchFailedError,
     FetchProgress,
     HTTPTransport,
     IntegrityError,
     PeerUnreachableError,
     RestoreError,
+    SnapshotReplacedError,
     StepNotServedError,
+    TransportError,
 )
 from tests.faults.proxy import Proxy, corrupt, cut, proxied, stall
 from tests.faults.transports import TIMEOUT, closed_port, fetching_threads, port_of, transport
@@ -98,6 +100,18 @@ def test_what_two_have_each_serves_half_of_and_once(at: Shard) -> None:
             assert (0.4 <= share <= 0.6) if rank in holders else share < 0.02
 
 
+def test_a_whole_state_is_read_once_from_all_that_have_it() -> None:
+    """What is written to durable storage: each byte once, whoever has it, no matter how often it exists."""
+    with group() as ranks:
+        received = ranks.receiver.fetch_sharded(ranks.urls, 1).state
+        assert torch.equal(received["w"], WHOLE)
+        assert torch.equal(received["small"], SMALL)
+        served = [proxy.num_bytes for proxy in ranks.proxies]
+        assert sum(served) < WHOLE.nbytes * 1.02
+        for first, second in ((0, 2), (1, 3)):
+            assert 0.4 <= served[first] / (served[first] + served[second]) <= 0.6
+
+
 def test_a_source_that_dies_is_stood_in_for_by_another() -> None:
     with group() as ranks:
         ranks.proxies[1].inject(cut(2 << 20), on=ON, times=100)
@@ -149,18 +163,75 @@ def test_if_every_copy_is_damaged_the_error_says_so() -> None:
 def test_a_rank_too_few_is_noticed_before_the_first_byte() -> None:
     with group() as ranks:
         into = ranks.own(Shard(1))
-        with pytest.raises(RestoreError, match=r"name all ranks of the group as sources \(at w\)") as caught:
+        with pytest.raises(RestoreError, match=r"name all ranks of the group as sources \(at w, step 1\)") as caught:
             ranks.fetch(into, sources=[ranks.urls[0], ranks.urls[2]])
         assert not caught.value.destination_touched
         assert not into["w"].to_local().any()
 
 
-def test_a_source_that_is_out_of_reach_is_named() -> None:
+def test_a_source_that_is_out_of_reach_is_not_needed_if_another_has_its_part() -> None:
+    gone = f"http://127.0.0.1:{closed_port()}/checkpoint/"
+    with group() as ranks:
+        for missing in (1, 3):  # the first of these is what is not sharded comes from
+            sources = [gone if rank == missing else url for rank, url in enumerate(ranks.urls)]
+            into = ranks.own(Shard(1))
+            received = ranks.receiver.fetch_sharded(
+                sources, 1, into=into, group_rank=1, unreachable_timeout=timedelta(seconds=0.3)
+            )
+            assert is_received(received.state, Shard(1))
+
+
+def test_a_source_that_is_out_of_reach_and_needed_is_named() -> None:
     port = closed_port()
     with group() as ranks:
-        sources = [*ranks.urls, f"http://127.0.0.1:{port}/checkpoint/"]
-        with pytest.raises((PeerUnreachableError, DeadlineExceededError), match=f"127.0.0.1:{port}"):
-            ranks.fetch(ranks.own(), sources=sources, timeout=timedelta(seconds=1))
+        sources = [ranks.urls[0], f"http://127.0.0.1:{port}/checkpoint/"]
+        with pytest.raises(RestoreError, match=f"name all ranks.*out of reach: .*127.0.0.1:{port}"):
+            ranks.fetch(ranks.own(Shard(1)), sources=sources, timeout=timedelta(seconds=2))
+
+
+def test_the_first_source_dies_and_all_that_is_not_sharded_comes_from_another() -> None:
+    with group(max_failures=1) as ranks:
+        for rank, sender in enumerate(ranks.senders):
+            mesh = mesh_of((2, 2), rank, "replicate", "shard")
+            state = {
+                "w": part_of(WHOLE, mesh, [Replicate(), Shard(0)]),
+                "plain": [torch.full((1 << 19,), float(rank)) for _ in range(8)],
+            }
+            sender.send_checkpoint([], 2, state, TIMEOUT)
+        ranks.proxies[1].inject(cut(6 << 20), on=ON, times=100)
+        own = {"w": ranks.own()["w"], "plain": [torch.zeros(1 << 19) for _ in range(8)]}
+        ranks.receiver.fetch_sharded(ranks.urls, 2, into=own, group_rank=1)
+        assert ranks.proxies[1].num_faulty
+        values = {tensor.unique().item() for tensor in own["plain"]}
+        assert len(values) == 1
+        assert values != {1.0}
+        assert torch.equal(own["w"].to_local(), part_of(WHOLE, mesh_of((2,), 1), [Shard(0)]).to_local())
+
+
+def test_two_replicas_are_no_sources_for_one_state() -> None:
+    with group() as ranks, group() as others:
+        with pytest.raises(RestoreError, match=r"expected the ranks of one replica as sources.*at w"):
+            ranks.fetch(ranks.own(), sources=[*ranks.urls, *others.urls])
+        # The same one named twice does no harm.
+        assert is_received(ranks.fetch(ranks.own(), sources=[*ranks.urls, ranks.urls[2]]))
+
+
+def test_what_an_earlier_attempt_did_is_told_by_whatever_ends_the_last_one() -> None:
+    """A first attempt lands bytes and its snapshot is replaced; then the receiver's own check refuses the next one."""
+    attempts: list[TransportError] = []
+
+    def receive() -> Any:
+        if attempts:
+            raise KeyError("another state")
+        replaced = SnapshotReplacedError("gone")
+        replaced.destination_touched = True
+        attempts.append(replaced)
+        raise replaced
+
+    with transport() as receiver:
+        with pytest.raises(KeyError) as caught:
+            receiver._with_restarts(receiver._fetch_settings(time.monotonic() + 10), receive)
+        assert caught.value.destination_touched  # type: ignore[attr-defined]
 
 
 def test_a_callback_that_raises_ends_it() -> None:

@@ -118,7 +118,7 @@ def test_who_asks_for_the_latest_state_meanwhile_gets_the_boundary(
     asked = threading.Event()
     training.manager._transport.serve_fresh(None)  # type: ignore[union-attr]
 
-    def request() -> int:
+    def request(_step: int | None) -> int:
         number = training.snapshotter.request()
         asked.set()
         return number

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ft_transport import HTTPTransport, TransportError, TransportSettings
 from manager import ConfigError, LockTimeoutError, Manager, ManagerError, RegistryError, StateTornError
@@ -353,6 +355,25 @@ def test_a_snapshot_of_a_state_that_has_moved_on_does_not_get_the_old_number(ser
     serving.start_step(2)
     serving.snapshot().result(_LONG_S)
     assert serving.current_step() == 2
+
+
+def test_a_state_function_may_step_its_optimizer_to_make_its_states(serving: Manager) -> None:
+    """As DCP's does at its first call; not inside a read section, whose end that step would wait for."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    serving.register_state_dict_fn("optimizer", lambda _state: None, lambda: get_optimizer_state_dict(model, optimizer))
+    serving.attach(optimizer)
+    receiver: HTTPTransport[Any] = HTTPTransport()
+    states: list[Any] = []
+    asking = threading.Thread(target=lambda: states.append(receiver.fetch(serving.metadata()).state))
+    asking.start()
+    deadline_s = time.monotonic() + _LONG_S
+    while asking.is_alive() and time.monotonic() < deadline_s:
+        serving.start_step(0)
+    asking.join(_LONG_S)
+    receiver.shutdown()
+    assert states[0]["user"]["optimizer"]["state"].keys() == {"weight", "bias"}
+    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_a_transport_has_one_manager(serving: Manager, transport: HTTPTransport[Any]) -> None:

@@ -188,6 +188,27 @@ def test_a_source_that_dies_midway_leaves_a_replica_that_refuses_to_step(replica
     ours.train(1)
 
 
+def test_a_refusal_after_an_attempt_that_landed_bytes_leaves_a_replica_that_refuses_to_step(
+    replicas: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt's snapshot was replaced, and the check refuses what comes next."""
+    ours, healthy = replicas(0), replicas(1)
+    refused = RegistryError("expected the state of step 5, what comes is of step 6")
+
+    def fetch(*_arguments: Any, **_keywords: Any) -> Any:
+        raise refused
+
+    monkeypatch.setattr(ours.transport, "fetch", fetch)
+    with pytest.raises(RegistryError):
+        ours.manager.recover(healthy.snapshot())
+    ours.train(1)
+    refused.destination_touched = True  # type: ignore[attr-defined]
+    with pytest.raises(RegistryError):
+        ours.manager.recover(healthy.snapshot())
+    with pytest.raises(StateTornError, match="what comes is of step 6"):
+        ours.optimizer.step()
+
+
 def test_a_source_that_is_not_there_costs_nothing(replicas: Callable[..., Replica]) -> None:
     ours, dead = replicas(0), replicas(1)
     before = exact(ours.manager.replica_state())

@@ -227,3 +227,33 @@ def test_any_order_of_events(operations: list[str]) -> None:
     finally:
         requests.finish()
         requests.snapshotter.close()
+
+
+def test_a_step_to_come_is_taken_at_its_boundary(requests: Requests) -> None:
+    requests.boundary(3)
+    assert requests.request(5) is not None
+    requests.boundary(4)
+    assert not requests.is_running
+    requests.boundary(5)
+    # It is under way, although the trainer goes on meanwhile.
+    requests.boundary(6)
+    assert requests.request(5) is not None
+    requests.finish()
+    assert requests.sink.steps == [5]
+    requests.boundary(7)
+    assert not requests.is_running
+
+
+def test_a_step_that_is_over_does_not_come_any_more(requests: Requests) -> None:
+    requests.boundary(3)
+    assert requests.request(2) is None
+    assert requests.request(3) is not None  # somebody may still take it
+    requests.boundary(4)
+    assert requests.request(3) is None
+
+
+def test_only_so_many_steps_to_come_are_kept_in_mind(requests: Requests) -> None:
+    requests.boundary(0)
+    for step in range(1000, 0, -1):
+        requests.request(step)
+    assert requests.snapshotter._wanted_steps == list(range(1, 17))

@@ -217,6 +217,14 @@ def test_a_mesh_of_other_names_or_form_is_not_used_and_one_is_built_once() -> No
     assert resolver.resolve(described, "q") is built
 
 
+def test_of_several_meshes_of_one_form_that_of_the_same_ranks_is_taken() -> None:
+    first = DeviceMesh("cpu", torch.tensor([0, 1]), _init_backend=False, _rank=0)
+    second = DeviceMesh("cpu", torch.tensor([0, 2]), _init_backend=False, _rank=0)
+    resolver = placements.MeshResolver(None, [first, second])
+    assert resolver.resolve(placements.describe_mesh(second), "p") is second
+    assert resolver.resolve(placements.describe_mesh(first), "q") is first
+
+
 def test_a_state_that_contains_itself_is_searched_once() -> None:
     state: dict[str, Any] = {"w": _sharded(_mesh("dp"), Shard(0))}
     state["self"] = [state]

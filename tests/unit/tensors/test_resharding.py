@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +17,14 @@ from state_tools import file_of_state, manifest_of
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
-from ft_transport.errors import RestoreError, TransportError
+from ft_transport.errors import ManifestError, RestoreError, TransportError
 from ft_transport.net.strided import copy_in, copy_out
 from ft_transport.tensors.resharding import reshard
 from ft_transport.tensors.restore import Restore
+from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.layouts import Layout, Mesh, Placement, region_of, shape_of
+from ft_transport.wire.manifest import Manifest, SnapshotId, TensorEntry
+from ft_transport.wire.nodes import DTensorNode, LayoutNode, LeafNode, MappingNode, TensorNode, ViewNode
 from ft_transport.wire.reshard import Planner
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
@@ -159,6 +165,33 @@ def test_ties_stay_ties_and_come_once() -> None:
     assert received["a"] is received["b"]["c"] is own
 
 
+def test_a_view_of_a_tensor_that_comes_whole_stays_a_view() -> None:
+    base = torch.arange(6.0)
+    sources = [{"view": base[2:4], "base": base, "w": part} for part in _ranks(WHOLE, (2,), Shard(0))]
+    received = _receive(sources, {"w": _own(Shard(1))})
+    assert torch.equal(received["base"], base)
+    assert received["view"].data_ptr() == received["base"][2:].data_ptr()
+    own_base = torch.zeros(6)
+    own = {"view": own_base[2:4], "base": own_base, "w": _own(Shard(1))}
+    received = _receive(sources, own)
+    assert received["view"] is own["view"]
+    assert torch.equal(own_base, base)
+
+
+def test_a_part_that_is_in_the_state_by_itself_is_a_tensor_of_its_own() -> None:
+    sources = [{"local": part.to_local(), "w": part} for part in _ranks(WHOLE, (2,), Shard(0))]
+    received = _receive(sources, {"local": torch.zeros(5, 6), "w": torch.zeros(10, 6)})
+    assert torch.equal(received["w"], WHOLE)
+    assert torch.equal(received["local"], WHOLE[:5])
+
+
+def test_keys_of_any_kind_are_found_again() -> None:
+    sources = [{("a", 1): {"w": part}, None: {"x": torch.ones(2)}} for part in _ranks(WHOLE, (2,), Replicate())]
+    received = _receive(sources, None)
+    assert torch.equal(received[("a", 1)]["w"], WHOLE)
+    assert received[None]["x"].tolist() == [1.0, 1.0]
+
+
 def test_stages_of_a_model_are_put_together_by_name() -> None:
     first, second = ({f"layer{stage}": part} for stage, part in enumerate(_ranks(WHOLE, (2,), Replicate())))
     own = {"layer0": _own(Shard(0)), "layer1": _own(Shard(1))}
@@ -198,7 +231,12 @@ def test_where_that_is_not_clear_the_caller_says_it() -> None:
 
 def test_without_anything_to_go_by_it_is_refused() -> None:
     with pytest.raises(RestoreError, match=r"found none different ways.*at w"):
-        _receive([{"w": part} for part in _ranks(WHOLE, (4,), Shard(0))], None)
+        _receive([{"w": part} for part in _ranks(WHOLE, (4,), Shard(0))], {})
+
+
+def test_without_a_state_to_receive_into_all_comes_whole() -> None:
+    received = _receive([{"w": part, "step": 3} for part in _ranks(WHOLE, (2, 2), Replicate(), Shard(1))], None)
+    assert exact(received) == exact({"w": WHOLE, "step": 3})
 
 
 # ── states that cannot be had ─────────────────────────────────────────────────────────────────────────────────────
@@ -267,3 +305,75 @@ def test_strided_shards_are_put_together() -> None:
     into = {"w": torch.zeros(10, 6)}
     _receive([{"w": part} for part in parts], into)
     assert torch.equal(into["w"], WHOLE)
+
+
+# ── hostile manifests ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("size", "split"), [(8192, 4096), (1 << 30, 4096)])
+def test_layouts_that_cut_a_tensor_into_too_many_parts_are_refused_soon(size: int, split: int) -> None:
+    at = (Placement("strided_shard", 0, split), Placement("strided_shard", 1, split))
+    manifests = []
+    for coordinate in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        mesh = Mesh("cpu", (2, 2), (0, 1, 2, 3), None, coordinate)
+        shape = shape_of(region_of(mesh, at, (size, size)) or ())
+        layout = Layout(0, at, (size, size), (size, 1), (0, 0))
+        num_bytes = math.prod(shape)
+        manifests.append(
+            Manifest(
+                step=1,
+                snapshot_id=SnapshotId(f"{coordinate[0]}{coordinate[1]}" * 16),
+                tensors=(TensorEntry("w", "U8", shape, 0, num_bytes),),
+                tree=DTensorNode(TensorNode(0), 0),
+                meshes=(mesh,),
+                layouts=(layout,),
+                chunks=ChunkTable(data_bytes=num_bytes, chunk_bytes=1 << 30),
+                digests=None,
+                header_bytes=0,
+            )
+        )
+    started_s = time.process_time()
+    with pytest.raises(ManifestError, match="at most"):
+        Planner(manifests).plan(reshard(manifests, None).wanted)
+    assert time.process_time() - started_s < 20
+
+
+@pytest.mark.parametrize(
+    "local",
+    [MappingNode("dict", []), 3, "x", LeafNode(TensorNode(0), True, True), ViewNode(0, (5, 6), (6,), 0), TensorNode(9)],
+    ids=str,
+)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_part_that_is_no_tensor_of_the_table_is_refused(local: Any, which: int) -> None:
+    manifests = [manifest_of(file_of_state({"w": part})) for part in _ranks(WHOLE, (2,), Shard(0))]
+    manifests[which] = dataclasses.replace(manifests[which], tree=MappingNode("dict", ["w", DTensorNode(local, 0)]))
+
+    def plan() -> None:
+        planner = Planner(manifests)
+        for source, reads in enumerate(planner.plan(reshard(manifests, {"w": _own(Shard(1))}).wanted)):
+            for read in reads:
+                planner.held(read, source)
+
+    with pytest.raises((ManifestError, RestoreError)):
+        plan()
+
+
+@pytest.mark.parametrize(
+    ("node", "dtype", "shape"),
+    [
+        (LayoutNode(0, "complex128", (5, 6), (6, 1)), "F64", (5, 6)),
+        (LayoutNode(0, "complex128", (5, 6), (6, 1)), "F64", (60,)),
+        (LayoutNode(0, "float32", (2**40,), (1,)), "F32", (5, 6)),
+        (LayoutNode(0, "nope", (5, 6), (6, 1)), "F32", (5, 6)),
+    ],
+    ids=str,
+)
+def test_a_layout_of_other_bytes_is_refused(node: LayoutNode, dtype: str, shape: tuple[int, ...]) -> None:
+    num_bytes = math.prod(shape) * (8 if dtype == "F64" else 4)
+    manifest = dataclasses.replace(
+        manifest_of(file_of_state({"w": WHOLE})),
+        tensors=(TensorEntry("w", dtype, shape, 0, num_bytes),),
+        tree=MappingNode("dict", ["w", node]),
+    )
+    with pytest.raises(ManifestError, match="at w"):
+        reshard([manifest], {})

@@ -16,7 +16,7 @@ from ft_transport.wire.slice_fetch import FetchFrames, FrameVerified, SliceFetch
 from ft_transport.wire.slices import FRAME_BYTES, MAX_REQUEST_BYTES
 
 
-def _read(number: int, num_bytes: int, *sources: int) -> Read:
+def _read(number: int, num_bytes: int, *sources: int, is_whole: bool = False) -> Read:
     wanted = Wanted(
         path=f"w{number}",
         start=0,
@@ -26,7 +26,7 @@ def _read(number: int, num_bytes: int, *sources: int) -> Read:
         region=(((0, num_bytes),),),
         sources=sources,
         nodes=(TensorNode(0),) * len(sources),
-        layouts=(None,) * len(sources),
+        layouts=(None if is_whole else 0,) * len(sources),
     )
     return Read(wanted, Box(tuple(range(len(sources))), (num_bytes,), (0,), (0,), (num_bytes,)))
 
@@ -69,6 +69,7 @@ def test_another_holder_takes_over_what_a_source_has_not_delivered() -> None:
     first = machine.next(worker)
     assert isinstance(first, FetchFrames)
     assert first.source == 0
+    assert len(first.frames) == 3
     machine.receive(FrameVerified(worker))
     machine.receive(_failed(0, retryable=False))
     second = machine.next(worker)
@@ -78,6 +79,51 @@ def test_another_holder_takes_over_what_a_source_has_not_delivered() -> None:
     for _ in second.frames:
         machine.receive(FrameVerified(worker))
     assert machine.stopped == Stop(None)
+
+
+def test_after_a_first_failure_another_is_asked_at_once() -> None:
+    machine = _machine([[_read(0, 10, 0, 1), _read(1, 10, 0)], []], num_workers=2, max_failures=3)
+    assert machine.next(WorkerIndex(0)).source == 0  # type: ignore[union-attr]
+    machine.receive(_failed(0))
+    requests = [machine.next(WorkerIndex(worker)) for worker in (0, 1)]
+    by_source = {request.source: request for request in requests if isinstance(request, FetchFrames)}
+    assert [read.wanted.path for frame in by_source[1].frames for read in frame] == ["w0"]  # type: ignore[index]
+    assert [read.wanted.path for frame in by_source[0].frames for read in frame] == ["w1"]  # type: ignore[index]
+    assert (by_source[1].delay_s, by_source[0].delay_s > 0) == (0.0, True)  # type: ignore[index]
+
+
+def test_who_has_nothing_to_do_relieves_who_has_much() -> None:
+    reads = [_read(number, FRAME_BYTES, 0, 1) for number in range(64)]
+    machine = _machine([reads, []])
+    asked = [machine.next(WorkerIndex(worker)) for worker in (0, 1)]
+    assert [request.source for request in asked] == [0, 0]  # type: ignore[union-attr]
+    for _ in asked[1].frames:  # type: ignore[union-attr]
+        machine.receive(FrameVerified(WorkerIndex(1)))
+    assert machine.next(WorkerIndex(1)).source == 1  # type: ignore[union-attr]
+
+
+def test_what_is_not_sharded_comes_from_one_source_as_a_whole() -> None:
+    reads = [_read(number, FRAME_BYTES, 0, 1, is_whole=True) for number in range(2)]
+    machine = _machine([reads, []], num_workers=1)
+    worker = WorkerIndex(0)
+    machine.next(worker)
+    machine.receive(FrameVerified(worker))
+    machine.receive(_failed(0, retryable=False))
+    request = machine.next(worker)
+    assert isinstance(request, FetchFrames)
+    assert request.source == 1
+    assert [read.wanted.path for frame in request.frames for read in frame] == ["w0", "w1"]
+
+
+def test_what_had_landed_as_a_whole_needs_nobody_to_stand_in() -> None:
+    machine = _machine([[_read(0, FRAME_BYTES, 0, is_whole=True), _read(1, FRAME_BYTES, 0, 1)], []], num_workers=1)
+    worker = WorkerIndex(0)
+    machine.next(worker)
+    machine.receive(FrameVerified(worker))
+    machine.receive(_failed(0, retryable=False))
+    request = machine.next(worker)
+    assert isinstance(request, FetchFrames)
+    assert [read.wanted.path for frame in request.frames for read in frame] == ["w1"]
 
 
 def test_a_source_is_asked_again_after_a_pause_before_it_is_dropped() -> None:
@@ -104,19 +150,25 @@ def test_it_can_be_aborted() -> None:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_whatever_fails_every_read_is_delivered_once_or_the_fetch_ends(data: st.DataObject) -> None:
     num_sources = data.draw(st.integers(1, 4), "sources")
     reads: list[list[Read]] = [[] for _ in range(num_sources)]
+    home: dict[str, int] = {}
     for number in range(data.draw(st.integers(0, 12), "reads")):
         holders = data.draw(st.lists(st.integers(0, num_sources - 1), min_size=1, unique=True), "holders")
-        reads[holders[0]].append(_read(number, data.draw(st.sampled_from([1, 1000, FRAME_BYTES])), *holders))
+        is_whole = data.draw(st.booleans(), "is whole")
+        num_bytes = data.draw(st.sampled_from([1, 1000, FRAME_BYTES]))
+        reads[holders[0]].append(_read(number, num_bytes, *holders, is_whole=is_whole))
+        if is_whole:
+            home[f"w{number}"] = holders[0]
     num_workers = data.draw(st.integers(1, 3), "workers")
     machine = _machine(reads, num_workers)
     delivered: Counter[str] = Counter()
+    last: dict[str, int] = {}
     busy: dict[int, list[tuple[Read, ...]]] = {}
     sources: dict[int, int] = {}
-    for _ in range(1000):
+    for _ in range(2000):
         if machine.stopped is not None:
             break
         worker = data.draw(st.integers(0, num_workers - 1), "who")
@@ -129,7 +181,9 @@ def test_whatever_fails_every_read_is_delivered_once_or_the_fetch_ends(data: st.
                 busy[worker], sources[worker] = list(instruction.frames), instruction.source
                 assert all(instruction.source in read.sources for frame in instruction.frames for read in frame)
         elif data.draw(st.booleans() | st.just(True), "lands"):
-            delivered.update(read.wanted.path for read in busy[worker].pop(0))
+            for read in busy[worker].pop(0):
+                delivered[read.wanted.path] += 1
+                last[read.wanted.path] = sources[worker]
             machine.receive(FrameVerified(WorkerIndex(worker)))
             if not busy[worker]:
                 del busy[worker]
@@ -138,6 +192,9 @@ def test_whatever_fails_every_read_is_delivered_once_or_the_fetch_ends(data: st.
             machine.receive(_failed(worker, retryable=data.draw(st.booleans(), "may pass")))
     else:
         pytest.fail("the machine does not come to an end")
-    assert set(delivered.values()) <= {1}
+    assert all(count == 1 for path, count in delivered.items() if path not in home)
     if machine.stopped.error is None:
-        assert delivered.total() == sum(map(len, reads))
+        assert len(delivered) == sum(map(len, reads))
+        # What one source was to send as a whole, one source has sent last.
+        for source in range(num_sources):
+            assert len({last[path] for path, first in home.items() if first == source}) <= 1
