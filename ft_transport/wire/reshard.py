@@ -23,8 +23,6 @@ StoredNode: TypeAlias = TensorNode | LayoutNode | ViewNode
 """Where a source has a tensor, or its part of one."""
 MAX_READS: Final = 1 << 21
 MAX_WORK: Final = 1 << 22
-_LEAST_SHARED_BYTES: Final = 256 << 10
-"""A piece that several sources have is not divided further among them."""
 _Cut: TypeAlias = tuple[int, int]
 """``split_factor`` and number of parts, of a mesh dimension that shards a tensor's dimension."""
 
@@ -418,7 +416,7 @@ def _overlaps(wanted: Intervals, held: Intervals) -> Iterator[tuple[int, int, in
 
 def _in_pieces(box: Box, item_bytes: int) -> Iterable[Box]:
     """The box in pieces that fit into a frame, and that those who have it can share."""
-    piece_bytes = max(_LEAST_SHARED_BYTES, FRAME_BYTES // len(box.holders))
+    piece_bytes = FRAME_BYTES if len(box.holders) == 1 else FRAME_BYTES // 2
     # Short rows cost more than their bytes.
     piece_bytes = min(piece_bytes, _block_items(box) * item_bytes * MAX_BLOCKS_PER_FRAME)
     if math.prod(box.counts) * item_bytes <= piece_bytes:
