@@ -6,6 +6,7 @@ All senders live in this process, which sleeps while a receiver runs; each recei
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import peers
+from benchmarks import peers, planning
 from benchmarks.layouts import ShardedSpec, build, ensure_process_group
 from benchmarks.machine import is_busy
 from benchmarks.report import Group, Sample, Verdict
@@ -26,6 +27,7 @@ _TIMEOUT_S: Final = 300.0
 _RANK: Final = 1
 _RATE: Final = "GB/s"
 _MOVED: Final = "× of its part"
+_SECONDS: Final = "s"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,13 @@ def run(scale: float, num_samples: int, say: Callable[[str], None], settle: Call
                 rate = num_bytes / outcome["seconds"] / 1e9
                 say(f"reshard {round_number + 1}/{num_samples} {variant.label}: {rate:.2f} GB/s")
         group.title = f"{num_bytes / 1e6:.0f} MB, {group.title}"
-    order = [variant.key for variant in _VARIANTS]
+    for change, round_number in itertools.product(planning.CHANGES, range(num_samples)):
+        settle()
+        seconds = planning.seconds_of(change)
+        label = f"plan {planning.NUM_TENSORS} tensors: {change.label}"
+        group.add(change.key, Sample(round_number, seconds), label=label, role="ours", phase="cold", unit=_SECONDS)
+        say(f"reshard {label}: {seconds:.2f} s")
+    order = [*(variant.key for variant in _VARIANTS), *(change.key for change in planning.CHANGES)]
     group.series.sort(key=lambda series: order.index(series.key))
     group.verdicts = _judge(group)
     return group
@@ -137,6 +145,16 @@ def _judge(group: Group) -> list[Verdict]:
     ]
     moved = [series for series in group.series if series.unit == _MOVED]
     largest = max((series.summary.high for series in moved), default=None)
+    slowest = [series.summary.median for series in group.series if series.unit == _SECONDS]
+    verdicts.append(
+        Verdict(
+            f"planning {planning.NUM_TENSORS} tensors over {planning.NUM_RANKS} ranks, the slowest median",
+            max(slowest, default=None),
+            1.0,
+            "at most",
+            _SECONDS,
+        )
+    )
     verdicts.append(Verdict("bytes on the wire, all told, at most", largest, 1.02, "at most", _MOVED))
     return verdicts
 

@@ -31,6 +31,7 @@ from ft_transport.settings import TransportSettings
 from ft_transport.tensors.collectives import refusing_collectives
 from ft_transport.tensors.encodings import register_encoding
 from ft_transport.tensors.matching import Incoming, Mismatch
+from ft_transport.tensors.placements import spans_ranks
 from ft_transport.tensors.snapshot import HeldState
 from ft_transport.tensors.state_digest import state_digest
 from ft_transport.transport import HTTPTransport
@@ -64,5 +65,6 @@ __all__ = [
     "UnsupportedLeafError",
     "refusing_collectives",
     "register_encoding",
+    "spans_ranks",
     "state_digest",
 ]

@@ -18,7 +18,7 @@ from ft_transport.net.peer_address import PeerAddress
 from ft_transport.net.token import JobToken
 from ft_transport.net.workers import FetchSettings
 from ft_transport.settings import TransportSettings, check_duration, check_number
-from ft_transport.sharded import ShardedRequest, poison, receive_sharded
+from ft_transport.sharded import ShardedRequest, poison, receive_sharded, step_of
 from ft_transport.tensors.agreement import find_differences
 from ft_transport.tensors.copying import default_num_threads
 from ft_transport.tensors.matching import Incoming
@@ -169,7 +169,8 @@ class SnapshotReceiving(Generic[T]):
         for another that fails. A plain tensor of ``into`` takes a whole one. The same path at two sources is the same
         tensor: states of pipeline stages need names, as ``torch.distributed.checkpoint.state_dict`` makes them.
 
-        No collective runs: each rank of the receiving group calls this for itself.
+        No collective runs: each rank of the receiving group calls this for itself. Where they have to end up at one
+        step, they pass one (`common_step`): the latest may be another one for each.
 
         Args:
             sources: What the ``metadata()`` of each rank of the sending group returned; all of them, unless fewer have
@@ -194,9 +195,46 @@ class SnapshotReceiving(Generic[T]):
                 how something is to be divided; the path is named, and nothing was received.
             TransportError: As for `fetch`.
         """
+        group_rank = check_number("group_rank", group_rank, at_least=0)
+        request = self._sharded_request(sources, step, timeout, unreachable_timeout, first=group_rank)
+        request = dataclasses.replace(request, into=into, like=like, check=check)
+        return self._with_restarts(
+            request.settings, lambda: self._receive_sharded(request, is_comparable=is_comparable)
+        )
+
+    def common_step(
+        self,
+        sources: Sequence[str],
+        *,
+        timeout: timedelta | None = None,
+        unreachable_timeout: timedelta | None = None,
+    ) -> int:
+        """Has all sources take a snapshot of one step, and says which; it is served until newer ones take its place.
+
+        For receivers that have to end up at one step: one of them calls this and tells the others, and all of them call
+        `fetch_sharded` with that step.
+
+        Args:
+            sources: As for `fetch_sharded`, as are the timeouts.
+            timeout: For everything.
+            unreachable_timeout: How long a source may be out of reach.
+
+        Raises:
+            TransportError: As for `fetch_sharded`.
+        """
+        return step_of(self._sharded_request(sources, LATEST, timeout, unreachable_timeout, first=0))
+
+    def _sharded_request(
+        self,
+        sources: Sequence[str],
+        step: StepSelector,
+        timeout: timedelta | None,
+        unreachable_timeout: timedelta | None,
+        *,
+        first: int,
+    ) -> ShardedRequest:
         if isinstance(sources, str) or not sources:
             raise ConfigurationError(f"expected the addresses of one or more sources, got {sources!r}")
-        group_rank = check_number("group_rank", group_rank, at_least=0)
         if timeout is None:
             timeout = self._timeout
         check_duration("timeout", timeout, at_least=timedelta.min)
@@ -204,20 +242,14 @@ class SnapshotReceiving(Generic[T]):
             step = check_number("step", step, at_least=0)
         unreachable_s = (timeout / 4 if unreachable_timeout is None else unreachable_timeout).total_seconds()
         peers = [PeerAddress.from_url(source) for source in sources]
-        first = group_rank % len(peers)
-        request = ShardedRequest(
+        first %= len(peers)
+        return ShardedRequest(
             sources=peers[first:] + peers[:first],
             step=step,
-            into=into,
             settings=self._fetch_settings(time.monotonic() + timeout.total_seconds()),
             unreachable_s=unreachable_s,
             meshes=self._settings.meshes,
             max_bytes=self._settings.max_receive_bytes,
-            like=like,
-            check=check,
-        )
-        return self._with_restarts(
-            request.settings, lambda: self._receive_sharded(request, is_comparable=is_comparable)
         )
 
     def _receive(

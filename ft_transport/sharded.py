@@ -33,24 +33,24 @@ class ShardedRequest:
     Attributes:
         sources: Who has it; what is not sharded comes from the first that has it.
         step: A step, or ``latest``.
-        into: The receiver's own state.
         settings: Connections, deadlines and the like.
         unreachable_s: How long a source may be out of reach before the first byte, in seconds.
         meshes: For DTensors that the receiver does not have.
         max_bytes: More than this is refused.
+        into: The receiver's own state.
         like: See `reshard`.
         check: Called with what will come, before any of it does.
     """
 
     sources: Sequence[PeerAddress]
     step: StepSelector
-    into: object
     settings: FetchSettings
     unreachable_s: float
     meshes: Sequence[DeviceMesh]
     max_bytes: int
-    like: LikeFunction | None
-    check: Callable[[Incoming], None] | None
+    into: object = None
+    like: LikeFunction | None = None
+    check: Callable[[Incoming], None] | None = None
 
 
 def receive_sharded(request: ShardedRequest) -> tuple[Manifest, Restore]:
@@ -82,6 +82,12 @@ def receive_sharded(request: ShardedRequest) -> tuple[Manifest, Restore]:
                 error.message += f"; out of reach: {', '.join(map(str, unreachable))}"
             raise
     return resharding.manifest, restore
+
+
+def step_of(request: ShardedRequest) -> int:
+    """The step that all sources show when they are asked for their latest state, as one."""
+    with _asked(request) as (sources, _):
+        return sources[0].manifest.step
 
 
 def poison(restore: Restore, error: BaseException) -> None:

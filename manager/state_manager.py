@@ -12,12 +12,15 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Literal
 
-from ft_transport import HTTPTransport, Incoming, Received, TransportError
+import torch.distributed as dist
+
+from ft_transport import HTTPTransport, Incoming, Received, TransportError, spans_ranks
 from manager.errors import ManagerError, RegistryError, StateTornError
 from manager.fit import check_fit
 from manager.guarded_memory import storages_of_optimizers
 from manager.locked_state import LockedState, checked_step
 from manager.snapshots import Snapshotter
+from manager.sources import agree_on_step, checked_addresses
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +179,7 @@ class StateManager(LockedState):
         unreachable_timeout: timedelta | None = None,
         is_fresh: bool = False,
         verify: bool = True,
-        group_rank: int = 0,
+        process_group: dist.ProcessGroup | None = None,
     ) -> Recovery:
         """Receive the state of a peer into this replica's own tensors, and load it.
 
@@ -195,7 +198,8 @@ class StateManager(LockedState):
             is_fresh: Accept ``step`` only as the peer's present state, not as it was at an earlier attempt at it.
             verify: Whether the state is compared with the peer's once it is loaded, every bit of it. Turn it off where
                 a load function changes what it takes on purpose.
-            group_rank: This rank's number in its replica, for a list of addresses.
+            process_group: All ranks of this replica, if it has several. Each of them calls this; the latest step is the
+                same for all then. Two small collectives run.
 
         Raises:
             TransportError: The transfer failed.
@@ -203,52 +207,41 @@ class StateManager(LockedState):
             RegistryError: What the peer has does not fit what is registered here (nothing is received then, if modules
                 and optimizers show it), or a load function failed.
             LockTimeoutError: Others held the lock until the deadline.
-            ManagerError: There is no transport, the address is this replica's own, or a state function asked for the
-                training thread.
+            ManagerError: There is no transport, the address is this replica's own, a state function asked for the
+                training thread, or several ranks would each recover a latest step of their own.
         """
         if self._transport is None:
             raise ManagerError("expected a checkpoint_transport to receive with, and this manager has none")
-        addresses: Any = [metadata] if isinstance(metadata, str) else metadata
-        if not isinstance(addresses, Sequence) or not addresses or not all(isinstance(each, str) for each in addresses):
-            raise TypeError(f"expected the address that a peer's metadata() returned, got {metadata!r}")
+        addresses = checked_addresses(metadata, self._transport.metadata())
         source = addresses[0] if len(addresses) == 1 else f"{addresses[0]} and {len(addresses) - 1} more"
         if step != "latest":
             step = checked_step(step)
-        own = self._transport.metadata().rstrip("/")
-        if own in (address.rstrip("/") for address in addresses):
-            raise ManagerError(f"expected the address of another replica to recover from, got this one's own {own}")
         total = timeout if timeout is not None else self._timeout
         start_s = time.monotonic()
+        if process_group is not None and step == "latest":
+            step = agree_on_step(
+                self._transport, addresses, process_group, timeout=total, unreachable_timeout=unreachable_timeout
+            )
         with self._lock.write(f"receiving step {step} from {source}", total):
             into = self.replica_state()
+            if step == "latest" and spans_ranks(into):
+                raise ManagerError(
+                    "expected process_group=..., or a step, to recover a replica of several ranks: the latest step may "
+                    "be another one for each of them"
+                )
             remaining = max(total - timedelta(seconds=time.monotonic() - start_s), timedelta(0))
             earlier, self._torn = self._torn, StateTornError(step=step, reason="the transfer was interrupted")
             try:
-                wanted = "latest" if is_fresh else step
-                check = partial(self._check_incoming, into=into, step=step)
-                if isinstance(metadata, str):
-                    received = self._transport.fetch(
-                        metadata,
-                        wanted,
-                        timeout=remaining,
-                        unreachable_timeout=unreachable_timeout,
-                        into=into,
-                        check=check,
-                        # Comparing it afterwards reads every byte, too.
-                        verify_late=not verify,
-                    )
-                else:
-                    received = self._transport.fetch_sharded(
-                        addresses,
-                        wanted,
-                        into=into,
-                        group_rank=group_rank,
-                        timeout=remaining,
-                        unreachable_timeout=unreachable_timeout,
-                        check=check,
-                        like=self._registry.parameter_finder(),
-                        is_comparable=verify,
-                    )
+                received = self._receive(
+                    metadata if isinstance(metadata, str) else addresses,
+                    "latest" if is_fresh else step,
+                    into=into,
+                    group_rank=dist.get_rank(process_group) if process_group is not None else 0,
+                    timeout=remaining,
+                    unreachable_timeout=unreachable_timeout,
+                    check=partial(self._check_incoming, into=into, step=step),
+                    verify=verify,
+                )
             except RegistryError as error:
                 # Of an earlier attempt, whose snapshot was replaced meanwhile, something may have landed.
                 is_touched = getattr(error, "destination_touched", False)
@@ -289,6 +282,29 @@ class StateManager(LockedState):
         if self._transport is not None:
             self._transport.serve_fresh(None)
             self._transport.shutdown(wait=wait)
+
+    def _receive(
+        self,
+        source: str | list[str],
+        step: int | Literal["latest"],
+        *,
+        group_rank: int,
+        verify: bool,
+        **keywords: Any,
+    ) -> Received[Any]:
+        """Receive from one rank in the same layout, or from all ranks in any other."""
+        assert self._transport is not None, "it was asked for"
+        if isinstance(source, str):
+            # Comparing it afterwards reads every byte, too.
+            return self._transport.fetch(source, step, verify_late=not verify, **keywords)
+        return self._transport.fetch_sharded(
+            source,
+            step,
+            group_rank=group_rank,
+            like=self._registry.parameter_finder(),
+            is_comparable=verify,
+            **keywords,
+        )
 
     def _check_incoming(self, incoming: Incoming, into: Mapping[str, object], step: int | Literal["latest"]) -> None:
         if step not in ("latest", incoming.step):

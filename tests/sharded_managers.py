@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ft_transport import HTTPTransport, TransportSettings
-from manager import Manager, RegistryError
+from manager import Manager, ManagerError, RegistryError
 
 NUM_TRAINING = 3
 NUM_RECOVERING = 2
@@ -81,11 +81,17 @@ def train(group: dist.ProcessGroup, manager: Manager, optimizer: Counting, done:
     return {"steps": step}
 
 
-def recover(manager: Manager, model: nn.Module, optimizer: Counting, addresses: list[str]) -> dict[str, Any]:
-    rank = dist.get_rank() - NUM_TRAINING
+def recover(
+    group: dist.ProcessGroup, manager: Manager, model: nn.Module, optimizer: Counting, addresses: list[str]
+) -> dict[str, Any]:
+    refused = ""
+    try:
+        manager.recover(addresses)
+    except ManagerError as error:
+        refused = str(error)
     steps, wrong = [], []
     for _ in range(NUM_RECOVERIES):
-        step = manager.recover(addresses, timeout=TIMEOUT, group_rank=rank).step
+        step = manager.recover(addresses, timeout=TIMEOUT, process_group=group).step
         steps.append(step)
         states = [optimizer.state[parameter]["count"] for parameter in model.parameters()]
         for tensor in (*model.parameters(), *states):
@@ -94,7 +100,7 @@ def recover(manager: Manager, model: nn.Module, optimizer: Counting, addresses: 
                 wrong.append(f"step {step}: {tensor.to_local().unique().tolist()}")
             if tensor.placements != (Shard(1),):
                 wrong.append(f"placements {tensor.placements}")
-    return {"recovered": steps, "wrong": wrong}
+    return {"recovered": steps, "wrong": wrong, "refused": refused}
 
 
 def try_a_collective(mesh: DeviceMesh) -> str:
@@ -130,7 +136,7 @@ def main() -> None:
         report = train(training.get_group(), manager, optimizer, done)
         report["collective"] = try_a_collective(training)
     else:
-        report = recover(manager, model, optimizer, addresses[:NUM_TRAINING])
+        report = recover(recovering.get_group(), manager, model, optimizer, addresses[:NUM_TRAINING])
         dist.barrier(group=recovering.get_group())
         done.touch()
     (reports / f"{rank}.json").write_text(json.dumps(report))

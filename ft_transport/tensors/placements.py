@@ -124,6 +124,11 @@ def _is_same_place(here: Sequence[int] | None, there: Sequence[int] | None, at: 
     )
 
 
+def spans_ranks(state: object) -> bool:
+    """Whether any DTensor of a state lies on a mesh of several ranks."""
+    return any(dtensor.device_mesh.size() > 1 for dtensor in _dtensors(state))
+
+
 class MeshResolver:
     """Finds, for a DTensor that has no counterpart in the receiver's state, the receiver's mesh to put it on.
 

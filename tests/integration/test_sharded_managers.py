@@ -39,6 +39,9 @@ def test_ranks_that_train_are_recovered_from_at_one_step(reports: list[dict[str,
         assert len(report["recovered"]) == script.NUM_RECOVERIES
         # The sources went on meanwhile: each recovery shows a later step.
         assert report["recovered"] == sorted(set(report["recovered"]))
+        # And the same one for all ranks that recover together, which cannot be had without their agreement.
+        assert report["recovered"] == recovering[0]["recovered"]
+        assert "expected process_group=..., or a step" in report["refused"]
     assert {report["steps"] for report in reports[: script.NUM_TRAINING]} == {reports[0]["steps"]}
 
 
