@@ -30,6 +30,7 @@ from ft_transport.wire.routes import LATEST, StepSelector
 T = TypeVar("T")
 
 _DEFAULT_NUM_CONNECTIONS: Final = 4
+_GROUP_UNREACHABLE_TIMEOUT: Final = timedelta(seconds=5)
 _FIRST_RESTART_PAUSE_S: Final = 0.05
 _LONGEST_RESTART_PAUSE_S: Final = 1.0
 
@@ -181,8 +182,9 @@ class SnapshotReceiving(Generic[T]):
             group_rank: This rank's number in its group. What is not sharded comes from the source of that number
                 (modulo their number), so that the ranks of a group do not all ask one source for it.
             timeout: For everything; the transport's own by default.
-            unreachable_timeout: How long a source may be out of reach before the first byte; by default a quarter of
-                ``timeout``. Then the others are asked alone, if they have all that is needed.
+            unreachable_timeout: How long a source may be out of reach before the first byte; by default 5 seconds, or
+                a quarter of ``timeout`` if that is less. Then the others are asked alone, if they have all that is
+                needed; so they are if one hangs.
             check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
                 untouched.
             like: Returns, for the path of a tensor that ``into`` does not have, one of this rank's that is divided in
@@ -240,14 +242,15 @@ class SnapshotReceiving(Generic[T]):
         check_duration("timeout", timeout, at_least=timedelta.min)
         if step != LATEST:
             step = check_number("step", step, at_least=0)
-        unreachable_s = (timeout / 4 if unreachable_timeout is None else unreachable_timeout).total_seconds()
+        if unreachable_timeout is None:
+            unreachable_timeout = min(timeout / 4, _GROUP_UNREACHABLE_TIMEOUT)
         peers = [PeerAddress.from_url(source) for source in sources]
         first %= len(peers)
         return ShardedRequest(
             sources=peers[first:] + peers[:first],
             step=step,
             settings=self._fetch_settings(time.monotonic() + timeout.total_seconds()),
-            unreachable_s=unreachable_s,
+            unreachable_s=unreachable_timeout.total_seconds(),
             meshes=self._settings.meshes,
             max_bytes=self._settings.max_receive_bytes,
         )

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ft_transport.errors import PeerUnreachableError, RestoreError, StepNotServedError, TransportError
-from ft_transport.net.asking import fetch_manifest
+from ft_transport.errors import (
+    DeadlineExceededError,
+    PeerError,
+    PeerUnreachableError,
+    RestoreError,
+    StepNotServedError,
+    TransportError,
+)
+from ft_transport.net.asking import fetch_manifest, fetch_server_id
 from ft_transport.net.connection import Connection
 from ft_transport.net.peer_address import PeerAddress
 from ft_transport.net.slice_client import Source, fetch_slices
@@ -24,6 +33,8 @@ from ft_transport.wire.routes import LATEST, StepSelector
 
 _MAX_ASKED_AT_ONCE: Final = 16
 _LARGEST_LEAD: Final = 1 << 16
+_TICK_S: Final = 2.0
+"""Once a source has answered, the others are asked so often whether they are alive, and have so long to say so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,13 +119,14 @@ def _asked(request: ShardedRequest) -> Iterator[tuple[list[Source], list[Transpo
     with ExitStack() as stack:
         connections: dict[PeerAddress, Connection] = {}
         stack.callback(_close_all, connections)
-        unreachable: list[TransportError] = []
+        gone: dict[PeerAddress, TransportError] = {}
 
         def ask(step: StepSelector) -> list[Source]:
-            unreachable.clear()
             # What was asked for before is not needed, and must not keep its place.
             _close_all(connections)
             for peer in request.sources:
+                if peer in gone:
+                    continue
                 connections[peer] = Connection(peer, token=settings.token, patience=settings.patience)
             with ThreadPoolExecutor(
                 min(len(connections), _MAX_ASKED_AT_ONCE), thread_name_prefix="ft-transport-manifest"
@@ -124,19 +136,25 @@ def _asked(request: ShardedRequest) -> Iterator[tuple[list[Source], list[Transpo
                     for peer, connection in connections.items()
                 }
                 try:
-                    _wait_for(asking.values())
+                    _wait_for(asking, settings)
                 except BaseException:
                     # Nobody waits for the others' answers, and the pool ends when they do.
                     for connection in connections.values():
                         connection.interrupt()
                     raise
-            failed = [error for each in asking.values() if isinstance(error := each.exception(), TransportError)]
-            unreachable.extend(failed)
-            if len(unreachable) == len(asking):
-                raise unreachable[0]
-            return [Source(peer, each.result()) for peer, each in asking.items() if each.exception() is None]
+                for peer, each in asking.items():
+                    if not each.done():
+                        connections[peer].interrupt()
+            for peer, each in asking.items():
+                error = each.exception()
+                if isinstance(error, TransportError):
+                    # It is not asked again: the others have answered.
+                    gone[peer] = error
+            if all(peer in gone for peer in asking):
+                raise next(iter(gone.values()))
+            return [Source(peer, each.result()) for peer, each in asking.items() if peer not in gone]
 
-        yield _of_one_step(ask, request.step), unreachable
+        yield _of_one_step(ask, request.step), list(gone.values())
 
 
 def _close_all(connections: dict[PeerAddress, Connection]) -> None:
@@ -145,12 +163,38 @@ def _close_all(connections: dict[PeerAddress, Connection]) -> None:
     connections.clear()
 
 
-def _wait_for(asking: Collection[Future[Manifest]]) -> None:
-    """Returns when all have an answer, or are out of reach; raises the first other error at once."""
-    for each in as_completed(asking):
-        error = each.exception()
-        if error is not None and not isinstance(error, PeerUnreachableError):
-            raise error
+def _wait_for(asking: Mapping[PeerAddress, Future[Manifest]], settings: FetchSettings) -> None:
+    """Returns when all have an answer, but for those that are out of reach, or that do not answer anything any more.
+
+    Raises:
+        TransportError: The first error that is another.
+    """
+    has_answer = False
+    left = dict(asking)
+    while left:
+        done, _ = wait(left.values(), timeout=_TICK_S if has_answer else None, return_when=FIRST_COMPLETED)
+        for each in done:
+            error = each.exception()
+            if error is not None and not isinstance(error, PeerUnreachableError):
+                raise error
+            has_answer = has_answer or error is None
+        # One that waits for its trainer's step boundary answers meanwhile; one that hangs does not.
+        left = {peer: each for peer, each in left.items() if each not in done and (done or _answers(peer, settings))}
+
+
+def _answers(peer: PeerAddress, settings: FetchSettings) -> bool:
+    patience = dataclasses.replace(
+        settings.patience,
+        deadline_s=min(settings.patience.deadline_s, time.monotonic() + _TICK_S),
+    )
+    try:
+        with Connection(peer, token=settings.token, patience=patience) as connection:
+            fetch_server_id(connection)
+    except (PeerUnreachableError, DeadlineExceededError):
+        return False
+    except PeerError:
+        return True
+    return True
 
 
 def _is_past(error: BaseException) -> bool:

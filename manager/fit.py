@@ -108,8 +108,8 @@ def _check_tensors(incoming: Incoming, entry: StateEntry) -> None:
     ]
     if differing:
         raise RegistryError(
-            f"expected tensors of the same dtypes and shapes under {entry.key!r}; {_some(differing)}; nothing was "
-            "received",
+            f"expected tensors of the same dtypes, shapes and parts under {entry.key!r}; {_some(differing)}; nothing "
+            "was received (replicas of another layout are recovered from by the addresses of all their ranks)",
             keys=(entry.key,),
         )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
 from ft_transport import HTTPTransport, TransportError
 from manager.errors import ManagerError
+
+_MAX_SHOWN_CHARACTERS: Final = 500
 
 
 def checked_addresses(metadata: str | Sequence[str], own: str) -> list[str]:
@@ -64,3 +66,17 @@ def agree_on_step(
     if isinstance(outcome[0], TransportError):
         raise outcome[0]
     return int(outcome[0])
+
+
+def failures_elsewhere(process_group: dist.ProcessGroup, error: BaseException | None) -> list[str]:
+    """Tell the other ranks how it went here, and return what went wrong on them. Runs a collective.
+
+    Args:
+        process_group: All ranks that recover together.
+        error: What went wrong here.
+    """
+    outcomes: list[Any] = [None] * dist.get_world_size(process_group)
+    own = f"{type(error).__name__}: {error}"[:_MAX_SHOWN_CHARACTERS] if error is not None else None
+    dist.all_gather_object(outcomes, own, group=process_group)
+    here = dist.get_rank(process_group)
+    return [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if outcome is not None and rank != here]

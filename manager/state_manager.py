@@ -20,7 +20,7 @@ from manager.fit import check_fit
 from manager.guarded_memory import storages_of_optimizers
 from manager.locked_state import LockedState, checked_step
 from manager.snapshots import Snapshotter
-from manager.sources import agree_on_step, checked_addresses
+from manager.sources import agree_on_step, checked_addresses, failures_elsewhere
 
 logger = logging.getLogger(__name__)
 
@@ -199,11 +199,11 @@ class StateManager(LockedState):
             verify: Whether the state is compared with the peer's once it is loaded, every bit of it. Turn it off where
                 a load function changes what it takes on purpose.
             process_group: All ranks of this replica, if it has several. Each of them calls this; the latest step is the
-                same for all then. Two small collectives run.
+                same for all then, and if one of them fails all do. Small collectives run.
 
         Raises:
             TransportError: The transfer failed.
-            StateTornError: After loading, the state is not what was sent.
+            StateTornError: After loading, the state is not what was sent; or another rank of ``process_group`` failed.
             RegistryError: What the peer has does not fit what is registered here (nothing is received then, if modules
                 and optimizers show it), or a load function failed.
             LockTimeoutError: Others held the lock until the deadline.
@@ -213,15 +213,57 @@ class StateManager(LockedState):
         if self._transport is None:
             raise ManagerError("expected a checkpoint_transport to receive with, and this manager has none")
         addresses = checked_addresses(metadata, self._transport.metadata())
-        source = addresses[0] if len(addresses) == 1 else f"{addresses[0]} and {len(addresses) - 1} more"
         if step != "latest":
             step = checked_step(step)
         total = timeout if timeout is not None else self._timeout
         start_s = time.monotonic()
-        if process_group is not None and step == "latest":
-            step = agree_on_step(
-                self._transport, addresses, process_group, timeout=total, unreachable_timeout=unreachable_timeout
+        if process_group is not None:
+            if step == "latest":
+                step = agree_on_step(
+                    self._transport, addresses, process_group, timeout=total, unreachable_timeout=unreachable_timeout
+                )
+            return self._recover_together(
+                process_group,
+                metadata,
+                step,
+                max(total - timedelta(seconds=time.monotonic() - start_s), timedelta(0)),
+                unreachable_timeout=unreachable_timeout,
+                is_fresh=is_fresh,
+                verify=verify,
             )
+        return self._recover(
+            metadata, step, total, unreachable_timeout=unreachable_timeout, is_fresh=is_fresh, verify=verify
+        )
+
+    def _recover_together(self, process_group: dist.ProcessGroup, *arguments: Any, **keywords: Any) -> Recovery:
+        """Recover on all ranks of a replica, or on none: where one failed, the others refuse to step."""
+        try:
+            recovery = self._recover(*arguments, group_rank=dist.get_rank(process_group), **keywords)
+        except Exception as error:
+            failures_elsewhere(process_group, error)
+            raise
+        failures = failures_elsewhere(process_group, None)
+        if failures:
+            self._torn = StateTornError(
+                step=recovery.step, reason=f"this rank has received it, others of this replica have not: {failures}"
+            )
+            self._refuse_torn_state()
+        return recovery
+
+    def _recover(
+        self,
+        metadata: str | Sequence[str],
+        step: int | Literal["latest"],
+        total: timedelta,
+        *,
+        unreachable_timeout: timedelta | None,
+        is_fresh: bool,
+        verify: bool,
+        group_rank: int = 0,
+    ) -> Recovery:
+        assert self._transport is not None, "it was asked for"
+        start_s = time.monotonic()
+        source = metadata if isinstance(metadata, str) else f"{metadata[0]} and {len(metadata) - 1} more"
         with self._lock.write(f"receiving step {step} from {source}", total):
             into = self.replica_state()
             if step == "latest" and spans_ranks(into):
@@ -233,10 +275,10 @@ class StateManager(LockedState):
             earlier, self._torn = self._torn, StateTornError(step=step, reason="the transfer was interrupted")
             try:
                 received = self._receive(
-                    metadata if isinstance(metadata, str) else addresses,
+                    metadata if isinstance(metadata, str) else list(metadata),
                     "latest" if is_fresh else step,
                     into=into,
-                    group_rank=dist.get_rank(process_group) if process_group is not None else 0,
+                    group_rank=group_rank,
                     timeout=remaining,
                     unreachable_timeout=unreachable_timeout,
                     check=partial(self._check_incoming, into=into, step=step),

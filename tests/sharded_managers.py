@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ft_transport import HTTPTransport, TransportSettings
-from manager import Manager, ManagerError, RegistryError
+from ft_transport import HTTPTransport, TransportError, TransportSettings
+from manager import Manager, ManagerError, RegistryError, StateTornError
 
 NUM_TRAINING = 3
 NUM_RECOVERING = 2
@@ -100,7 +100,14 @@ def recover(
                 wrong.append(f"step {step}: {tensor.to_local().unique().tolist()}")
             if tensor.placements != (Shard(1),):
                 wrong.append(f"placements {tensor.placements}")
-    return {"recovered": steps, "wrong": wrong, "refused": refused}
+    # One rank is told too little; the others must not train on without it.
+    together = ""
+    try:
+        is_last = dist.get_rank(group) == dist.get_world_size(group) - 1
+        manager.recover(addresses[:1] if is_last else addresses, process_group=group)
+    except (TransportError, StateTornError) as error:
+        together = f"{type(error).__name__}: {error}"
+    return {"recovered": steps, "wrong": wrong, "refused": refused, "together": together}
 
 
 def try_a_collective(mesh: DeviceMesh) -> str:

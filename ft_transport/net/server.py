@@ -296,7 +296,7 @@ class SnapshotServer:
         with reading as snapshot:
             try:
                 body = await asyncio.wait_for(request.read(), self._stall_timeout_s)
-            except asyncio.TimeoutError:
+            except (asyncio.TimeoutError, ConnectionError, web.RequestPayloadError):
                 raise web.HTTPRequestTimeout(text="the body did not come") from None
             frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
             headers = {"Content-Type": "application/octet-stream", "Cache-Control": "no-store"}

@@ -30,7 +30,10 @@ from ft_transport.wire.nodes import (
 
 
 class Mismatch(NamedTuple):
-    """A tensor of the receiver's at whose place one of another dtype or shape comes; both as ``float32[2, 3]``."""
+    """A tensor of the receiver's at whose place one of another dtype, shape or division comes.
+
+    Both are described, as ``float32[2, 3]`` where these differ.
+    """
 
     path: str
     own: str
@@ -132,7 +135,9 @@ class Matcher:
             case None | bool() | int() | float() | str():
                 return
             case TensorNode():
-                if isinstance(into, torch.Tensor) and not isinstance(into, DTensor):
+                if isinstance(into, DTensor):
+                    self._note_other_division(node, into, "a plain tensor")
+                elif isinstance(into, torch.Tensor):
                     self._consider(node, into)
             case MappingNode() | DefaultDictNode():
                 if isinstance(into, Mapping):
@@ -147,6 +152,8 @@ class Matcher:
             case DTensorNode():
                 if isinstance(into, DTensor):
                     self._collect_part(node, into)
+                elif isinstance(into, torch.Tensor):
+                    self._note_other_division(node.local, into, "a part of a DTensor")
             case LayoutNode():
                 if isinstance(into, torch.Tensor) and not isinstance(into, DTensor):
                     self._consider_layout(node, into)
@@ -171,6 +178,19 @@ class Matcher:
             dtype = DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype)
             name = name_of(dtype) if dtype is not None else entry.dtype
             self._note_mismatch(entry.name, into, name, layout.global_shape)
+        elif into.shape == layout.global_shape:
+            mesh = manifest.meshes[layout.mesh]
+            at = placements.decode_placements(layout.placements)
+            self._note_other_division(local, into, f"the part of coordinate {mesh.coordinate} of {mesh.shape} by {at}")
+
+    def _note_other_division(self, node: Node, into: torch.Tensor, received: str) -> None:
+        if isinstance(node, (TensorNode, LayoutNode)) and node.index < len(self._manifest.tensors):
+            own = f"a plain tensor of {list(into.shape)}"
+            if isinstance(into, DTensor):
+                mesh = into.device_mesh
+                at = mesh.get_coordinate()
+                own = f"the part of coordinate {tuple(at or ())} of {tuple(mesh.mesh.shape)} by {into.placements}"
+            self.mismatches.append(Mismatch(self._manifest.tensors[node.index].name, own, received))
 
     def _collect_values(self, items: Sequence[Node], into: Mapping[object, object]) -> None:
         for key, value in zip(items[::2], items[1::2], strict=False):

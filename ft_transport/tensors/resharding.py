@@ -259,25 +259,27 @@ class _Builder:
         own = self._counterpart(path)
         if self._into is None and self._like is None:
             return None
-        if own is None and is_sharded and self._like is not None:
+        if own is None and self._like is not None:
             own = self._like(tuple(step for step in path if isinstance(step, (str, int))))
             if isinstance(own, torch.Tensor) and own.shape != shape:
                 own = None
         if isinstance(own, DTensor):
             where = self._where_is(own, shape, path)
-        elif isinstance(own, torch.Tensor) or not is_sharded:
+        elif isinstance(own, torch.Tensor):
             where = None
         else:
-            return self._learned_where(path, kind)
-        if is_sharded and not self._is_final:
+            return self._learned_where(path, kind, is_sharded=is_sharded)
+        if not self._is_final:
             self.learned.setdefault(kind, set()).add(where)
         return where
 
-    def _learned_where(self, path: Path, kind: _Kind) -> _Where | None:
+    def _learned_where(self, path: Path, kind: _Kind, *, is_sharded: bool) -> _Where | None:
         if not self._is_final:
             self.num_missing += 1
             return None
         ways = self.learned.get(kind, set())
+        if len(ways) != 1 and not is_sharded:
+            return None
         if len(ways) != 1:
             raise RestoreError(
                 f"expected a tensor in the receiver's state, or one of the same shape {list(kind[0])} and layout at "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -179,6 +180,14 @@ def test_a_source_that_is_out_of_reach_is_not_needed_if_another_has_its_part() -
                 sources, 1, into=into, group_rank=1, unreachable_timeout=timedelta(seconds=0.3)
             )
             assert is_received(received.state, Shard(1))
+
+
+def test_a_source_that_hangs_is_not_waited_for_if_another_has_its_part() -> None:
+    with group() as ranks, socket.create_server(("127.0.0.1", 0)) as mute:
+        sources = [*ranks.urls[:3], f"http://127.0.0.1:{mute.getsockname()[1]}/checkpoint/"]
+        started_s = time.monotonic()
+        assert is_received(ranks.fetch(ranks.own(), sources=sources))
+        assert time.monotonic() - started_s < TIMEOUT.total_seconds() / 2
 
 
 def test_a_source_that_is_out_of_reach_and_needed_is_named() -> None:

@@ -116,6 +116,18 @@ def test_a_receiver_that_holds_another_part_is_left_alone(own: Any) -> None:
     assert exact(other) == before
 
 
+def test_another_division_is_told_before_anything_comes() -> None:
+    mesh = _mesh("dp")
+    state = {"a": _sharded(mesh, Shard(0)), "b": _sharded(mesh, Shard(0)), "c": torch.zeros(4, 6)}
+    own = {"a": _sharded(mesh, Shard(1)), "b": torch.zeros(4, 6), "c": _sharded(mesh, Shard(0))}
+    incoming = Restore(manifest_of(file_of_state(state)), into=own, max_bytes=1 << 20).incoming
+    described = {mismatch.path: (mismatch.own, mismatch.received) for mismatch in incoming.mismatches}
+    assert set(described) == {"a", "b", "c"}
+    assert all("by (Shard(dim=" in text for text in described["a"])
+    assert described["b"] == ("a plain tensor of [4, 6]", "a part of a DTensor")
+    assert described["c"][1] == "a plain tensor"
+
+
 def test_a_plain_tensor_is_not_received_into_a_dtensor() -> None:
     mesh = _mesh("dp")
     own = _sharded(mesh, Shard(0))

@@ -218,6 +218,16 @@ def test_states_of_an_optimizer_that_has_not_stepped_are_divided_as_its_paramete
     assert received["state"][0]["step"].item() == 3.0
 
 
+def test_so_they_are_where_the_source_is_not_sharded() -> None:
+    source = {"w": WHOLE, "state": {0: {"moment": -WHOLE, "step": torch.tensor(3.0)}}, "seen": torch.ones(3)}
+    own = {"w": _own(Shard(1)), "state": {}, "seen": torch.zeros(3)}
+    for settings in ({}, {"like": lambda path: own["w"] if path[-1] == "moment" else None}):
+        received = _receive([source], own, **settings)
+        assert torch.equal(received["state"][0]["moment"].to_local(), -WHOLE[:, 3:])
+        assert type(received["state"][0]["step"]) is torch.Tensor
+        assert type(received["seen"]) is torch.Tensor
+
+
 def test_where_that_is_not_clear_the_caller_says_it() -> None:
     three = zip(*(_ranks(WHOLE, (4,), Shard(0)) for _ in range(3)), strict=True)
     sources = [{"a": first, "b": second, "state": {0: third}} for first, second, third in three]
