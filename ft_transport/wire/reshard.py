@@ -144,6 +144,7 @@ class Planner:
         self._meshes_of = [[layout.mesh for layout in manifest.layouts] for manifest in manifests]
         self._work = 0
         self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
+        self._pieces: dict[tuple[object, ...], tuple[tuple[Box, int], ...]] = {}
         self._parts: dict[tuple[object, ...], tuple[_Part, ...]] = {}
         self._groups: dict[tuple[object, ...], tuple[_Group, ...]] = {}
         self._holders: dict[tuple[object, ...], dict[tuple[int, ...], tuple[int, ...]]] = {}
@@ -169,22 +170,34 @@ class Planner:
         for tensor in wanted:
             sources = tensor.sources
             is_whole = None in tensor.layouts
-            for whole in self.boxes(tensor):
-                for box in _in_pieces(whole, tensor.item_bytes):
-                    num_reads += 1
-                    if num_reads > MAX_READS and num_reads * _BYTES_PER_READ > sum(loads):
-                        raise ManifestError(
-                            f"expected layouts that divide the state into at most {MAX_READS} pieces", path=tensor.path
-                        )
-                    holders = box.holders
-                    source = (
-                        sources[holders[0]]
-                        if is_whole or len(holders) == 1
-                        else min((sources[holder] for holder in holders), key=loads.__getitem__)
-                    )
-                    reads[source].append(Read(tensor, box))
-                    loads[source] += math.prod(box.counts) * tensor.item_bytes
+            pieces = self._pieces_of(tensor)
+            num_reads += len(pieces)
+            if num_reads > MAX_READS and num_reads * _BYTES_PER_READ > sum(loads):
+                raise ManifestError(
+                    f"expected layouts that divide the state into at most {MAX_READS} pieces", path=tensor.path
+                )
+            for box, num_bytes in pieces:
+                holders = box.holders
+                source = sources[holders[0]]
+                if len(holders) > 1 and not is_whole:
+                    source = min([sources[holder] for holder in holders], key=loads.__getitem__)
+                reads[source].append(Read(tensor, box))
+                loads[source] += num_bytes
         return reads
+
+    def _pieces_of(self, wanted: Wanted) -> tuple[tuple[Box, int], ...]:
+        """The boxes of a wanted part, cut so that each fits into a frame, and the bytes of each."""
+        item_bytes = wanted.item_bytes
+        key = (wanted.sources, wanted.layouts, wanted.global_shape, wanted.region, item_bytes)
+        known = self._pieces.get(key)
+        if known is None:
+            pieces = []
+            for piece in itertools.chain.from_iterable(_in_pieces(box, item_bytes) for box in self.boxes(wanted)):
+                pieces.append((piece, math.prod(piece.counts) * item_bytes))
+                if len(pieces) > MAX_READS:
+                    raise ManifestError(f"expected a tensor of at most {MAX_READS} pieces", path=wanted.path)
+            known = self._pieces[key] = tuple(pieces)
+        return known
 
     def boxes(self, wanted: Wanted) -> tuple[Box, ...]:
         """The boxes that cover a wanted part, each index once, and who has them.
