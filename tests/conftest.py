@@ -42,7 +42,7 @@ _TOLERATED_FILES = (sys.prefix, sys.base_prefix, "/usr/", "/dev/urandom", "/dev/
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addini("leak_grace_s", "seconds for which leftovers of a test may still go away", default="3")
+    parser.addini("leak_grace_s", "seconds for which leftovers of a test may still go away", default="10")
 
 
 def _threads() -> Iterator[str]:
