@@ -109,6 +109,11 @@ async def _send_body(request: web.Request, reading: Reading, content: _Content, 
                 await asyncio.wait_for(sending, timeout=stall_timeout_s)
             except asyncio.TimeoutError:
                 raise _stalled(request, num_first, stall_timeout_s) from None
+            except RuntimeError:
+                # asyncio's, where the connection was closed just before; it would be logged with all that it keeps.
+                if not transport.is_closing():
+                    raise
+                raise ConnectionResetError("it closed the connection") from None
         content.position += num_first
         if content.position == end:
             return
