@@ -139,8 +139,9 @@ def _asked(request: ShardedRequest) -> Iterator[tuple[list[Source], list[Transpo
                     _wait_for(asking, settings)
                 except BaseException:
                     # Nobody waits for the others' answers, and the pool ends when they do.
-                    for connection in connections.values():
-                        connection.interrupt()
+                    for peer, each in asking.items():
+                        each.cancel()
+                        connections[peer].interrupt()
                     raise
                 for peer, each in asking.items():
                     if not each.done():

@@ -71,7 +71,7 @@ def fetch_manifest(
             last = error
             if isinstance(error, PeerNotReadyError):
                 reached_s = time.monotonic()
-            elif time.monotonic() - reached_s >= unreachable_s:
+            elif connection.is_interrupted or time.monotonic() - reached_s >= unreachable_s:
                 raise
             if isinstance(error, PeerNotReadyError) and error.after is not None:
                 after = error.after if after is None else min(after, error.after)

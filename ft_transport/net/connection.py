@@ -122,6 +122,11 @@ class Connection:
         self._http = self._socket = None
         self._ahead = b""
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether it was given up; no request on it succeeds any more."""
+        return self._is_interrupted
+
     def interrupt(self) -> None:
         """Ends what another thread is waiting for at once, and all requests to come. Thread-safe."""
         self._is_interrupted = True
