@@ -4,7 +4,13 @@ A healthy replica serves an immutable snapshot of its live state over HTTP, and 
 into its own tensors, while the healthy one goes on training.
 """
 
+from ft_transport.checkpoint_store import CheckpointStore
 from ft_transport.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointInUseError,
+    CheckpointNotFoundError,
     CollectiveRefusedError,
     ConfigurationError,
     DeadlineExceededError,
@@ -16,18 +22,26 @@ from ft_transport.errors import (
     PeerNotReadyError,
     PeerProtocolError,
     PeerUnreachableError,
+    RankFailedError,
+    RankGoneError,
+    ReplicasDivergedError,
     RestoreError,
+    SaveInProgressError,
     SnapshotError,
     SnapshotLimitError,
     SnapshotReplacedError,
     StepNotServedError,
     TransportError,
     UnsupportedLeafError,
+    WriterFailedError,
 )
 from ft_transport.net.workers import FetchProgress
 from ft_transport.receiving import Received
-from ft_transport.serving import SnapshotInProgress
+from ft_transport.serving import SnapshotInProgress, SnapshotLease
 from ft_transport.settings import TransportSettings
+from ft_transport.storage.handles import SaveHandle, StoreHealth
+from ft_transport.storage.loading import LoadedCheckpoint
+from ft_transport.storage.settings import StoreSettings
 from ft_transport.tensors.collectives import refusing_collectives
 from ft_transport.tensors.encodings import register_encoding
 from ft_transport.tensors.matching import Incoming, Mismatch
@@ -37,6 +51,12 @@ from ft_transport.tensors.state_digest import state_digest
 from ft_transport.transport import HTTPTransport
 
 __all__ = [
+    "CheckpointDamagedError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointInUseError",
+    "CheckpointNotFoundError",
+    "CheckpointStore",
     "CollectiveRefusedError",
     "ConfigurationError",
     "DeadlineExceededError",
@@ -46,6 +66,7 @@ __all__ = [
     "HeldState",
     "Incoming",
     "IntegrityError",
+    "LoadedCheckpoint",
     "ManifestError",
     "Mismatch",
     "PeerAuthenticationError",
@@ -53,16 +74,25 @@ __all__ = [
     "PeerNotReadyError",
     "PeerProtocolError",
     "PeerUnreachableError",
+    "RankFailedError",
+    "RankGoneError",
     "Received",
+    "ReplicasDivergedError",
     "RestoreError",
+    "SaveHandle",
+    "SaveInProgressError",
     "SnapshotError",
     "SnapshotInProgress",
+    "SnapshotLease",
     "SnapshotLimitError",
     "SnapshotReplacedError",
     "StepNotServedError",
+    "StoreHealth",
+    "StoreSettings",
     "TransportError",
     "TransportSettings",
     "UnsupportedLeafError",
+    "WriterFailedError",
     "refusing_collectives",
     "register_encoding",
     "spans_ranks",

@@ -17,6 +17,16 @@ TransportError
 │   ├── StepNotServedError      the peer serves other steps
 │   └── SnapshotReplacedError   the snapshot that a fetch was bound to is gone
 ├── FetchFailedError            every source failed; carries each failure
+├── CheckpointError             a durable checkpoint could not be written or read
+│   ├── CheckpointNotFoundError no complete checkpoint of that step
+│   ├── CheckpointExistsError   one is there already
+│   ├── CheckpointDamagedError  files that differ from what was written, named
+│   ├── CheckpointInUseError    another group saves to this place
+│   ├── ReplicasDivergedError   ranks that have to hold the same do not
+│   ├── RankFailedError         one rank failed; raised alike on all of them
+│   ├── RankGoneError           a rank did not answer in time (also a TimeoutError)
+│   ├── SaveInProgressError     the save before is not finished
+│   └── WriterFailedError       a writer process died, or could not be started
 └── DeadlineExceededError       a wait ran out (also a TimeoutError)
 
 ``retryable`` says whether the same request may succeed later or elsewhere; ``http_status`` is the status that the
@@ -226,6 +236,83 @@ class FetchFailedError(TransportError):
         lines = [super().__str__()]
         lines += [f"  failure {number}: {failure}" for number, failure in enumerate(self.failures, 1)]
         return "\n".join(lines)
+
+
+class CheckpointError(TransportError):
+    """A durable checkpoint could not be written or read. ``rank`` is the group rank that it happened on, if one."""
+
+    rank: int | None = None
+
+
+class CheckpointNotFoundError(CheckpointError, LookupError):
+    """There is no complete checkpoint of that step, or none at all."""
+
+
+class CheckpointExistsError(CheckpointError):
+    """There is a checkpoint of that step already, and it is not to be replaced."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """Files differ from what was written; ``files`` names them, each with what is wrong with it."""
+
+    def __init__(
+        self, message: str, *, files: tuple[str, ...] = (), step: int | str | None = None, path: str | None = None
+    ) -> None:
+        super().__init__(message, step=step, path=path)
+        self.files = files
+
+
+class CheckpointInUseError(CheckpointError):
+    """Another group of ranks saves to this place; two would mix their values without a sign of it."""
+
+
+class ReplicasDivergedError(CheckpointError):
+    """Ranks that have to hold the same hold different values; ``path`` names the first."""
+
+
+class RankFailedError(CheckpointError):
+    """One rank failed in a phase that all take part in; the same error on every rank.
+
+    ``rank`` says which, ``cause_type`` is the name of the exception's class there and ``errno`` its number, if it has
+    one; ``phase`` is what the ranks were doing.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        phase: str,
+        cause_type: str,
+        errno: int | None = None,
+        step: int | str | None = None,
+    ) -> None:
+        super().__init__(message, step=step)
+        self.rank = rank
+        self.phase = phase
+        self.cause_type = cause_type
+        self.errno = errno
+
+
+class RankGoneError(CheckpointError, TimeoutError):
+    """Ranks did not answer before the deadline; ``ranks`` lists them."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), step: int | str | None = None) -> None:
+        super().__init__(message, step=step)
+        self.ranks = ranks
+        self.rank = ranks[0] if ranks else None
+
+
+class SaveInProgressError(CheckpointError):
+    """The save before is not finished, and the policy is not to wait for it."""
+
+    retryable = True
+
+
+class WriterFailedError(CheckpointError):
+    """A writer process died, hangs, or could not be started. It is replaced."""
+
+    retryable = True
 
 
 class DeadlineExceededError(TransportError, TimeoutError):

@@ -16,6 +16,7 @@ from ft_transport.settings import check_number
 from ft_transport.tensors.lending import LentMemory
 from ft_transport.tensors.snapshot import HeldState, PendingSnapshot, SnapshotTaker
 from ft_transport.wire.manifest import SnapshotId
+from ft_transport.wire.served import MemoryFile
 
 _MAX_FAILURE_CHARACTERS: Final = 1000
 
@@ -33,6 +34,25 @@ class _Loan:
     memory: LentMemory
     survived: object = None
     snapshot_id: SnapshotId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotLease:
+    """A snapshot that is not replaced before ``release`` was called, once.
+
+    Attributes:
+        step: The committed step that it shows.
+        descriptor: Of the memory file that it lies in; it belongs to the transport.
+        start: Where in that the safetensors file begins.
+        num_bytes: Its length.
+        release: Lets the snapshot go.
+    """
+
+    step: int
+    descriptor: int
+    start: int
+    num_bytes: int
+    release: Callable[[], None]
 
 
 class SnapshotInProgress:
@@ -232,6 +252,27 @@ class SnapshotServing:
                 self._loans[:] = [earlier for earlier in self._loans if earlier.memory.is_lent]
                 self._loans.append(loan)
         return SnapshotInProgress(pending, self._shelf, loan)
+
+    def lease(self, step: int) -> SnapshotLease:
+        """Keeps the newest snapshot of a step, for a reader on this host, until the lease is released.
+
+        Raises:
+            SnapshotError: There is none, or it is served from live memory.
+        """
+        reading = self._shelf.read(step)
+        if reading is None:
+            raise SnapshotError("expected a snapshot, there is none", step=step)
+        memory = reading.snapshot.memory
+        if not isinstance(memory, MemoryFile):
+            reading.__exit__()
+            raise SnapshotError("expected a snapshot in memory of its own, it is served from live memory", step=step)
+        return SnapshotLease(
+            step=step,
+            descriptor=memory.descriptor,
+            start=memory.start,
+            num_bytes=reading.snapshot.total_bytes,
+            release=reading.__exit__,
+        )
 
     def newest_sequence(self) -> int:
         """How many snapshots have been published so far."""

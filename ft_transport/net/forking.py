@@ -66,7 +66,7 @@ def _is_of_any(holders: list[SocketHolder], number: int) -> bool:
     with contextlib.suppress(OSError):
         candidate = socket.socket(fileno=number)
         try:
-            return candidate.family in (socket.AF_INET, socket.AF_INET6) and any(
+            return candidate.family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX) and any(
                 holder.is_mine(candidate) for holder in holders
             )
         finally:

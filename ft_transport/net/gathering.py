@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ft_transport.errors import SnapshotError
-from ft_transport.net.strided import copy_out
 from ft_transport.wire.integrity import Hasher
 from ft_transport.wire.served import MemoryFile, ServedMemory
 from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Frame, Slice
+from ft_transport.wire.strided import copy_out
 
 _LEAST_SENDFILE_BYTES: Final = 64 << 10
 """Below, a copy costs less than a system call of its own."""

@@ -129,7 +129,9 @@ class SnapshotServer:
 
     def is_mine(self, candidate: socket.socket) -> bool:
         """See ``net.forking``. Whatever was accepted has the port of the listener, until that is given up."""
-        return not self._loop.is_closed() and bool(candidate.getsockname()[1] == self.port)
+        if self._loop.is_closed() or candidate.family == socket.AF_UNIX:
+            return False
+        return bool(candidate.getsockname()[1] == self.port)
 
     def close(self, *, wait: bool) -> None:
         """Stops serving; running transfers are cut off. May be called again, to wait after all.

@@ -12,7 +12,6 @@ from ft_transport.errors import IntegrityError, PeerProtocolError
 from ft_transport.net.client import Destination
 from ft_transport.net.connection import Connection
 from ft_transport.net.peer_address import PeerAddress
-from ft_transport.net.strided import copy_in
 from ft_transport.net.workers import Fetch, FetchSettings
 from ft_transport.wire.fetch import WorkerIndex
 from ft_transport.wire.integrity import Hasher
@@ -21,6 +20,7 @@ from ft_transport.wire.reshard import Planner, Wanted
 from ft_transport.wire.routes import slices_path
 from ft_transport.wire.slice_fetch import FetchFrames, FrameOfReads, FrameVerified, SliceFetchMachine
 from ft_transport.wire.slices import FRAME_BYTES, FRAME_DIGEST_BYTES, Slice, answer_bytes, encode_request, joined
+from ft_transport.wire.strided import put
 
 _LEAST_DIRECT_BYTES: Final = 4 << 10
 """Smaller pieces are received together and copied: each piece of a read costs the system more than a copy of it."""
@@ -147,15 +147,4 @@ class _SliceFetch(Fetch[FetchFrames]):
                     step=self._step,
                 )
         for data, piece in staged:
-            self._put(data, piece)
-
-    def _put(self, data: memoryview, piece: Slice) -> None:
-        memories = self._destination.buffers(piece.start, piece.end)
-        if piece.loops:
-            (memory,) = memories  # It is part of one tensor.
-            copy_in(data, memory, piece)
-            return
-        position = 0
-        for memory in memories:
-            memory[:] = data[position : position + len(memory)]
-            position += len(memory)
+            put(data, self._destination, piece)

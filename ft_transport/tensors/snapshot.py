@@ -82,16 +82,24 @@ class SnapshotTaker:
         max_snapshots: How many may be alive at once.
         num_threads: Threads that copy and digest.
         chunk_bytes: Size of the chunks that are digested and fetched.
+        is_digested: Whether snapshots have digests; who writes them to disk digests the files.
         accelerator: Where streams come from; for tests. ``None`` takes torch's own.
     """
 
     def __init__(
-        self, *, max_snapshots: int, num_threads: int, chunk_bytes: int, accelerator: Accelerator | None = None
+        self,
+        *,
+        max_snapshots: int,
+        num_threads: int,
+        chunk_bytes: int,
+        is_digested: bool = True,
+        accelerator: Accelerator | None = None,
     ) -> None:
         self._pool = ArenaPool(max_snapshots, pin=pinning())
         self._copier = HostCopier(num_threads)
         self._device_copier = DeviceCopier(accelerator if accelerator is not None else TorchAccelerator())
         self._chunk_bytes = chunk_bytes
+        self._is_digested = is_digested
 
     def prepare(self, state: object) -> None:
         """Makes memory for snapshots of ``state`` ready in the background; returns when its size is known.
@@ -218,6 +226,7 @@ class SnapshotTaker:
             device_copier=self._device_copier,
             marks=marks,
             chunk_bytes=self._chunk_bytes,
+            is_digested=self._is_digested,
         )
 
     def close(self) -> None:
@@ -245,6 +254,7 @@ class PendingSnapshot:
         device_copier: DeviceCopier,
         marks: Marks,
         chunk_bytes: int,
+        is_digested: bool,
     ) -> None:
         self.step = step
         self.lent: LentMemory | None = None
@@ -261,6 +271,7 @@ class PendingSnapshot:
         self._deferred: Column = np.empty(0, dtype=np.int64)
         self._is_held = True
         self._marks = marks
+        self._is_digested = is_digested
 
     def copy_now(
         self,
@@ -367,7 +378,7 @@ class PendingSnapshot:
         )
 
     def _digests(self) -> list[int] | None:
-        if self.lent is not None:
+        if self.lent is not None or not self._is_digested:
             return None
         assert self._arena is not None, "what is not lent is copied"
         return self._copier.digests(self._arena.view[: self._data_bytes], self._chunks)

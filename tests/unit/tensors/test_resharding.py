@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from ft_transport.errors import ManifestError, RestoreError, TransportError
-from ft_transport.net.strided import copy_in, copy_out
 from ft_transport.tensors.resharding import reshard
 from ft_transport.tensors.restore import Restore
 from ft_transport.wire.chunks import ChunkTable
@@ -26,6 +25,7 @@ from ft_transport.wire.layouts import Layout, Mesh, Placement, region_of, shape_
 from ft_transport.wire.manifest import Manifest, SnapshotId, TensorEntry
 from ft_transport.wire.nodes import DTensorNode, LayoutNode, LeafNode, MappingNode, TensorNode, ViewNode
 from ft_transport.wire.reshard import Planner
+from ft_transport.wire.strided import copy_in, copy_out
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -31,6 +32,32 @@ def copy_in(data: memoryview, memory: memoryview, piece: Slice) -> None:
     """The opposite of `copy_out`: writes ``data`` to a slice."""
     target = _strided(memory, piece)
     np.copyto(target, _flat(data, target))
+
+
+class Memory(Protocol):
+    """Where data belongs."""
+
+    def buffers(self, start: int, end: int) -> Sequence[memoryview]:
+        """Writable bytes that cover ``[start, end)`` of the data once, in order."""
+
+
+def put(data: memoryview, destination: Memory, piece: Slice) -> None:
+    """Copies the bytes of a slice, one behind the other, to where they belong.
+
+    Args:
+        data: They.
+        destination: Of the whole data.
+        piece: Where in that they belong; if it has loops, inside one tensor.
+    """
+    memories = destination.buffers(piece.start, piece.end)
+    if piece.loops:
+        (memory,) = memories
+        copy_in(data, memory, piece)
+        return
+    position = 0
+    for memory in memories:
+        memory[:] = data[position : position + len(memory)]
+        position += len(memory)
 
 
 def _strided(memory: memoryview, piece: Slice) -> _Array:

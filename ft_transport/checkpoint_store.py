@@ -1,0 +1,547 @@
+"""Durable checkpoints: the facade of ``ft_transport.storage``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ft_transport.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    SaveInProgressError,
+    TransportError,
+)
+from ft_transport.serving import SnapshotLease
+from ft_transport.settings import check_number
+from ft_transport.storage.agreement import Agreement, RankGroup
+from ft_transport.storage.background import BackgroundSaver, Pulse, SaveJob
+from ft_transport.storage.copies import Copies
+from ft_transport.storage.directory import CheckpointDirectory
+from ft_transport.storage.exchange import Exchange
+from ft_transport.storage.handles import SaveHandle, StoreHealth
+from ft_transport.storage.loading import LoadedCheckpoint, LoadRequest, load
+from ft_transport.storage.saving import Saver, SaveRequest
+from ft_transport.storage.settings import StoreSettings
+from ft_transport.storage.verifying import find_damage, read_manifest
+from ft_transport.storage.writer_process import WriterProcess
+from ft_transport.tensors.matching import Incoming
+from ft_transport.tensors.resharding import LikeFunction
+from ft_transport.tensors.snapshot import SnapshotTaker
+from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
+
+logger = logging.getLogger(__name__)
+
+CheckpointSelector: TypeAlias = int | Literal["latest"]
+_LOOK_S: Final = 0.02
+
+
+class CheckpointStore:
+    """The durable checkpoints of a group of ranks, in one directory that all of them see.
+
+    The ranks act as one: what exists, what is replaced and which step is loaded is decided by the first of them, and a
+    failure on one rank is the same error on all. Every method but `close` is called by all ranks, in the same order, by
+    the training thread. No collective of ``process_group`` runs.
+
+    Args:
+        root: The directory. One group at a time saves there.
+        process_group: All ranks that together hold the state, once or several times: of HSDP or data parallelism the
+            whole mesh, so that each byte is written by one of its holders. By default all of ``torch.distributed``, or
+            this process alone where that is not initialised.
+        rank_local: Top-level keys of the state whose values each rank has for itself (random generators, the position
+            of a data loader). Of all else, ranks hold the same, or shards of the same.
+        existing: What happens to checkpoints that are there: ``keep`` them, ``clear`` them, or ``refuse`` to start.
+        keep: After each save, delete all but the newest so many checkpoints; ``None`` keeps all.
+        consolidate: Path of a part of the state, keys joined by dots, such as ``model``: its tensors are also written
+            whole, to safetensors files with the index that ``transformers`` reads.
+        read_only: Only load; the root is not claimed, and there is no writer process.
+        warm_up: Start the writer processes now, so that whatever is wrong with them shows before training.
+        settings: Everything else.
+
+    Raises:
+        CheckpointInUseError: Another group saves to this root.
+        CheckpointExistsError: There are checkpoints, and there must not be.
+        TransportError: A rank failed; the same error on all of them.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        rank_local: Sequence[str] = (),
+        existing: Literal["keep", "clear", "refuse"] = "keep",
+        keep: int | None = None,
+        consolidate: str | None = None,
+        read_only: bool = False,
+        warm_up: bool = True,
+        settings: StoreSettings | None = None,
+    ) -> None:
+        self._settings = settings if settings is not None else StoreSettings()
+        self._rank_local = _checked_keys(rank_local)
+        self._keep = None if keep is None else check_number("keep", keep, at_least=1)
+        if existing not in ("keep", "clear", "refuse"):
+            raise ConfigurationError(f"expected keep, clear or refuse as existing, got {existing!r}")
+        self._is_read_only = read_only
+        self._root = Path(root).absolute()
+        group = RankGroup(process_group)
+        timeout = self._settings.timeout
+        self._directory = CheckpointDirectory(self._root)
+        self._directory_mutex = threading.RLock()
+        self._agreement = Agreement(group, "foreground", timeout)
+        self._exchange = Exchange(group, "foreground", timeout)
+        self._health_exchange = Exchange(group, "health", timeout)
+        self._pulse: tuple[Any, list[torch.Tensor]] | None = None
+        self._writer = WriterProcess()
+        self._save_exchange = Exchange(group, "background", timeout)
+        self._saver = Saver(
+            agreement=Agreement(group, "background", timeout),
+            exchange=self._save_exchange,
+            directory=self._directory,
+            writer=self._writer,
+            timeout_s=timeout.total_seconds(),
+            visible_s=self._settings.visible_timeout.total_seconds(),
+            max_attempts=self._settings.max_attempts,
+            consolidated=consolidate,
+        )
+        self._taker, self._local_taker = self._make_taker(), self._make_taker()
+        self._background = BackgroundSaver(
+            self._saver,
+            self._writer,
+            after_save=self._prune_after_save,
+            max_failed_saves=self._settings.max_failed_saves,
+        )
+        self._is_closed = False
+        try:
+            owner = f"ranks {list(group.global_ranks)[:16]} of a group of {group.size}"
+            self._agreement.on_first("set up the root", lambda: self._set_up_root(owner, existing))
+            self._agreement.together("find the root", self._find_root)
+            if warm_up and not read_only:
+                self._agreement.together("start the writer", self._saver.start_writer)
+                self._pulses()
+                self._background.start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def root(self) -> Path:
+        """The directory."""
+        return self._root
+
+    # --------------------------------------------------------------------------------------------------------- saving
+
+    def warm_up(self, state: Mapping[str, object]) -> None:
+        """Makes the memory for a snapshot of ``state`` ready in the background, so that the first save is not slow.
+
+        Args:
+            state: Of the same size as what will be saved; nothing of it is copied.
+
+        Raises:
+            SnapshotError: It cannot be captured.
+        """
+        self._taker.prepare(self._split(state)[0])
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, object] | Callable[[], Mapping[str, object]],
+        *,
+        local: Mapping[str, object] | Callable[[], Mapping[str, object]] | None = None,
+        wait: bool = False,
+        overwrite: bool = False,
+    ) -> SaveHandle:
+        """Takes a snapshot of the state, and writes it behind the training.
+
+        When this returns, the state may be changed. What goes wrong with it on one rank, also while it is copied, is
+        told to all and raised by the handle.
+
+        Args:
+            step: The committed step.
+            state: Nested dicts, as for ``torch.distributed.checkpoint``, of tensors, DTensors and plain values; or a
+                function that returns them, which is called at once. Nothing may change it before this returns.
+            local: More top-level keys, whose values this rank has for itself, beside those named in ``rank_local``.
+            wait: Whether to return only when the checkpoint is complete.
+            overwrite: Whether a checkpoint of this step may be replaced.
+
+        Raises:
+            SaveInProgressError: The save before is not finished, and the policy is to refuse.
+            TransportError: With ``wait``, what `SaveHandle.result` raises; or more saves in a row have failed than are
+                allowed.
+        """
+        step = check_number("step", step, at_least=0)
+        if not self._admit(step):
+            return SaveHandle(step, is_skipped=True)
+        copies = Copies()
+        with copies.noting_failure():
+            shared, own = self._split(_called(state))
+            own.update(_called(local) if local is not None else {})
+            copies.add(self._taker, step, shared)
+            copies.add_local(self._local_taker, step, own)
+        return self._submit(step, copies, wait=wait, overwrite=overwrite)
+
+    def save_leased(
+        self,
+        step: int,
+        lease: Callable[[], SnapshotLease],
+        *,
+        local: Mapping[str, object] | Callable[[], Mapping[str, object]] | None = None,
+        wait: bool = False,
+        overwrite: bool = False,
+    ) -> SaveHandle:
+        """Writes a snapshot that a transport serves, without another copy of it.
+
+        Args:
+            step: The committed step.
+            lease: Returns the snapshot, and may wait for it; called once, on a thread of the store's own.
+            local: What this rank has for itself, by further top-level keys; it is copied now.
+            wait: As for `save`, as are the rest and what is raised.
+            overwrite: See `save`.
+        """
+        step = check_number("step", step, at_least=0)
+        if not self._admit(step):
+            return SaveHandle(step, is_skipped=True)
+        copies = Copies()
+        copies.add_lease(lease)
+        with copies.noting_failure():
+            copies.add_local(self._local_taker, step, _called(local) if local is not None else {})
+        return self._submit(step, copies, wait=wait, overwrite=overwrite)
+
+    def together(self, phase: str, action: Callable[[], None], *, timeout: timedelta) -> None:
+        """Runs something on every rank; if it fails on one, all raise the same.
+
+        Args:
+            phase: What it is, for errors.
+            action: This rank's part.
+            timeout: How long it may take; for so long the other ranks are shown that this one is alive.
+
+        Raises:
+            TransportError: It failed on a rank.
+        """
+        agreement = self._agreement
+        agreement.together(phase, lambda: agreement.showing_life(action, timeout.total_seconds()))
+
+    def check_health(self) -> StoreHealth:
+        """What is wrong with the writers of all ranks; called every step, and nearly free.
+
+        What one rank finds at one call, all of them return at the next: the ranks' states travel meanwhile.
+
+        Raises:
+            TransportError: More saves in a row have failed than are allowed; the last one's error.
+            RankGoneError: A rank did not take part in time.
+        """
+        pulses: list[Pulse] = []
+        if self._pulse is not None:
+            (work, gathered), self._pulse = self._pulse, None
+            self._health_exchange.wait(work)
+            pulses = [Pulse(*each.tolist()) for each in gathered]
+        self._pulse = self._health_exchange.begin_all_gather(self._own_pulse())
+        if any(pulse.is_fatal for pulse in pulses):
+            self._raise_fatal()
+        return StoreHealth(
+            dead_writers=tuple(rank for rank, pulse in enumerate(pulses) if pulse.is_writer_dead),
+            num_failed_saves=max((pulse.num_failed for pulse in pulses), default=0),
+        )
+
+    def wait(self) -> None:
+        """Waits until nothing is being saved any more; whether it went well is the handle's to say."""
+        self._background.wait()
+
+    # -------------------------------------------------------------------------------------------------------- loading
+
+    def load(
+        self,
+        step: CheckpointSelector = "latest",
+        *,
+        into: object = None,
+        like: LikeFunction | None = None,
+        check: Callable[[Incoming], None] | None = None,
+        is_comparable: bool = False,
+    ) -> LoadedCheckpoint[Any]:
+        """Loads a checkpoint, in whatever layout this group of ranks has.
+
+        Args:
+            step: A step, or the newest complete checkpoint.
+            into: This rank's own state, whose tensors are loaded into in place; what it does not have is ignored by it.
+                Without one, and without ``like``, all tensors come whole.
+            like: See ``HTTPTransport.fetch_sharded``.
+            check: Called with what will come, before any of it does; what it raises ends the load on all ranks.
+            is_comparable: Whether `LoadedCheckpoint.differences` will be called. It costs another look at every byte.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointDamagedError: A file is not what was written; it is named. What had landed in ``into`` was
+                overwritten with NaN patterns.
+            TransportError: It does not fit, or a rank failed; the same error on all.
+        """
+        if step != "latest":
+            step = check_number("step", step, at_least=0)
+        self._agreement.step = step
+        return self._load(lambda: self._path_of(step), into, like, check, is_comparable=is_comparable)
+
+    def load_newest_good(
+        self,
+        *,
+        into: object = None,
+        like: LikeFunction | None = None,
+        check: Callable[[Incoming], None] | None = None,
+        is_comparable: bool = False,
+    ) -> LoadedCheckpoint[Any] | None:
+        """Loads the newest checkpoint that is what was written; arguments as for `load`.
+
+        Returns:
+            It; ``None`` if there is no checkpoint at all.
+
+        Raises:
+            CheckpointDamagedError: There are some, and all are damaged.
+            TransportError: As for `load`.
+        """
+        error: CheckpointDamagedError | None = None
+        for step in reversed(self.steps()):
+            try:
+                return self.load(step, into=into, like=like, check=check, is_comparable=is_comparable)
+            except CheckpointDamagedError as damaged:
+                logger.warning("step %d: the checkpoint is damaged, an older one is tried: %s", step, damaged)
+                touched = damaged.destination_touched or (error is not None and error.destination_touched)
+                error = error if error is not None else damaged
+                error.destination_touched = touched
+        if error is not None:
+            raise error
+        return None
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps of all complete checkpoints, ascending."""
+        encoded = self._on_directory("list the checkpoints", lambda: msgspec.msgpack.encode(self._directory.steps()))
+        return tuple(msgspec.msgpack.decode(encoded, type=list[int]))
+
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint, ``None`` if there is none."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def verify(self, step: CheckpointSelector = "latest") -> None:
+        """Reads every file of a checkpoint, each on one rank, and compares it with what was written.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointDamagedError: ``files`` names the damaged ones.
+        """
+        agreement = self._agreement
+        agreement.step = step
+        directory = Path(self._on_directory("choose a checkpoint", lambda: str(self._path_of(step)).encode()).decode())
+
+        def find() -> bytes:
+            manifest = read_manifest(directory)
+            by_size = sorted(manifest.files, key=lambda entry: -entry.num_bytes)
+            own = by_size[agreement.rank :: agreement.size]
+            return msgspec.msgpack.encode(find_damage(directory, own, agreement.check_others))
+
+        damaged = [
+            text for each in agreement.together("verify", find) for text in msgspec.msgpack.decode(each, type=list[str])
+        ]
+        if damaged:
+            raise CheckpointDamagedError(
+                "; ".join(damaged), files=tuple(text.split(":")[0] for text in damaged), step=step
+            )
+
+    def prune(self, keep: int) -> tuple[int, ...]:
+        """Deletes all but the newest ``keep`` checkpoints, and never the last good one.
+
+        If none of those that are kept is what was written (the files are read until one is), older ones are kept as
+        well, up to the first good one.
+
+        Returns:
+            The steps that were deleted.
+        """
+        keep = check_number("keep", keep, at_least=1)
+        steps = list(self.steps())
+        num_kept = min(keep, len(steps))
+        is_good = any(self._is_good(step) for step in reversed(steps[len(steps) - num_kept :]))
+        while not is_good and num_kept < len(steps):
+            num_kept += 1
+            is_good = self._is_good(steps[-num_kept])
+        removed = steps[: len(steps) - num_kept]
+        self._on_directory("prune", lambda: self._remove(removed))
+        return tuple(removed)
+
+    # ------------------------------------------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Finishes what is being saved, and ends the thread, the writer and the claim. May be called twice."""
+        self._is_closed = True
+        self._background.close()
+        pulse, self._pulse = self._pulse, None
+        if pulse is not None:
+            with suppress(TransportError):
+                self._health_exchange.wait(pulse[0])
+        for exchange in (self._exchange, self._health_exchange, self._save_exchange):
+            exchange.close()
+        self._writer.close()
+        self._taker.close()
+        self._local_taker.close()
+        self._directory.release()
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    # --------------------------------------------------------------------------------------------------------- inside
+
+    def _make_taker(self) -> SnapshotTaker:
+        return SnapshotTaker(
+            max_snapshots=1,
+            num_threads=self._settings.num_copy_threads,
+            chunk_bytes=DEFAULT_CHUNK_BYTES,
+            is_digested=False,
+        )
+
+    def _set_up_root(self, owner: str, existing: str) -> None:
+        if self._is_read_only:
+            return
+        self._directory.claim(owner, self._settings.claim_timeout.total_seconds())
+        self._directory.recover()
+        if existing == "clear":
+            self._directory.clear()
+        steps = self._directory.steps()
+        if existing == "refuse" and steps:
+            raise CheckpointExistsError(f"expected no checkpoints in {self._root}, there are {steps}")
+
+    def _find_root(self) -> None:
+        deadline_s = time.monotonic() + self._settings.visible_timeout.total_seconds()
+        while not self._root.is_dir():
+            if time.monotonic() > deadline_s:
+                raise CheckpointNotFoundError(f"expected the directory {self._root}, which this rank does not see")
+            self._agreement.check_others()
+            time.sleep(_LOOK_S)
+
+    def _submit(self, step: int, copies: Copies, *, wait: bool, overwrite: bool) -> SaveHandle:
+        request = SaveRequest(step=step, snapshots=[], local_keys=copies.local_keys, overwrite=overwrite)
+        handle = self._background.submit(SaveJob(request, copies.finish, copies.release))
+        if wait:
+            handle.result()
+        return handle
+
+    def _split(self, state: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+        """What all ranks share, and what each has for itself."""
+        shared = {key: value for key, value in state.items() if key not in self._rank_local}
+        return shared, {key: state[key] for key in self._rank_local if key in state}
+
+    def _admit(self, step: int) -> bool:
+        """Whether a save may begin; the same on all ranks."""
+        if self._is_closed or self._is_read_only:
+            kind = "read-only" if self._is_read_only else "closed"
+            raise CheckpointError(f"expected a store that saves, this one is {kind}", step=step)
+        if self._settings.busy == "wait":
+            self.wait()
+            self._background.raise_fatal()
+            return True
+        pulses = self._pulses()
+        if any(pulse.is_fatal for pulse in pulses):
+            self._raise_fatal()
+        if not any(pulse.is_busy for pulse in pulses):
+            # Others may have heard of its end a moment before this rank.
+            self.wait()
+            return True
+        if self._settings.busy == "error":
+            raise SaveInProgressError("expected the save before to be finished", step=step)
+        logger.warning("step %d is not saved: the save before is not finished", step)
+        return False
+
+    def _own_pulse(self) -> torch.Tensor:
+        return torch.tensor(self._background.pulse(), dtype=torch.int64)
+
+    def _pulses(self) -> list[Pulse]:
+        return [Pulse(*each.tolist()) for each in self._health_exchange.all_gather(self._own_pulse())]
+
+    def _raise_fatal(self) -> None:
+        # Another rank may have heard of it a moment before this one.
+        self.wait()
+        self._background.raise_fatal()
+        raise CheckpointError("expected fewer saves in a row to fail; see the warnings of the other ranks")
+
+    def _prune_after_save(self) -> None:
+        """What was just written is good; so the others may go."""
+        if self._keep is None or not self._agreement.is_first:
+            return
+        try:
+            with self._directory_mutex:
+                self._remove(self._directory.steps()[: -self._keep])
+        except OSError as error:
+            logger.warning("old checkpoints could not be deleted: %s", error)
+
+    def _load(
+        self,
+        choose: Callable[[], Path],
+        into: object,
+        like: LikeFunction | None,
+        check: Callable[[Incoming], None] | None,
+        *,
+        is_comparable: bool,
+    ) -> LoadedCheckpoint[Any]:
+        request = LoadRequest(
+            choose=choose,
+            into=into,
+            like=like,
+            check=check,
+            meshes=self._settings.meshes,
+            max_bytes=self._settings.max_load_bytes,
+            is_read_once=self._settings.read == "once",
+            is_comparable=is_comparable,
+        )
+        return load(request, self._agreement, self._exchange)
+
+    def _path_of(self, step: CheckpointSelector) -> Path:
+        with self._directory_mutex:
+            if step == "latest":
+                steps = self._directory.steps()
+                if not steps:
+                    raise CheckpointNotFoundError(f"expected a checkpoint in {self._root}, there is none")
+                step = steps[-1]
+            return self._directory.path_of(step)
+
+    def _is_good(self, step: int) -> bool:
+        try:
+            self.verify(step)
+        except CheckpointDamagedError as error:
+            logger.warning("step %d: the checkpoint is damaged: %s", step, error)
+            return False
+        return True
+
+    def _remove(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            self._directory.remove(step)
+
+    def _on_directory(self, phase: str, action: Callable[[], bytes | None]) -> bytes:
+        def run() -> bytes | None:
+            with self._directory_mutex:
+                return action()
+
+        return self._agreement.on_first(phase, run)
+
+
+def _called(state: Mapping[str, object] | Callable[[], Mapping[str, object]]) -> Mapping[str, object]:
+    value = state() if callable(state) else state
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"expected a dict as state, got {type(value).__name__}")
+    return value
+
+
+def _checked_keys(keys: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+        raise ConfigurationError(f"expected a sequence of keys as rank_local, got {keys!r}")
+    return tuple(dict.fromkeys(keys))

@@ -1,0 +1,176 @@
+"""The thread of a store: it saves what the trainer has handed over, and replaces a writer that has died."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from ft_transport.errors import CheckpointError, TransportError, WriterFailedError
+from ft_transport.storage.handles import SaveHandle
+from ft_transport.storage.saving import Saver, SaveRequest, SnapshotFile
+from ft_transport.storage.writer_process import WriterProcess
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S: Final = 0.2
+"""How often an idle thread looks at its writer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """A save that has been copied already.
+
+    Attributes:
+        request: What to save; its snapshots are an error if they could not be taken.
+        snapshots: Turns what was copied into snapshots, by part.
+        release: Gives the memory back.
+    """
+
+    request: SaveRequest
+    snapshots: Callable[[], list[SnapshotFile]]
+    release: Callable[[], None]
+
+
+class Pulse(NamedTuple):
+    """The state of one rank, for the others.
+
+    Attributes:
+        is_writer_dead: Whether its writer process is dead.
+        num_failed: How many saves have failed in a row.
+        is_fatal: Whether these are too many.
+        is_busy: Whether a save is going on.
+    """
+
+    is_writer_dead: bool
+    num_failed: int
+    is_fatal: bool
+    is_busy: bool
+
+
+class BackgroundSaver:
+    """Runs saves one after the other. `submit` and `wait` belong to the training thread.
+
+    Args:
+        saver: Used by this thread alone, once it runs.
+        writer: The saver's.
+        after_save: Called after each save that went well.
+        max_failed_saves: More in a row are fatal.
+    """
+
+    def __init__(
+        self, saver: Saver, writer: WriterProcess, *, after_save: Callable[[], None], max_failed_saves: int
+    ) -> None:
+        self._saver = saver
+        self._writer = writer
+        self._after_save = after_save
+        self._max_failed_saves = max_failed_saves
+        self._current: SaveHandle | None = None
+        self._num_failed = 0
+        self._fatal: BaseException | None = None
+        self._jobs: queue.SimpleQueue[tuple[SaveJob, SaveHandle] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ft-transport-save", daemon=True)
+            self._thread.start()
+
+    def submit(self, job: SaveJob) -> SaveHandle:
+        """Begins a save; nothing else is being saved."""
+        self.start()
+        handle = self._current = SaveHandle(job.request.step)
+        self._jobs.put((job, handle))
+        return handle
+
+    def wait(self) -> None:
+        """Returns when nothing is being saved."""
+        if self._current is not None:
+            self._current.exception()
+
+    def pulse(self) -> Pulse:
+        """How this rank is."""
+        return Pulse(
+            is_writer_dead=self._writer.number > 0 and not self._writer.is_alive(),
+            num_failed=self._num_failed,
+            is_fatal=self._fatal is not None,
+            is_busy=self._current is not None and not self._current.done(),
+        )
+
+    def raise_fatal(self) -> None:
+        """Raises the error of the last save, where too many have failed.
+
+        Raises:
+            TransportError: It.
+        """
+        fatal = self._fatal
+        if isinstance(fatal, TransportError):
+            # A new one each time: an exception keeps every traceback of where it was raised.
+            raise copy.copy(fatal) from fatal
+        if fatal is not None:
+            raise CheckpointError(f"{type(fatal).__name__}: {fatal}") from fatal
+
+    def close(self) -> None:
+        """Ends the thread after what it has to save."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                work = self._jobs.get(timeout=_IDLE_S)
+            except queue.Empty:
+                self._replace_writer()
+                continue
+            if work is None:
+                return
+            self._save(*work)
+            del work
+
+    def _save(self, job: SaveJob, handle: SaveHandle) -> None:
+        try:
+            try:
+                self._saver.save(_with_snapshots(job))
+            finally:
+                job.release()
+            self._after_save()
+        except BaseException as error:
+            self._num_failed += 1
+            if self._num_failed > self._max_failed_saves:
+                self._fatal = error
+            logger.warning(
+                "step %d could not be saved (%d in a row, %d are allowed): %s",
+                handle.step,
+                self._num_failed,
+                self._max_failed_saves,
+                error,
+            )
+            handle.future.set_exception(error)
+        else:
+            self._num_failed = 0
+            handle.future.set_result(None)
+
+    def _replace_writer(self) -> None:
+        if self._writer.number and not self._writer.is_alive():
+            try:
+                self._saver.start_writer()
+            except WriterFailedError as error:
+                logger.warning("the writer process could not be replaced yet: %s", error)
+
+
+def _with_snapshots(job: SaveJob) -> SaveRequest:
+    """What to save with its snapshots, or with why there are none: the other ranks are told."""
+    if isinstance(job.request.snapshots, Exception):
+        return job.request
+    try:
+        return dataclasses.replace(job.request, snapshots=job.snapshots())
+    except Exception as error:
+        return dataclasses.replace(job.request, snapshots=error)

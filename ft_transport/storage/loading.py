@@ -1,0 +1,293 @@
+"""Loading a checkpoint into the layout that each rank has, whatever the layout was that it was saved in.
+
+What a rank needs is found as for a state that arrives over the network from ranks in another layout
+(``tensors.resharding``, ``wire.reshard``), the saving ranks being the sources; only that their bytes lie in files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
+from msgspec import Struct
+from torch.distributed.device_mesh import DeviceMesh
+
+from ft_transport.errors import CheckpointDamagedError, CheckpointError, RestoreError
+from ft_transport.net.late_digests import digest_chunks
+from ft_transport.storage.agreement import Agreement
+from ft_transport.storage.directory import MANIFEST_NAME
+from ft_transport.storage.exchange import Exchange
+from ft_transport.storage.items import LOCAL, SHARED
+from ft_transport.storage.manifest import (
+    NOT_HERE,
+    CheckpointManifest,
+    FileEntry,
+    StoredRank,
+    decode_manifest,
+    decode_rank_file,
+    encode_manifest,
+    rank_file_name,
+)
+from ft_transport.storage.reading import DataFiles, Need, read_needs
+from ft_transport.storage.verifying import find_missing, read_file, read_manifest
+from ft_transport.tensors.agreement import find_differences
+from ft_transport.tensors.copying import default_num_threads
+from ft_transport.tensors.matching import Incoming
+from ft_transport.tensors.resharding import LikeFunction, reshard
+from ft_transport.tensors.restore import Restore
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.reshard import Planner, Wanted
+from ft_transport.wire.slices import Slice
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedCheckpoint(Generic[T]):
+    """A state that was read whole and verified.
+
+    Attributes:
+        step: The committed step that it shows.
+        state: It; tensors of the receiver's own were loaded in place.
+        num_bytes_read: How many bytes of data files this rank has read.
+    """
+
+    step: int
+    state: T
+    num_bytes_read: int
+    _manifest: Manifest
+
+    def differences(self, state: object) -> tuple[str, ...]:
+        """Where ``state`` is not, bit for bit, what was loaded and all ranks share; whatever load functions made of it.
+
+        Args:
+            state: The state after loading, without what each rank has for itself. Nothing may change it meanwhile.
+
+        Returns:
+            Paths, each with what differs; empty if nothing does.
+
+        Raises:
+            CheckpointError: It was loaded without ``is_comparable``.
+        """
+        if self._manifest.digests is None:
+            raise CheckpointError("expected a state that was loaded with is_comparable=True")
+        return find_differences(self._manifest, state, num_threads=default_num_threads())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """What to load, and how.
+
+    Attributes:
+        choose: Returns the directory of the checkpoint; called on the first rank.
+        into: This rank's own state.
+        like: See ``HTTPTransport.fetch_sharded``.
+        check: Called with what will come, before any of it does.
+        meshes: For DTensors that ``into`` does not have.
+        max_bytes: More than this is refused.
+        is_read_once: Whether what several ranks need is read by one of them and passed on.
+        is_comparable: Whether `LoadedCheckpoint.differences` will be called.
+    """
+
+    choose: Callable[[], Path]
+    into: object
+    like: LikeFunction | None
+    check: Callable[[Incoming], None] | None
+    meshes: Sequence[DeviceMesh]
+    max_bytes: int
+    is_read_once: bool
+    is_comparable: bool
+
+
+class _Chosen(Struct, frozen=True):
+    """What the first rank has chosen, and the files that describe it."""
+
+    directory: str
+    manifest: bytes
+    ranks: tuple[bytes, ...]
+
+
+def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> LoadedCheckpoint[Any]:
+    """Loads a checkpoint on all ranks, or on none.
+
+    Raises:
+        TransportError: The same on every rank. What had landed in ``into`` was overwritten with NaN patterns then.
+    """
+    chosen = b""
+    described = b""
+
+    def choose() -> None:
+        nonlocal chosen
+        chosen = msgspec.msgpack.encode(_read_descriptions(request.choose()))
+
+    def receive() -> None:
+        nonlocal described
+        described = exchange.broadcast(chosen if agreement.is_first else None)
+
+    loading: _Loading | None = None
+
+    def plan() -> None:
+        nonlocal loading
+        loading = _Loading(request, msgspec.msgpack.decode(described, type=_Chosen), agreement.rank)
+
+    def read() -> None:
+        assert loading is not None, "it was planned"
+        loading.num_bytes_read = read_needs(
+            loading.needs, loading.files, exchange, is_read_once=request.is_read_once, check=agreement.check_others
+        )
+
+    try:
+        agreement.on_first("choose a checkpoint", choose)
+        agreement.together("receive its description", receive)
+        agreement.together("plan what to read", plan)
+        agreement.together("read", read)
+        agreement.together("load", lambda: loading.finish() if loading is not None else None)
+    except BaseException as error:
+        if loading is not None:
+            loading.poison(error)
+        exchange.reset()
+        raise
+    assert loading is not None, "it was planned"
+    return loading.loaded()
+
+
+def _read_descriptions(directory: Path) -> _Chosen:
+    manifest = read_manifest(directory)
+    damaged = find_missing(directory, manifest.files)
+    if damaged:
+        raise CheckpointDamagedError("; ".join(damaged), files=tuple(text.split(":")[0] for text in damaged))
+    entries = {entry.name: entry for entry in manifest.files}
+    ranks = []
+    for rank in range(manifest.num_ranks):
+        entry = entries.get(rank_file_name(rank))
+        if entry is None:
+            raise CheckpointDamagedError(
+                f"{MANIFEST_NAME} does not list {rank_file_name(rank)}", files=(MANIFEST_NAME,)
+            )
+        ranks.append(read_file(directory, entry))
+    return _Chosen(str(directory), encode_manifest(manifest), tuple(ranks))
+
+
+class _Loading:
+    """One rank's part of a load."""
+
+    def __init__(self, request: LoadRequest, chosen: _Chosen, rank: int) -> None:
+        manifest = decode_manifest(chosen.manifest, name=MANIFEST_NAME)
+        self._manifest = manifest
+        self._ranks = [
+            decode_rank_file(encoded, name=rank_file_name(number)) for number, encoded in enumerate(chosen.ranks)
+        ]
+        self._request = request
+        self._rank = rank
+        entries: dict[str, FileEntry] = {entry.name: entry for entry in manifest.files}
+        self.files = DataFiles.of(Path(chosen.directory), [entries[each.data_file] for each in self._ranks])
+        self.num_bytes_read = 0
+        shared_into, local_into = _split(request.into, manifest)
+        names = [f"rank {number} of the checkpoint" for number in range(len(self._ranks))]
+        manifests = [each.manifests[SHARED] for each in self._ranks]
+        resharding = reshard(manifests, shared_into, like=request.like, names=names)
+        self._shared_manifest = resharding.manifest
+        self._restores = [
+            Restore(resharding.manifest, into=shared_into, meshes=request.meshes, max_bytes=request.max_bytes)
+        ]
+        if request.check is not None:
+            request.check(self._restores[0].incoming)
+        self.needs = _needs_of_shared(self._ranks, resharding.wanted, self._restores[0], names)
+        self._local = self._plan_local(local_into)
+        self._states: list[Any] = []
+
+    def _plan_local(self, into: object) -> Restore | None:
+        """What each rank has for itself comes from the rank of the same number."""
+        if not self._manifest.local_keys:
+            return None
+        if self._rank >= len(self._ranks):
+            if isinstance(into, Mapping) and into:
+                raise RestoreError(
+                    f"expected a checkpoint with the state of rank {self._rank} itself, it was saved by "
+                    f"{len(self._ranks)} ranks; leave {sorted(map(str, into))} out of what is loaded"
+                )
+            return None
+        stored = self._ranks[self._rank]
+        local = stored.manifests[LOCAL]
+        restore = Restore(local, into=into, meshes=self._request.meshes, max_bytes=self._request.max_bytes)
+        self._restores.append(restore)
+        for index, entry in enumerate(local.tensors):
+            if entry.end > entry.start:
+                at = Slice(stored.positions[LOCAL][index], entry.end - entry.start)
+                self.needs.append(Need(self._rank, at, restore, Slice(entry.start, at.block_bytes), entry.name))
+        return restore
+
+    def finish(self) -> None:
+        """Builds the state."""
+        self._states = [restore.finish() for restore in self._restores]
+
+    def loaded(self) -> LoadedCheckpoint[Any]:
+        """What was loaded."""
+        state = self._states[0]
+        if len(self._states) > 1:
+            state = {**state, **self._states[1]}
+        manifest = self._shared_manifest
+        if self._request.is_comparable:
+            digests = digest_chunks(manifest, self._restores[0], num_threads=default_num_threads())
+            manifest = dataclasses.replace(manifest, digests=tuple(digests))
+        return LoadedCheckpoint(
+            step=self._manifest.step,
+            state=cast(Any, state),
+            num_bytes_read=self.num_bytes_read,
+            _manifest=manifest,
+        )
+
+    def poison(self, error: BaseException) -> None:
+        """Makes sure that nobody trains on a part of a state."""
+        for restore in self._restores:
+            if restore.destination_touched:
+                restore.poison()
+                error.destination_touched = True  # type: ignore[attr-defined]
+
+
+def _split(into: object, manifest: CheckpointManifest) -> tuple[object, object]:
+    """The part of a state that all ranks share, and the part of its own."""
+    if into is None or not manifest.local_keys:
+        return into, None
+    if not isinstance(into, Mapping):
+        raise CheckpointError(f"expected a dict to load into, as was saved, got {type(into).__name__}")
+    local = {key: value for key, value in into.items() if key in manifest.local_keys}
+    return {key: value for key, value in into.items() if key not in local}, local
+
+
+def _needs_of_shared(
+    ranks: Sequence[StoredRank], wanted: Sequence[Wanted], restore: Restore, names: Sequence[str]
+) -> list[Need]:
+    written = [_only_written(each, ranks) for each in wanted]
+    planner = Planner([each.manifests[SHARED] for each in ranks], names)
+    needs = []
+    for number, reads in enumerate(planner.plan(written)):
+        manifest, positions = ranks[number].manifests[SHARED], ranks[number].positions[SHARED]
+        for read in reads:
+            piece = planner.held(read, number)
+            node = read.wanted.nodes[read.wanted.sources.index(number)]
+            entry = manifest.tensors[node.index]
+            moved = Slice(positions[node.index] + piece.start - entry.start, piece.block_bytes, piece.loops)
+            needs.append(Need(number, moved, restore, planner.destination(read), read.wanted.path))
+    return needs
+
+
+def _only_written(wanted: Wanted, ranks: Sequence[StoredRank]) -> Wanted:
+    """Of the ranks that had a tensor, those that have written it."""
+    kept = [
+        at
+        for at, (source, node) in enumerate(zip(wanted.sources, wanted.nodes, strict=True))
+        if node.index < len(ranks[source].positions[SHARED]) and ranks[source].positions[SHARED][node.index] != NOT_HERE
+    ]
+    if len(kept) == len(wanted.sources):
+        return wanted
+    return dataclasses.replace(
+        wanted,
+        sources=tuple(wanted.sources[at] for at in kept),
+        nodes=tuple(wanted.nodes[at] for at in kept),
+        layouts=tuple(wanted.layouts[at] for at in kept),
+    )

@@ -1,0 +1,173 @@
+"""What stands in the files of a checkpoint that describe it.
+
+``manifest.json`` lists all other files with their sizes and digests; it is written last, and what it does not list does
+not belong to the checkpoint. ``rank-K.json`` has, for each snapshot that rank K had, its safetensors header (see
+``wire.manifest``) and where in that rank's data file the bytes of its tensors begin, of those that it wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from ft_transport.errors import CheckpointDamagedError
+from ft_transport.wire.integrity import digest
+from ft_transport.wire.manifest import Manifest, decode_digests, decode_header, encode_digests
+from ft_transport.wire.nodes import Count
+
+FORMAT_VERSION: Final = 1
+CHUNK_BYTES: Final = 4 << 20
+"""What is digested, read and sent at once."""
+NOT_HERE: Final = -1
+"""Stands for the position of what another rank has written."""
+
+
+class FileEntry(Struct, frozen=True):
+    """A file: its name, its length, and the xxh3-64 digest of each `CHUNK_BYTES` of it, in hexadecimal digits."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+$")]
+    num_bytes: Count
+    digests: str
+
+
+class CheckpointManifest(Struct, frozen=True, kw_only=True):
+    """The list of files.
+
+    Attributes:
+        format: Version of this format.
+        step: The committed step.
+        num_ranks: How many ranks wrote it.
+        local_keys: Top-level keys of the state whose values each rank has for itself.
+        files: All other files.
+    """
+
+    format: int
+    step: Count
+    num_ranks: Annotated[int, Meta(ge=1)]
+    local_keys: tuple[str, ...]
+    files: tuple[FileEntry, ...]
+
+
+class _Sealed(Struct, frozen=True):
+    digest: str
+    body: Raw
+
+
+class StoredPart(Struct, frozen=True):
+    """One snapshot of a rank: its header as JSON, and the position of each entry of its table, or `NOT_HERE`."""
+
+    header: Raw
+    positions: tuple[int, ...]
+
+
+class RankFile(Struct, frozen=True, kw_only=True):
+    """What a rank had, and what it wrote: the part that all share, and the part of its own."""
+
+    data_file: str
+    parts: tuple[StoredPart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRank:
+    """`RankFile`, decoded.
+
+    Attributes:
+        data_file: Name of its data file.
+        manifests: Of the shared part, and of its own.
+        positions: For each of them, where each entry begins in the data file.
+    """
+
+    data_file: str
+    manifests: tuple[Manifest, ...]
+    positions: tuple[tuple[int, ...], ...]
+
+
+_encoder = msgspec.json.Encoder()
+_sealed_decoder = msgspec.json.Decoder(_Sealed)
+_manifest_decoder = msgspec.json.Decoder(CheckpointManifest)
+_rank_decoder = msgspec.json.Decoder(RankFile)
+
+
+def rank_file_name(rank: int) -> str:
+    """Name of a rank's description."""
+    return f"rank-{rank}.json"
+
+
+def data_file_name(rank: int) -> str:
+    """Name of a rank's data file, as DCP's writer names it."""
+    return f"__{rank}_0.distcp"
+
+
+def encode_manifest(manifest: CheckpointManifest) -> bytes:
+    """The content of ``manifest.json``, with a digest of its own."""
+    body = _encoder.encode(manifest)
+    return _encoder.encode(_Sealed(f"{digest(body):016x}", Raw(body)))
+
+
+def decode_manifest(encoded: bytes, *, name: str) -> CheckpointManifest:
+    """The inverse of `encode_manifest`.
+
+    Raises:
+        CheckpointDamagedError: It is not what was written, or of a newer format.
+    """
+    try:
+        sealed = _sealed_decoder.decode(encoded)
+        if f"{digest(bytes(sealed.body)):016x}" != sealed.digest:
+            raise CheckpointDamagedError(f"{name} differs from its own digest", files=(name,))
+        manifest = _manifest_decoder.decode(sealed.body)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise CheckpointDamagedError(f"{name} is no list of files: {error}", files=(name,)) from error
+    if manifest.format != FORMAT_VERSION:
+        raise CheckpointDamagedError(
+            f"expected format {FORMAT_VERSION} in {name}, got {manifest.format}", files=(name,)
+        )
+    return manifest
+
+
+def encode_rank_file(data_file: str, headers: list[bytes], positions: list[list[int]]) -> bytes:
+    """The content of a rank's description.
+
+    Args:
+        data_file: Name of its data file.
+        headers: The JSON header of each snapshot.
+        positions: As for `StoredPart`.
+    """
+    parts = [StoredPart(Raw(header.rstrip()), tuple(each)) for header, each in zip(headers, positions, strict=True)]
+    return _encoder.encode(RankFile(data_file=data_file, parts=tuple(parts)))
+
+
+def decode_rank_file(encoded: bytes, *, name: str) -> StoredRank:
+    """The inverse of `encode_rank_file`.
+
+    Raises:
+        CheckpointDamagedError: It is something else.
+    """
+    try:
+        file = _rank_decoder.decode(encoded)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise CheckpointDamagedError(f"{name} is no description of a rank's state: {error}", files=(name,)) from error
+    manifests = tuple(decode_header(bytes(part.header), peer=name) for part in file.parts)
+    for manifest, part in zip(manifests, file.parts, strict=True):
+        if len(part.positions) != len(manifest.tensors):
+            raise CheckpointDamagedError(f"expected a position for each tensor in {name}", files=(name,))
+    return StoredRank(
+        data_file=file.data_file, manifests=manifests, positions=tuple(part.positions for part in file.parts)
+    )
+
+
+def num_chunks_of(num_bytes: int) -> int:
+    """How many digests a file has."""
+    return -(-num_bytes // CHUNK_BYTES)
+
+
+def file_entry(name: str, num_bytes: int, digests: list[int]) -> FileEntry:
+    """The entry of a file with these digests."""
+    return FileEntry(name, num_bytes, encode_digests(digests))
+
+
+def digests_of(entry: FileEntry) -> tuple[int, ...]:
+    """The digest of each chunk of a file."""
+    return decode_digests(entry.digests, num_chunks_of(entry.num_bytes), peer=entry.name)

@@ -1,0 +1,232 @@
+"""How one rank's failure is told to the others, and what all of them make of it; pure.
+
+Ranks may see one and the same trouble differently: a directory that is missing on one host, a disk that is full on
+another. So each says what happened to it, in plain values, and the same rule is applied to all that was said.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from ft_transport import errors
+from ft_transport.errors import CheckpointDamagedError, RankFailedError, RankGoneError, TransportError
+
+RETRYABLE_ERRNOS: Final = frozenset(
+    {
+        errno.EAGAIN, errno.EINTR, errno.EIO, errno.EBUSY, errno.ETIMEDOUT, errno.ESTALE, errno.ENETDOWN,
+        errno.ENETUNREACH, errno.ENETRESET, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.EREMOTEIO,
+    }
+)  # fmt: skip
+"""What a shared file system or a disk reports for trouble that may pass; all else, as a refused permission or a full
+disk, is the same a moment later."""
+
+_MAX_MESSAGE_CHARACTERS: Final = 2000
+_MAX_SHOWN: Final = 8
+_SAME_EVERYWHERE: Final = (
+    errors.CheckpointNotFoundError,
+    errors.CheckpointExistsError,
+    errors.CheckpointInUseError,
+    errors.CheckpointDamagedError,
+    errors.ReplicasDivergedError,
+)
+"""About what all ranks share; which of them has found it does not matter."""
+
+
+class Failure(Struct, frozen=True, array_like=True, kw_only=True):
+    """What went wrong on a rank.
+
+    Attributes:
+        kind: Name of the exception's class.
+        message: What it says.
+        errno: Its number, if it is an ``OSError``.
+        filename: The file that it names, if it names one.
+        path: The place in the state, if the error names one.
+        files: Damaged files.
+        is_retryable: Whether the same may succeed a moment later.
+        is_consequence: Whether this rank only gave up because another had failed.
+    """
+
+    kind: str
+    message: str
+    errno: int | None = None
+    filename: str | None = None
+    path: str | None = None
+    files: tuple[str, ...] = ()
+    is_retryable: bool = False
+    is_consequence: bool = False
+
+
+class Vote(Struct, frozen=True, array_like=True, kw_only=True):
+    """What a rank says after a phase.
+
+    Attributes:
+        phase: Which one; ranks that are in different ones have lost each other.
+        failure: What went wrong, ``None`` if nothing did.
+        payload: What the others are to know.
+    """
+
+    phase: str
+    failure: Failure | None = None
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """All ranks succeeded; ``payloads`` by rank."""
+
+    payloads: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TryAgain:
+    """Ranks failed, each with something that may pass; ``error`` is raised where there is no further attempt."""
+
+    error: TransportError
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """A rank failed with what does not pass."""
+
+    error: TransportError
+
+
+Decision: TypeAlias = GoOn | TryAgain | GiveUp
+
+
+class AbandonedError(Exception):
+    """This rank gave up its part because another one has failed."""
+
+
+def describe(error: BaseException) -> Failure:
+    """What is told to the others. Whether it may pass is decided by type and errno, never by the text."""
+    number = error.errno if isinstance(error, OSError) else None
+    is_retryable = number in RETRYABLE_ERRNOS
+    if isinstance(error, TransportError):
+        is_retryable = error.retryable
+    filename = error.filename if isinstance(error, OSError) else None
+    return Failure(
+        kind=type(error).__name__,
+        message=(error.message if isinstance(error, TransportError) else str(error))[:_MAX_MESSAGE_CHARACTERS],
+        errno=number,
+        filename=str(filename) if filename is not None else None,
+        path=error.path if isinstance(error, TransportError) else None,
+        files=error.files if isinstance(error, CheckpointDamagedError) else (),
+        is_retryable=is_retryable,
+        is_consequence=isinstance(error, AbandonedError),
+    )
+
+
+def decide(votes: Sequence[Vote | None], *, step: int | str | None = None) -> Decision:
+    """What all ranks do, the same on each.
+
+    Args:
+        votes: By rank; ``None`` of one that did not vote in time.
+        step: For the error.
+    """
+    missing = tuple(rank for rank, vote in enumerate(votes) if vote is None)
+    cast = [(rank, vote) for rank, vote in enumerate(votes) if vote is not None]
+    if missing:
+        phase = cast[0][1].phase if cast else "?"
+        return GiveUp(
+            RankGoneError(
+                f"expected all {len(votes)} ranks to be done with {phase!r} before the deadline; nothing came from "
+                f"{_ranks(missing)}: dead, stuck, or elsewhere in the program",
+                ranks=missing,
+                step=step,
+            )
+        )
+    phases = {vote.phase for _, vote in cast}
+    if len(phases) > 1:
+        shown = "; ".join(f"rank {rank}: {vote.phase!r}" for rank, vote in cast[:_MAX_SHOWN])
+        return GiveUp(
+            errors.CheckpointError(f"expected all ranks to do the same in the same order, got {shown}", step=step)
+        )
+    failures = [(rank, vote.failure) for rank, vote in cast if vote.failure is not None]
+    if not failures:
+        return GoOn(tuple(vote.payload for _, vote in cast))
+    causes = [(rank, failure) for rank, failure in failures if not failure.is_consequence] or failures
+    final = [(rank, failure) for rank, failure in causes if not failure.is_retryable]
+    rank, failure = (final or causes)[0]
+    error = _error(failure, rank, cast[0][1].phase, [other for other, _ in causes if other != rank], step)
+    return GiveUp(error) if final else TryAgain(error)
+
+
+def encode(vote: Vote) -> bytes:
+    """For the way to the other ranks."""
+    return msgspec.msgpack.encode(vote)
+
+
+def encode_all(votes: Sequence[Vote | None]) -> bytes:
+    """All votes, as one message."""
+    return msgspec.msgpack.encode(list(votes))
+
+
+def decode(encoded: bytes) -> Vote:
+    """The inverse of `encode`."""
+    return msgspec.msgpack.decode(encoded, type=Vote)
+
+
+def decode_all(encoded: bytes) -> list[Vote | None]:
+    """The inverse of `encode_all`."""
+    return msgspec.msgpack.decode(encoded, type=list[Vote | None])
+
+
+def rebuild(failure: Failure) -> Exception:
+    """The error as it was raised, in another process of the same rank."""
+    known = getattr(errors, failure.kind, None)
+    if known is CheckpointDamagedError:
+        return CheckpointDamagedError(failure.message, files=failure.files, path=failure.path)
+    if isinstance(known, type) and issubclass(known, TransportError) and known.__init__ is TransportError.__init__:
+        return known(failure.message, path=failure.path)
+    if failure.is_consequence:
+        return AbandonedError(failure.message)
+    raised = _as_raised(failure)
+    return raised if raised is not None else errors.CheckpointError(f"{failure.kind}: {failure.message}")
+
+
+def _error(failure: Failure, rank: int, phase: str, others: Sequence[int], step: int | str | None) -> TransportError:
+    where = f"rank {rank}" + (f" ({_ranks(others)} failed, too)" if others else "")
+    text = f"{where}, {phase}: {failure.message}"
+    rebuilt = rebuild(failure)
+    if isinstance(rebuilt, TransportError) and type(rebuilt).__name__ == failure.kind:
+        rebuilt.step = step
+        if not isinstance(rebuilt, _SAME_EVERYWHERE):
+            rebuilt.message = text
+        if isinstance(rebuilt, errors.CheckpointError):
+            rebuilt.rank = rank
+        return rebuilt
+    failed = RankFailedError(
+        f"{where} failed in {phase!r}: {failure.kind}: {failure.message}",
+        rank=rank,
+        phase=phase,
+        cause_type=failure.kind,
+        errno=failure.errno,
+        step=step,
+    )
+    failed.__cause__ = _as_raised(failure)
+    return failed
+
+
+def _as_raised(failure: Failure) -> Exception | None:
+    """The exception as it was raised there, where it is one of Python's own."""
+    kind = getattr(builtins, failure.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return None
+    if failure.errno is None:
+        return kind(failure.message)
+    text = failure.message.removeprefix(f"[Errno {failure.errno}] ")
+    arguments = (failure.filename,) if failure.filename is not None else ()
+    return OSError(failure.errno, text, *arguments)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MAX_SHOWN])) + (", …" if len(ranks) > _MAX_SHOWN else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
