@@ -1,5 +1,6 @@
 """The manager of a replica: lock, optimizer hooks, snapshots at step boundaries, and the quorum of its peers."""
 
+from manager.checkpointed_state import Recovery
 from manager.config import ManagerConfig
 from manager.diloco import guard_diloco
 from manager.errors import (
@@ -13,6 +14,7 @@ from manager.errors import (
     LockTimeoutError,
     ManagerError,
     QuorumError,
+    RecoveryFailedError,
     RegistryError,
     StateTornError,
 )
@@ -23,7 +25,7 @@ from manager.manager import Manager
 from manager.process_group import GlooProcessGroup, ManagedWork, ReplicaProcessGroup
 from manager.quorum import WorldSizeMode
 from manager.rng import RandomState
-from manager.state_manager import Recovery, StateManager
+from manager.state_manager import StateManager
 
 __all__ = [
     "CommitFailedError",
@@ -43,6 +45,7 @@ __all__ = [
     "QuorumError",
     "RandomState",
     "Recovery",
+    "RecoveryFailedError",
     "RegistryError",
     "ReplicaProcessGroup",
     "StateManager",

@@ -9,6 +9,7 @@
     ├── ConfigError         (also a ValueError) a setting cannot work, alone or beside another one
     ├── QuorumError         the replicas could not be brought together
     │   └── LighthouseUnavailableError   torchft is not installed, or the Lighthouse does not answer
+    ├── RecoveryFailedError no live peer and no checkpoint has a state to recover
     ├── HealFailedError     the replica could not be healed, however often it was tried
     └── CommitFailedError   so many steps in a row were not committed that the run is given up
 
@@ -177,6 +178,10 @@ class QuorumError(ManagerError):
 
 class LighthouseUnavailableError(QuorumError):
     """torchft is not installed, or the Lighthouse does not answer."""
+
+
+class RecoveryFailedError(ManagerError):
+    """Neither a live peer nor a durable checkpoint has a state to recover."""
 
 
 class HealFailedError(ManagerError):

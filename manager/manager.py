@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
-from ft_transport import HTTPTransport
+from ft_transport import CheckpointStore, HTTPTransport
 from manager.config import ManagerConfig, TorchftKeywords
 from manager.errors import CommitFailedError, ConfigError, StateTornError
 from manager.membership import Membership
@@ -58,6 +58,8 @@ class Manager(QuorumParticipant):
         checkpoint_transport: HTTPTransport[Any] | None = None,
         timeout: timedelta | None = None,
         prepare_memory: bool = True,
+        checkpoint_store: CheckpointStore | None = None,
+        save_every: int | None = None,
         **keywords: Unpack[TorchftKeywords],
     ) -> None:
         """Make a manager, and join the job if it is told how.
@@ -72,6 +74,8 @@ class Manager(QuorumParticipant):
                 it down. For a quorum there is a default one.
             timeout: Deadline of every wait for the lock, and `ManagerConfig.timeout`. Default: 60 s.
             prepare_memory: See `StateManager`.
+            checkpoint_store: See `StateManager`.
+            save_every: See `StateManager`.
             **keywords: Instead of ``config``, its fields under torchft's names. With any of them, or with ``config``,
                 the manager joins the job at once; else with the first `start_quorum`.
 
@@ -97,6 +101,8 @@ class Manager(QuorumParticipant):
             process_group=pg,
             checkpoint_transport=checkpoint_transport,
             prepare_memory=prepare_memory,
+            checkpoint_store=checkpoint_store,
+            save_every=save_every,
         )
         # torchft's DiLoCo reads it under this name.
         self._use_async_quorum = config.use_async_quorum

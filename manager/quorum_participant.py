@@ -9,9 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
-from ft_transport import HTTPTransport
+from ft_transport import CheckpointStore, HTTPTransport
 from manager.config import ManagerConfig
 from manager.errors import ManagerError, QuorumError
 from manager.healing import Healer
@@ -73,6 +74,8 @@ class QuorumParticipant(StateManager):
         process_group: Runs the collectives; ``None`` for gloo.
         checkpoint_transport: Serves this replica's snapshots and receives others'.
         prepare_memory: See `StateManager`.
+        checkpoint_store: See `StateManager`.
+        save_every: See `StateManager`.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class QuorumParticipant(StateManager):
         process_group: ReplicaProcessGroup | Reconfigurable | None,
         checkpoint_transport: HTTPTransport[Any] | None,
         prepare_memory: bool,
+        checkpoint_store: CheckpointStore | None = None,
+        save_every: int | None = None,
     ) -> None:
         super().__init__(
             load_state_dict,
@@ -91,6 +96,8 @@ class QuorumParticipant(StateManager):
             checkpoint_transport=checkpoint_transport,
             timeout=config.timeout,
             prepare_memory=prepare_memory,
+            checkpoint_store=checkpoint_store,
+            save_every=save_every,
         )
         self._config = config
         self._process_group = process_group
@@ -137,7 +144,9 @@ class QuorumParticipant(StateManager):
     # -------------------------------------------------------------------------------------------------------- joining
 
     def _new_healer(self) -> Healer:
-        return Healer(self._config, recover=self.recover, lineage=lambda: self._lineage, watch=self._stall_watch)
+        # A quorum is healed from its members; a checkpoint shows an older step.
+        recover = partial(self.recover, from_checkpoints=False)
+        return Healer(self._config, recover=recover, lineage=lambda: self._lineage, watch=self._stall_watch)
 
     def _joined(self) -> Membership:
         if self._membership is None:

@@ -310,8 +310,16 @@ class Snapshotter:
             self._held = _Held(run, state, section)
         return True
 
-    def take(self, step: int, optimizers: Iterable[Optimizer], timeout: timedelta) -> Future[None]:
+    def take(
+        self, step: int, optimizers: Iterable[Optimizer], timeout: timedelta, *, may_lend: bool = True
+    ) -> Future[None]:
         """Begin a snapshot of ``step`` in any case.
+
+        Args:
+            step: The committed step.
+            optimizers: Those that are attached.
+            timeout: For the lock.
+            may_lend: Whether stable tensors may be served from where they lie.
 
         Returns:
             Done when the snapshot can be fetched; carries the error if it failed.
@@ -339,8 +347,20 @@ class Snapshotter:
                 ) from None
         with self._mutex:
             run = self._run = _Run(step, self._epoch, self._sink.newest_sequence())
-        self._begin(run, optimizers, timeout)
+        self._begin(run, optimizers, timeout, may_lend=may_lend)
         return run.future
+
+    def take_whole(self, step: int, optimizers: Iterable[Optimizer], timeout: timedelta) -> Future[None]:
+        """As `take`, for a reader that needs a copy; where the state is held already, without another look at it."""
+        with self._mutex:
+            held = self._held
+            is_held = held is not None and held.run.step == step and not self._is_to_lend
+        if is_held and held is not None:
+            self.request()
+            if self.settle():
+                return held.run.future
+        self.settle()
+        return self.take(step, optimizers, timeout, may_lend=False)
 
     def state_replaced(self) -> None:
         """Note that no snapshot so far, whatever its step, shows the present state."""
@@ -382,7 +402,7 @@ class Snapshotter:
             level = logging.DEBUG if self._num_boundaries > _PREPARED_AT_BOUNDARIES[0] else logging.WARNING
             logger.log(level, "the memory for snapshots could not be prepared: %s", error)
 
-    def _begin(self, run: _Run, optimizers: Iterable[Optimizer], timeout: timedelta) -> None:
+    def _begin(self, run: _Run, optimizers: Iterable[Optimizer], timeout: timedelta, *, may_lend: bool = True) -> None:
         section: Section | None = None
         try:
             # Inside the caller's own write section nothing may be left for later: the section ends when he says.
@@ -393,7 +413,8 @@ class Snapshotter:
             if section is not None:
                 optimizers = list(optimizers)
                 deferrable = belongs_to(memory_of_optimizers(optimizers))
-                lendable = _lendable(memory_of(self._stable_part(state)), storages_of_optimizers(optimizers))
+                if may_lend:
+                    lendable = _lendable(memory_of(self._stable_part(state)), storages_of_optimizers(optimizers))
             unfinished = [self._sink.begin_snapshot(run.step, state, deferrable=deferrable, lendable=lendable)]
             try:
                 self._pool.submit(self._complete, run, unfinished, section)

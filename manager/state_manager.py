@@ -7,18 +7,27 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Literal
 
 import torch.distributed as dist
 
-from ft_transport import HTTPTransport, Incoming, Received, TransportError, spans_ranks
-from manager.errors import ManagerError, RegistryError, StateTornError
+from ft_transport import (
+    CheckpointStore,
+    HTTPTransport,
+    Incoming,
+    PeerError,
+    Received,
+    SnapshotLease,
+    TransportError,
+    spans_ranks,
+)
+from manager.checkpointed_state import CheckpointedState, Recovery
+from manager.errors import ManagerError, RecoveryFailedError, RegistryError, StateTornError
 from manager.fit import check_fit
 from manager.guarded_memory import storages_of_optimizers
-from manager.locked_state import LockedState, checked_step
+from manager.locked_state import checked_step
 from manager.snapshots import Snapshotter
 from manager.sources import agree_on_step, checked_addresses, failures_elsewhere
 
@@ -27,20 +36,7 @@ logger = logging.getLogger(__name__)
 _MAX_SHOWN: Final = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovery:
-    """What `Manager.recover` did.
-
-    Attributes:
-        step: The committed step that this replica shows now.
-        source: The address that it came from.
-    """
-
-    step: int
-    source: str
-
-
-class StateManager(LockedState):
+class StateManager(CheckpointedState):
     """Holds the lock over a replica's state, and connects the trainer with the transport.
 
     ``Manager`` adds the quorum; everything here works without one.
@@ -69,6 +65,8 @@ class StateManager(LockedState):
         checkpoint_transport: HTTPTransport[Any] | None = None,
         timeout: timedelta = timedelta(seconds=60),
         prepare_memory: bool = True,
+        checkpoint_store: CheckpointStore | None = None,
+        save_every: int | None = None,
     ) -> None:
         """Make a manager without state.
 
@@ -81,13 +79,19 @@ class StateManager(LockedState):
             prepare_memory: Whether host memory for as many snapshots as the transport may hold is made ready after
                 the first step; otherwise the first ones wait for it, inside `start_step`. The state functions are
                 called once for that.
+            checkpoint_store: Where durable checkpoints go, made for all ranks of this replica. The manager owns it and
+                closes it.
+            save_every: Save a checkpoint at the beginning of every step whose number this divides.
 
         Raises:
             ValueError: Only one of the two functions was given.
+            ConfigError: ``save_every`` without a store.
             TypeError: The transport is none of ``ft_transport``.
             TransportError: The transport belongs to another manager.
         """
-        super().__init__(load_state_dict, state_dict, timeout=timeout)
+        super().__init__(
+            load_state_dict, state_dict, timeout=timeout, checkpoint_store=checkpoint_store, save_every=save_every
+        )
         self._transport = checkpoint_transport
         self._snapshotter: Snapshotter | None = None
         if checkpoint_transport is not None:
@@ -129,14 +133,17 @@ class StateManager(LockedState):
             StateTornError: This replica holds part of a state.
             ManagerError: The step is no whole number from 0.
             RegistryError: A state function runs a collective (found at the first step).
+            TransportError: More checkpoints in a row could not be saved than the store allows.
         """
         self._refuse_torn_state()
         self._training_thread = threading.get_ident()
         self._step = checked_step(step)
         self._is_past_step = False
-        if self._snapshotter is None:
-            return False
-        return self._snapshotter.boundary(self._step, self._attached_optimizers(), hold=hold)
+        is_kept = False
+        if self._snapshotter is not None:
+            is_kept = self._snapshotter.boundary(self._step, self._attached_optimizers(), hold=hold)
+        self._at_boundary()
+        return is_kept
 
     def snapshot(self, step: int | None = None) -> Future[None]:
         """Take a snapshot now; the training thread calls this between two steps.
@@ -180,6 +187,7 @@ class StateManager(LockedState):
         is_fresh: bool = False,
         verify: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        from_checkpoints: bool = True,
     ) -> Recovery:
         """Receive the state of a peer into this replica's own tensors, and load it.
 
@@ -200,8 +208,13 @@ class StateManager(LockedState):
                 a load function changes what it takes on purpose.
             process_group: All ranks of this replica, if it has several. Each of them calls this; the latest step is the
                 same for all then, and if one of them fails all do. Small collectives run.
+            from_checkpoints: Whether a checkpoint will do if no peer has a state.
+
+        With a ``checkpoint_store`` all ranks of the store's group call this. Where a peer fails one of them, all load
+        the newest good checkpoint instead.
 
         Raises:
+            RecoveryFailedError: No peer could be recovered from, and there is no checkpoint.
             TransportError: The transfer failed.
             StateTornError: After loading, the state is not what was sent; or another rank of ``process_group`` failed.
             RegistryError: What the peer has does not fit what is registered here (nothing is received then, if modules
@@ -210,6 +223,62 @@ class StateManager(LockedState):
             ManagerError: There is no transport, the address is this replica's own, a state function asked for the
                 training thread, or several ranks would each recover a latest step of their own.
         """
+        receive = partial(
+            self._recover_from_peers,
+            metadata,
+            step,
+            timeout,
+            unreachable_timeout=unreachable_timeout,
+            is_fresh=is_fresh,
+            verify=verify,
+            process_group=process_group,
+        )
+        if self._store is None or not from_checkpoints:
+            return receive()
+        return self._recover_from_anywhere(receive, self._store, timeout if timeout is not None else self._timeout)
+
+    def _recover_from_anywhere(
+        self, receive: Callable[[], Recovery], store: CheckpointStore, timeout: timedelta
+    ) -> Recovery:
+        """All ranks take the state of their peers, or all take that of a checkpoint."""
+        recoveries: list[Recovery] = []
+        own_errors: list[Exception] = []
+
+        def recover() -> None:
+            try:
+                recoveries.append(receive())
+            except TransportError as error:
+                raise PeerError(f"{type(error).__name__}: {error}") from error
+            except Exception as error:
+                own_errors.append(error)
+                raise
+
+        try:
+            store.together("recover from live peers", recover, timeout=2 * timeout)
+        except PeerError as error:
+            logger.warning("no live peer could be recovered from, checkpoints are tried: %s", error)
+            resumed = self.resume()
+            if resumed is None:
+                raise RecoveryFailedError(
+                    f"expected a live peer or a checkpoint in {store.root}, there is none; from peers: {error}"
+                ) from error
+            return resumed
+        except TransportError as error:
+            # Another rank's trouble is the store's error, one's own is as it would be without a store.
+            raise own_errors[0] if own_errors else error from None
+        return recoveries[0]
+
+    def _recover_from_peers(
+        self,
+        metadata: str | Sequence[str],
+        step: int | Literal["latest"],
+        timeout: timedelta | None,
+        *,
+        unreachable_timeout: timedelta | None,
+        is_fresh: bool,
+        verify: bool,
+        process_group: dist.ProcessGroup | None,
+    ) -> Recovery:
         if self._transport is None:
             raise ManagerError("expected a checkpoint_transport to receive with, and this manager has none")
         addresses = checked_addresses(metadata, self._transport.metadata())
@@ -324,6 +393,26 @@ class StateManager(LockedState):
         if self._transport is not None:
             self._transport.serve_fresh(None)
             self._transport.shutdown(wait=wait)
+        self._close_store()
+
+    def _snapshot_lease(self) -> Callable[[], SnapshotLease] | None:
+        """See `CheckpointedState`."""
+        snapshotter, transport = self._snapshotter, self._transport
+        if snapshotter is None or transport is None:
+            return None
+        step, timeout_s = self._step, self._timeout.total_seconds()
+        try:
+            taken = snapshotter.take_whole(step, self._attached_optimizers(), self._timeout)
+        except Exception as error:
+            # The other ranks are told of it, and wait for no checkpoint that does not come.
+            taken = Future()
+            taken.set_exception(error)
+
+        def lease() -> SnapshotLease:
+            taken.result(timeout_s)
+            return transport.lease(step)
+
+        return lease
 
     def _receive(
         self,
