@@ -481,7 +481,8 @@ class CheckpointStore:
         try:
             with self._directory_mutex:
                 self._remove(self._directory.steps()[: -self._keep])
-        except OSError as error:
+        except Exception as error:
+            # The store's thread goes on: what was saved is safe.
             logger.warning("old checkpoints could not be deleted: %s", error)
 
     def _load(

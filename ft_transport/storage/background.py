@@ -141,7 +141,6 @@ class BackgroundSaver:
                 self._saver.save(_with_snapshots(job))
             finally:
                 job.release()
-            self._after_save()
         except BaseException as error:
             self._num_failed += 1
             if self._num_failed > self._max_failed_saves:
@@ -157,6 +156,7 @@ class BackgroundSaver:
         else:
             self._num_failed = 0
             handle.future.set_result(None)
+            self._after_save()
 
     def _replace_writer(self) -> None:
         if self._writer.number and not self._writer.is_alive():

@@ -23,6 +23,7 @@ from ft_transport.storage.directory import MANIFEST_NAME
 from ft_transport.storage.exchange import Exchange
 from ft_transport.storage.items import LOCAL, SHARED
 from ft_transport.storage.manifest import (
+    DATA_SUFFIX,
     NOT_HERE,
     CheckpointManifest,
     FileEntry,
@@ -35,6 +36,7 @@ from ft_transport.storage.manifest import (
 from ft_transport.storage.reading import DataFiles, Need, read_needs
 from ft_transport.storage.verifying import find_missing, read_file, read_manifest
 from ft_transport.tensors.agreement import find_differences
+from ft_transport.tensors.collector import collector_paused
 from ft_transport.tensors.copying import default_num_threads
 from ft_transport.tensors.matching import Incoming
 from ft_transport.tensors.resharding import LikeFunction, reshard
@@ -132,7 +134,8 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
 
     def plan() -> None:
         nonlocal loading
-        loading = _Loading(request, msgspec.msgpack.decode(described, type=_Chosen), agreement.rank)
+        with collector_paused():
+            loading = _Loading(request, msgspec.msgpack.decode(described, type=_Chosen), agreement.rank)
 
     def read() -> None:
         assert loading is not None, "it was planned"
@@ -168,7 +171,11 @@ def _read_descriptions(directory: Path) -> _Chosen:
             raise CheckpointDamagedError(
                 f"{MANIFEST_NAME} does not list {rank_file_name(rank)}", files=(MANIFEST_NAME,)
             )
-        ranks.append(read_file(directory, entry))
+        ranks.append(read_file(directory, entries.pop(entry.name)))
+    for entry in entries.values():
+        # What is large is verified as it is read, and whole tensors are another program's to read.
+        if not entry.name.endswith((DATA_SUFFIX, ".safetensors")):
+            read_file(directory, entry)
     return _Chosen(str(directory), encode_manifest(manifest), tuple(ranks))
 
 

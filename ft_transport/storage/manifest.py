@@ -21,6 +21,7 @@ from ft_transport.wire.nodes import Count
 FORMAT_VERSION: Final = 1
 CHUNK_BYTES: Final = 4 << 20
 """What is digested, read and sent at once."""
+DATA_SUFFIX: Final = ".distcp"
 NOT_HERE: Final = -1
 """Stands for the position of what another rank has written."""
 
@@ -98,7 +99,7 @@ def rank_file_name(rank: int) -> str:
 
 def data_file_name(rank: int) -> str:
     """Name of a rank's data file, as DCP's writer names it."""
-    return f"__{rank}_0.distcp"
+    return f"__{rank}_0{DATA_SUFFIX}"
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:

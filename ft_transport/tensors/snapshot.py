@@ -310,12 +310,13 @@ class PendingSnapshot:
         try:
             blocks = self._flat.blocks
             tree = self._flat.tree
-            table = [
-                TensorEntry(name, dtype, tuple(shape), start, start + num_bytes)
-                for name, dtype, shape, start, num_bytes in zip(
-                    blocks.names, blocks.dtypes, blocks.shapes, self._starts.tolist(), blocks.num_bytes, strict=True
-                )
-            ]
+            with collector_paused():
+                table = [
+                    TensorEntry(name, dtype, tuple(shape), start, start + num_bytes)
+                    for name, dtype, shape, start, num_bytes in zip(
+                        blocks.names, blocks.dtypes, blocks.shapes, self._starts.tolist(), blocks.num_bytes, strict=True
+                    )
+                ]
             # Live tensors must not outlive the copy: they would keep replaced parameters in memory.
             blocks.sources.clear()
             digests = self._digests()
