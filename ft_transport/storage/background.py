@@ -153,9 +153,11 @@ class BackgroundSaver:
                 error,
             )
             handle.future.set_exception(error)
+            self._saver.let_go()
         else:
             self._num_failed = 0
             handle.future.set_result(None)
+            self._saver.let_go()
             self._after_save()
 
     def _replace_writer(self) -> None:

@@ -80,3 +80,6 @@ class Copies:
             snapshot.close()
         for lease in self._leases:
             lease.release()
+        # Whoever keeps the error of a save keeps the frames that it came through, and with them this object.
+        for held in (self._parts, self._snapshots, self._leases):
+            held.clear()

@@ -21,6 +21,7 @@ import shutil
 import socket
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Final
 
@@ -51,6 +52,7 @@ class CheckpointDirectory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._claim: int | None = None
+        _directories.add(self)
 
     # ------------------------------------------------------------------------------------------------------ ownership
 
@@ -89,6 +91,10 @@ class CheckpointDirectory:
         if self._claim is not None:
             os.close(self._claim)
             self._claim = None
+
+    def forget_claim(self) -> None:
+        """In a forked child: the lock is the parent's, and ends with it, although the child has got its descriptor."""
+        self.release()
 
     def recover(self) -> list[str]:
         """Clears what an interrupted run has left, and puts back what it was about to replace.
@@ -226,6 +232,17 @@ class CheckpointDirectory:
             os.rename(path, deleted)
             sync_directory(self.root)
         shutil.rmtree(deleted)
+
+
+_directories: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
+
+
+def _forget_claims() -> None:
+    for directory in list(_directories):
+        directory.forget_claim()
+
+
+os.register_at_fork(after_in_child=_forget_claims)
 
 
 def sync_directory(path: Path) -> None:

@@ -99,18 +99,13 @@ class Described:
         items: In the order of the state.
         values: In the order of the state.
         paths: Of each leaf, by its name in DCP, the keys and positions that lead to it.
+        structure: A digest of everything but bytes and values: equal as long as the same plan will do.
     """
 
     items: list[Item] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
-
-    def structure(self) -> int:
-        """A digest of everything but bytes and values: equal as long as the same plan will do."""
-        hasher = Hasher()
-        hasher.update(repr([item[:-1] for item in self.items]).encode("utf-8", "surrogatepass"))
-        hasher.update(repr([(value.name, value.part) for value in self.values]).encode("utf-8", "surrogatepass"))
-        return hasher.intdigest()
+    structure: int = 0
 
     def shared_values(self) -> int:
         """A digest of the values that all ranks have in common."""
@@ -129,40 +124,86 @@ def describe(manifests: Sequence[Manifest], rank: int) -> Described:
     Raises:
         CheckpointError: Two leaves have one name in DCP, or a tensor is divided in another way than torch divides.
     """
-    described = Described()
-    for part, manifest in enumerate(manifests):
-        _Describer(manifest, part, (f"rank_{rank}",) if part == LOCAL else (), described).run()
-    return described
+    return Describer().describe(manifests, rank)
 
 
-class _Describer:
+class Describer:
+    """Describes a rank's states one after the other, and looks anew only at what has changed."""
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] = ()
+        self._items: list[Item] = []
+        self._structure = 0
+
+    def describe(self, manifests: Sequence[Manifest], rank: int) -> Described:
+        """As the function of that name."""
+        described = Described()
+        walks = []
+        for part, manifest in enumerate(manifests):
+            walk = _Walk(manifest, part, (f"rank_{rank}",) if part == LOCAL else (), described)
+            walk.find_leaves()
+            walks.append(walk)
+        key = (
+            rank,
+            [(manifest.tensors, manifest.layouts, manifest.meshes) for manifest in manifests],
+            [walk.tensors for walk in walks],
+            [(value.name, value.part) for value in described.values],
+        )
+        if key != self._key:
+            for walk in walks:
+                walk.add_items()
+            self._key, self._items = key, described.items
+            self._structure = _digest_of(described)
+        described.items = self._items
+        described.structure = self._structure
+        return described
+
+
+def _digest_of(described: Described) -> int:
+    hasher = Hasher()
+    hasher.update(repr(described.items).encode("utf-8", "surrogatepass"))
+    hasher.update(repr([(value.name, value.part) for value in described.values]).encode("utf-8", "surrogatepass"))
+    return hasher.intdigest()
+
+
+class _Walk:
+    """One part of a state.
+
+    Attributes:
+        tensors: By the node, names: what is tied is stored once, under all its names.
+    """
+
     def __init__(self, manifest: Manifest, part: int, base: tuple[str, ...], described: Described) -> None:
         self._manifest = manifest
         self._part = part
         self._base = base
         self._prefix = "".join(f"{step}." for step in base)
         self._described = described
-        # By the node: what is tied is stored once, under all its names.
-        self._tensors: dict[Node, list[str]] = {}
+        self.tensors: dict[Node, list[str]] = {}
         self._entries: set[int] = set()
 
-    def run(self) -> None:
+    def find_leaves(self) -> None:
+        """Finds names, values and tensors."""
         tree = self._manifest.tree
         if not isinstance(tree, (MappingNode, DefaultDictNode)):
             raise CheckpointError("expected a state that is a dict, as torch.distributed.checkpoint does")
+        paths, values = self._described.paths, self._described.values
         for path, node in self._leaves(tree, self._base):
             name = ".".join(map(str, path))
-            if name in self._described.paths:
+            if name in paths:
                 raise CheckpointError(
-                    "expected leaves whose paths, joined by dots, differ; two are the same", path=name
+                    "expected paths that differ when they are joined by dots, got two of one", path=name
                 )
-            self._described.paths[name] = path
+            paths[name] = path
             tensor = _tensor_of(node)
             if tensor is None:
-                self._described.values.append(Value(name, self._part, node))
+                values.append(Value(name, self._part, node))
             else:
-                self._tensors.setdefault(tensor, []).append(name)
-        for tensor, names in self._tensors.items():
+                self.tensors.setdefault(tensor, []).append(name)
+
+    def add_items(self) -> None:
+        """Adds what is to be stored of the tensors, and of the leaves that are none."""
+        for tensor, names in self.tensors.items():
             self._add_tensor(tensor, tuple(names))
         for index, entry in enumerate(self._manifest.tensors):
             if index not in self._entries:

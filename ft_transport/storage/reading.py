@@ -8,6 +8,7 @@ others. All go through the chunks in one order, so that nobody waits for somebod
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -82,7 +83,7 @@ class DataFiles:
 
     def place_of(self, chunk: int) -> tuple[int, int, int]:
         """File, beginning and end of a chunk."""
-        file = int(np.searchsorted(self.first_chunks, chunk, side="right")) - 1
+        file = bisect_right(self.first_chunks, chunk) - 1
         start = (chunk - self.first_chunks[file]) * CHUNK_BYTES
         return file, start, min(start + CHUNK_BYTES, self.files[file].num_bytes)
 

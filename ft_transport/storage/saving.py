@@ -170,11 +170,13 @@ class Saver:
                 if not may_try_again:
                     raise
                 logger.warning("step %d: saving it failed, attempt %d follows: %s", request.step, attempt + 1, error)
-            finally:
-                with contextlib.suppress(WriterFailedError):
-                    self._ask(Drop())
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def let_go(self) -> None:
+        """Lets the writer give back the memory of the last save."""
+        with contextlib.suppress(WriterFailedError):
+            self._ask(Drop())
 
     def start_writer(self) -> None:
         """Makes sure that there is a writer.

@@ -25,7 +25,7 @@ from ft_transport.storage.consolidated import INDEX_NAME, create, put
 from ft_transport.storage.digested_file import DigestedFile, digested, write_small
 from ft_transport.storage.directory import MANIFEST_NAME, sync_directory
 from ft_transport.storage.frames import FrameTable, saved
-from ft_transport.storage.items import SHARED, Described, Item, describe
+from ft_transport.storage.items import SHARED, Described, Describer, Item, describe
 from ft_transport.storage.manifest import (
     FORMAT_VERSION,
     NOT_HERE,
@@ -91,6 +91,7 @@ class Writer:
         self._headers: list[bytes] = []
         self._manifests: list[Manifest] = []
         self._data: list[memoryview] = []
+        self._describer = Describer()
         self._described = Described()
         self._plan: SavePlan | None = None
         self._dcp_metadata: tuple[list[tuple[tuple[int, int], ...]], bytes] | None = None
@@ -106,7 +107,6 @@ class Writer:
                 return self._take(request, descriptors)
             case Drop():
                 self.drop()
-                gc.collect()
                 return Done()
             case Cancel():
                 return Done()
@@ -151,8 +151,8 @@ class Writer:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        self._described = describe(self._manifests, self._rank)
-        return Taken(self._described.structure(), self._described.shared_values())
+        self._described = self._describer.describe(self._manifests, self._rank)
+        return Taken(self._described.structure, self._described.shared_values())
 
     def _make_plan(self, request: Plan) -> Shares:
         manifests = [tuple(decode_header(header) for header in headers) for headers in request.headers]
@@ -298,6 +298,8 @@ def serve(connection: socket.socket) -> None:
         except Exception as error:
             answer = Failed(describe_failure(error))
         send(connection, answer)
+        if isinstance(request, Drop):
+            gc.collect()
 
 
 def main() -> None:

@@ -1,0 +1,71 @@
+"""Whole tensors beside a checkpoint: what safetensors and an index of transformers' kind show is the model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ft_transport import CheckpointDamagedError, CheckpointError, CheckpointStore
+from ft_transport.storage import consolidated
+from ft_transport.storage.items import describe
+from ft_transport.tensors.snapshot import SnapshotTaker
+from ft_transport.wire.manifest import decode_header
+
+_RANKS = Path(__file__).parents[1] / "consolidated_ranks.py"
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ranks_put_their_parts_in_place(tmp_path: Path, dim: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    ran = subprocess.run(
+        [*command, str(_RANKS), str(tmp_path), str(dim)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+def test_a_tied_tensor_is_there_once_and_other_parts_are_not(tmp_path: Path) -> None:
+    embedding, head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+    head.weight = embedding.weight
+    model = nn.ModuleDict({"embedding": embedding, "head": head, "norm": nn.BatchNorm1d(4)})
+    state = {"model": model.state_dict(), "optimizer": {"model": torch.ones(3)}, "count": 5}
+    with CheckpointStore(tmp_path, consolidate="model") as store:
+        store.save(1, state, wait=True)
+        found = load_file(tmp_path / "step-1" / "model-00001-of-00001.safetensors")
+        expected = {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert store.load(1).state["count"] == 5
+        (tmp_path / "step-1" / "model-00001-of-00001.safetensors").write_bytes(b"gone")
+        with pytest.raises(CheckpointDamagedError, match=r"model-00001-of-00001\.safetensors"):
+            store.verify(1)
+
+
+def test_a_part_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path, consolidate="weights") as store:
+        with pytest.raises(CheckpointError, match=r"found none .*at weights"):
+            store.save(1, {"model": {"weight": torch.ones(3)}}, wait=True)
+        assert store.steps() == ()
+
+
+def test_a_large_model_goes_to_several_files(tmp_path: Path) -> None:
+    model = {f"layer.{number}": torch.full((100,), float(number)) for number in range(10)}
+    taker = SnapshotTaker(max_snapshots=1, num_threads=1, chunk_bytes=1 << 20)
+    snapshot = taker.begin(1, {"model": model}).finish()
+    described = describe([decode_header(snapshot.header[8:])], 0)
+    plan = consolidated.consolidate([described], "model", max_file_bytes=1000)
+    assert [file.name for file in plan.files] == [f"model-{number:05}-of-00005.safetensors" for number in range(1, 6)]
+    consolidated.create(tmp_path, plan)
+    for file in plan.files:
+        assert (tmp_path / file.name).stat().st_size == file.num_bytes
+        assert all(not tensor.any() for tensor in load_file(tmp_path / file.name).values())
+    weight_map = json.loads(plan.index)["weight_map"]
+    assert weight_map["layer.0"] == weight_map["layer.1"] == plan.files[0].name
+    snapshot.close()
+    taker.close()
