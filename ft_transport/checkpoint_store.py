@@ -22,6 +22,7 @@ from ft_transport.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigurationError,
+    RankGoneError,
     SaveInProgressError,
     TransportError,
 )
@@ -64,7 +65,8 @@ class CheckpointStore:
         rank_local: Top-level keys of the state whose values each rank has for itself (random generators, the position
             of a data loader). Of all else, ranks hold the same, or shards of the same.
         existing: What happens to checkpoints that are there: ``keep`` them, ``clear`` them, or ``refuse`` to start.
-        keep: After each save, delete all but the newest so many checkpoints; ``None`` keeps all.
+        keep: After each save, keep so many checkpoints, it and those before it, and delete older ones; ``None`` keeps
+            all. Those of later steps, which a run that was set back has left, stay.
         consolidate: Path of a part of the state, keys joined by dots, such as ``model``: its tensors are also written
             whole, to safetensors files with the index that ``transformers`` reads.
         read_only: Only load; the root is not claimed, and there is no writer process.
@@ -246,8 +248,13 @@ class CheckpointStore:
         pulses: list[Pulse] = []
         if self._pulse is not None:
             (work, gathered), self._pulse = self._pulse, None
-            self._health_exchange.wait(work)
-            pulses = [Pulse(*each.tolist()) for each in gathered]
+            try:
+                self._health_exchange.wait(work)
+                pulses = [Pulse(*each.tolist()) for each in gathered]
+            except RankGoneError as error:
+                # Somebody was late, and gloo has ended the group; who is still there says so in the store.
+                logger.warning("the ranks of the store have lost each other: %s", error)
+                self._meet_again()
         self._pulse = self._health_exchange.begin_all_gather(self._own_pulse())
         if any(pulse.is_fatal for pulse in pulses):
             self._raise_fatal()
@@ -275,8 +282,9 @@ class CheckpointStore:
 
         Args:
             step: A step, or the newest complete checkpoint.
-            into: This rank's own state, whose tensors are loaded into in place; what it does not have is ignored by it.
-                Without one, and without ``like``, all tensors come whole.
+            into: This rank's own state, whose tensors are loaded into in place. Top-level keys that it does not have
+                are not read; what it lacks below them comes as new tensors. Without one, and without ``like``, all
+                tensors come whole.
             like: See ``HTTPTransport.fetch_sharded``.
             check: Called with what will come, before any of it does; what it raises ends the load on all ranks.
             is_comparable: Whether `LoadedCheckpoint.differences` will be called. It costs another look at every byte.
@@ -289,6 +297,7 @@ class CheckpointStore:
         """
         if step != "latest":
             step = check_number("step", step, at_least=0)
+        self.wait()
         self._agreement.step = step
         return self._load(lambda: self._path_of(step), into, like, check, is_comparable=is_comparable)
 
@@ -324,6 +333,7 @@ class CheckpointStore:
 
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, ascending."""
+        self.wait()
         encoded = self._on_directory("list the checkpoints", lambda: msgspec.msgpack.encode(self._directory.steps()))
         return tuple(msgspec.msgpack.decode(encoded, type=list[int]))
 
@@ -340,6 +350,7 @@ class CheckpointStore:
             CheckpointDamagedError: ``files`` names the damaged ones.
         """
         agreement = self._agreement
+        self.wait()
         agreement.step = step
         directory = Path(self._on_directory("choose a checkpoint", lambda: str(self._path_of(step)).encode()).decode())
 
@@ -367,6 +378,8 @@ class CheckpointStore:
             The steps that were deleted.
         """
         keep = check_number("keep", keep, at_least=1)
+        if self._is_read_only:
+            raise CheckpointError("expected a store that saves, this one is read-only")
         steps = list(self.steps())
         num_kept = min(keep, len(steps))
         is_good = any(self._is_good(step) for step in reversed(steps[len(steps) - num_kept :]))
@@ -450,7 +463,11 @@ class CheckpointStore:
             self.wait()
             self._background.raise_fatal()
             return True
-        pulses = self._pulses()
+        try:
+            pulses = self._pulses()
+        except RankGoneError:
+            self._meet_again()
+            pulses = self._pulses()
         if any(pulse.is_fatal for pulse in pulses):
             self._raise_fatal()
         if not any(pulse.is_busy for pulse in pulses):
@@ -468,19 +485,25 @@ class CheckpointStore:
     def _pulses(self) -> list[Pulse]:
         return [Pulse(*each.tolist()) for each in self._health_exchange.all_gather(self._own_pulse())]
 
+    def _meet_again(self) -> None:
+        self._pulse = None
+        self._agreement.together("meet again", lambda: None)
+        self._health_exchange.reset(self._agreement.sequence)
+
     def _raise_fatal(self) -> None:
         # Another rank may have heard of it a moment before this one.
         self.wait()
         self._background.raise_fatal()
         raise CheckpointError("expected fewer saves in a row to fail; see the warnings of the other ranks")
 
-    def _prune_after_save(self) -> None:
-        """What was just written is good; so the others may go."""
+    def _prune_after_save(self, saved: int) -> None:
+        """What was just written is good; so older ones may go. Newer ones are of a past that was left."""
         if self._keep is None or not self._agreement.is_first:
             return
         try:
             with self._directory_mutex:
-                self._remove(self._directory.steps()[: -self._keep])
+                older = [step for step in self._directory.steps() if step < saved]
+                self._remove(older[: len(older) - (self._keep - 1)])
         except Exception as error:
             # The store's thread goes on: what was saved is safe.
             logger.warning("old checkpoints could not be deleted: %s", error)

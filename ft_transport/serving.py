@@ -259,19 +259,26 @@ class SnapshotServing:
         Raises:
             SnapshotError: There is none, or it is served from live memory.
         """
-        reading = self._shelf.read(step)
+        released = threading.Event()
+        # Who reads it here has read it when he lets it go: nothing is on its way to him any more.
+        reading = self._shelf.read(step, is_closed=released.is_set)
         if reading is None:
             raise SnapshotError("expected a snapshot, there is none", step=step)
+
+        def release() -> None:
+            released.set()
+            reading.__exit__()
+
         memory = reading.snapshot.memory
         if not isinstance(memory, MemoryFile):
-            reading.__exit__()
+            release()
             raise SnapshotError("expected a snapshot in memory of its own, it is served from live memory", step=step)
         return SnapshotLease(
             step=step,
             descriptor=memory.descriptor,
             start=memory.start,
             num_bytes=reading.snapshot.total_bytes,
-            release=reading.__exit__,
+            release=release,
         )
 
     def newest_sequence(self) -> int:

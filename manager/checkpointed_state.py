@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -93,20 +94,30 @@ class CheckpointedState(LockedState):
             TransportError: As for ``CheckpointStore.save``.
         """
         store = self._checkpoints()
-        self._refuse_torn_state()
-        if self._is_past_step:
-            raise ManagerError(
-                f"expected a step boundary to save at: an optimizer has stepped since step {self._step} began; call "
-                "save right after start_step or start_quorum"
-            )
         if self._training_thread is None:
             self._training_thread = threading.get_ident()
-        self._saved_step = self._step
-        lease = self._snapshot_lease()
-        if lease is not None:
-            return store.save_leased(self._step, lease, local=self._local_part, wait=wait, overwrite=overwrite)
-        with self._lock.read(f"copying step {self._step} for a checkpoint"):
-            handle = store.save(self._step, self.replica_state, local=self._local_part, overwrite=overwrite)
+        step = self._saved_step = self._step
+        with ExitStack() as held:
+
+            def local() -> dict[str, object]:
+                self._refuse_to_save()
+                return self._local_part()
+
+            def state() -> dict[str, object]:
+                held.enter_context(self._lock.read(f"copying step {step} for a checkpoint"))
+                return self.replica_state()
+
+            try:
+                # What is refused here is told to the other ranks, who wait for no checkpoint that does not come.
+                self._refuse_to_save()
+                lease = self._snapshot_lease()
+            except ManagerError as error:
+                store.save(step, partial(_raise, error))
+                raise
+            if lease is not None:
+                handle = store.save_leased(step, lease, local=local, overwrite=overwrite)
+            else:
+                handle = store.save(step, state, local=local, overwrite=overwrite)
         if wait:
             handle.result()
         return handle
@@ -124,24 +135,41 @@ class CheckpointedState(LockedState):
             TransportError: All checkpoints are damaged, or loading failed; the same on all ranks.
         """
         store = self._checkpoints()
-        self._require_training_thread()
-        with self._lock.write("loading a checkpoint"):
-            into = {**self.replica_state(), **self._local_part()}
-            earlier, self._torn = self._torn, StateTornError(step="latest", reason="loading it was interrupted")
+        into: dict[str, object] = {}
+        own_errors: list[Exception] = []
+        with ExitStack() as held:
+
+            def prepare() -> None:
+                self._require_training_thread()
+                held.enter_context(self._lock.write("loading a checkpoint"))
+                into.update({**self.replica_state(), **self._local_part()})
+
+            def check(incoming: Incoming) -> None:
+                _noted(own_errors, partial(check_fit, incoming, self._registry, into))
+
             try:
-                loaded = store.load_newest_good(
-                    into=into,
-                    like=self._registry.parameter_finder(),
-                    check=partial(self._check_checkpoint, into=into),
-                    is_comparable=True,
-                )
+                preparing = partial(_noted, own_errors, prepare)
+                store.together("prepare to load a checkpoint", preparing, timeout=self._timeout)
+                earlier, self._torn = self._torn, StateTornError(step="latest", reason="loading it was interrupted")
+                try:
+                    loaded = store.load_newest_good(
+                        into=into, like=self._registry.parameter_finder(), check=check, is_comparable=True
+                    )
+                except TransportError as error:
+                    is_touched = error.destination_touched
+                    self._torn = StateTornError(step="latest", reason=str(error)) if is_touched else earlier
+                    raise
+                if loaded is None:
+                    self._torn = earlier
+                    return None
+                self._torn = StateTornError(step=loaded.step, reason="loading it was interrupted")
+                # Where another rank could not load it, this one must not step with it either.
+                applying = partial(_noted, own_errors, partial(self._apply, loaded))
+                store.together("load the checkpoint", applying, timeout=self._timeout)
+                self._torn = None
             except TransportError as error:
-                self._torn = StateTornError(step="latest", reason=str(error)) if error.destination_touched else earlier
-                raise
-            if loaded is None:
-                self._torn = earlier
-                return None
-            store.together("load the checkpoint", partial(self._apply, loaded), timeout=self._timeout)
+                # One's own error is as it would be without other ranks.
+                raise own_errors[0] if own_errors else error from None
         self._saved_step = loaded.step
         logger.info("resumed step %d from %s", loaded.step, store.root)
         return Recovery(step=loaded.step, source=f"{store.root}, step {loaded.step}")
@@ -172,18 +200,22 @@ class CheckpointedState(LockedState):
         if is_due and self._saved_step != self._step:
             self.save(overwrite=True)
 
-    def _check_checkpoint(self, incoming: Incoming, into: Mapping[str, object]) -> None:
-        check_fit(incoming, self._registry, into)
+    def _refuse_to_save(self) -> None:
+        self._refuse_torn_state()
+        if self._is_past_step:
+            raise ManagerError(
+                f"expected a step boundary to save at: an optimizer has stepped since step {self._step} began; call "
+                "save right after start_step or start_quorum"
+            )
 
     def _apply(self, loaded: LoadedCheckpoint[Any]) -> None:
         """Give the parts of a loaded state to the load functions."""
-        self._torn = StateTornError(step=loaded.step, reason="loading it was interrupted")
         state = loaded.state
         try:
             self._load(state)
+            self._torn = StateTornError(step=loaded.step, reason="comparing it was interrupted")
             differences = loaded.differences(self.replica_state())
-            local = state.get(LOCAL_KEY, {})
-            self._registry.load_state_dict(local, "local")
+            self._registry.load_state_dict(state.get(LOCAL_KEY, {}), "local")
         except RegistryError as error:
             self._torn = StateTornError(step=loaded.step, reason=str(error))
             raise
@@ -195,8 +227,20 @@ class CheckpointedState(LockedState):
                 + shown,
             )
             self._refuse_torn_state()
-        self._torn = None
 
     def _close_store(self) -> None:
         if self._store is not None:
             self._store.close()
+
+
+def _raise(error: Exception) -> Mapping[str, object]:
+    raise error
+
+
+def _noted(errors: list[Exception], action: Callable[[], None]) -> None:
+    """Run a rank's own part; what goes wrong in it is kept as it was raised."""
+    try:
+        action()
+    except Exception as error:
+        errors.append(error)
+        raise

@@ -121,6 +121,7 @@ class Snapshotter:
         self._wanted_steps: list[int] = []
         self._is_to_lend = False
         self._run: _Run | None = None
+        self._when_published: tuple[_Run, Callable[[], None]] | None = None
         self._held: _Held | None = None
         self._is_closed = False
         self._is_postponed = False
@@ -311,7 +312,13 @@ class Snapshotter:
         return True
 
     def take(
-        self, step: int, optimizers: Iterable[Optimizer], timeout: timedelta, *, may_lend: bool = True
+        self,
+        step: int,
+        optimizers: Iterable[Optimizer],
+        timeout: timedelta,
+        *,
+        may_lend: bool = True,
+        when_published: Callable[[], None] | None = None,
     ) -> Future[None]:
         """Begin a snapshot of ``step`` in any case.
 
@@ -320,6 +327,7 @@ class Snapshotter:
             optimizers: Those that are attached.
             timeout: For the lock.
             may_lend: Whether stable tensors may be served from where they lie.
+            when_published: See `take_whole`.
 
         Returns:
             Done when the snapshot can be fetched; carries the error if it failed.
@@ -347,20 +355,32 @@ class Snapshotter:
                 ) from None
         with self._mutex:
             run = self._run = _Run(step, self._epoch, self._sink.newest_sequence())
+            if when_published is not None:
+                self._when_published = (run, when_published)
         self._begin(run, optimizers, timeout, may_lend=may_lend)
         return run.future
 
-    def take_whole(self, step: int, optimizers: Iterable[Optimizer], timeout: timedelta) -> Future[None]:
-        """As `take`, for a reader that needs a copy; where the state is held already, without another look at it."""
+    def take_whole(
+        self, step: int, optimizers: Iterable[Optimizer], timeout: timedelta, *, when_published: Callable[[], None]
+    ) -> Future[None]:
+        """As `take`, for a reader that needs a copy; where the state is held already, without another look at it.
+
+        Args:
+            step: The committed step.
+            optimizers: Those that are attached.
+            timeout: For the lock.
+            when_published: Called on the thread that publishes the snapshot, before anything can take its place.
+        """
         with self._mutex:
             held = self._held
-            is_held = held is not None and held.run.step == step and not self._is_to_lend
-        if is_held and held is not None:
-            self.request()
-            if self.settle():
-                return held.run.future
-        self.settle()
-        return self.take(step, optimizers, timeout, may_lend=False)
+            if held is not None and held.run.step == step:
+                self._when_published = (held.run, when_published)
+                # Whoever asked for it to be lent gets the copy.
+                self._is_to_lend = False
+                self._wanted_after = max(self._wanted_after, held.run.num_before)
+        if self.settle() and held is not None and held.run.step == step:
+            return held.run.future
+        return self.take(step, optimizers, timeout, may_lend=False, when_published=when_published)
 
     def state_replaced(self) -> None:
         """Note that no snapshot so far, whatever its step, shows the present state."""
@@ -440,6 +460,12 @@ class Snapshotter:
                 if section is not None:
                     section.release()
             in_progress.publish()
+            with self._mutex:
+                awaited = self._when_published
+                if awaited is not None and awaited[0] is run:
+                    self._when_published = None
+            if awaited is not None and awaited[0] is run:
+                awaited[1]()
         except BaseException as error:
             logger.exception("step %d: the snapshot failed", run.step)
             self._sink.snapshot_failed(run.step, error)

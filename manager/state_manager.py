@@ -20,6 +20,7 @@ from ft_transport import (
     PeerError,
     Received,
     SnapshotLease,
+    SnapshotLimitError,
     TransportError,
     spans_ranks,
 )
@@ -257,6 +258,7 @@ class StateManager(CheckpointedState):
             store.together("recover from live peers", recover, timeout=2 * timeout)
         except PeerError as error:
             logger.warning("no live peer could be recovered from, checkpoints are tried: %s", error)
+            self._note_alone(recoveries, error)
             resumed = self.resume()
             if resumed is None:
                 raise RecoveryFailedError(
@@ -264,9 +266,17 @@ class StateManager(CheckpointedState):
                 ) from error
             return resumed
         except TransportError as error:
+            self._note_alone(recoveries, error)
             # Another rank's trouble is the store's error, one's own is as it would be without a store.
             raise own_errors[0] if own_errors else error from None
         return recoveries[0]
+
+    def _note_alone(self, recoveries: Sequence[Recovery], error: TransportError) -> None:
+        """Where this rank has recovered and another has not, it must not step."""
+        for recovery in recoveries:
+            self._torn = StateTornError(
+                step=recovery.step, reason=f"this rank has received it, another of this replica has not: {error}"
+            )
 
     def _recover_from_peers(
         self,
@@ -390,10 +400,11 @@ class StateManager(CheckpointedState):
         """
         if self._snapshotter is not None:
             self._snapshotter.close()
+        # It may still be saving a snapshot of the transport's.
+        self._close_store()
         if self._transport is not None:
             self._transport.serve_fresh(None)
             self._transport.shutdown(wait=wait)
-        self._close_store()
 
     def _snapshot_lease(self) -> Callable[[], SnapshotLease] | None:
         """See `CheckpointedState`."""
@@ -401,18 +412,28 @@ class StateManager(CheckpointedState):
         if snapshotter is None or transport is None:
             return None
         step, timeout_s = self._step, self._timeout.total_seconds()
+        leased: Future[SnapshotLease] = Future()
+
+        def lease() -> None:
+            # At once: the next snapshot may take the place of one that nobody reads.
+            try:
+                leased.set_result(transport.lease(step))
+            except TransportError as error:
+                leased.set_exception(error)
+
+        def await_lease() -> SnapshotLease:
+            taken.result(timeout_s)
+            return leased.result(timeout_s)
+
         try:
-            taken = snapshotter.take_whole(step, self._attached_optimizers(), self._timeout)
-        except Exception as error:
-            # The other ranks are told of it, and wait for no checkpoint that does not come.
+            taken = snapshotter.take_whole(step, self._attached_optimizers(), self._timeout, when_published=lease)
+        except SnapshotLimitError as error:
+            logger.debug("step %d: receivers read all snapshots, it is copied once more to be saved: %s", step, error)
+            return None
+        except TransportError as error:
             taken = Future()
             taken.set_exception(error)
-
-        def lease() -> SnapshotLease:
-            taken.result(timeout_s)
-            return transport.lease(step)
-
-        return lease
+        return await_lease
 
     def _receive(
         self,

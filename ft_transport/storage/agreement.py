@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -35,6 +36,9 @@ from ft_transport.storage.outcomes import (
 
 T = TypeVar("T")
 
+_FIRST_PATIENCE: Final = 10
+"""So many timeouts may the first rank take to delete what is in its way; the others are shown that it is alive."""
+
 _FIRST_PAUSE_S: Final = 0.0005
 _LONGEST_PAUSE_S: Final = 0.02
 _LONGEST_TICK_S: Final = 1.0
@@ -52,6 +56,9 @@ class Store(Protocol):
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are there."""
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Sets a key that is not there yet, and returns what it is then."""
 
     def delete_key(self, key: str) -> bool:
         """Forgets a key."""
@@ -109,6 +116,7 @@ class Agreement:
     Attributes:
         step: What is being worked on, for errors.
         may_try_again: Whether the failure that was raised last may pass; the same on all ranks.
+        sequence: Counts the phases; the same on all ranks.
     """
 
     def __init__(self, group: RankGroup, channel: str, timeout: timedelta) -> None:
@@ -116,7 +124,7 @@ class Agreement:
         self._store: Store | None = group.store(channel)
         self._timeout_s = timeout.total_seconds()
         self._tick_s = min(_LONGEST_TICK_S, self._timeout_s / 4)
-        self._sequence = 0
+        self.sequence = 0
         self._num_ticks = 0
         self._ticked_s = 0.0
         self.step: int | str | None = None
@@ -151,10 +159,20 @@ class Agreement:
         Raises:
             TransportError: As for `together`.
         """
-        return self.together(phase, action if self.is_first else lambda: None)[0]
+        return self.together(phase, partial(self._show_life, action) if self.is_first else lambda: None)[0]
+
+    def _show_life(self, action: Callable[[], bytes | None]) -> bytes | None:
+        result: bytes | None = None
+
+        def act() -> None:
+            nonlocal result
+            result = action()
+
+        self.showing_life(act, _FIRST_PATIENCE * self._timeout_s)
+        return result
 
     def _outcome(self, phase: str, action: Callable[[], bytes | None]) -> Decision:
-        self._sequence += 1
+        self.sequence += 1
         self._tick()
         try:
             vote = Vote(phase=phase, payload=action() or b"")
@@ -180,7 +198,7 @@ class Agreement:
             AbandonedError: Another rank has failed in this phase.
         """
         self._tick()
-        if self._store is not None and self._asked(lambda store: store.check([f"failed/{self._sequence}"])):
+        if self._store is not None and self._asked(lambda store: store.check([f"failed/{self.sequence}"])):
             raise AbandonedError("gave up because another rank has failed")
 
     def showing_life(self, action: Callable[[], None], timeout_s: float) -> None:
@@ -214,30 +232,32 @@ class Agreement:
 
     def _announce(self) -> None:
         if self._store is not None:
-            self._asked(lambda store: store.set(f"failed/{self._sequence}", b"1"))
+            self._asked(lambda store: store.set(f"failed/{self.sequence}", b"1"))
 
     def _cast(self, vote: Vote) -> None:
-        if self._store is not None and not self.is_first:
-            self._asked(lambda store: store.set(f"vote/{self._sequence}/{self.rank}", encode(vote)))
+        if self._store is None:
+            return
+        if self.is_first:
+            # It does not wait for the others, who may go on at once.
+            others = Vote(phase=vote.phase, failure=describe(AbandonedError("gave up because rank 0 has")))
+            self._settle([vote, *[others] * (self.size - 1)])
+        else:
+            self._asked(lambda store: store.set(f"vote/{self.sequence}/{self.rank}", encode(vote)))
 
     def _exchange(self, vote: Vote) -> list[Vote | None]:
         if self._store is None or self.size == 1:
             return [vote]
-        number = self._sequence
+        number = self.sequence
         if not self.is_first:
             self._cast(vote)
             if self._wait({0: f"verdict/{number}"}):
-                raise RankGoneError(
-                    f"expected a sign of life from rank 0 within {self._timeout_s:g} s; it is dead, stuck, or "
-                    "elsewhere in the program",
-                    ranks=(0,),
-                    step=self.step,
-                )
-            return decode_all(self._asked(lambda store: store.get(f"verdict/{number}")))
+                return self._settle([None, *[vote] * (self.size - 1)])
+            return decode_all(self._get(f"verdict/{number}"))
         keys = {rank: f"vote/{number}/{rank}" for rank in range(1, self.size)}
         missing = self._wait(keys)
-        votes = [vote, *(None if rank in missing else decode(self._get(key)) for rank, key in keys.items())]
-        self._asked(lambda store: store.set(f"verdict/{number}", encode_all(votes)))
+        votes = self._settle(
+            [vote, *(None if rank in missing else decode(self._get(key)) for rank, key in keys.items())]
+        )
         if not missing:
             # Everybody has read the verdict before the last one.
             for key in [f"{kind}/{number - 1}" for kind in ("verdict", "failed")]:
@@ -245,6 +265,11 @@ class Agreement:
             for rank in keys:
                 self._delete(f"vote/{number - 1}/{rank}")
         return votes
+
+    def _settle(self, votes: list[Vote | None]) -> list[Vote | None]:
+        """Makes ``votes`` the verdict, unless there is one already. Returns what it is for all."""
+        key, text = f"verdict/{self.sequence}", encode_all(votes)
+        return decode_all(self._asked(lambda store: store.compare_set(key, "", text)))
 
     def _wait(self, keys: Mapping[int, str]) -> list[int]:
         """Waits for a key of each rank, for as long as it shows that it is alive. Returns the ranks that were given up.

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 from ft_transport.errors import CheckpointError, TransportError, WriterFailedError
@@ -59,12 +60,12 @@ class BackgroundSaver:
     Args:
         saver: Used by this thread alone, once it runs.
         writer: The saver's.
-        after_save: Called after each save that went well.
+        after_save: Called with the step after each save that went well.
         max_failed_saves: More in a row are fatal.
     """
 
     def __init__(
-        self, saver: Saver, writer: WriterProcess, *, after_save: Callable[[], None], max_failed_saves: int
+        self, saver: Saver, writer: WriterProcess, *, after_save: Callable[[int], None], max_failed_saves: int
     ) -> None:
         self._saver = saver
         self._writer = writer
@@ -158,7 +159,7 @@ class BackgroundSaver:
             self._num_failed = 0
             handle.future.set_result(None)
             self._saver.let_go()
-            self._after_save()
+            self._saver.showing_life(partial(self._after_save, handle.step))
 
     def _replace_writer(self) -> None:
         if self._writer.number and not self._writer.is_alive():

@@ -51,11 +51,13 @@ class Consolidation:
     Attributes:
         files: They.
         index: Content of the index.
-        places: By the first name that DCP has for a tensor: number of the file, and where in it the tensor begins.
+        root: Path of the part.
+        places: By the first name that DCP has for a tensor in it: number of the file, and where in that it begins.
     """
 
     files: tuple[ConsolidatedFile, ...]
     index: bytes
+    root: str
     places: dict[str, tuple[int, int]]
 
 
@@ -72,8 +74,9 @@ def consolidate(described: Sequence[Described], root: str, max_file_bytes: int =
     """
     tensors: dict[str, Item] = {}
     for item in itertools.chain.from_iterable(each.items for each in described):
-        if item.part == SHARED and item.names and item.names[0].startswith(f"{root}."):
-            tensors.setdefault(item.names[0], item)
+        name = name_below(item, root)
+        if name is not None:
+            tensors.setdefault(name, item)
     if not tensors:
         raise CheckpointError("expected a part of the state with tensors to consolidate, found none", path=root)
     files: list[dict[str, Item]] = [{}]
@@ -94,7 +97,14 @@ def consolidate(described: Sequence[Described], root: str, max_file_bytes: int =
     weight_map = {name[len(root) + 1 :]: laid_out[places[name][0]].name for name in tensors}
     total_bytes = sum(_num_bytes_of(item, name) for name, item in tensors.items())
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    return Consolidation(tuple(laid_out), msgspec.json.format(msgspec.json.encode(index)), places)
+    return Consolidation(tuple(laid_out), msgspec.json.format(msgspec.json.encode(index)), root, places)
+
+
+def name_below(item: Item, root: str) -> str | None:
+    """The first name of a tensor in one part of the state, ``None`` if it is not there."""
+    if item.part != SHARED:
+        return None
+    return next((name for name in item.names if name.startswith(f"{root}.")), None)
 
 
 def create(directory: Path, consolidation: Consolidation) -> None:

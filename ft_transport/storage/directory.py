@@ -88,13 +88,17 @@ class CheckpointDirectory:
 
     def release(self) -> None:
         """Lets others save here. May be called twice."""
-        if self._claim is not None:
-            os.close(self._claim)
-            self._claim = None
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            # A forked child may have the descriptor as well, and with it the lock.
+            fcntl.flock(claim, fcntl.LOCK_UN)
+            os.close(claim)
 
     def forget_claim(self) -> None:
         """In a forked child: the lock is the parent's, and ends with it, although the child has got its descriptor."""
-        self.release()
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            os.close(claim)
 
     def recover(self) -> list[str]:
         """Clears what an interrupted run has left, and puts back what it was about to replace.
@@ -209,7 +213,7 @@ class CheckpointDirectory:
     def _replace(self, incomplete: Path, final: Path) -> None:
         if _exchange(incomplete, final):
             sync_directory(self.root)
-            self._remove(incomplete)
+            self._remove_in_time(incomplete)
             return
         replaced = final.with_name(final.name + ".replaced")
         if replaced.exists():
@@ -217,7 +221,14 @@ class CheckpointDirectory:
         os.rename(final, replaced)
         os.rename(incomplete, final)
         sync_directory(self.root)
-        self._remove(replaced)
+        self._remove_in_time(replaced)
+
+    def _remove_in_time(self, path: Path) -> None:
+        """Deletes what has a successor; whatever hinders it, the successor is complete."""
+        try:
+            self._remove(path)
+        except OSError as error:
+            logger.warning("%s could not be deleted yet: %s", path, error)
 
     def _remove(self, path: Path) -> None:
         """Deletes a directory; it loses its name first, so that nobody takes what is left for a whole."""

@@ -38,10 +38,14 @@ class Exchange:
         self._generation = 0
         self._group: Any = None
 
-    def reset(self) -> None:
-        """Lets go of the group; the next use makes another one. Called on all ranks."""
+    def reset(self, generation: int) -> None:
+        """Lets go of the group; the next use makes another one.
+
+        Args:
+            generation: The same number on all ranks, and greater than any before.
+        """
         self._group = None
-        self._generation += 1
+        self._generation = generation
 
     def gather(self, data: bytes) -> list[bytes] | None:
         """Brings what every rank has to the first, which gets it by rank; the others get ``None``.

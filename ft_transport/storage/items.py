@@ -265,7 +265,7 @@ class _Walk:
             self._entries.add(local.index)
         for held_origin, offset, counts in boxes:
             piece = slice_of(start, strides, held_origin, counts, item_bytes) if math.prod(counts) else None
-            if piece is None and isinstance(node, DTensorNode):
+            if piece is None and 0 not in global_shape:
                 continue  # An empty part; where the whole is empty, DCP wants to know of it.
             self._add(
                 Item(

@@ -7,7 +7,7 @@ What a rank needs is found as for a state that arrives over the network from ran
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -152,7 +152,7 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
     except BaseException as error:
         if loading is not None:
             loading.poison(error)
-        exchange.reset()
+        exchange.reset(agreement.sequence)
         raise
     assert loading is not None, "it was planned"
     return loading.loaded()
@@ -194,6 +194,8 @@ class _Loading:
         self.files = DataFiles.of(Path(chosen.directory), [entries[each.data_file] for each in self._ranks])
         self.num_bytes_read = 0
         shared_into, local_into = _split(request.into, manifest)
+        if isinstance(shared_into, Mapping):
+            self._ranks = [_only_keys(each, shared_into.keys()) for each in self._ranks]
         names = [f"rank {number} of the checkpoint" for number in range(len(self._ranks))]
         manifests = [each.manifests[SHARED] for each in self._ranks]
         resharding = reshard(manifests, shared_into, like=request.like, names=names)
@@ -231,21 +233,21 @@ class _Loading:
     def finish(self) -> None:
         """Builds the state."""
         self._states = [restore.finish() for restore in self._restores]
+        if self._request.is_comparable:
+            manifest = self._shared_manifest
+            digests = digest_chunks(manifest, self._restores[0], num_threads=default_num_threads())
+            self._shared_manifest = dataclasses.replace(manifest, digests=tuple(digests))
 
     def loaded(self) -> LoadedCheckpoint[Any]:
         """What was loaded."""
         state = self._states[0]
         if len(self._states) > 1:
             state = {**state, **self._states[1]}
-        manifest = self._shared_manifest
-        if self._request.is_comparable:
-            digests = digest_chunks(manifest, self._restores[0], num_threads=default_num_threads())
-            manifest = dataclasses.replace(manifest, digests=tuple(digests))
         return LoadedCheckpoint(
             step=self._manifest.step,
             state=cast(Any, state),
             num_bytes_read=self.num_bytes_read,
-            _manifest=manifest,
+            _manifest=self._shared_manifest,
         )
 
     def poison(self, error: BaseException) -> None:
@@ -264,6 +266,16 @@ def _split(into: object, manifest: CheckpointManifest) -> tuple[object, object]:
         raise CheckpointError(f"expected a dict to load into, as was saved, got {type(into).__name__}")
     local = {key: value for key, value in into.items() if key in manifest.local_keys}
     return {key: value for key, value in into.items() if key not in local}, local
+
+
+def _only_keys(rank: StoredRank, keys: Collection[object]) -> StoredRank:
+    """The same with only some top-level keys of what all ranks share."""
+    shared, *others = rank.manifests
+    tree: Any = shared.tree
+    pairs = zip(tree.items[::2], tree.items[1::2], strict=True)
+    items = [part for key, value in pairs if key in keys for part in (key, value)]
+    tree = msgspec.structs.replace(tree, items=items)
+    return dataclasses.replace(rank, manifests=(dataclasses.replace(shared, tree=tree), *others))
 
 
 def _needs_of_shared(

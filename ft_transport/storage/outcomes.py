@@ -164,9 +164,9 @@ def encode(vote: Vote) -> bytes:
     return msgspec.msgpack.encode(vote)
 
 
-def encode_all(votes: Sequence[Vote | None]) -> bytes:
-    """All votes, as one message."""
-    return msgspec.msgpack.encode(list(votes))
+def encode_all(votes: Sequence[Vote | None]) -> str:
+    """All votes, as one message; a str, because the store compares no other values."""
+    return msgspec.json.encode(list(votes)).decode()
 
 
 def decode(encoded: bytes) -> Vote:
@@ -176,7 +176,7 @@ def decode(encoded: bytes) -> Vote:
 
 def decode_all(encoded: bytes) -> list[Vote | None]:
     """The inverse of `encode_all`."""
-    return msgspec.msgpack.decode(encoded, type=list[Vote | None])
+    return msgspec.json.decode(encoded, type=list[Vote | None])
 
 
 def rebuild(failure: Failure) -> Exception:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ft_transport.errors import CheckpointError, ReplicasDivergedError
-from ft_transport.storage.consolidated import Consolidation, consolidate
+from ft_transport.storage.consolidated import Consolidation, consolidate, name_below
 from ft_transport.storage.items import LOCAL, Described, Item, Key
 from ft_transport.storage.manifest import data_file_name
 from ft_transport.tensors.dtypes import DTYPES_BY_NAME
@@ -127,12 +127,8 @@ def _targets(
 ) -> tuple[tuple[int, int, int], ...]:
     if consolidation is None:
         return ()
-    places = consolidation.places
-    return tuple(
-        (position, *places[item.names[0]])
-        for position in items
-        if (item := described.items[position]).names and item.names[0] in places
-    )
+    named = [(position, name_below(described.items[position], consolidation.root)) for position in items]
+    return tuple((position, *consolidation.places[name]) for position, name in named if name is not None)
 
 
 def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:

@@ -7,6 +7,7 @@ begins only after all have got there. An attempt that fails with what may pass i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -51,7 +52,7 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _LOOK_S: Final = 0.02
-_REREAD_TIMEOUTS: Final = 10
+_MAX_TIMEOUTS: Final = 10
 _LEAST_BYTES_PER_S: Final = 1 << 20
 """A disk that takes less is taken for one that hangs."""
 
@@ -165,13 +166,19 @@ class Saver:
             except TransportError as error:
                 may_try_again = agreement.may_try_again and attempt < self._max_attempts
                 self._plan_key = None
-                self._exchange.reset()
+                self._exchange.reset(agreement.sequence)
                 self._clean_up(request.step)
                 if not may_try_again:
                     raise
                 logger.warning("step %d: saving it failed, attempt %d follows: %s", request.step, attempt + 1, error)
+                # What there is of this step now, this save may have made.
+                request = dataclasses.replace(request, overwrite=True)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def showing_life(self, action: Callable[[], None]) -> None:
+        """Runs ``action`` on this rank; the others are shown that it is alive."""
+        self._agreement.showing_life(action, _MAX_TIMEOUTS * self._timeout_s)
 
     def let_go(self) -> None:
         """Lets the writer give back the memory of the last save."""
@@ -330,7 +337,7 @@ class Saver:
             answer = self._ask(
                 Reread(str(directory), names),
                 check=agreement.check_others,
-                timeout_s=_REREAD_TIMEOUTS * self._timeout_s,
+                timeout_s=_MAX_TIMEOUTS * self._timeout_s,
             )
             assert isinstance(answer, Written), "the answer to it"
             own = encode_written(answer)

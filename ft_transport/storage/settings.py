@@ -34,7 +34,7 @@ class StoreSettings:
         meshes: Device meshes for loaded DTensors that have no counterpart in the loader's own state.
     """
 
-    timeout: timedelta = timedelta(minutes=2)
+    timeout: timedelta = timedelta(minutes=10)
     visible_timeout: timedelta = timedelta(seconds=30)
     claim_timeout: timedelta = timedelta(seconds=10)
     max_attempts: int = 3

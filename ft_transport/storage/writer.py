@@ -1,6 +1,6 @@
 """The writer process: it takes snapshots by their descriptors and writes this rank's share of a checkpoint.
 
-Started as ``python -m ft_transport.storage.writer DESCRIPTOR``, the descriptor being its end of a pair of sockets. It
+Started with the number of a descriptor, its end of a pair of sockets. It
 has no process group and no accelerator, and ends when the other end is closed, so that it never outlives its trainer.
 """
 
@@ -313,7 +313,3 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
         serve(connection)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,7 +20,14 @@ from ft_transport.storage.outcomes import rebuild
 _TICK_S: Final = 0.1
 _CANCEL_S: Final = 10.0
 _END_S: Final = 5.0
-_COMMAND: Final = (sys.executable, "-m", "ft_transport.storage.writer")
+_PROGRAM: Final = """
+import sys
+sys.path[:] = [place for place in sys.path if place]
+from ft_transport.storage.writer import main
+main()
+"""
+_COMMAND: Final = (sys.executable, "-c", _PROGRAM)
+"""The directory that the trainer was started in is no place to import from: a ``queue.py`` there is the user's."""
 
 
 class WriterProcess:
@@ -102,7 +109,7 @@ class WriterProcess:
         """
         deadline_s = time.monotonic() + timeout_s
         what = f"to answer {type(request).__name__}"
-        self._send(request, descriptors, what)
+        self._send(request, descriptors, what, deadline_s)
         try:
             answer = self._answer(deadline_s, what, check)
         except WriterFailedError:
@@ -121,18 +128,15 @@ class WriterProcess:
             connection.close()
         process, self._process = self._process, None
         if process is not None:
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            _end(process)
 
-    def _send(self, request: Request, descriptors: Sequence[int], what: str) -> None:
+    def _send(self, request: Request, descriptors: Sequence[int], what: str, deadline_s: float) -> None:
         if self._connection is None:
             raise WriterFailedError(f"expected a writer process {what}, there is none")
         try:
+            self._connection.settimeout(max(deadline_s - time.monotonic(), _TICK_S))
             send(self._connection, request, descriptors)
-        except OSError as error:
+        except OSError as error:  # a timeout is one
             raise self._died(what) from error
 
     def _answer(self, deadline_s: float, what: str, check: Callable[[], None]) -> Answer:
@@ -145,6 +149,7 @@ class WriterProcess:
                 raise self._died(f"{what} in time")
             check()
         try:
+            connection.settimeout(max(deadline_s - time.monotonic(), _TICK_S))
             return receive_answer(connection)
         except (OSError, EOFError) as error:
             raise self._died(what) from error
@@ -152,20 +157,28 @@ class WriterProcess:
     def _cancel(self) -> None:
         """Makes the writer give up; both of its answers are read, so that the next is that to the next request."""
         try:
-            self._send(Cancel(), (), "to give up")
+            deadline_s = time.monotonic() + _CANCEL_S
+            self._send(Cancel(), (), "to give up", deadline_s)
             for _ in range(2):
-                self._answer(time.monotonic() + _CANCEL_S, "to give up", lambda: None)
+                self._answer(deadline_s, "to give up", lambda: None)
         except WriterFailedError:
             self.close()
 
     def _died(self, what: str) -> WriterFailedError:
         process = self._process
-        status: int | None = None
-        if process is not None:
-            try:
-                status = process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                status = process.wait()
+        status = _end(process) if process is not None else None
         number = process.pid if process is not None else None
         return WriterFailedError(f"expected the writer process {number} {what}, it ended with status {status}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> int | None:
+    """Ends a process that has been told to. Returns its status, ``None`` if the system does not let it go."""
+    try:
+        return process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    try:
+        return process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        # It hangs in the system, as on a file server that is gone; what is left of it ends with that.
+        return None

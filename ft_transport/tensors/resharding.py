@@ -374,8 +374,14 @@ class _Builder:
             if tuple(local.shape) == shape and not local.is_contiguous() and is_dense(shape, local.stride()):
                 stride = tuple(local.stride())
                 dtype = dtype if dtype is not None else name_of(DTYPES_BY_SAFETENSORS_NAME[described.dtype])
-        is_plain = not is_carried and stride == row_major
+        # A carrier may have items of the same size.
+        is_plain = not is_carried and stride == row_major and dtype in (None, _dtype_name(described.dtype))
         return TensorNode(index) if dtype is None or is_plain else LayoutNode(index, dtype, shape, stride)
+
+
+def _dtype_name(safetensors_name: str) -> str | None:
+    dtype = DTYPES_BY_SAFETENSORS_NAME.get(safetensors_name)
+    return name_of(dtype) if dtype is not None else None
 
 
 def _whole(shape: tuple[int, ...]) -> Region:
