@@ -34,6 +34,7 @@ _AHEAD: Final = 4
 _MAX_SENDING: Final = 16
 _CHECK_EVERY: Final = 16
 _OK: Final = 1
+_NOBODY: Final = -1
 
 
 class Need(NamedTuple):
@@ -219,7 +220,7 @@ class _Reading:
         self._failure: BaseException | None = None
 
     def run(self) -> int:
-        own = np.flatnonzero((self._readers == self._rank) & self._by_rank.any(axis=0))
+        own = np.flatnonzero(self._readers == self._rank)
         involved = np.flatnonzero(self._by_rank[self._rank] | (self._readers == self._rank))
         num_bytes = 0
         sending: deque[tuple[Any, torch.Tensor]] = deque()
@@ -342,7 +343,7 @@ def _gather_flags(wanted: npt.NDArray[np.bool_], exchange: Exchange) -> npt.NDAr
 
 def _choose_readers(by_rank: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     """For each chunk, of those who need it, the one that reads it: who has the least to read by then."""
-    readers = np.zeros(by_rank.shape[1], dtype=np.int64)
+    readers = np.full(by_rank.shape[1], _NOBODY, dtype=np.int64)
     loads = [0] * len(by_rank)
     for chunk in range(by_rank.shape[1]):
         wanting = np.flatnonzero(by_rank[:, chunk]).tolist()

@@ -1,0 +1,268 @@
+"""A store of one process: what users do with it, one behaviour at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ft_transport import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointInUseError,
+    CheckpointNotFoundError,
+    CheckpointStore,
+    ConfigurationError,
+    HTTPTransport,
+    StoreSettings,
+    TransportSettings,
+    UnsupportedLeafError,
+)
+from manager import RegistryError, StateManager
+
+_SETTINGS = StoreSettings(timeout=timedelta(seconds=30), claim_timeout=timedelta(milliseconds=200))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[CheckpointStore]:
+    with CheckpointStore(tmp_path, settings=_SETTINGS) as made:
+        yield made
+
+
+def _state(value: float) -> dict[str, Any]:
+    return {"model": {"weight": torch.full((64, 64), value)}, "step": int(value)}
+
+
+def _damage(root: Path, step: int) -> None:
+    path = root / f"step-{step}" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[1000] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_run_that_was_set_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path, keep=2, settings=_SETTINGS) as store:
+        for step in (100, 200, 300):
+            store.save(step, _state(step), wait=True)
+    with CheckpointStore(tmp_path, settings=_SETTINGS, keep=2) as store:
+        assert store.steps() == (200, 300)
+        _damage(tmp_path, 300)
+        loaded = store.load_newest_good()
+        assert loaded is not None
+        assert loaded.step == 200
+        store.save(250, _state(250), wait=True)
+        store.wait()
+        assert store.steps() == (200, 250, 300), "a later step of the past that was left is no reason to delete one"
+        store.save(260, _state(260), wait=True)
+        store.save(270, _state(270), wait=True)
+        assert set(store.steps()) >= {260, 270}
+
+
+@pytest.mark.parametrize(
+    "name", ["float8_e8m0fnu", "float8_e4m3fnuz", "float8_e4m3fn", "bfloat16", "complex64", "uint16"]
+)
+def test_every_dtype_is_loaded_in_place(store: CheckpointStore, name: str) -> None:
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        pytest.skip(f"this torch has no {name}")
+    bits = torch.arange(1, 65, dtype=torch.uint8)
+    saved = bits.view(dtype).reshape(4, -1) if dtype.itemsize == 1 else torch.arange(1, 65).to(dtype).reshape(4, -1)
+    store.save(1, {"part": {"tensor": saved}}, wait=True)
+    own = torch.zeros(saved.numel() * dtype.itemsize, dtype=torch.uint8).view(dtype).reshape(saved.shape)
+    loaded = store.load(1, into={"part": {"tensor": own}})
+    assert loaded.state["part"]["tensor"] is own
+    assert torch.equal(own.view(torch.uint8), saved.view(torch.uint8))
+
+
+def test_top_level_keys_that_are_not_asked_for_are_not_read(store: CheckpointStore) -> None:
+    state = {"model": {"weight": torch.rand(1 << 20)}, "optimizer": {"moments": torch.rand(1 << 22)}}
+    store.save(1, state, wait=True)
+    loaded = store.load(1, into={"model": {"weight": torch.zeros(1 << 20)}})
+    assert loaded.state.keys() == {"model"}
+    assert torch.equal(loaded.state["model"]["weight"], state["model"]["weight"])
+    # Whole chunks are read, and so some of what lies beside.
+    assert loaded.num_bytes_read <= (4 << 20) + (8 << 20)
+
+
+def test_a_step_is_saved_once_unless_it_may_be_replaced(store: CheckpointStore) -> None:
+    store.save(5, _state(1), wait=True)
+    with pytest.raises(CheckpointExistsError, match="step 5"):
+        store.save(5, _state(2), wait=True)
+    assert store.load(5).state["step"] == 1
+    store.save(5, _state(3), wait=True, overwrite=True)
+    assert store.load(5).state["step"] == 3
+    assert sorted(os.listdir(store.root)) == [".owner", "step-5"]
+
+
+def test_existing_checkpoints_are_kept_cleared_or_refused(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path, settings=_SETTINGS) as store:
+        store.save(1, _state(1), wait=True)
+    with CheckpointStore(tmp_path, warm_up=False, settings=_SETTINGS) as store:
+        assert store.steps() == (1,)
+    with pytest.raises(CheckpointExistsError, match=r"there are \[1\]"):
+        CheckpointStore(tmp_path, existing="refuse", warm_up=False, settings=_SETTINGS)
+    with CheckpointStore(tmp_path, existing="clear", warm_up=False, settings=_SETTINGS) as store:
+        assert store.steps() == ()
+
+
+def test_a_second_store_is_refused_and_may_read(store: CheckpointStore) -> None:
+    store.save(1, _state(1), wait=True)
+    with pytest.raises(CheckpointInUseError, match="another one does"):
+        CheckpointStore(store.root, settings=_SETTINGS)
+    with CheckpointStore(store.root, read_only=True) as reader:
+        assert reader.load().step == 1
+        reader.verify(1)
+        for refused in (lambda: reader.prune(1), lambda: reader.save(2, _state(2))):
+            with pytest.raises(CheckpointError, match="read-only"):
+                refused()
+
+
+def test_a_forked_child_does_not_keep_the_root(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, warm_up=False, settings=_SETTINGS)
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    store.close()
+    try:
+        CheckpointStore(tmp_path, warm_up=False, settings=_SETTINGS).close()
+    finally:
+        os.write(go[1], b"x")
+        os.waitpid(child, 0)
+        for descriptor in (*ready, *go):
+            os.close(descriptor)
+
+
+def test_the_writer_imports_nothing_from_the_current_directory(tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('the wrong module')")
+    program = "from ft_transport import CheckpointStore; CheckpointStore('root').close(); print('good')"
+    # The trainer itself looks there, too, unless it is told not to.
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.remove(''); {program}"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.stdout == "good\n", ran.stderr
+
+
+@pytest.mark.parametrize("state", [None, [1], torch.ones(2)])
+def test_a_state_is_a_dict(store: CheckpointStore, state: Any) -> None:
+    with pytest.raises(CheckpointError, match="expected a dict as state"):
+        store.save(1, state, wait=True)
+
+
+def test_what_cannot_be_saved_is_named_and_the_next_save_succeeds(store: CheckpointStore) -> None:
+    handle = store.save(1, {"model": {"weight": torch.ones(3), "lock": object()}})
+    with pytest.raises(Exception, match=r"model\.lock"):
+        handle.result()
+    assert handle.exception() is not None
+    store.save(2, _state(2), wait=True)
+    assert store.steps() == (2,)
+
+
+def test_the_trainer_is_stopped_after_too_many_failed_saves_in_a_row(tmp_path: Path) -> None:
+    settings = StoreSettings(timeout=timedelta(seconds=30), max_failed_saves=1)
+    with CheckpointStore(tmp_path, settings=settings) as store:
+        for step in (1, 2):
+            assert store.save(step, {"a": object()}).exception() is not None
+        store.check_health()
+        with pytest.raises(UnsupportedLeafError, match="step 2"):
+            store.check_health()
+        with pytest.raises(UnsupportedLeafError, match="step 2"):
+            store.save(3, _state(3))
+
+
+def test_there_is_nothing_to_load_from_an_empty_root(store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="there is none"):
+        store.load()
+    with pytest.raises(CheckpointNotFoundError, match="step 7"):
+        store.load(7)
+    assert (store.load_newest_good(), store.latest(), store.steps()) == (None, None, ())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_an_empty_tensor_is_one_for_dcp_as_well(store: CheckpointStore) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    store.save(1, {"model": {"empty": torch.zeros(0, 3), "scalar": torch.tensor(2.5)}}, wait=True)
+    state: dict[str, Any] = {"model": {"empty": torch.zeros(0, 3), "scalar": torch.tensor(0.0)}}
+    dcp.load(state, checkpoint_id=store.root / "step-1", no_dist=True)
+    assert state["model"]["scalar"] == 2.5
+
+
+@pytest.mark.parametrize(
+    ("keywords", "expected"),
+    [
+        ({"rank_local": "rng"}, "rank_local"),
+        ({"existing": "ask"}, "existing"),
+        ({"keep": 0}, "keep"),
+    ],
+)
+def test_arguments_that_cannot_work_are_named(tmp_path: Path, keywords: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=expected):
+        CheckpointStore(tmp_path, **keywords)
+
+
+@pytest.mark.parametrize("keywords", [{"busy": "later"}, {"read": "twice"}, {"max_attempts": 0}, {"timeout": 5}])
+def test_settings_that_cannot_work_are_named(keywords: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(keywords))):
+        StoreSettings(**keywords)
+
+
+def test_saves_that_follow_each_other_closely_take_no_places_of_the_transport(tmp_path: Path) -> None:
+    transport: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1", max_snapshots=2))
+    manager = StateManager(
+        checkpoint_transport=transport, checkpoint_store=CheckpointStore(tmp_path, settings=_SETTINGS), save_every=1
+    )
+    manager.register("model", nn.Linear(8, 8))
+    for step in range(6):
+        manager.start_step(step)
+    manager.save(overwrite=True)
+    manager.shutdown()
+    with CheckpointStore(tmp_path, read_only=True) as store:
+        assert store.steps() == (1, 2, 3, 4, 5), "the last one was finished by shutdown"
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with_bias, without = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+    for model in (with_bias, without):
+        manager = StateManager(checkpoint_store=CheckpointStore(tmp_path, settings=_SETTINGS))
+        manager.register("model", model)
+        manager.start_step(1)
+        if model is with_bias:
+            manager.save(wait=True)
+        else:
+            before = without.weight.clone()
+            with pytest.raises(RegistryError, match="bias"):
+                manager.resume()
+            assert torch.equal(without.weight, before)
+            manager.start_step(2)
+        manager.shutdown()
+
+
+def test_damage_is_found_where_it_is_looked_for(store: CheckpointStore) -> None:
+    store.save(1, _state(1), wait=True)
+    _damage(store.root, 1)
+    own = torch.zeros(64, 64)
+    for look in (lambda: store.verify(1), lambda: store.load(1, into={"model": {"weight": own}})):
+        with pytest.raises(CheckpointDamagedError) as caught:
+            look()
+        assert caught.value.files == ("__0_0.distcp",)
+    assert not own.any(), "found before anything of it has landed"
