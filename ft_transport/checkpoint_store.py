@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -438,7 +439,12 @@ class CheckpointStore:
         deadline_s = time.monotonic() + self._settings.visible_timeout.total_seconds()
         while not self._root.is_dir():
             if time.monotonic() > deadline_s:
-                raise CheckpointNotFoundError(f"expected the directory {self._root}, which this rank does not see")
+                raise FileNotFoundError(
+                    errno.ENOENT,
+                    "this directory, which rank 0 has made, is not visible here; a store needs a file system that all "
+                    "ranks share",
+                    str(self._root),
+                )
             self._agreement.check_others()
             time.sleep(_LOOK_S)
 

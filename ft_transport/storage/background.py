@@ -42,7 +42,7 @@ class Pulse(NamedTuple):
     """The state of one rank, for the others.
 
     Attributes:
-        is_writer_dead: Whether its writer process is dead.
+        is_writer_dead: Whether its writer process is dead, or was since the last pulse.
         num_failed: How many saves have failed in a row.
         is_fatal: Whether these are too many.
         is_busy: Whether a save is going on.
@@ -73,6 +73,7 @@ class BackgroundSaver:
         self._max_failed_saves = max_failed_saves
         self._current: SaveHandle | None = None
         self._num_failed = 0
+        self._seen_writer = 0
         self._fatal: BaseException | None = None
         self._jobs: queue.SimpleQueue[tuple[SaveJob, SaveHandle] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -96,9 +97,12 @@ class BackgroundSaver:
             self._current.exception()
 
     def pulse(self) -> Pulse:
-        """How this rank is."""
+        """How this rank is. Called by the training thread."""
+        number, before = self._writer.number, self._seen_writer
+        self._seen_writer = number
         return Pulse(
-            is_writer_dead=self._writer.number > 0 and not self._writer.is_alive(),
+            # Also of one that has been replaced since the last pulse.
+            is_writer_dead=number > 0 and (number != before > 0 or not self._writer.is_alive()),
             num_failed=self._num_failed,
             is_fatal=self._fatal is not None,
             is_busy=self._current is not None and not self._current.done(),

@@ -112,9 +112,14 @@ def describe(error: BaseException) -> Failure:
     if isinstance(error, TransportError):
         is_retryable = error.retryable
     filename = error.filename if isinstance(error, OSError) else None
+    message = str(error)
+    if isinstance(error, TransportError):
+        message = error.message
+    elif isinstance(error, OSError) and error.strerror:
+        message = error.strerror  # str() adds number and file to it, here and where it is raised again
     return Failure(
         kind=type(error).__name__,
-        message=(error.message if isinstance(error, TransportError) else str(error))[:_MAX_MESSAGE_CHARACTERS],
+        message=message[:_MAX_MESSAGE_CHARACTERS],
         errno=number,
         filename=str(filename) if filename is not None else None,
         path=error.path if isinstance(error, TransportError) else None,
@@ -153,6 +158,8 @@ def decide(votes: Sequence[Vote | None], *, step: int | str | None = None) -> De
     if not failures:
         return GoOn(tuple(vote.payload for _, vote in cast))
     causes = [(rank, failure) for rank, failure in failures if not failure.is_consequence] or failures
+    # Who missed another rank in an exchange may have missed one that had failed.
+    causes = [(rank, failure) for rank, failure in causes if failure.kind != RankGoneError.__name__] or causes
     final = [(rank, failure) for rank, failure in causes if not failure.is_retryable]
     rank, failure = (final or causes)[0]
     error = _error(failure, rank, cast[0][1].phase, [other for other, _ in causes if other != rank], step)
@@ -204,7 +211,7 @@ def _error(failure: Failure, rank: int, phase: str, others: Sequence[int], step:
             rebuilt.rank = rank
         return rebuilt
     failed = RankFailedError(
-        f"{where} failed in {phase!r}: {failure.kind}: {failure.message}",
+        f"{where} failed in {phase!r}: {failure.kind}: {_said(failure)}",
         rank=rank,
         phase=phase,
         cause_type=failure.kind,
@@ -222,9 +229,14 @@ def _as_raised(failure: Failure) -> Exception | None:
         return None
     if failure.errno is None:
         return kind(failure.message)
-    text = failure.message.removeprefix(f"[Errno {failure.errno}] ")
     arguments = (failure.filename,) if failure.filename is not None else ()
-    return OSError(failure.errno, text, *arguments)
+    return OSError(failure.errno, failure.message, *arguments)
+
+
+def _said(failure: Failure) -> str:
+    """What the exception says."""
+    raised = _as_raised(failure)
+    return str(raised) if failure.errno is not None and raised is not None else failure.message
 
 
 def _ranks(ranks: Sequence[int]) -> str:

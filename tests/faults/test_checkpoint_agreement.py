@@ -1,0 +1,350 @@
+"""One of several ranks fails while a checkpoint is saved: all hear the same of it, at once, and the next save goes on.
+
+The scenarios run in ``tests/checkpoint_ranks.py`` under torchrun, and in ``tests/checkpoint_process.py`` where there is
+one process.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import checkpoint_process
+import checkpoint_ranks as script
+import pytest
+
+_NUM_RANKS = 3
+_TIMEOUT_S = 150
+_WITHIN_S = 2.0
+"""How soon all ranks have to know; what waits for a deadline instead takes `script.TIMEOUT_S`."""
+_MACHINE_FACTOR = 3.0
+"""For a test machine with fewer cores than processes."""
+_POLL_S = 0.01
+
+pytestmark = pytest.mark.timeout(_TIMEOUT_S + 30)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What each rank reported of a scenario; several tests of one scenario share its run."""
+    reports: dict[str, list[Any]] = {}
+
+    def run(scenario: str) -> list[Any]:
+        if scenario not in reports:
+            directory = tmp_path_factory.mktemp(scenario)
+            found = script.run_ranks(directory, _NUM_RANKS, scenario, timeout_s=_TIMEOUT_S)
+            reports[scenario] = [report.get(scenario) for report in found]
+        return reports[scenario]
+
+    return run
+
+
+def _the_same(errors: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks raised, which is the same on each."""
+    facts = ("type", "text", "cause", "rank", "ranks", "phase", "cause_type", "errno")
+    first = {name: errors[0][name] for name in facts}
+    assert [{name: error[name] for name in facts} for error in errors] == [first] * len(errors)
+    return first
+
+
+# --------------------------------------------------------------------------------------------- one rank fails, in turn
+
+
+@pytest.mark.parametrize("phase", script.PHASES)
+def test_a_failure_of_one_rank_is_the_same_error_on_all_at_once(ran: Any, phase: str) -> None:
+    seen = [report[phase] for report in ran("phases")]
+    victim = script.victim_of(phase, script.PHASES.index(phase))
+    error = _the_same([each["error"] for each in seen])
+    assert f"rank {victim}" in error["text"]
+    if phase == "snapshot":
+        assert error["type"] == "UnsupportedLeafError"
+        assert "own.unsupported" in error["text"]
+    else:
+        assert (error["type"], error["rank"]) == ("RankFailedError", victim)
+        assert error["phase"] == {"copy": "snapshot"}.get(phase, phase)
+        assert (error["cause_type"], error["cause"], error["errno"]) == ("OSError", "OSError", errno.ENOSPC)
+    raised_s = [each["error"]["at_s"] for each in seen]
+    assert seen[victim]["failed_s"] is not None
+    assert max(raised_s) - seen[victim]["failed_s"] < _WITHIN_S * _MACHINE_FACTOR
+
+
+@pytest.mark.parametrize("phase", script.PHASES)
+def test_the_save_after_a_failure_succeeds(ran: Any, phase: str) -> None:
+    seen = [report[phase] for report in ran("phases")]
+    assert [each["is_next_loaded"] for each in seen] == [True] * _NUM_RANKS
+    assert [each["is_failed_one_there"] for each in seen] == [False] * _NUM_RANKS
+    assert seen[0]["left"] == []
+
+
+@pytest.mark.parametrize("phase", script.EXCHANGES)
+def test_a_failure_in_an_exchange_between_ranks_names_the_one_that_failed(ran: Any, phase: str) -> None:
+    """The others' connections break, or their waits run out, because of it: that is no failure of theirs."""
+    seen = [report[phase] for report in ran("exchanges")]
+    victim = script.victim_of(phase, script.EXCHANGES.index(phase))
+    error = _the_same([each["error"] for each in seen])
+    assert (error["type"], error["rank"], error["cause_type"]) == ("RankFailedError", victim, "OSError")
+    assert f"rank {victim}" in error["text"]
+
+
+@pytest.mark.parametrize("phase", script.EXCHANGES)
+def test_a_failure_in_an_exchange_ends_it_on_all_and_the_next_one_succeeds(ran: Any, phase: str) -> None:
+    seen = [report[phase] for report in ran("exchanges")]
+    victim = script.victim_of(phase, script.EXCHANGES.index(phase))
+    _the_same([each["error"] for each in seen])
+    took_s = max(each["error"]["at_s"] for each in seen) - seen[victim]["failed_s"]
+    assert took_s < script.GONE_TIMEOUT_S + _WITHIN_S * _MACHINE_FACTOR
+    assert [each["is_next_loaded"] for each in seen] == [True] * _NUM_RANKS
+    assert [each["is_failed_one_there"] for each in seen] == [False] * _NUM_RANKS
+
+
+# --------------------------------------------------------------------------------------------- classified differently
+
+
+@pytest.mark.parametrize(("case", "refused"), [("final beside passing", 2), ("final before passing", 1)])
+def test_if_one_failure_does_not_pass_all_give_up_with_it(ran: Any, case: str, refused: int) -> None:
+    seen = [report[case] for report in ran("classified")]
+    error = _the_same([each["error"] for each in seen])
+    assert (error["type"], error["rank"], error["cause_type"]) == ("RankFailedError", refused, "PermissionError")
+    assert f"rank {3 - refused} failed, too" in error["text"]
+    assert [(each["attempts"], each["is_there"]) for each in seen] == [(1, False)] * _NUM_RANKS
+
+
+def test_failures_that_pass_are_tried_again_by_all(ran: Any) -> None:
+    seen = ran("classified")
+    for case, attempts in (("passing once", 2), ("passing twice", 3)):
+        assert [report[case]["error"]["type"] for report in seen] == ["NoneType"] * _NUM_RANKS
+        assert [report[case]["attempts"] for report in seen] == [attempts] * _NUM_RANKS
+    assert [report["is_loaded"] for report in seen] == [[True, True]] * _NUM_RANKS
+
+
+def test_failures_that_might_pass_and_do_not_end_the_save_after_so_many_attempts(ran: Any) -> None:
+    seen = [report["passing always"] for report in ran("classified")]
+    error = _the_same([each["error"] for each in seen])
+    assert (error["rank"], error["errno"]) == (1, errno.EIO)
+    assert [(each["attempts"], each["is_there"]) for each in seen] == [(3, False)] * _NUM_RANKS
+
+
+# ------------------------------------------------------------------------------------------------- at construction
+
+
+@pytest.mark.parametrize(
+    ("case", "cause", "numbers"),
+    [
+        ("forbidden", "PermissionError", {errno.EACCES, errno.EPERM}),
+        ("under a file", "NotADirectoryError", {errno.ENOTDIR}),
+    ],
+)
+def test_a_root_that_the_first_rank_cannot_make_is_the_same_error_on_all(
+    ran: Any, case: str, cause: str, numbers: set[int]
+) -> None:
+    seen = ran("refused_root")
+    error = _the_same([report[case] for report in seen])
+    assert (error["type"], error["rank"], error["phase"]) == ("RankFailedError", 0, "set up the root")
+    assert (error["cause_type"], error["cause"]) == (cause, cause)
+    assert error["errno"] in numbers
+    assert max(report[f"{case}_s"] for report in seen) < _WITHIN_S * _MACHINE_FACTOR
+
+
+@pytest.mark.parametrize("scenario", ["invisible_root", "invisible_step"])
+def test_a_rank_that_does_not_see_the_directory_is_named_on_all(ran: Any, scenario: str) -> None:
+    seen = ran(scenario)
+    error = _the_same([report["error"] for report in seen])
+    last = _NUM_RANKS - 1
+    assert error["rank"] == last
+    assert f"rank {last}" in error["text"]
+    for report in seen:
+        assert report["took_s"] >= script.VISIBLE_TIMEOUT_S
+        assert report["took_s"] < script.VISIBLE_TIMEOUT_S + _WITHIN_S * _MACHINE_FACTOR
+    if scenario == "invisible_step":
+        assert [report["steps"] for report in seen] == [[]] * _NUM_RANKS
+
+
+@pytest.mark.parametrize("poison", ["no interpreter", "no import"])
+def test_a_writer_that_cannot_be_started_is_the_same_error_on_all(ran: Any, poison: str) -> None:
+    seen = ran("poisoned")
+    error = _the_same([report[poison]["error"] for report in seen])
+    assert (error["type"], error["rank"]) == ("WriterFailedError", 1)
+    assert error["text"].startswith("rank 1, start the writer: ")
+    # What the others' writers take to start is in this: each imports torch.
+    assert max(report[poison]["took_s"] for report in seen) < script.TIMEOUT_S / 2
+    assert [report["is_loaded_afterwards"] for report in seen] == [True] * _NUM_RANKS
+
+
+def test_ports_that_are_taken_are_in_nobodys_way(ran: Any) -> None:
+    assert [report["beside taken ports"] for report in ran("poisoned")] == [True] * _NUM_RANKS
+
+
+# ------------------------------------------------------------------------------------------------------ the directory
+
+
+def test_what_an_earlier_save_has_left_is_not_in_a_later_one(ran: Any) -> None:
+    """Rank 0 is late: the others must not take the old directory for the new one."""
+    for report in ran("stale"):
+        assert report["took_s"] >= report["delayed_s"]
+        assert report["unlisted"] == []
+        assert report["is_loaded"]
+        assert report["left"] == ["step-5"]
+
+
+@contextmanager
+def _process(role: str, root: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A process in a role, and the first line that it said; it is ended by the end of its input."""
+    with subprocess.Popen(
+        [sys.executable, checkpoint_process.__file__, role, str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            assert line, f"{role} said nothing"
+            yield process, json.loads(line)
+            process.stdin.close()
+            process.wait(_TIMEOUT_S)
+        finally:
+            process.kill()
+
+
+def _has_ended(process_id: int, within_s: float) -> bool:
+    deadline_s = time.monotonic() + within_s
+    while script.is_running(process_id):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def test_a_second_process_is_refused_and_let_in_when_the_first_was_killed(tmp_path: Path) -> None:
+    with _process("hold", tmp_path) as (first, _):
+        with _process("want", tmp_path) as (_, said):
+            assert said["error"] == "CheckpointInUseError"
+            assert f'"process": {first.pid}' in said["text"]
+        first.kill()
+        first.wait(_TIMEOUT_S)
+        with _process("want", tmp_path) as (_, said):
+            assert said == {"error": None, "steps": [1, 2]}
+
+
+def test_a_forked_child_does_not_keep_the_place_of_a_trainer_that_was_killed(tmp_path: Path) -> None:
+    with _process("hold_and_fork", tmp_path) as (first, said):
+        try:
+            first.kill()
+            first.wait(_TIMEOUT_S)
+            assert script.is_running(said["child"])
+            with _process("want", tmp_path) as (_, wanted):
+                assert wanted == {"error": None, "steps": [1, 2]}
+        finally:
+            os.kill(said["child"], signal.SIGKILL)
+
+
+def test_a_forked_child_does_not_keep_the_place_of_a_store_that_was_closed(tmp_path: Path) -> None:
+    with _process("reopen", tmp_path) as (_, said):
+        assert said == {"error": None}
+
+
+# --------------------------------------------------------------------------------------------------------- the writer
+
+
+@pytest.mark.parametrize("when", ["at once", "after it was replaced"])
+def test_a_writer_that_was_killed_is_named_on_all_ranks_within_one_further_call(ran: Any, when: str) -> None:
+    for report in ran("killed_writer"):
+        assert report["before"] == [[], [], []]
+        assert [1] in report[when]
+        # And it is told once, not for ever.
+        assert report[f"{when}, later"] == [[]]
+
+
+def test_a_writer_that_was_killed_is_replaced_and_the_next_save_succeeds(ran: Any) -> None:
+    assert [report["is_loaded"] for report in ran("killed_writer")] == [True] * _NUM_RANKS
+
+
+def test_a_save_whose_writer_is_killed_while_it_writes_is_done_again(ran: Any) -> None:
+    seen = ran("killed_while_writing")
+    (size,) = seen[1]["sizes"]
+    assert 0 < size < script.LARGE_BYTES  # It was in the middle.
+    assert [report["error"]["type"] for report in seen] == ["NoneType"] * _NUM_RANKS
+    assert [report["attempts"] for report in seen] == [2] * _NUM_RANKS
+    assert [report["is_replaced"] for report in seen] == [False, True, False]
+    assert [report["is_loaded"] for report in seen] == [True] * _NUM_RANKS
+
+
+@pytest.mark.parametrize("role", ["hold", "hold_and_fork"])
+def test_no_writer_outlives_its_trainer(tmp_path: Path, role: str) -> None:
+    with _process(role, tmp_path) as (trainer, said):
+        try:
+            assert script.is_running(said["writer"])
+            trainer.kill()
+            trainer.wait(_TIMEOUT_S)
+            assert _has_ended(said["writer"], _WITHIN_S * _MACHINE_FACTOR)
+        finally:
+            if "child" in said:
+                os.kill(said["child"], signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------------------------------------- a rank that goes
+
+
+@pytest.mark.parametrize(
+    ("scenario", "victim"),
+    [("stopped_rank_2", 2), ("stopped_rank_0", 0), ("killed_rank_2", 2), ("killed_rank_0", 0)],
+)
+def test_a_rank_that_is_gone_is_named_by_the_others_in_bounded_time(ran: Any, scenario: str, victim: int) -> None:
+    seen = [report for rank, report in enumerate(ran(scenario)) if rank != victim]
+    error = _the_same([report["error"] for report in seen])
+    assert (error["type"], error["rank"], error["ranks"]) == ("RankGoneError", victim, [victim])
+    assert f"rank {victim}" in error["text"]
+    for report in seen:
+        assert report["took_s"] >= script.GONE_TIMEOUT_S
+        assert report["took_s"] < script.GONE_TIMEOUT_S + _WITHIN_S * _MACHINE_FACTOR
+        # Nor does the end wait for it.
+        assert report["close_s"] < _WITHIN_S * _MACHINE_FACTOR
+        assert not report["writer_runs"]
+
+
+@pytest.mark.parametrize("scenario", ["stopped_rank_2", "stopped_rank_0"])
+def test_a_rank_that_was_given_up_and_goes_on_takes_part_again(ran: Any, scenario: str) -> None:
+    """A machine that was suspended for a moment. One more save may fail; not all from then on."""
+    seen = ran(scenario)
+    assert [report["later"][-1]["type"] for report in seen] == ["NoneType"] * _NUM_RANKS
+
+
+# ------------------------------------------------------------------------------------------------------- a busy store
+
+
+def test_a_save_is_skipped_on_all_ranks_if_one_is_busy(ran: Any) -> None:
+    seen = [report["skip"] for report in ran("busy")]
+    assert [each["was_done"] for each in seen] == [True, False, True]
+    assert [each["is_skipped"] for each in seen] == [True] * _NUM_RANKS
+    assert [(each["is_next_skipped"], each["steps"]) for each in seen] == [(False, [1, 3])] * _NUM_RANKS
+
+
+def test_a_save_is_refused_on_all_ranks_if_one_is_busy(ran: Any) -> None:
+    seen = [report["error"] for report in ran("busy")]
+    assert [each["was_done"] for each in seen] == [True, False, True]
+    assert _the_same([each["error"] for each in seen])["type"] == "SaveInProgressError"
+    assert [(each["is_next_skipped"], each["steps"]) for each in seen] == [(False, [1, 3])] * _NUM_RANKS
+
+
+# ------------------------------------------------------------------------------------------------------- many tensors
+
+
+def test_thousands_of_tensors_cost_no_descriptors_and_are_saved_as_they_were(tmp_path: Path) -> None:
+    """xtuner's hand-over: one descriptor for each tensor, 256 of which are all there are here."""
+    with _process("many_leaves", tmp_path) as (_, said):
+        assert said["writer_limit"] == checkpoint_process.MAX_DESCRIPTORS
+        # The snapshot is one, the file to write another.
+        assert 1 <= said["writer_grew"] <= 4
+        assert said["trainer_grew"] <= 4
+        assert not said["was_done"]  # The tensors were changed while it was being saved.
+        assert said["is_as_saved"]
