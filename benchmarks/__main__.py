@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks [clone|fetch|reshard|stall|loop|all]``."""
+"""The command line: ``python -m benchmarks [clone|fetch|reshard|stall|loop|checkpoint|all]``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ try:
 except ImportError:
     sys.exit("the benchmarks need the extra 'bench': pip install -e '.[bench,torchft]'")
 
-from benchmarks import clone, fetch, loop, reshard, stall
+from benchmarks import checkpoint, clone, fetch, loop, reshard, stall
 from benchmarks.machine import describe, wait_until_quiet
 from benchmarks.report import Group, as_json, write_json
-from benchmarks.states import QUICK_SCALE, STATE_NAMES, StateSpec
+from benchmarks.states import CHECKPOINT_STATE_NAMES, QUICK_SCALE, STATE_NAMES, StateSpec
 from benchmarks.tables import make_console, print_group, print_machine
 
 
@@ -50,11 +50,26 @@ def _parse() -> argparse.Namespace:
         description="Measures ft_transport beside the machine's ceilings and, if it is installed, torchft.",
     )
     parser.add_argument(
-        "benchmark", nargs="?", choices=["clone", "fetch", "reshard", "stall", "loop", "all"], default="all"
+        "benchmark",
+        nargs="?",
+        choices=["clone", "fetch", "reshard", "stall", "loop", "checkpoint", "all"],
+        default="all",
     )
     parser.add_argument("--quick", action="store_true", help="a quarter of the size, two samples")
     parser.add_argument("--samples", type=int, metavar="N", help="samples of each kind (default: 5, quick: 2)")
-    parser.add_argument("--state", choices=STATE_NAMES, action="append", help="only this state; may be given again")
+    parser.add_argument(
+        "--state",
+        choices=list(dict.fromkeys(STATE_NAMES + CHECKPOINT_STATE_NAMES)),
+        action="append",
+        help="only this state; may be given again",
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path(),
+        metavar="DIRECTORY",
+        help="where checkpoints are written, and removed again; on a disk (default: the current directory)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the figures there, as PNG")
     parser.add_argument(
@@ -69,6 +84,14 @@ def _parse() -> argparse.Namespace:
         arguments.samples = 2 if arguments.quick else 5
     if arguments.samples < 1:
         parser.error("expected at least one sample")
+    arguments.directory = arguments.directory.absolute()
+    if arguments.benchmark in ("checkpoint", "all"):
+        if not arguments.directory.is_dir():
+            parser.error(f"expected a directory, got {arguments.directory}")
+        if not checkpoint.is_on_disk(arguments.directory):
+            parser.error(
+                f"expected a directory on a disk, {arguments.directory} is in memory; name another --directory"
+            )
     return arguments
 
 
@@ -92,6 +115,9 @@ def _measure(arguments: argparse.Namespace, progress: Console) -> Iterator[Group
         yield stall.run(scale, arguments.samples, say, settle)
     if arguments.benchmark in ("loop", "all"):
         yield from loop.run(scale, arguments.samples, say, settle)
+    if arguments.benchmark in ("checkpoint", "all"):
+        checkpoint_specs = [StateSpec(name, scale) for name in arguments.state or CHECKPOINT_STATE_NAMES]
+        yield from checkpoint.run(checkpoint_specs, arguments.samples, arguments.directory, say, settle)
 
 
 def _plain(arguments: argparse.Namespace) -> dict[str, object]:

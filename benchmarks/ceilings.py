@@ -40,6 +40,11 @@ class MemoryCopy:
         self._shares = _equal_shares(pairs, self._num_threads)
         self._pool = ThreadPoolExecutor(self._num_threads)
 
+    @property
+    def memory(self) -> memoryview:
+        """The warm memory, for whoever needs some of just this size."""
+        return memoryview(self._memory.numpy())
+
     def close(self) -> None:
         self._pool.shutdown()
 

@@ -49,7 +49,7 @@ def draw(groups: Sequence[Group], path: Path) -> None:
             else:
                 axes[row][column].set_axis_off()
     roles = dict.fromkeys(series.role for group in groups for series in group.series)
-    handles = [Patch(color=_COLOURS[role], label=_NAMES[role]) for role in roles]
+    handles = [Patch(color=_COLOURS[role], label="peer" if role == "peer" else _NAMES[role]) for role in roles]
     handles.append(Patch(color="#555555", label="cold (the first)"))
     handles.append(Patch(color="#555555", alpha=_WARM_ALPHA, label="warm (later ones)"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
@@ -58,7 +58,7 @@ def draw(groups: Sequence[Group], path: Path) -> None:
 
 
 def _draw_panel(axes: Axes, group: Group) -> None:
-    unit = "ms" if group.benchmark in ("stall", "loop") else "GB/s"
+    unit = "ms" if group.benchmark in ("stall", "loop", "checkpoint") else "GB/s"
     shown = [series for series in group.series if series.unit == unit and _belongs_in_picture(group, series)]
     bars = list(dict.fromkeys((series.key, series.label, series.role) for series in shown))
     for position, (key, _, role) in enumerate(bars):
@@ -71,7 +71,7 @@ def _draw_panel(axes: Axes, group: Group) -> None:
             # Two bars beside each other, or one in the middle.
             offset = (index - (len(present) - 1) / 2) * _BAR_HEIGHT
             _draw_bar(axes, position + offset, series, _COLOURS[role], 1.0 if phase == "cold" else _WARM_ALPHA)
-    axes.set_yticks(range(len(bars)), [_tick_label(group, label, role) for _, label, role in bars])
+    axes.set_yticks(range(len(bars)), [_tick_label(group, key, label, role) for key, label, role in bars])
     axes.invert_yaxis()
     axes.set_xlabel(unit)
     if unit == "ms":
@@ -101,11 +101,13 @@ def _draw_bar(axes: Axes, position: float, series: Series, colour: str, alpha: f
     axes.annotate(text, (summary.high, position), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
 
 
-def _tick_label(group: Group, label: str, role: Role) -> str:
+def _tick_label(group: Group, key: str, label: str, role: Role) -> str:
     text = f"{_NAMES[role]}: {label}" if group.benchmark in ("stall", "loop") else label
-    # A long label is folded at the comma nearest to its middle.
+    if group.benchmark == "checkpoint":
+        text = f"{label}: {key.rpartition('_')[2]}"
+    # A long label is folded at the comma nearest to its middle, where there is room for two lines.
     commas = [index for index, character in enumerate(text) if character == ","]
-    if len(text) < 34 or not commas:
+    if len(text) < 34 or not commas or group.benchmark == "checkpoint":
         return text
     fold = min(commas, key=lambda index: abs(index - len(text) // 2))
     return f"{text[: fold + 1]}\n{text[fold + 2 :]}"

@@ -161,7 +161,7 @@ class Group:
     """One benchmark with one state.
 
     Attributes:
-        benchmark: ``clone``, ``fetch``, ``reshard``, ``stall`` or ``loop``.
+        benchmark: ``clone``, ``fetch``, ``reshard``, ``stall``, ``loop`` or ``checkpoint``.
         state: Name of the state.
         title: What was moved, with its size.
         series: The figures.

@@ -5,7 +5,7 @@ Sender and receiver build the same structure from the same name, so that nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +20,8 @@ _BIG_TENSOR_BYTES: Final = 3_000_000  # what torchft's own benchmark moves
 _BIG_TOTAL_BYTES: Final = 2_000_000_000
 _SMALL_TENSOR_BYTES: Final = 64 << 10
 _SMALL_TOTAL_BYTES: Final = 1_000_000_000
+_NESTED_PARAMETERS: Final = 2_500
+_NESTED_ITEMS: Final = 21_333
 _VOCABULARY: Final = 8192
 _WIDTH: Final = 768
 _NUM_LAYERS: Final = 6
@@ -39,11 +41,14 @@ class StateSpec:
                 return "tensors of 3 MB"
             case "small":
                 return "tensors of 64 KiB"
+            case "nested":
+                return "parameters of 85 KB as AdamW leaves them"
             case _:
                 return "transformer with AdamW"
 
 
 STATE_NAMES: Final = ("big", "small", "adamw")
+CHECKPOINT_STATE_NAMES: Final = ("big", "adamw", "nested")
 
 
 def build_source(spec: StateSpec) -> State:
@@ -54,6 +59,8 @@ def build_source(spec: StateSpec) -> State:
         tokens = torch.randint(_VOCABULARY, (2, 16), generator=generator)
         model(tokens).square().mean().backward()
         return _after_one_step(model, optimizer)
+    if spec.name == "nested":
+        return _nested(spec, lambda: torch.rand(_NESTED_ITEMS, generator=generator))
     return {name: torch.rand(num_items, generator=generator) for name, num_items in _equal_tensors(spec)}
 
 
@@ -64,6 +71,8 @@ def build_destination(spec: StateSpec) -> State:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         return _after_one_step(model, optimizer)
+    if spec.name == "nested":
+        return _nested(spec, lambda: torch.full((_NESTED_ITEMS,), -1.0))
     return {name: torch.full((num_items,), -1.0) for name, num_items in _equal_tensors(spec)}
 
 
@@ -97,6 +106,21 @@ def _equal_tensors(spec: StateSpec) -> Iterator[tuple[str, int]]:
     )
     for index in range(max(1, round(total_bytes * spec.scale / tensor_bytes))):
         yield f"chunk/{index}", tensor_bytes // 4
+
+
+def _nested(spec: StateSpec, make: Callable[[], torch.Tensor]) -> State:
+    """10,000 tensors, each with memory of its own: of each parameter the weight, two averages, and its step."""
+    count = max(1, round(_NESTED_PARAMETERS * spec.scale))
+    return {
+        "model": {f"layers.{number}.weight": make() for number in range(count)},
+        "optimizer": {
+            "state": {
+                number: {"step": torch.tensor(1.0), "exp_avg": make(), "exp_avg_sq": make()} for number in range(count)
+            },
+            "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.999), "params": list(range(count))}],
+        },
+        "step": 1,
+    }
 
 
 class _Transformer(nn.Module):

@@ -7,6 +7,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.checkpoint import MS, QUANTITIES, RATE
 from benchmarks.report import Group, Phase, Ratio, Role, Series, Summary
 
 _PHASES: Final[tuple[Phase, ...]] = ("cold", "warm")
@@ -38,6 +39,8 @@ def print_group(console: Console, group: Group) -> None:
     console.print(f"\n[bold]{group.benchmark} · {group.state}[/]  {group.title}", highlight=False)
     if group.benchmark in _TIMES:
         _print_times(console, group)
+    elif group.benchmark == "checkpoint":
+        _print_quantities(console, group)
     else:
         _print_rates(console, group)
     _print_verdicts(console, group)
@@ -107,6 +110,23 @@ def _print_times(console: Console, group: Group) -> None:
             found = [s for s in group.series if (s.label, s.role, s.phase) == (label, role, phase)]
             cells += _time_cells(found[0]) if found else ["", ""]
         table.add_row(label, *cells)
+    console.print(table)
+
+
+def _print_quantities(console: Console, group: Group) -> None:
+    """Rows are who or what was measured, columns are quantities, each as time and as rate."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    for quantity in QUANTITIES:
+        table.add_column(f"{quantity} ms", justify="right", no_wrap=True)
+        table.add_column("min–max", justify="right", style="dim", no_wrap=True)
+        table.add_column("GB/s", justify="right", no_wrap=True)
+    for name, label, role in dict.fromkeys((s.key.rpartition("_")[0], s.label, s.role) for s in group.series):
+        cells = []
+        for quantity in QUANTITIES:
+            time, rate = (group.find(f"{name}_{quantity}", "warm", unit) for unit in (MS, RATE))
+            cells += ["", "", ""] if time is None or rate is None else [*_time_cells(time), _time_cells(rate)[0]]
+        table.add_row(label, *cells, style="bold" if role == "ours" else "cyan" if role == "ceiling" else "")
     console.print(table)
 
 
