@@ -509,7 +509,7 @@ class CheckpointStore:
         try:
             with self._directory_mutex:
                 older = [step for step in self._directory.steps() if step < saved]
-                self._remove(older[: len(older) - (self._keep - 1)])
+                self._remove(older[: max(0, len(older) - (self._keep - 1))])
         except Exception as error:
             # The store's thread goes on: what was saved is safe.
             logger.warning("old checkpoints could not be deleted: %s", error)

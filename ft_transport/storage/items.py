@@ -17,25 +17,19 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from ft_transport.errors import CheckpointError
-from ft_transport.tensors import encodings
+from ft_transport.storage.values import value_of
 from ft_transport.tensors.dtypes import DTYPES_BY_SAFETENSORS_NAME, name_of
 from ft_transport.wire.integrity import Hasher, digest
 from ft_transport.wire.layouts import Region, region_of, shape_of
 from ft_transport.wire.manifest import ITEM_BITS, Manifest
 from ft_transport.wire.nodes import (
-    BigIntNode,
-    BytesNode,
-    ComplexNode,
     DefaultDictNode,
     DTensorNode,
-    FloatNode,
     LayoutNode,
     LeafNode,
     MappingNode,
     Node,
-    NumpyScalarNode,
     SequenceNode,
-    StringNode,
     TensorNode,
     ViewNode,
 )
@@ -215,7 +209,7 @@ class _Walk:
     def _leaves(self, node: Node, path: _Path) -> Iterator[tuple[_Path, Node]]:
         if isinstance(node, (MappingNode, DefaultDictNode)):
             for key, value in zip(node.items[::2], node.items[1::2], strict=False):
-                yield from self._below(value, (*path, key if isinstance(key, str) else _label(key)))
+                yield from self._below(value, (*path, key if isinstance(key, str) else _label(key, self._manifest)))
         elif isinstance(node, SequenceNode):
             for position, value in enumerate(node.items):
                 yield from self._below(value, (*path, position))
@@ -274,13 +268,9 @@ class _Walk:
             )
 
 
-def _label(key: Node) -> str:
+def _label(key: Node, manifest: Manifest) -> str:
     """What DCP makes of a key that is no str."""
-    if key is None or isinstance(key, (bool, int, float)):
-        return str(key)
-    if isinstance(key, (BigIntNode, FloatNode, ComplexNode, StringNode, BytesNode, NumpyScalarNode)):
-        return str(encodings.decode_simple(key))
-    return msgspec.json.encode(key).decode()
+    return str(value_of(key, manifest, memoryview(b"")))
 
 
 def _tensor_of(node: Node) -> Node | None:

@@ -31,6 +31,7 @@ from ft_transport.storage.items import LOCAL, Described, Item, Key
 from ft_transport.storage.manifest import data_file_name
 from ft_transport.tensors.dtypes import DTYPES_BY_NAME
 
+OWN_STATE_ADVICE: Final = "what each rank has for itself belongs under a top-level key that is named in rank_local"
 _MAX_SHOWN: Final = 5
 
 
@@ -155,7 +156,7 @@ def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:
         shown = ", ".join(names[:_MAX_SHOWN]) + (", …" if len(names) > _MAX_SHOWN else "")
         raise ReplicasDivergedError(
             f"expected ranks {ranks} to hold the same, they differ in {len(names)} of {len(known)} tensors: {shown}; "
-            "what each rank has for itself belongs under a key that is named in rank_local",
+            + OWN_STATE_ADVICE,
             path=names[0],
         )
 

@@ -61,7 +61,7 @@ from ft_transport.storage.messages import (
 )
 from ft_transport.storage.outcomes import AbandonedError
 from ft_transport.storage.outcomes import describe as describe_failure
-from ft_transport.storage.plan import SavePlan, Share, encode_dcp_metadata, find_diverged, make_plan
+from ft_transport.storage.plan import OWN_STATE_ADVICE, SavePlan, Share, encode_dcp_metadata, find_diverged, make_plan
 from ft_transport.storage.values import value_of
 from ft_transport.tensors.dtypes import DTYPES_BY_NAME
 from ft_transport.wire.integrity import digest
@@ -160,7 +160,8 @@ class Writer:
         try:
             merge_trees([each[SHARED].tree for each in manifests], _Ignoring(), names=names)
         except RestoreError as error:
-            raise ReplicasDivergedError(error.message, path=error.path) from error
+            what = error.message.rsplit("; what belongs", 1)[0]
+            raise ReplicasDivergedError(f"{what}; {OWN_STATE_ADVICE}", path=error.path) from error
         self._dcp_metadata = None
         described = [describe(each, rank) for rank, each in enumerate(manifests)]
         self._plan = make_plan(described, request.consolidated)
@@ -205,6 +206,7 @@ class Writer:
         places = []
         positions = [[NOT_HERE] * len(manifest.tensors) for manifest in self._manifests]
         name = data_file_name(self._rank)
+        self._check()
         with DigestedFile(directory / name, self._check) as file:
             for at in share.items:
                 item = self._described.items[at]
@@ -224,6 +226,8 @@ class Writer:
                 places.append((start, file.position - start))
             data_file = file.finish()
         self._put_consolidated(directory, share)
+        # A trainer that has died meanwhile has a successor, perhaps, who has made a directory of this name.
+        self._check()
         description = encode_rank_file(name, self._headers, positions)
         description_file = write_small(directory / rank_file_name(self._rank), description)
         sync_directory(directory)

@@ -1,0 +1,242 @@
+"""Checkpoints of a model and AdamW's states, saved in HSDP and loaded in other layouts; started by torchrun.
+
+Usage: ``checkpoint_layouts.py ROOT REPORTS``: in four processes it saves to ROOT, in one it loads from there. Each
+writes a report to the directory REPORTS.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import layout_matrix as layouts
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from layout_matrix import LAYOUTS, Layout, Replica, differences, local_bytes, replaced, scramble
+from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ft_transport import CheckpointStore, StoreSettings, TransportError
+
+NUM_RANKS = 4
+STEP = 7
+SAVED_AS = "hsdp 2x2"
+LOADED_AS = {
+    "hsdp 2x2": LAYOUTS["hsdp 2x2"],
+    "fsdp 4": LAYOUTS["fsdp 4"],
+    "plain": Layout((4,), ("dp",)),
+    "replicated": Layout((4,), ("dp",), layouts._replicated),
+    "tp 4": Layout((4,), ("tp",), layouts._tensor_parallel),
+    "fsdp 2 x tp 2": LAYOUTS["fsdp 2 x tp 2"],
+}
+SETTINGS = StoreSettings(timeout=timedelta(seconds=60), max_failed_saves=10)
+
+
+class Model(nn.Module):
+    """Large enough that what is not tensors hardly counts; sizes that do not divide evenly, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 1023)
+        self.up = nn.Linear(1023, 1536)
+        self.down = nn.Linear(1536, 1023, bias=False)
+        self.norm = nn.LayerNorm(1023)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        return self.norm(hidden + self.down(torch.relu(self.up(hidden)))) * self.scale.sum()
+
+
+def make_reference() -> dict[str, Any]:
+    """The same in every process."""
+    layouts.Model = Model  # type: ignore[assignment, misc]
+    return layouts.train_reference()
+
+
+def empty_like(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: empty_like(item) for key, item in value.items()}
+    return torch.full_like(value, 77) if isinstance(value, torch.Tensor) else value
+
+
+def num_bytes_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+def refusal(save: Callable[[], Any]) -> dict[str, Any] | None:
+    try:
+        save()
+    except TransportError as error:
+        return {"kind": type(error).__name__, "text": str(error), "path": error.path}
+    return None
+
+
+def flip_a_bit(tensor: torch.Tensor) -> None:
+    tensor.detach().view(torch.int32).flatten()[-1].bitwise_xor_(1)
+
+
+class ReadCounter:
+    """Bytes of data files that this process reads, whatever it says that it does."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        preadv = os.preadv
+
+        def counting(descriptor: int, buffers: Any, *args: Any) -> int:
+            count = preadv(descriptor, buffers, *args)
+            if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".distcp"):
+                self.num_bytes += count
+            return count
+
+        os.preadv = counting
+
+    def take(self) -> int:
+        taken, self.num_bytes = self.num_bytes, 0
+        return taken
+
+
+def load_in_layouts(store: CheckpointStore, reference: dict[str, Any], counter: ReadCounter) -> dict[str, Any]:
+    report = {}
+    for name, layout in LOADED_AS.items():
+        mesh = DeviceMesh("cpu", torch.arange(layout.size).view(layout.shape), mesh_dim_names=layout.names)
+        state = Replica(layout, mesh).state()
+        scramble(state)
+        counter.take()
+        loaded = store.load(STEP, into=state, is_comparable=True)
+        report[name] = {
+            "differences": [
+                *loaded.differences(loaded.state),
+                *differences(reference, {key: loaded.state[key] for key in reference}),
+                *(f"not in place: {path}" for path in replaced(state, loaded.state)),
+            ],
+            "said_to_be_read": loaded.num_bytes_read,
+            "read": counter.take(),
+            "local": local_bytes(state, set()),
+        }
+    loaded = store.load(STEP)
+    is_whole = not any(isinstance(value, DTensor) for value in flatten_state_dict(loaded.state)[0].values())
+    report["nothing to load into"] = {
+        "differences": [
+            *differences(reference, {key: loaded.state[key] for key in reference}),
+            *([] if is_whole else ["a DTensor"]),
+        ],
+        "said_to_be_read": loaded.num_bytes_read,
+        "read": counter.take(),
+    }
+    return report
+
+
+def load_with_dcp(directory: Path, state: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+    flat, paths = flatten_state_dict(state)
+    metadata = FileSystemReader(directory).read_metadata()
+    scramble(state)
+    dcp.load(state, checkpoint_id=directory)
+    return {
+        "differences": differences(reference, {key: state[key] for key in reference}),
+        "are_names_equal": set(metadata.state_dict_metadata) == set(flat),
+        "are_paths_equal": metadata.planner_data == paths,
+        "num_names": len(flat),
+    }
+
+
+def refuse_diverged(store: CheckpointStore, root: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Each on a state of which one rank holds something else."""
+    rank = dist.get_rank()
+    report: dict[str, Any] = {}
+
+    def save(name: str, diverged: dict[str, Any]) -> None:
+        report[name] = refusal(lambda: store.save(STEP + 1, diverged, wait=True))
+
+    changed = copy.deepcopy(state)
+    if rank == 3:
+        flip_a_bit(changed["optimizer"]["state"]["up.weight"]["exp_avg"].to_local())
+    save("a shard", changed)
+    save("a plain tensor", {"sharded": state["model"], "plain": {"t": torch.full((100,), float(rank == 2))}})
+    save("a value", {"sharded": state["model"], "plain": {"n": [1, 2, float(rank == 1)]}})
+    save("a shape", {"plain": torch.zeros(3 if rank == 1 else 4)})
+    report["left"] = sorted(path.name for path in root.iterdir()) if not rank else []
+    # It costs the store nothing: the same state without what was changed.
+    store.save(STEP + 1, state, wait=True)
+    report["steps"] = store.steps()
+    return report
+
+
+def load_stages(store: CheckpointStore) -> list[str]:
+    """Each rank has another part of a model, as in a pipeline; all have one tensor in common."""
+    own = f"stage {dist.get_rank()}"
+    store.save(STEP + 2, {"all": torch.ones(5), own: {"w": torch.full((100,), float(dist.get_rank()))}}, wait=True)
+    expected = {
+        "all": torch.ones(5), **{f"stage {n}": {"w": torch.full((100,), float(n))} for n in range(NUM_RANKS)}
+    }  # fmt: skip
+    return differences(expected, dict(sorted(store.load(STEP + 2).state.items())))
+
+
+def run_four(root: Path) -> dict[str, Any]:
+    reference = make_reference()  # With a group, ranks other than the first get nothing from get_state_dict.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    rank = dist.get_rank()
+    counter = ReadCounter()
+    layout = LAYOUTS[SAVED_AS]
+    mesh = DeviceMesh("cpu", torch.arange(layout.size).view(layout.shape), mesh_dim_names=layout.names)
+    replica = Replica(layout, mesh)
+    replica.load(reference)
+    report: dict[str, Any] = {"state_bytes": local_bytes(reference, set())}
+    with CheckpointStore(root / "sharded", settings=SETTINGS) as store:
+        store.save(STEP, replica.state(), wait=True)
+        directory = root / "sharded" / f"step-{STEP}"
+        report["file_bytes"] = num_bytes_of(directory)
+        report["own_file_bytes"] = (directory / f"__{rank}_0.distcp").stat().st_size
+        report["loaded"] = load_in_layouts(store, reference, counter)
+        report["dcp"] = load_with_dcp(directory, replica.state(), reference)
+        replica.load(reference)
+        report["diverged"] = refuse_diverged(store, root / "sharded", replica.state())
+        report["stages"] = load_stages(store)
+    with CheckpointStore(root / "plain", rank_local=("own",), settings=SETTINGS) as store:
+        plain = {"both": torch.arange(3 << 20), "small": [torch.ones(7) * n for n in range(100)]}
+        store.save(STEP, {**plain, "own": torch.tensor([rank])}, wait=True)
+        report["plain_bytes"] = local_bytes(plain | {"small": dict(enumerate(plain["small"]))}, set())
+        report["plain_file_bytes"] = num_bytes_of(root / "plain" / f"step-{STEP}")
+        loaded = store.load().state
+        report["plain_own"] = loaded["own"].item()
+        report["is_plain_equal"] = torch.equal(loaded["both"], plain["both"]) and all(
+            torch.equal(one, other) for one, other in zip(loaded["small"], plain["small"], strict=True)
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+    return report
+
+
+def run_one(root: Path) -> dict[str, Any]:
+    """What four ranks have saved, in a process that knows of no group."""
+    reference = make_reference()
+    directory = root / "sharded" / f"step-{STEP}"
+    whole = Replica(LAYOUTS["plain"], None).state()  # type: ignore[arg-type]
+    report: dict[str, Any] = {"dcp": load_with_dcp(directory, whole, reference)}
+    with CheckpointStore(root / "sharded", read_only=True) as store:
+        into = empty_like(reference)
+        loaded = store.load(STEP, into=into)
+        report["differences"] = differences(reference, {key: loaded.state[key] for key in reference})
+        report["replaced"] = replaced(into, {key: loaded.state[key] for key in reference})
+    return report
+
+
+def main() -> None:
+    root, reports = Path(sys.argv[1]), Path(sys.argv[2])
+    is_one = "RANK" not in os.environ
+    report = run_one(root) if is_one else run_four(root)
+    (reports / f"{'one' if is_one else os.environ['RANK']}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

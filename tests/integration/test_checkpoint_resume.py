@@ -1,0 +1,53 @@
+"""A run that is killed and resumed ends as one that was not, bit for bit, and has seen the same data in one order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import checkpoint_resume as script
+import pytest
+
+_TIMEOUT_S = 100
+_NUM_STEPS = 25
+_SAVE_EVERY = 3
+
+
+def run(root: Path, loader: str, *, killed_in: int = -1) -> tuple[int, list[str]]:
+    ended = subprocess.run(
+        [sys.executable, script.__file__, str(root), str(_NUM_STEPS), str(killed_in), str(_SAVE_EVERY), loader],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    assert ended.returncode in (0, -signal.SIGKILL), ended.stderr[-5000:]
+    return ended.returncode, ended.stdout.splitlines()
+
+
+@pytest.mark.timeout(3 * _TIMEOUT_S + 30)
+@pytest.mark.parametrize("loader", ["plain", "torchdata"])
+def test_a_run_that_was_killed_twice_ends_as_one_that_was_not(tmp_path: Path, loader: str) -> None:
+    if loader == "torchdata":
+        pytest.importorskip("torchdata.stateful_dataloader")
+    with ThreadPoolExecutor(1) as pool:
+        straight = pool.submit(run, tmp_path / "straight", loader)
+        # The second is killed in another epoch; a save is complete one step before the kill.
+        kills = [run(tmp_path / "killed", loader, killed_in=killed_in) for killed_in in (7, 16)]
+        status, last = run(tmp_path / "killed", loader)
+        straight_status, expected = straight.result()
+    assert [status for status, _ in kills] == [-signal.SIGKILL] * 2
+    assert status == straight_status == 0
+    assert len(expected) == _NUM_STEPS + 1
+    assert expected[-1].startswith("state ")
+    first, second = (lines for _, lines in kills)
+    # Each begins where the newest checkpoint was made: the steps behind it are done again, with the same data.
+    assert first == expected[:7]
+    assert second == expected[6:16]
+    assert last == expected[15:]
+    assert len(set(expected[:-1])) == _NUM_STEPS
