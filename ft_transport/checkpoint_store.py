@@ -287,7 +287,8 @@ class CheckpointStore:
                 are not read; what it lacks below them comes as new tensors. Without one, and without ``like``, all
                 tensors come whole.
             like: See ``HTTPTransport.fetch_sharded``.
-            check: Called with what will come, before any of it does; what it raises ends the load on all ranks.
+            check: Called with what will come, before any of it does; what it raises ends the load on all ranks. Without
+                one, a tensor of ``into`` that the checkpoint does not have, or has in another shape or dtype, does.
             is_comparable: Whether `LoadedCheckpoint.differences` will be called. It costs another look at every byte.
 
         Raises:
@@ -297,6 +298,8 @@ class CheckpointStore:
             TransportError: It does not fit, or a rank failed; the same error on all.
         """
         if step != "latest":
+            if isinstance(step, str):
+                raise ConfigurationError(f"expected a step, or 'latest', got {step!r}")
             step = check_number("step", step, at_least=0)
         self.wait()
         self._agreement.step = step
@@ -436,6 +439,8 @@ class CheckpointStore:
             raise CheckpointExistsError(f"expected no checkpoints in {self._root}, there are {steps}")
 
     def _find_root(self) -> None:
+        if self._is_read_only:
+            return
         deadline_s = time.monotonic() + self._settings.visible_timeout.total_seconds()
         while not self._root.is_dir():
             if time.monotonic() > deadline_s:

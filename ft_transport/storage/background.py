@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import queue
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
-from ft_transport.errors import CheckpointError, TransportError, WriterFailedError
+from ft_transport.errors import CheckpointError, WriterFailedError
 from ft_transport.storage.handles import SaveHandle
 from ft_transport.storage.saving import Saver, SaveRequest, SnapshotFile
 from ft_transport.storage.writer_process import WriterProcess
@@ -109,17 +108,19 @@ class BackgroundSaver:
         )
 
     def raise_fatal(self) -> None:
-        """Raises the error of the last save, where too many have failed.
+        """Raises where too many saves have failed, once.
 
         Raises:
-            TransportError: It.
+            CheckpointError: Its cause is the error of the last one.
         """
-        fatal = self._fatal
-        if isinstance(fatal, TransportError):
-            # A new one each time: an exception keeps every traceback of where it was raised.
-            raise copy.copy(fatal) from fatal
+        fatal, self._fatal = self._fatal, None
         if fatal is not None:
-            raise CheckpointError(f"{type(fatal).__name__}: {fatal}") from fatal
+            # Whoever goes on nevertheless has as many again.
+            num_failed, self._num_failed = self._num_failed, 0
+            raise CheckpointError(
+                f"{num_failed} saves in a row have failed, {self._max_failed_saves} are allowed; the last one: "
+                f"{type(fatal).__name__}: {fatal}"
+            ) from fatal
 
     def close(self) -> None:
         """Ends the thread after what it has to save."""

@@ -157,7 +157,10 @@ class CheckpointDirectory:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         if not overwrite and self._is_complete(self.root / f"step-{step}"):
-            raise CheckpointExistsError(f"expected no checkpoint of this step in {self.root}, there is one", step=step)
+            raise CheckpointExistsError(
+                f"expected no checkpoint of this step in {self.root}, there is one; overwrite=True replaces it",
+                step=step,
+            )
         path = self.root / f"step-{step}.incomplete"
         if path.exists():
             self._remove(path)

@@ -7,12 +7,13 @@ What a rank needs is found as for a state that arrives over the network from ran
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar, cast
 
 import msgspec
+import torch
 from msgspec import Struct
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -42,10 +43,25 @@ from ft_transport.tensors.matching import Incoming
 from ft_transport.tensors.resharding import LikeFunction, reshard
 from ft_transport.tensors.restore import Restore
 from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.nodes import (
+    DefaultDictNode,
+    DTensorNode,
+    LayoutNode,
+    LeafNode,
+    MappingNode,
+    NamedTupleNode,
+    Node,
+    QuantizedNode,
+    SequenceNode,
+    TensorNode,
+    ViewNode,
+)
 from ft_transport.wire.reshard import Planner, Wanted
 from ft_transport.wire.slices import Slice
 
 T = TypeVar("T")
+
+_MAX_SHOWN: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +151,7 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
     def plan() -> None:
         nonlocal loading
         with collector_paused():
-            loading = _Loading(request, msgspec.msgpack.decode(described, type=_Chosen), agreement.rank)
+            loading = _Loading(request, msgspec.msgpack.decode(described, type=_Chosen), agreement.rank, agreement.size)
 
     def read() -> None:
         assert loading is not None, "it was planned"
@@ -182,7 +198,7 @@ def _read_descriptions(directory: Path) -> _Chosen:
 class _Loading:
     """One rank's part of a load."""
 
-    def __init__(self, request: LoadRequest, chosen: _Chosen, rank: int) -> None:
+    def __init__(self, request: LoadRequest, chosen: _Chosen, rank: int, num_ranks: int) -> None:
         manifest = decode_manifest(chosen.manifest, name=MANIFEST_NAME)
         self._manifest = manifest
         self._ranks = [
@@ -190,6 +206,7 @@ class _Loading:
         ]
         self._request = request
         self._rank = rank
+        self._num_ranks = num_ranks
         entries: dict[str, FileEntry] = {entry.name: entry for entry in manifest.files}
         self.files = DataFiles.of(Path(chosen.directory), [entries[each.data_file] for each in self._ranks])
         self.num_bytes_read = 0
@@ -205,19 +222,21 @@ class _Loading:
         ]
         if request.check is not None:
             request.check(self._restores[0].incoming)
+        else:
+            _refuse_misfits(resharding.manifest.tree, shared_into, self._restores[0].incoming)
         self.needs = _needs_of_shared(self._ranks, resharding.wanted, self._restores[0], names)
         self._local = self._plan_local(local_into)
         self._states: list[Any] = []
 
     def _plan_local(self, into: object) -> Restore | None:
-        """What each rank has for itself comes from the rank of the same number."""
+        """What each rank has for itself comes from the rank of the same number, of as many."""
         if not self._manifest.local_keys:
             return None
-        if self._rank >= len(self._ranks):
+        if self._num_ranks != len(self._ranks):
             if isinstance(into, Mapping) and into:
                 raise RestoreError(
-                    f"expected a checkpoint with the state of rank {self._rank} itself, it was saved by "
-                    f"{len(self._ranks)} ranks; leave {sorted(map(str, into))} out of what is loaded"
+                    f"expected a checkpoint of {self._num_ranks} ranks, for what each has for itself; it was saved by "
+                    f"{len(self._ranks)}: leave {sorted(map(str, into))} out of what is loaded"
                 )
             return None
         stored = self._ranks[self._rank]
@@ -276,6 +295,35 @@ def _only_keys(rank: StoredRank, keys: Collection[object]) -> StoredRank:
     items = [part for key, value in pairs if key in keys for part in (key, value)]
     tree = msgspec.structs.replace(tree, items=items)
     return dataclasses.replace(rank, manifests=(dataclasses.replace(shared, tree=tree), *others))
+
+
+def _refuse_misfits(tree: Node, into: object, incoming: Incoming) -> None:
+    """Refuses a state whose tensors would not all be loaded: who trains on would not notice."""
+    misfits = [f"{each.path}: {each.own} here, {each.received} there" for each in incoming.mismatches]
+    misfits += [f"{path}: not there" for path in _not_there(tree, into, "")]
+    if misfits:
+        shown = "; ".join(misfits[:_MAX_SHOWN]) + ("; …" if len(misfits) > _MAX_SHOWN else "")
+        raise RestoreError(
+            f"expected a checkpoint that has all tensors of the state to load into, as they are here; {shown}; nothing "
+            "was loaded"
+        )
+
+
+def _not_there(node: Any, into: object, path: str) -> Iterator[str]:
+    """Paths of the receiver's tensors at whose place there is nothing."""
+    if isinstance(into, torch.Tensor):
+        if not isinstance(node, (TensorNode, LayoutNode, ViewNode, DTensorNode, LeafNode, QuantizedNode)):
+            yield path or "(root)"
+    elif isinstance(into, Mapping):
+        items = node.items if isinstance(node, (MappingNode, DefaultDictNode)) else []
+        stored = {key: value for key, value in zip(items[::2], items[1::2], strict=True) if isinstance(key, (str, int))}
+        for key, value in into.items():
+            yield from _not_there(stored.get(key), value, f"{path}.{key}" if path else str(key))
+    elif isinstance(into, (list, tuple)):
+        items = node.items if isinstance(node, (SequenceNode, NamedTupleNode)) else []
+        for position, value in enumerate(into):
+            below = items[position] if position < len(items) else None
+            yield from _not_there(below, value, f"{path}.{position}" if path else str(position))
 
 
 def _needs_of_shared(

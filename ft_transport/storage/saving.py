@@ -247,7 +247,10 @@ class Saver:
         for rank, each in enumerate(said):
             if each != said[0]:
                 # The same on all ranks, since all have heard the same.
-                raise CheckpointError(f"expected all ranks to save the same, rank 0 says {said[0]}, rank {rank} {each}")
+                first, other = ({name: getattr(one, name) for name in one.__struct_fields__} for one in (said[0], each))
+                raise CheckpointError(
+                    f"expected all ranks to save the same, got {first} on rank 0, {other} on rank {rank}"
+                )
 
     def _set_up(self, request: SaveRequest) -> bytes:
         marker = f".set-up-{secrets.token_hex(8)}"

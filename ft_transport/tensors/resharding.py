@@ -281,11 +281,11 @@ class _Builder:
         if len(ways) != 1 and not is_sharded:
             return None
         if len(ways) != 1:
+            found = f"{len(ways)} different ways to do it" if ways else "none"
             raise RestoreError(
                 f"expected a tensor in the receiver's state, or one of the same shape {list(kind[0])} and layout at "
-                f"the sources, that shows how it is to be divided; found {len(ways) or 'none'} different ways"
-                f"{' to do it' if ways else ''}: let an optimizer step once before (or pass like=...), so that its "
-                "states are there",
+                f"the sources, that shows how it is to be divided; found {found}: let an optimizer step once before "
+                "(or pass like=...), so that its states are there",
                 path=path_name(path),
             )
         return next(iter(ways))

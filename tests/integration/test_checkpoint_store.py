@@ -23,6 +23,7 @@ from ft_transport import (
     CheckpointStore,
     ConfigurationError,
     HTTPTransport,
+    RestoreError,
     StoreSettings,
     TransportSettings,
     UnsupportedLeafError,
@@ -39,7 +40,7 @@ def store(tmp_path: Path) -> Iterator[CheckpointStore]:
 
 
 def _state(value: float) -> dict[str, Any]:
-    return {"model": {"weight": torch.full((64, 64), value)}, "step": int(value)}
+    return {"model": {"weight": torch.full((64, 64), float(value))}, "step": int(value)}
 
 
 def _damage(root: Path, step: int) -> None:
@@ -183,10 +184,12 @@ def test_the_trainer_is_stopped_after_too_many_failed_saves_in_a_row(tmp_path: P
         for step in (1, 2):
             assert store.save(step, {"a": object()}).exception() is not None
         store.check_health()
-        with pytest.raises(UnsupportedLeafError, match="step 2"):
+        with pytest.raises(CheckpointError, match=r"2 saves in a row have failed, 1 are allowed.*step 2") as caught:
             store.check_health()
-        with pytest.raises(UnsupportedLeafError, match="step 2"):
-            store.save(3, _state(3))
+        assert isinstance(caught.value.__cause__, UnsupportedLeafError)
+        # Who goes on has been told.
+        store.save(3, _state(3), wait=True)
+        assert store.steps() == (3,)
 
 
 def test_there_is_nothing_to_load_from_an_empty_root(store: CheckpointStore) -> None:
@@ -255,6 +258,32 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_loaded(tmp
             assert torch.equal(without.weight, before)
             manager.start_step(2)
         manager.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("into", "expected"),
+    [
+        ({"model": {"weight": torch.zeros(64, 65)}}, r"model\.weight: float32\[64, 65\] here, float32\[64, 64\] there"),
+        ({"model": {"weight": torch.zeros(64, 64).bfloat16()}}, r"model\.weight: bfloat16\[64, 64\] here"),
+        ({"model": {"weight": torch.zeros(64, 64), "bias": torch.zeros(3)}}, r"model\.bias: not there"),
+        ({"model": {"weight": torch.zeros(64, 64)}, "ema": [torch.zeros(3)]}, r"ema\.0: not there"),
+    ],
+)
+def test_a_state_that_would_be_loaded_in_part_is_refused(
+    store: CheckpointStore, into: dict[str, Any], expected: str
+) -> None:
+    store.save(1, _state(1), wait=True)
+    with pytest.raises(RestoreError, match=expected):
+        store.load(1, into=into)
+    assert not into["model"]["weight"].any()
+
+
+def test_values_alone_are_loaded_as_well(store: CheckpointStore) -> None:
+    store.save(1, _state(4), wait=True)
+    store.save(2, {"step": 7, "name": "x"}, wait=True)
+    assert store.load(2).state == {"step": 7, "name": "x"}
+    assert store.load(1, into={"step": 0}).state == {"step": 4}
+    assert store.load(1, into={}).state == {}
 
 
 def test_damage_is_found_where_it_is_looked_for(store: CheckpointStore) -> None:
