@@ -12,16 +12,22 @@ import pytest
 import ft_transport
 from ft_transport import errors
 from ft_transport.errors import (
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
     DeadlineExceededError,
     FetchFailedError,
     IntegrityError,
     PeerAuthenticationError,
     PeerNotReadyError,
     PeerUnreachableError,
+    RankFailedError,
+    RankGoneError,
+    SaveInProgressError,
     SnapshotLimitError,
     SnapshotReplacedError,
     StepNotServedError,
     TransportError,
+    WriterFailedError,
 )
 
 CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, TransportError)]
@@ -37,6 +43,12 @@ def example(cls: type[TransportError]) -> TransportError:
         return PeerNotReadyError("not yet", retry_after_s=2.5, **where)  # type: ignore[arg-type]
     if cls is StepNotServedError:
         return StepNotServedError("another step", served=(8, 9), **where)  # type: ignore[arg-type]
+    if cls is CheckpointDamagedError:
+        return CheckpointDamagedError("a file", files=("rank-0.json",), step=7, path="model.weight")
+    if cls is RankFailedError:
+        return RankFailedError("it failed", rank=2, phase="write", cause_type="OSError", errno=28, step=7)
+    if cls is RankGoneError:
+        return RankGoneError("nobody came", ranks=(1, 3), step=7)
     return cls("expected this, got that", path="model.weight", **where)  # type: ignore[arg-type]
 
 
@@ -108,6 +120,8 @@ def test_every_error_is_in_the_facade() -> None:
     ("cls", "builtin"),
     [
         (DeadlineExceededError, TimeoutError),
+        (RankGoneError, TimeoutError),
+        (CheckpointNotFoundError, LookupError),
         (PeerUnreachableError, ConnectionError),
         (errors.ConfigurationError, ValueError),
         (errors.ManifestError, ValueError),
@@ -128,6 +142,8 @@ def test_what_may_help_to_ask_again_says_so() -> None:
         PeerUnreachableError,
         PeerNotReadyError,
         SnapshotReplacedError,
+        SaveInProgressError,
+        WriterFailedError,
     }
 
 
