@@ -297,7 +297,12 @@ def test_no_writer_outlives_its_trainer(tmp_path: Path, role: str) -> None:
 
 @pytest.mark.parametrize(
     ("scenario", "victim"),
-    [("stopped_rank_2", 2), ("stopped_rank_0", 0), ("killed_rank_2", 2), ("killed_rank_0", 0)],
+    [
+        pytest.param("stopped_rank_2", 2, marks=pytest.mark.slow),
+        ("stopped_rank_0", 0),
+        ("killed_rank_2", 2),
+        pytest.param("killed_rank_0", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_is_gone_is_named_by_the_others_in_bounded_time(ran: Any, scenario: str, victim: int) -> None:
     seen = [report for rank, report in enumerate(ran(scenario)) if rank != victim]
@@ -312,7 +317,7 @@ def test_a_rank_that_is_gone_is_named_by_the_others_in_bounded_time(ran: Any, sc
         assert not report["writer_runs"]
 
 
-@pytest.mark.parametrize("scenario", ["stopped_rank_2", "stopped_rank_0"])
+@pytest.mark.parametrize("scenario", [pytest.param("stopped_rank_2", marks=pytest.mark.slow), "stopped_rank_0"])
 def test_a_rank_that_was_given_up_and_goes_on_takes_part_again(ran: Any, scenario: str) -> None:
     """A machine that was suspended for a moment. One more save may fail; not all from then on."""
     seen = ran(scenario)

@@ -21,7 +21,7 @@ from ft_transport.wire.manifest import decode_header
 _RANKS = Path(__file__).parents[1] / "consolidated_ranks.py"
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_put_their_parts_in_place(tmp_path: Path, dim: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     ran = subprocess.run(
