@@ -5,40 +5,28 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
-import msgspec
-import torch
 import torch.distributed as dist
 
-from ft_transport.errors import (
-    CheckpointDamagedError,
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    ConfigurationError,
-    RankGoneError,
-    SaveInProgressError,
-    TransportError,
-)
+from ft_transport.errors import CheckpointDamagedError, CheckpointError, CheckpointExistsError, ConfigurationError
 from ft_transport.serving import SnapshotLease
 from ft_transport.settings import check_number
 from ft_transport.storage.agreement import Agreement, RankGroup
-from ft_transport.storage.background import BackgroundSaver, Pulse, SaveJob
+from ft_transport.storage.background import BackgroundSaver, SaveJob
 from ft_transport.storage.copies import Copies
 from ft_transport.storage.directory import CheckpointDirectory
 from ft_transport.storage.exchange import Exchange
 from ft_transport.storage.handles import SaveHandle, StoreHealth
+from ft_transport.storage.health import Health
+from ft_transport.storage.inventory import CheckpointSelector, Inventory
 from ft_transport.storage.loading import LoadedCheckpoint, LoadRequest, load
 from ft_transport.storage.saving import Saver, SaveRequest
 from ft_transport.storage.settings import StoreSettings
-from ft_transport.storage.verifying import find_damage, read_manifest
 from ft_transport.storage.writer_process import WriterProcess
 from ft_transport.tensors.matching import Incoming
 from ft_transport.tensors.resharding import LikeFunction
@@ -47,7 +35,6 @@ from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
 
-CheckpointSelector: TypeAlias = int | Literal["latest"]
 _LOOK_S: Final = 0.02
 
 
@@ -95,7 +82,7 @@ class CheckpointStore:
     ) -> None:
         self._settings = settings if settings is not None else StoreSettings()
         self._rank_local = _checked_keys(rank_local)
-        self._keep = None if keep is None else check_number("keep", keep, at_least=1)
+        keep = None if keep is None else check_number("keep", keep, at_least=1)
         if existing not in ("keep", "clear", "refuse"):
             raise ConfigurationError(f"expected keep, clear or refuse as existing, got {existing!r}")
         self._is_read_only = read_only
@@ -103,11 +90,9 @@ class CheckpointStore:
         group = RankGroup(process_group)
         timeout = self._settings.timeout
         self._directory = CheckpointDirectory(self._root)
-        self._directory_mutex = threading.RLock()
         self._agreement = Agreement(group, "foreground", timeout)
         self._exchange = Exchange(group, "foreground", timeout)
-        self._health_exchange = Exchange(group, "health", timeout)
-        self._pulse: tuple[Any, list[torch.Tensor]] | None = None
+        self._inventory = Inventory(self._agreement, self._directory, keep)
         self._writer = WriterProcess()
         self._save_exchange = Exchange(group, "background", timeout)
         self._saver = Saver(
@@ -124,9 +109,10 @@ class CheckpointStore:
         self._background = BackgroundSaver(
             self._saver,
             self._writer,
-            after_save=self._prune_after_save,
+            after_save=self._inventory.prune_after_save,
             max_failed_saves=self._settings.max_failed_saves,
         )
+        self._health = Health(self._agreement, Exchange(group, "health", timeout), self._background)
         self._is_closed = False
         try:
             owner = f"ranks {list(group.global_ranks)[:16]} of a group of {group.size}"
@@ -134,7 +120,7 @@ class CheckpointStore:
             self._agreement.together("find the root", self._find_root)
             if warm_up and not read_only:
                 self._agreement.together("start the writer", self._saver.start_writer)
-                self._pulses()
+                self._health.connect()
                 self._background.start()
         except BaseException:
             self.close()
@@ -246,23 +232,7 @@ class CheckpointStore:
             TransportError: More saves in a row have failed than are allowed; the last one's error.
             RankGoneError: A rank did not take part in time.
         """
-        pulses: list[Pulse] = []
-        if self._pulse is not None:
-            (work, gathered), self._pulse = self._pulse, None
-            try:
-                self._health_exchange.wait(work)
-                pulses = [Pulse(*each.tolist()) for each in gathered]
-            except RankGoneError as error:
-                # Somebody was late, and gloo has ended the group; who is still there says so in the store.
-                logger.warning("the ranks of the store have lost each other: %s", error)
-                self._meet_again()
-        self._pulse = self._health_exchange.begin_all_gather(self._own_pulse())
-        if any(pulse.is_fatal for pulse in pulses):
-            self._raise_fatal()
-        return StoreHealth(
-            dead_writers=tuple(rank for rank, pulse in enumerate(pulses) if pulse.is_writer_dead),
-            num_failed_saves=max((pulse.num_failed for pulse in pulses), default=0),
-        )
+        return self._health.check()
 
     def wait(self) -> None:
         """Waits until nothing is being saved any more; whether it went well is the handle's to say."""
@@ -303,7 +273,17 @@ class CheckpointStore:
             step = check_number("step", step, at_least=0)
         self.wait()
         self._agreement.step = step
-        return self._load(lambda: self._path_of(step), into, like, check, is_comparable=is_comparable)
+        request = LoadRequest(
+            choose=lambda: self._inventory.path_of(step),
+            into=into,
+            like=like,
+            check=check,
+            meshes=self._settings.meshes,
+            max_bytes=self._settings.max_load_bytes,
+            is_read_once=self._settings.read == "once",
+            is_comparable=is_comparable,
+        )
+        return load(request, self._agreement, self._exchange)
 
     def load_newest_good(
         self,
@@ -338,8 +318,7 @@ class CheckpointStore:
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, ascending."""
         self.wait()
-        encoded = self._on_directory("list the checkpoints", lambda: msgspec.msgpack.encode(self._directory.steps()))
-        return tuple(msgspec.msgpack.decode(encoded, type=list[int]))
+        return self._inventory.steps()
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint, ``None`` if there is none."""
@@ -353,24 +332,8 @@ class CheckpointStore:
             CheckpointNotFoundError: There is none.
             CheckpointDamagedError: ``files`` names the damaged ones.
         """
-        agreement = self._agreement
         self.wait()
-        agreement.step = step
-        directory = Path(self._on_directory("choose a checkpoint", lambda: str(self._path_of(step)).encode()).decode())
-
-        def find() -> bytes:
-            manifest = read_manifest(directory)
-            by_size = sorted(manifest.files, key=lambda entry: -entry.num_bytes)
-            own = by_size[agreement.rank :: agreement.size]
-            return msgspec.msgpack.encode(find_damage(directory, own, agreement.check_others))
-
-        damaged = [
-            text for each in agreement.together("verify", find) for text in msgspec.msgpack.decode(each, type=list[str])
-        ]
-        if damaged:
-            raise CheckpointDamagedError(
-                "; ".join(damaged), files=tuple(text.split(":")[0] for text in damaged), step=step
-            )
+        self._inventory.verify(step)
 
     def prune(self, keep: int) -> tuple[int, ...]:
         """Deletes all but the newest ``keep`` checkpoints, and never the last good one.
@@ -384,15 +347,8 @@ class CheckpointStore:
         keep = check_number("keep", keep, at_least=1)
         if self._is_read_only:
             raise CheckpointError("expected a store that saves, this one is read-only")
-        steps = list(self.steps())
-        num_kept = min(keep, len(steps))
-        is_good = any(self._is_good(step) for step in reversed(steps[len(steps) - num_kept :]))
-        while not is_good and num_kept < len(steps):
-            num_kept += 1
-            is_good = self._is_good(steps[-num_kept])
-        removed = steps[: len(steps) - num_kept]
-        self._on_directory("prune", lambda: self._remove(removed))
-        return tuple(removed)
+        self.wait()
+        return self._inventory.prune(keep)
 
     # ------------------------------------------------------------------------------------------------------ the end
 
@@ -400,11 +356,8 @@ class CheckpointStore:
         """Finishes what is being saved, and ends the thread, the writer and the claim. May be called twice."""
         self._is_closed = True
         self._background.close()
-        pulse, self._pulse = self._pulse, None
-        if pulse is not None:
-            with suppress(TransportError):
-                self._health_exchange.wait(pulse[0])
-        for exchange in (self._exchange, self._health_exchange, self._save_exchange):
+        self._health.close()
+        for exchange in (self._exchange, self._save_exchange):
             exchange.close()
         self._writer.close()
         self._taker.close()
@@ -470,103 +423,7 @@ class CheckpointStore:
         if self._is_closed or self._is_read_only:
             kind = "read-only" if self._is_read_only else "closed"
             raise CheckpointError(f"expected a store that saves, this one is {kind}", step=step)
-        if self._settings.busy == "wait":
-            self.wait()
-            self._background.raise_fatal()
-            return True
-        try:
-            pulses = self._pulses()
-        except RankGoneError:
-            self._meet_again()
-            pulses = self._pulses()
-        if any(pulse.is_fatal for pulse in pulses):
-            self._raise_fatal()
-        if not any(pulse.is_busy for pulse in pulses):
-            # Others may have heard of its end a moment before this rank.
-            self.wait()
-            return True
-        if self._settings.busy == "error":
-            raise SaveInProgressError("expected the save before to be finished", step=step)
-        logger.warning("step %d is not saved: the save before is not finished", step)
-        return False
-
-    def _own_pulse(self) -> torch.Tensor:
-        return torch.tensor(self._background.pulse(), dtype=torch.int64)
-
-    def _pulses(self) -> list[Pulse]:
-        return [Pulse(*each.tolist()) for each in self._health_exchange.all_gather(self._own_pulse())]
-
-    def _meet_again(self) -> None:
-        self._pulse = None
-        self._agreement.together("meet again", lambda: None)
-        self._health_exchange.reset(self._agreement.sequence)
-
-    def _raise_fatal(self) -> None:
-        # Another rank may have heard of it a moment before this one.
-        self.wait()
-        self._background.raise_fatal()
-        raise CheckpointError("expected fewer saves in a row to fail; see the warnings of the other ranks")
-
-    def _prune_after_save(self, saved: int) -> None:
-        """What was just written is good; so older ones may go. Newer ones are of a past that was left."""
-        if self._keep is None or not self._agreement.is_first:
-            return
-        try:
-            with self._directory_mutex:
-                older = [step for step in self._directory.steps() if step < saved]
-                self._remove(older[: max(0, len(older) - (self._keep - 1))])
-        except Exception as error:
-            # The store's thread goes on: what was saved is safe.
-            logger.warning("old checkpoints could not be deleted: %s", error)
-
-    def _load(
-        self,
-        choose: Callable[[], Path],
-        into: object,
-        like: LikeFunction | None,
-        check: Callable[[Incoming], None] | None,
-        *,
-        is_comparable: bool,
-    ) -> LoadedCheckpoint[Any]:
-        request = LoadRequest(
-            choose=choose,
-            into=into,
-            like=like,
-            check=check,
-            meshes=self._settings.meshes,
-            max_bytes=self._settings.max_load_bytes,
-            is_read_once=self._settings.read == "once",
-            is_comparable=is_comparable,
-        )
-        return load(request, self._agreement, self._exchange)
-
-    def _path_of(self, step: CheckpointSelector) -> Path:
-        with self._directory_mutex:
-            if step == "latest":
-                steps = self._directory.steps()
-                if not steps:
-                    raise CheckpointNotFoundError(f"expected a checkpoint in {self._root}, there is none")
-                step = steps[-1]
-            return self._directory.path_of(step)
-
-    def _is_good(self, step: int) -> bool:
-        try:
-            self.verify(step)
-        except CheckpointDamagedError as error:
-            logger.warning("step %d: the checkpoint is damaged: %s", step, error)
-            return False
-        return True
-
-    def _remove(self, steps: Sequence[int]) -> None:
-        for step in steps:
-            self._directory.remove(step)
-
-    def _on_directory(self, phase: str, action: Callable[[], bytes | None]) -> bytes:
-        def run() -> bytes | None:
-            with self._directory_mutex:
-                return action()
-
-        return self._agreement.on_first(phase, run)
+        return self._health.admits(step, self._settings.busy)
 
 
 def _called(state: Mapping[str, object] | Callable[[], Mapping[str, object]]) -> Mapping[str, object]:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -159,17 +158,10 @@ class Agreement:
         Raises:
             TransportError: As for `together`.
         """
-        return self.together(phase, partial(self._show_life, action) if self.is_first else lambda: None)[0]
-
-    def _show_life(self, action: Callable[[], bytes | None]) -> bytes | None:
-        result: bytes | None = None
-
-        def act() -> None:
-            nonlocal result
-            result = action()
-
-        self.showing_life(act, _FIRST_PATIENCE * self._timeout_s)
-        return result
+        patience_s = _FIRST_PATIENCE * self._timeout_s
+        return self.together(phase, (lambda: self.showing_life(action, patience_s)) if self.is_first else lambda: None)[
+            0
+        ]
 
     def _outcome(self, phase: str, action: Callable[[], bytes | None]) -> Decision:
         self.sequence += 1
@@ -201,11 +193,10 @@ class Agreement:
         if self._store is not None and self._asked(lambda store: store.check([f"failed/{self.sequence}"])):
             raise AbandonedError("gave up because another rank has failed")
 
-    def showing_life(self, action: Callable[[], None], timeout_s: float) -> None:
+    def showing_life(self, action: Callable[[], T], timeout_s: float) -> T:
         """Runs ``action``, and shows the others that this rank is at work, for ``timeout_s`` at most."""
         if self._store is None:
-            action()
-            return
+            return action()
         is_over = threading.Event()
         deadline_s = time.monotonic() + timeout_s
 
@@ -217,7 +208,7 @@ class Agreement:
         thread = threading.Thread(target=tick, name="ft-transport-alive", daemon=True)
         thread.start()
         try:
-            action()
+            return action()
         finally:
             is_over.set()
             thread.join()

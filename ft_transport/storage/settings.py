@@ -6,13 +6,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.errors import ConfigurationError
 from ft_transport.settings import check_duration, check_number
 from ft_transport.tensors.copying import default_num_threads
+
+BusyPolicy: TypeAlias = Literal["wait", "skip", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class StoreSettings:
     claim_timeout: timedelta = timedelta(seconds=10)
     max_attempts: int = 3
     max_failed_saves: int = 3
-    busy: Literal["wait", "skip", "error"] = "wait"
+    busy: BusyPolicy = "wait"
     read: Literal["once", "each"] = "once"
     num_copy_threads: int = field(default_factory=default_num_threads)
     max_load_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
