@@ -46,9 +46,10 @@ class _Measured:
 
 _MEASURED: Final = {
     "ours": _Measured("ft_transport CheckpointStore", "ours"),
+    "clone": _Measured("the transport's clone alone", "other"),
     "memmove": _Measured("memmove into warm memory", "ceiling"),
     "copy": _Measured("Tensor.copy_ into warm memory", "ceiling"),
-    "clone": _Measured("Tensor.clone()", "other"),
+    "torch_clone": _Measured("Tensor.clone()", "other"),
     "bare": _Measured("bare write and fsync, bare preadv", "ceiling"),
     "thread": _Measured("DCP async_save, thread", "peer"),
     "thread_kept": _Measured("DCP async_save, thread, kept stager", "peer"),
@@ -181,7 +182,8 @@ def judge(group: Group) -> list[Verdict]:
 
     pause, durable, load = (found("ours", quantity) for quantity in QUANTITIES)
     verdicts = [
-        _at_most("save() holds the trainer / clone into warm memory", group.ratio(pause, fastest(_COPIES, PAUSE)), 1.2),
+        _at_most("save() holds the trainer / the transport's clone", group.ratio(pause, found("clone", PAUSE)), 1.2),
+        _at_most("save() holds the trainer / copy into warm memory", group.ratio(pause, fastest(_COPIES, PAUSE)), 1.2),
         Verdict.at_least(
             "write rate, from save() to durable / bare write", group.ratio(found("bare", DURABLE), durable), 0.8
         ),

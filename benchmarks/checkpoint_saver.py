@@ -107,8 +107,14 @@ def _settle_disk() -> None:
 
 def _save_ours(clock: _Clock, state: State, arguments: argparse.Namespace) -> None:
     from ft_transport import CheckpointStore, StoreSettings
+    from ft_transport.tensors.snapshot import SnapshotTaker
+    from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
 
     settings = StoreSettings()
+    # As the HTTP transport has one.
+    taker = SnapshotTaker(
+        max_snapshots=1, num_threads=settings.num_copy_threads, chunk_bytes=DEFAULT_CHUNK_BYTES, is_digested=False
+    )
     num_threads = torch.get_num_threads()
     clock.notes.append(f"ours copies with {settings.num_copy_threads} threads, what it is compared with {num_threads}")
     plain = MemoryCopy(list(tensors_of(state)))
@@ -127,11 +133,13 @@ def _save_ours(clock: _Clock, state: State, arguments: argparse.Namespace) -> No
                 store.prune(keep=1)
 
             save()
+            _clone(clock, state, taker)
             _measure_loads(_Clock(), store, arguments.directory / "ours" / f"step-{step}", state, plain, turn=0)
             clock.samples.clear()
             for turn in range(arguments.turn, arguments.turn + arguments.repeats):
                 steps = [
                     save,
+                    lambda: _clone(clock, state, taker),
                     lambda: _copy_plainly(clock, state, plain),
                     lambda: _write_bare(clock, plain.memory, arguments.directory / "bare"),
                 ]
@@ -140,7 +148,14 @@ def _save_ours(clock: _Clock, state: State, arguments: argparse.Namespace) -> No
                     measured_step()
                 _measure_loads(clock, store, arguments.directory / "ours" / f"step-{step}", state, plain, turn=turn)
     finally:
+        taker.close()
         plain.close()
+
+
+def _clone(clock: _Clock, state: State, taker: Any) -> None:
+    with clock.measure("clone", "pause"):
+        pending = taker.begin(0, state)
+    pending.abandon()
 
 
 def _copy_plainly(clock: _Clock, state: State, plain: MemoryCopy) -> None:
@@ -149,7 +164,7 @@ def _copy_plainly(clock: _Clock, state: State, plain: MemoryCopy) -> None:
     with clock.measure("copy", "pause"):
         plain.torch_copy()
     tensors = list(tensors_of(state))
-    with clock.measure("clone", "pause"):
+    with clock.measure("torch_clone", "pause"):
         clones = [tensor.clone() for tensor in tensors]
     del clones
     return_free_memory()

@@ -19,7 +19,8 @@ class TestJudge:
     def test_ours_against_the_fastest_of_each_kind(self) -> None:
         group = group_of(
             ours_pause=11.0,
-            memmove_pause=10.0,
+            clone_pause=11.0,
+            memmove_pause=8.0,
             copy_pause=20.0,
             ours_durable=100.0,
             bare_durable=90.0,
@@ -31,13 +32,13 @@ class TestJudge:
             dcp_load=60.0,
         )
         verdicts = judge(group)
-        assert [verdict.value for verdict in verdicts] == pytest.approx([1.1, 0.9, 3.0, 0.5, 2.0])
-        assert [verdict.met for verdict in verdicts] == [True, True, True, False, True]
+        assert [verdict.value for verdict in verdicts] == pytest.approx([1.0, 1.375, 0.9, 3.0, 0.5, 2.0])
+        assert [verdict.met for verdict in verdicts] == [True, False, True, True, False, True]
 
     def test_what_was_not_measured_has_no_verdict(self) -> None:
         assert [verdict.met for verdict in judge(group_of(ours_pause=1.0, ours_durable=1.0, ours_load=1.0))] == [
             None
-        ] * 5
+        ] * 6
 
 
 class TestFileSystem:
