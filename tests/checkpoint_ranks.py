@@ -273,8 +273,6 @@ def phases(ranks: Ranks) -> dict[str, Any]:
 
 def exchanges(ranks: Ranks) -> dict[str, Any]:
     with ranks.store() as store:
-        # gloo cannot be interrupted: who waits for a rank that has failed in an exchange waits for this long.
-        store._save_exchange._timeout = timedelta(seconds=GONE_TIMEOUT_S)
         return {
             phase: _fail_and_save_again(ranks, store, phase, victim_of(phase, number), number)
             for number, phase in enumerate(EXCHANGES)

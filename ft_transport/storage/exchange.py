@@ -1,21 +1,24 @@
 """Data between the ranks of a group, over a gloo group of our own, with a timeout of its own.
 
 Never over the trainer's group: its collectives and ours would meet in the wrong order. gloo closes all connections of a
-group when one operation fails or times out. The group is made anew then, at the next use, by all ranks:
+group when one operation fails or times out; whoever fails for another reason closes his (`Exchange.ending_on_failure`),
+so that nobody waits for him until a timeout. The group is made anew then, at the next use, by all ranks:
 `Exchange.reset` is called on all of them, because all have seen the vote that follows the failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined] # exported, undeclared
 
 from ft_transport.errors import RankGoneError
 from ft_transport.storage.agreement import RankGroup
+
+T = TypeVar("T")
 
 _TAG: Final = 1
 _MAX_MESSAGE_BYTES: Final = 1 << 30
@@ -46,6 +49,21 @@ class Exchange:
         """
         self._group = None
         self._generation = generation
+
+    def ending_on_failure(self, action: Callable[[], T]) -> Callable[[], T]:
+        """``action``, which exchanges data; if it fails here, the connections end, and with them the others' waits."""
+
+        def act() -> T:
+            try:
+                if self.size > 1:
+                    # Who fails before he is connected would be waited for.
+                    self.group()
+                return action()
+            except BaseException:
+                self._group = None
+                raise
+
+        return act
 
     def gather(self, data: bytes) -> list[bytes] | None:
         """Brings what every rank has to the first, which gets it by rank; the others get ``None``.

@@ -161,7 +161,7 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
 
     try:
         agreement.on_first("choose a checkpoint", choose)
-        agreement.together("receive its description", receive)
+        agreement.together("receive its description", exchange.ending_on_failure(receive))
         agreement.together("plan what to read", plan)
         agreement.together("read", read)
         agreement.together("load", lambda: loading.finish() if loading is not None else None)

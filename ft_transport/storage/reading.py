@@ -191,7 +191,16 @@ def read_needs(
         RankGoneError: A rank did not take part in time.
         OSError: A file cannot be read.
     """
-    return _Reading(needs, files, exchange, is_read_once=is_read_once, check=check).run()
+
+    def read() -> tuple[int, Exception | None]:
+        reading = _Reading(needs, files, exchange, is_read_once=is_read_once, check=check)
+        return reading.run(), reading.failure
+
+    num_bytes, failure = exchange.ending_on_failure(read)() if is_read_once else read()
+    if failure is not None:
+        # The others have got an answer to all that they waited for; what of it is under way shall arrive.
+        raise failure
+    return num_bytes
 
 
 class _Reading:
@@ -217,7 +226,7 @@ class _Reading:
         self._rank = 0 if alone else exchange.rank
         self._readers = _choose_readers(self._by_rank)
         self._here: dict[int, memoryview] = {}
-        self._failure: BaseException | None = None
+        self.failure: Exception | None = None
 
     def run(self) -> int:
         own = np.flatnonzero(self._readers == self._rank)
@@ -238,18 +247,16 @@ class _Reading:
                     self._attempt(partial(self._deliver, chunk, data))
             for work, _ in sending:
                 self._exchange.wait(work)
-        if self._failure is not None:
-            raise self._failure
-        assert not self._needs, "all chunks were there"
+        assert self.failure is not None or not self._needs, "all chunks were there"
         return num_bytes
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """After a failure the others still get an answer to all that they wait for, and this rank does nothing else."""
-        if self._failure is None:
+        if self.failure is None:
             try:
                 action()
             except Exception as error:
-                self._failure = error
+                self.failure = error
 
     def _read(self, reader: ChunkReader, chunk: int) -> bytearray:
         data: bytearray | None = None

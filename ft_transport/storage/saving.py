@@ -230,7 +230,7 @@ class Saver:
             nonlocal gathered
             gathered = self._exchange.gather(written)
 
-        together("gather what was written", gather)
+        together("gather what was written", self._exchange.ending_on_failure(gather))
         self._agreement.on_first(
             "commit", lambda: self._commit(request, place, gathered or [], [created, *reread] if created else [])
         )
@@ -322,9 +322,9 @@ class Saver:
             assigned = self._exchange.scatter(shares)
 
         together("read the headers", read_headers)
-        together("gather the headers", gather)
+        together("gather the headers", self._exchange.ending_on_failure(gather))
         self._agreement.on_first("plan", plan)
-        together("divide the work", scatter)
+        together("divide the work", self._exchange.ending_on_failure(scatter))
         self._assigned = msgspec.msgpack.decode(assigned, type=_Assigned)
         self._plan_key = key
 
@@ -350,7 +350,7 @@ class Saver:
             gathered = self._exchange.gather(own)
 
         agreement.together("digest the consolidated files", digest)
-        agreement.together("gather their digests", gather)
+        agreement.together("gather their digests", self._exchange.ending_on_failure(gather))
         return gathered or []
 
     def _compare(self) -> None:
@@ -369,7 +369,7 @@ class Saver:
             gathered = self._exchange.gather(digests)
 
         self._agreement.together("digest", digest)
-        self._agreement.together("gather the digests", gather)
+        self._agreement.together("gather the digests", self._exchange.ending_on_failure(gather))
         self._agreement.on_first("compare", lambda: self._compare_all(gathered or []))
 
     def _compare_all(self, digests: Sequence[bytes]) -> None:
