@@ -18,6 +18,7 @@ from ft_transport.serving import SnapshotLease
 from ft_transport.settings import check_number
 from ft_transport.storage.agreement import Agreement, RankGroup
 from ft_transport.storage.background import BackgroundSaver, SaveJob
+from ft_transport.storage.claim import RootClaim
 from ft_transport.storage.copies import Copies
 from ft_transport.storage.directory import CheckpointDirectory
 from ft_transport.storage.exchange import Exchange
@@ -90,6 +91,7 @@ class CheckpointStore:
         group = RankGroup(process_group)
         timeout = self._settings.timeout
         self._directory = CheckpointDirectory(self._root)
+        self._claim = RootClaim(self._root)
         self._agreement = Agreement(group, "foreground", timeout)
         self._exchange = Exchange(group, "foreground", timeout)
         self._inventory = Inventory(self._agreement, self._directory, keep)
@@ -362,7 +364,7 @@ class CheckpointStore:
         self._writer.close()
         self._taker.close()
         self._local_taker.close()
-        self._directory.release()
+        self._claim.release()
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -383,7 +385,7 @@ class CheckpointStore:
     def _set_up_root(self, owner: str, existing: str) -> None:
         if self._is_read_only:
             return
-        self._directory.claim(owner, self._settings.claim_timeout.total_seconds())
+        self._claim.take(owner, self._settings.claim_timeout.total_seconds())
         self._directory.recover()
         if existing == "clear":
             self._directory.clear()

@@ -12,31 +12,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
-import json
 import logging
 import os
 import re
 import shutil
-import socket
 import sys
-import time
-import weakref
 from pathlib import Path
 from typing import Final
 
-from ft_transport.errors import CheckpointExistsError, CheckpointInUseError, CheckpointNotFoundError
+from ft_transport.errors import CheckpointExistsError, CheckpointNotFoundError
 
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME: Final = "manifest.json"
 """Written last; a directory without it is no checkpoint, whatever its name."""
 
-_OWNER_NAME: Final = ".owner"
 _NAME: Final = re.compile(r"step-(0|[1-9][0-9]*)(\.incomplete|\.replaced|\.deleted(?:-[0-9]+)?)?")
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2  # include/uapi/linux/fs.h
-_CLAIM_PAUSE_S: Final = 0.05
 
 
 class CheckpointDirectory:
@@ -51,54 +44,6 @@ class CheckpointDirectory:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._claim: int | None = None
-        _directories.add(self)
-
-    # ------------------------------------------------------------------------------------------------------ ownership
-
-    def claim(self, owner: str, timeout_s: float) -> None:
-        """Makes sure that nobody else saves here, until `release` or the end of this process.
-
-        Args:
-            owner: Who claims it, for others to read.
-            timeout_s: How long to wait for a process that is just ending.
-
-        Raises:
-            CheckpointInUseError: Somebody else does.
-            OSError: The root cannot be made or written to.
-        """
-        self.root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.root / _OWNER_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            while not _try_lock(descriptor):
-                if time.monotonic() > deadline_s:
-                    holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "unknown"
-                    raise CheckpointInUseError(
-                        f"expected to be the only group that saves to {self.root}, and another one does: {holder}",
-                    )
-                time.sleep(_CLAIM_PAUSE_S)
-            text = json.dumps({"owner": owner, "host": socket.gethostname(), "process": os.getpid()}).encode()
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, text, 0)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self._claim = descriptor
-
-    def release(self) -> None:
-        """Lets others save here. May be called twice."""
-        claim, self._claim = self._claim, None
-        if claim is not None:
-            # A forked child may have the descriptor as well, and with it the lock.
-            fcntl.flock(claim, fcntl.LOCK_UN)
-            os.close(claim)
-
-    def forget_claim(self) -> None:
-        """In a forked child: the lock is the parent's, and ends with it, although the child has got its descriptor."""
-        claim, self._claim = self._claim, None
-        if claim is not None:
-            os.close(claim)
 
     def recover(self) -> list[str]:
         """Clears what an interrupted run has left, and puts back what it was about to replace.
@@ -248,17 +193,6 @@ class CheckpointDirectory:
         shutil.rmtree(deleted)
 
 
-_directories: weakref.WeakSet[CheckpointDirectory] = weakref.WeakSet()
-
-
-def _forget_claims() -> None:
-    for directory in list(_directories):
-        directory.forget_claim()
-
-
-os.register_at_fork(after_in_child=_forget_claims)
-
-
 def sync_directory(path: Path) -> None:
     """Makes the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -266,16 +200,6 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from ft_transport.errors import CheckpointExistsError, CheckpointInUseError, CheckpointNotFoundError
+from ft_transport.errors import CheckpointExistsError, CheckpointNotFoundError
 from ft_transport.storage import directory as module
 from ft_transport.storage.directory import MANIFEST_NAME, CheckpointDirectory
 
@@ -170,40 +166,6 @@ def test_a_name_of_what_is_being_deleted_is_not_taken_twice(directory: Checkpoin
     directory.remove(1)
     assert directory.steps() == []
     assert names_in(directory.root) == {"step-1.deleted"}
-
-
-def test_one_process_at_a_time_may_save(tmp_path: Path) -> None:
-    first, second = CheckpointDirectory(tmp_path / "root"), CheckpointDirectory(tmp_path / "root")
-    first.claim("ranks [0, 1]", 0)
-    with pytest.raises(CheckpointInUseError, match=r"ranks \[0, 1\]"):
-        second.claim("others", 0.1)
-    owner = json.loads((tmp_path / "root" / ".owner").read_text())
-    assert (owner["owner"], owner["process"]) == ("ranks [0, 1]", os.getpid())
-    first.release()
-    first.release()
-    second.claim("others", 0)
-    second.release()
-
-
-def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; from ft_transport.storage.directory import CheckpointDirectory\n"
-        "CheckpointDirectory(Path(sys.argv[1])).claim('another', 0); print('claimed', flush=True); sys.stdin.read()"
-    )
-    directory = CheckpointDirectory(tmp_path)
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "claimed\n"
-            with pytest.raises(CheckpointInUseError, match=f"another.*{process.pid}"):
-                directory.claim("this one", 0)
-        finally:
-            process.kill()
-        process.wait(30)
-    directory.claim("this one", 0)
-    directory.release()
 
 
 def test_exchanging_two_names_is_told_from_not_being_able_to(tmp_path: Path) -> None:
