@@ -14,6 +14,8 @@ from ft_transport.errors import (
     CollectiveRefusedError,
     ConfigurationError,
     DeadlineExceededError,
+    EngineRefusedError,
+    EngineUnreachableError,
     FetchFailedError,
     IntegrityError,
     ManifestError,
@@ -22,6 +24,7 @@ from ft_transport.errors import (
     PeerNotReadyError,
     PeerProtocolError,
     PeerUnreachableError,
+    PublishError,
     RankFailedError,
     RankGoneError,
     ReplicasDivergedError,
@@ -30,12 +33,20 @@ from ft_transport.errors import (
     SnapshotError,
     SnapshotLimitError,
     SnapshotReplacedError,
+    StaleVersionError,
     StepNotServedError,
     TransportError,
     UnsupportedLeafError,
     WriterFailedError,
 )
 from ft_transport.net.workers import FetchProgress
+from ft_transport.publish.adapter import LoRAAdapter
+from ft_transport.publish.engine import Answer, Delivery, Engine, EngineConnection
+from ft_transport.publish.report import EngineReport, PublishReport
+from ft_transport.publish.sglang import SGLangEngine
+from ft_transport.publish.skyrl import SkyRLEngine
+from ft_transport.publish.vllm import VLLMEngine
+from ft_transport.publisher import Publisher, PublishHandle
 from ft_transport.receiving import Received
 from ft_transport.serving import SnapshotInProgress, SnapshotLease
 from ft_transport.settings import TransportSettings
@@ -51,6 +62,7 @@ from ft_transport.tensors.state_digest import state_digest
 from ft_transport.transport import HTTPTransport
 
 __all__ = [
+    "Answer",
     "CheckpointDamagedError",
     "CheckpointError",
     "CheckpointExistsError",
@@ -60,12 +72,19 @@ __all__ = [
     "CollectiveRefusedError",
     "ConfigurationError",
     "DeadlineExceededError",
+    "Delivery",
+    "Engine",
+    "EngineConnection",
+    "EngineRefusedError",
+    "EngineReport",
+    "EngineUnreachableError",
     "FetchFailedError",
     "FetchProgress",
     "HTTPTransport",
     "HeldState",
     "Incoming",
     "IntegrityError",
+    "LoRAAdapter",
     "LoadedCheckpoint",
     "ManifestError",
     "Mismatch",
@@ -74,24 +93,32 @@ __all__ = [
     "PeerNotReadyError",
     "PeerProtocolError",
     "PeerUnreachableError",
+    "PublishError",
+    "PublishHandle",
+    "PublishReport",
+    "Publisher",
     "RankFailedError",
     "RankGoneError",
     "Received",
     "ReplicasDivergedError",
     "RestoreError",
+    "SGLangEngine",
     "SaveHandle",
     "SaveInProgressError",
+    "SkyRLEngine",
     "SnapshotError",
     "SnapshotInProgress",
     "SnapshotLease",
     "SnapshotLimitError",
     "SnapshotReplacedError",
+    "StaleVersionError",
     "StepNotServedError",
     "StoreHealth",
     "StoreSettings",
     "TransportError",
     "TransportSettings",
     "UnsupportedLeafError",
+    "VLLMEngine",
     "WriterFailedError",
     "refusing_collectives",
     "register_encoding",

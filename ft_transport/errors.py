@@ -27,6 +27,10 @@ TransportError
 │   ├── RankGoneError           a rank did not answer in time (also a TimeoutError)
 │   ├── SaveInProgressError     the save before is not finished
 │   └── WriterFailedError       a writer process died, or could not be started
+├── PublishError                a version could not be published, or not to enough engines; carries the report
+│   ├── StaleVersionError       it is not newer than what was published before
+│   ├── EngineRefusedError      an engine answered with an error, or uses another version
+│   └── EngineUnreachableError  no connection to an engine, or it broke
 └── DeadlineExceededError       a wait ran out (also a TimeoutError)
 
 ``retryable`` says whether the same request may succeed later or elsewhere; ``http_status`` is the status that the
@@ -311,6 +315,45 @@ class SaveInProgressError(CheckpointError):
 
 class WriterFailedError(CheckpointError):
     """A writer process died, hangs, or could not be started. It is replaced."""
+
+    retryable = True
+
+
+class PublishError(TransportError):
+    """A version could not be published; ``report`` says of each engine what came of it, if they were told."""
+
+    report: Any = None
+
+
+class StaleVersionError(PublishError):
+    """The version is not newer than one that was published before; versions only go up."""
+
+
+class EngineRefusedError(PublishError):
+    """An engine answered with an error, or uses another version than it was told to.
+
+    ``request`` is the method and URL, ``status`` and ``body`` are those of the answer, whatever its type.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        body: str = "",
+        request: str = "",
+        peer: str | None = None,
+        step: int | str | None = None,
+        path: str | None = None,
+    ) -> None:
+        super().__init__(message, peer=peer, step=step, path=path)
+        self.status = status
+        self.body = body
+        self.request = request
+
+
+class EngineUnreachableError(PublishError):
+    """No connection to an engine, or it broke before the answer was complete; it is tried again."""
 
     retryable = True
 

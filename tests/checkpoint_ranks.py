@@ -56,10 +56,12 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 # --------------------------------------------------------------------------------------------------------- starting it
 
 
-def run_ranks(directory: Path, num_ranks: int, *scenarios: str, timeout_s: float = 150) -> list[dict[str, Any]]:
+def run_ranks(
+    directory: Path, num_ranks: int, *scenarios: str, timeout_s: float = 150, script: str = __file__
+) -> list[dict[str, Any]]:
     """Runs scenarios on so many ranks, and returns what each rank reported, by scenario; nothing of a killed rank."""
     # The shell hides from torchrun that a rank was killed: torchrun would end the others before they notice.
-    shell = f'"{sys.executable}" "{__file__}" "$@" || {{ status=$?; test $status -eq {_KILLED_STATUS}; }}'
+    shell = f'"{sys.executable}" "{script}" "$@" || {{ status=$?; test $status -eq {_KILLED_STATUS}; }}'
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     with subprocess.Popen(
         [*command, "--no-python", "bash", "-c", shell, "rank", str(directory), *scenarios],

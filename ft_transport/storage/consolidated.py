@@ -24,7 +24,7 @@ from ft_transport.tensors.dtypes import DTYPES_BY_NAME, SAFETENSORS_NAMES
 from ft_transport.wire.slices import Slice, row_major_strides, slice_of
 
 INDEX_NAME: Final = "model.safetensors.index.json"
-_MAX_FILE_BYTES: Final = 5_000_000_000
+MAX_FILE_BYTES: Final = 5_000_000_000
 """As ``save_pretrained`` divides a model."""
 _ALIGN_BYTES: Final = 8
 
@@ -61,13 +61,19 @@ class Consolidation:
     places: dict[str, tuple[int, int]]
 
 
-def consolidate(described: Sequence[Described], root: str, max_file_bytes: int = _MAX_FILE_BYTES) -> Consolidation:
+def consolidate(
+    described: Sequence[Described],
+    root: str,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    single_name: str | None = None,
+) -> Consolidation:
     """Lays out the tensors of one part of a state.
 
     Args:
         described: What the ranks have.
         root: Path of the part, joined by dots; the tensors are named by what follows it.
         max_file_bytes: A file has more only if one tensor has.
+        single_name: Name of the file, if there is only one.
 
     Raises:
         CheckpointError: There is no such part, or safetensors has no name for a dtype.
@@ -91,7 +97,8 @@ def consolidate(described: Sequence[Described], root: str, max_file_bytes: int =
     laid_out = []
     places: dict[str, tuple[int, int]] = {}
     for number, held in enumerate(files):
-        file, starts = _lay_out(f"model-{number + 1:05}-of-{len(files):05}.safetensors", held, root)
+        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        file, starts = _lay_out(single_name if single_name is not None and len(files) == 1 else name, held, root)
         laid_out.append(file)
         places.update({name: (number, start) for name, start in starts.items()})
     weight_map = {name[len(root) + 1 :]: laid_out[places[name][0]].name for name in tensors}

@@ -75,9 +75,9 @@ class Exchange:
             return [data]
         sizes = self._sizes(len(data))
         if self.rank:
-            self._send(data, 0)
+            self.send(data, 0)
             return None
-        return [data, *(self._receive(sizes[source], source) for source in range(1, self.size))]
+        return [data, *(self.receive(sizes[source], source) for source in range(1, self.size))]
 
     def scatter(self, data: Sequence[bytes] | None) -> bytes:
         """Gives each rank what the first has for it.
@@ -90,10 +90,10 @@ class Exchange:
             return data[0]
         lengths = self.broadcast_numbers([len(each) for each in data] if data is not None else None, self.size)
         if self.rank:
-            return self._receive(lengths[self.rank], 0)
+            return self.receive(lengths[self.rank], 0)
         assert data is not None, "the first rank has it"
         for target in range(1, self.size):
-            self._send(data[target], target)
+            self.send(data[target], target)
         return data[0]
 
     def broadcast(self, data: bytes | None) -> bytes:
@@ -208,12 +208,22 @@ class Exchange:
     def _sizes(self, size: int) -> list[int]:
         return [int(each) for each in self.all_gather(torch.tensor([size], dtype=torch.int64))]
 
-    def _send(self, data: bytes, target: int) -> None:
+    def send(self, data: bytes, target: int) -> None:
+        """Sends to one rank, which calls `receive`.
+
+        Raises:
+            RankGoneError: As for `gather`.
+        """
         for start in range(0, len(data), _MAX_MESSAGE_BYTES):
             piece = torch.frombuffer(bytearray(data[start : start + _MAX_MESSAGE_BYTES]), dtype=torch.uint8)
             self._wait(lambda piece=piece: self.group().send([piece], target, _TAG))
 
-    def _receive(self, num_bytes: int, source: int) -> bytes:
+    def receive(self, num_bytes: int, source: int) -> bytes:
+        """Receives what one rank gives to `send`.
+
+        Raises:
+            RankGoneError: As for `gather`.
+        """
         received = bytearray(num_bytes)
         for start in range(0, num_bytes, _MAX_MESSAGE_BYTES):
             count = min(num_bytes - start, _MAX_MESSAGE_BYTES)

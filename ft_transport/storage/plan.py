@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ft_transport.errors import CheckpointError, ReplicasDivergedError
-from ft_transport.storage.consolidated import Consolidation, consolidate, name_below
+from ft_transport.storage.consolidated import MAX_FILE_BYTES, Consolidation, consolidate, name_below
 from ft_transport.storage.items import LOCAL, Described, Item, Key
 from ft_transport.storage.manifest import data_file_name
 from ft_transport.tensors.dtypes import DTYPES_BY_NAME
@@ -69,12 +69,20 @@ class SavePlan:
     consolidation: Consolidation | None
 
 
-def make_plan(described: Sequence[Described], consolidated: str | None = None) -> SavePlan:
+def make_plan(
+    described: Sequence[Described],
+    consolidated: str | None = None,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    single_name: str | None = None,
+) -> SavePlan:
     """Divides what the ranks have among them.
 
     Args:
         described: By rank.
         consolidated: Path of the part of the state that also goes to consolidated files.
+        max_file_bytes: See `consolidate`.
+        single_name: See `consolidate`.
 
     Raises:
         CheckpointError: Ranks disagree about a tensor, or lack a part of one.
@@ -109,7 +117,9 @@ def make_plan(described: Sequence[Described], consolidated: str | None = None) -
                 taken.add(value.name)
                 values[rank].append(position)
     _check_coverage(described)
-    consolidation = consolidate(described, consolidated) if consolidated is not None else None
+    consolidation = None
+    if consolidated is not None:
+        consolidation = consolidate(described, consolidated, max_file_bytes, single_name)
     shares = [
         Share(
             tuple(sorted(items[rank])),

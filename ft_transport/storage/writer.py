@@ -69,7 +69,7 @@ from ft_transport.wire.manifest import Manifest, decode_header
 from ft_transport.wire.merging import Path as TreePath
 from ft_transport.wire.merging import StoredLeaf, TensorLike, merge_trees
 from ft_transport.wire.nodes import Node
-from ft_transport.wire.strided import copy_out
+from ft_transport.wire.strided import gathered
 
 _NICENESS: Final = 5
 """Training comes first where there are more threads than cores."""
@@ -195,12 +195,7 @@ class Writer:
         piece = item.piece
         if piece is None:
             return memoryview(b"")
-        data = self._data[item.part]
-        if not piece.loops:
-            return data[piece.start : piece.end]
-        gathered = memoryview(bytearray(piece.num_bytes))
-        copy_out(data[piece.start : piece.end], piece, gathered)
-        return gathered
+        return gathered(self._data[item.part], piece)
 
     def _write(self, directory: Path, share: Share) -> Written:
         places = []

@@ -28,6 +28,20 @@ def copy_out(memory: memoryview, piece: Slice, into: memoryview) -> None:
     np.copyto(_flat(into, source), source)
 
 
+def gathered(data: memoryview, piece: Slice) -> memoryview:
+    """The bytes of a slice in one piece: where they lie, if they do so there, or a copy.
+
+    Args:
+        data: All data; the slice says where in it.
+        piece: The slice.
+    """
+    if not piece.loops:
+        return data[piece.start : piece.end]
+    copied = memoryview(bytearray(piece.num_bytes))
+    copy_out(data[piece.start : piece.end], piece, copied)
+    return copied
+
+
 def copy_in(data: memoryview, memory: memoryview, piece: Slice) -> None:
     """The opposite of `copy_out`: writes ``data`` to a slice."""
     target = _strided(memory, piece)

@@ -15,6 +15,7 @@ from ft_transport.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
     DeadlineExceededError,
+    EngineUnreachableError,
     FetchFailedError,
     IntegrityError,
     PeerAuthenticationError,
@@ -144,6 +145,7 @@ def test_what_may_help_to_ask_again_says_so() -> None:
         SnapshotReplacedError,
         SaveInProgressError,
         WriterFailedError,
+        EngineUnreachableError,
     }
 
 

@@ -1,0 +1,90 @@
+"""LoRA adapters in the layout that PEFT saves and engines load: ``adapter_model.safetensors``, ``adapter_config.json``.
+
+Layout: https://huggingface.co/docs/peft/developer_guides/checkpoint; names begin with ``base_model.model.`` and do not
+have the adapter's own name in them (peft/utils/save_and_load.py, ``get_peft_model_state_dict``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ft_transport.errors import ConfigurationError
+
+CONFIG_NAME: Final = "adapter_config.json"
+_PREFIX: Final = "base_model.model."
+_KIND: Final = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAAdapter:
+    """An adapter; its tensors belong to the trainer and are copied by ``Publisher.publish``.
+
+    Attributes:
+        tensors: By the names that PEFT gives them in a file, whole or DTensors.
+        config: PEFT's ``LoraConfig`` as a dict: ``r``, ``lora_alpha``, ``target_modules``, ``peft_type``, ... .
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module, config: Mapping[str, Any], name: str = "default") -> LoRAAdapter:
+        """The adapter in a module that PEFT, or something that names its parameters alike, has changed.
+
+        Args:
+            module: With parameters such as ``layer.lora_A.default.weight``.
+            config: See ``config``.
+            name: Of the adapter, if the module has several.
+
+        Raises:
+            ConfigurationError: The module has no such parameters.
+        """
+        tensors = {}
+        for parameter_name, parameter in module.named_parameters():
+            match = _KIND.search(parameter_name)
+            if match is None:
+                continue
+            rest = parameter_name[match.end() :]
+            # Of another adapter, unless it has no names at all.
+            if rest.split(".")[0] not in (name, "weight"):
+                continue
+            rest = rest.removeprefix(name).removeprefix(".")
+            file_name = f"{parameter_name[: match.end() - 1]}{'.' if rest else ''}{rest}"
+            if not file_name.startswith(_PREFIX):
+                file_name = _PREFIX + file_name
+            tensors[file_name] = parameter.detach()
+        if not tensors:
+            raise ConfigurationError(
+                f"expected parameters of the LoRA adapter {name!r}, such as layer.lora_A.{name}.weight, found none in "
+                f"{type(module).__name__}"
+            )
+        return cls(tensors, config)
+
+    def encoded_config(self) -> bytes:
+        """The content of ``adapter_config.json``.
+
+        Raises:
+            ConfigurationError: Something in it has no JSON.
+        """
+        config = {"peft_type": "LORA", **self.config}
+        try:
+            text = json.dumps(config, indent=2, sort_keys=True, default=_plain)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"expected an adapter's configuration that JSON can say: {error}") from error
+        return text.encode()
+
+
+def _plain(value: object) -> object:
+    """PEFT's own values: sets of module names, and enumerations of strings."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if hasattr(value, "value"):
+        return value.value
+    raise TypeError(f"{type(value).__name__} {value!r}")

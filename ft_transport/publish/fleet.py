@@ -1,0 +1,259 @@
+"""All engines of one publisher: which version each of them uses, and how they are told of a new one, all at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Final
+
+import aiohttp
+import msgspec
+
+from ft_transport.errors import EngineRefusedError, EngineUnreachableError, TransportError
+from ft_transport.publish.engine import Delivery, Engine, EngineConnection
+from ft_transport.publish.report import EngineReport, Policy, PublishReport, judge
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 2.0
+_TICK_S: Final = 0.25
+_CLOSING_S: Final = 15.0
+
+Post = Callable[[PublishReport], None]
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of an engine.
+
+    Attributes:
+        version: The one that it confirmed last; ``None`` if it never did.
+        is_counted: Whether it confirmed the last version that it was told of.
+        mutex: It is told of one version after the other.
+    """
+
+    version: int | None = None
+    is_counted: bool = True
+    mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class EngineFleet:
+    """Tells engines, on a thread of its own.
+
+    Args:
+        engines: They.
+        policy: When a version counts as published.
+        timeout: Deadline of each engine, from when it is told.
+        tick: Called now and then while somebody is told; it may block for a moment.
+    """
+
+    def __init__(
+        self, engines: Sequence[Engine], policy: Policy, timeout: timedelta, tick: Callable[[], None] = lambda: None
+    ) -> None:
+        self._engines = tuple(engines)
+        self._policy: Policy = policy
+        self._timeout_s = timeout.total_seconds()
+        self._tick = tick
+        self._known = [_Known() for _ in self._engines]
+        self._loop = asyncio.new_event_loop()
+        self._thread: threading.Thread | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._telling: set[asyncio.Task[PublishReport]] = set()
+        self._unfinished: set[asyncio.Task[None]] = set()
+
+    def tell(self, delivery: Delivery, post: Post) -> Future[PublishReport]:
+        """Begins to tell all engines of a version.
+
+        Args:
+            delivery: It.
+            post: Called when the outcome is decided, and again when the last engine has been heard of; it may block
+                for a moment.
+
+        Returns:
+            The last report.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ft-transport-publish", daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(self._tell_all(delivery, post), self._loop)
+
+    def versions_in_use(self) -> set[int] | None:
+        """Versions that engines use as far as is known; ``None`` if that is not known of all."""
+        versions = {known.version for known in self._known}
+        return {version for version in versions if version is not None} if None not in versions else None
+
+    def close(self) -> None:
+        """Gives up who is being told, and ends the thread. May be called twice."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+            thread.join()
+        if not self._loop.is_running():
+            self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    async def _end(self) -> None:
+        for task in self._telling:
+            task.cancel()
+        waiting = [*self._telling, *self._unfinished]
+        if waiting:
+            await asyncio.wait(waiting, timeout=_CLOSING_S)
+        # What was given up may have left an engine to be resumed.
+        if self._unfinished:
+            await asyncio.wait(self._unfinished, timeout=_CLOSING_S)
+        if self._session is not None:
+            await self._session.close()
+        self._loop.stop()
+
+    async def _tell_all(self, delivery: Delivery, post: Post) -> PublishReport:
+        task = asyncio.current_task()
+        assert task is not None, "it runs on the loop"
+        self._telling.add(task)
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        reports = [
+            EngineReport(url=engine.url, outcome="pending", is_counted=known.is_counted, version=known.version)
+            for engine, known in zip(self._engines, self._known, strict=True)
+        ]
+        is_posted = False
+        ticking = asyncio.ensure_future(self._keep_ticking())
+        telling = {asyncio.ensure_future(self._tell(number, delivery)): number for number in range(len(self._engines))}
+        try:
+            pending = set(telling)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for each in done:
+                    reports[telling[each]] = each.result()
+                report = self._report(delivery, reports)
+                if report.verdict != "open" and pending and not is_posted:
+                    is_posted = True
+                    await asyncio.to_thread(post, report)
+            report = self._report(delivery, reports)
+            await asyncio.to_thread(post, report)
+            return report
+        finally:
+            ticking.cancel()
+            for each in telling:
+                each.cancel()
+            self._telling.discard(task)
+
+    def _report(self, delivery: Delivery, reports: Sequence[EngineReport]) -> PublishReport:
+        return PublishReport(
+            version=delivery.version,
+            engines=tuple(reports),
+            verdict=judge(reports, self._policy),
+            is_final=all(each.outcome != "pending" for each in reports),
+        )
+
+    async def _keep_ticking(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self._tick)
+            except TransportError as error:
+                logger.warning("the other ranks could not be shown that this one is alive: %s", error)
+            await asyncio.sleep(_TICK_S)
+
+    async def _tell(self, number: int, delivery: Delivery) -> EngineReport:
+        """Tells one engine, as often as its connection breaks, until its deadline."""
+        engine, known = self._engines[number], self._known[number]
+        assert self._session is not None, "it was made"
+        connection = EngineConnection(self._session, engine.url, engine.headers)
+        connection.unfinished = self._unfinished
+        attempt = _Attempt(engine, connection, delivery)
+        started_s = time.monotonic()
+        report = EngineReport(url=engine.url, outcome="failed", is_counted=known.is_counted)
+        try:
+            report = msgspec.structs.replace(report, **await self._outcome(known, attempt))
+        finally:
+            if report.outcome != "confirmed":
+                known.is_counted = False
+        report = msgspec.structs.replace(
+            report, seconds=time.monotonic() - started_s, num_attempts=attempt.number, version=known.version
+        )
+        if report.outcome != "confirmed":
+            logger.warning("version %d: an engine is left out until it is caught up: %s", delivery.version, report)
+        elif not report.is_counted:
+            logger.info("version %d: caught up: %s", delivery.version, report)
+        return report
+
+    async def _outcome(self, known: _Known, attempt: _Attempt) -> dict[str, object]:
+        async def deliver() -> None:
+            async with known.mutex:
+                known.version = await attempt.until_it_answers()
+                known.is_counted = True
+
+        try:
+            await asyncio.wait_for(deliver(), self._timeout_s)
+        except (TimeoutError, asyncio.TimeoutError):
+            if attempt.failure is not None:
+                return {"outcome": "unreachable", "body": str(attempt.failure)}
+            return {"outcome": "late", "body": f"no answer within {self._timeout_s:g} s"}
+        except EngineRefusedError as error:
+            return {
+                "outcome": "refused",
+                "status": error.status,
+                "body": error.body or str(error),
+                "request": error.request,
+            }
+        except Exception as error:
+            logger.exception(
+                "version %d: an engine could not be told: %s", attempt.delivery.version, attempt.engine.url
+            )
+            return {"outcome": "failed", "body": f"{type(error).__name__}: {error}"}
+        return {"outcome": "confirmed"}
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One engine and one version.
+
+    Attributes:
+        engine: The engine.
+        connection: To it.
+        delivery: The version.
+        number: How often it was tried.
+        failure: Why the last attempt did not get through.
+    """
+
+    engine: Engine
+    connection: EngineConnection
+    delivery: Delivery
+    number: int = 0
+    failure: EngineUnreachableError | None = None
+
+    async def until_it_answers(self) -> int:
+        """Tries again while no connection can be made, or it breaks.
+
+        Raises:
+            EngineRefusedError: It answered with an error, or uses another version.
+        """
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            self.number += 1
+            try:
+                version = await self.engine.deliver(self.connection, self.delivery)
+            except EngineUnreachableError as error:
+                self.failure = error
+            else:
+                if version != self.delivery.version:
+                    raise EngineRefusedError(
+                        f"expected the engine to use version {self.delivery.version}, it uses {version}",
+                        peer=self.engine.url,
+                    )
+                return version
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -1,0 +1,113 @@
+"""What came of telling engines about a version, and what that means for the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+Outcome: TypeAlias = Literal["pending", "confirmed", "refused", "unreachable", "late", "failed"]
+"""``refused``: it answered with an error, or confirms another version. ``late``: its deadline ran out. ``failed``: our
+own code, or the answer made no sense."""
+Policy: TypeAlias = Literal["all", "quorum", "best effort"]
+Verdict: TypeAlias = Literal["open", "good", "bad"]
+
+POLICIES: Final = ("all", "quorum", "best effort")
+
+
+class EngineReport(Struct, frozen=True, kw_only=True):
+    """One engine and one version.
+
+    Attributes:
+        url: Of the engine.
+        outcome: What came of it.
+        is_counted: Whether the policy counts it; one that failed before does not count until it is caught up.
+        seconds: How long it took.
+        num_attempts: How often it was tried; only connection errors are tried again.
+        status: Of the answer that refused, if there was one.
+        body: Of that answer, in part if it is long, whatever its type; or what went wrong.
+        request: Method and URL of the request that failed.
+        version: The version that the engine is known to use.
+    """
+
+    url: str
+    outcome: Outcome
+    is_counted: bool = True
+    seconds: float = 0.0
+    num_attempts: int = 0
+    status: int | None = None
+    body: str = ""
+    request: str = ""
+    version: int | None = None
+
+    def __str__(self) -> str:
+        """One line."""
+        took = f"{self.url}: {self.outcome} after {self.seconds:.2f} s and {self.num_attempts} attempts"
+        known = f", uses version {self.version}" if self.version is not None else ", version unknown"
+        status = f"; status {self.status}" if self.status is not None else ""
+        request = f" of {self.request}" if self.request else ""
+        body = f": {self.body}" if self.body else ""
+        return f"{took}{known}{status}{request}{body}"
+
+
+class PublishReport(Struct, frozen=True, kw_only=True):
+    """All engines and one version.
+
+    Attributes:
+        version: The version.
+        engines: In the order in which the publisher was given them.
+        verdict: What the policy makes of it.
+        is_final: Whether no engine is pending any more.
+    """
+
+    version: int
+    engines: tuple[EngineReport, ...]
+    verdict: Verdict
+    is_final: bool
+
+    def confirmed(self) -> tuple[str, ...]:
+        """URLs of the engines that use this version."""
+        return tuple(each.url for each in self.engines if each.outcome == "confirmed")
+
+    def failed(self) -> tuple[EngineReport, ...]:
+        """Those that do not, and will not by themselves."""
+        return tuple(each for each in self.engines if each.outcome not in ("confirmed", "pending"))
+
+    def __str__(self) -> str:
+        """One line for each engine."""
+        lines = [f"version {self.version}: {len(self.confirmed())} of {len(self.engines)} engines confirmed it"]
+        return "\n  ".join([*lines, *map(str, self.engines)])
+
+
+def judge(engines: Sequence[EngineReport], policy: Policy) -> Verdict:
+    """Whether enough engines use the version, or no longer can; without the engines that are left out.
+
+    ``quorum``: more than half of those that count. Where none counts, nothing holds the trainer back.
+    """
+    counted = [each for each in engines if each.is_counted]
+    num_confirmed = sum(each.outcome == "confirmed" for each in counted)
+    num_pending = sum(each.outcome == "pending" for each in counted)
+    match policy:
+        case "all":
+            num_needed = len(counted)
+        case "quorum":
+            num_needed = len(counted) // 2 + 1 if counted else 0
+        case "best effort":
+            num_needed = 0
+    if num_confirmed + num_pending < num_needed:
+        return "bad"
+    if policy == "best effort":
+        return "open" if num_pending else "good"
+    return "good" if num_confirmed >= num_needed else "open"
+
+
+def encode_report(report: PublishReport) -> bytes:
+    """For the store."""
+    return msgspec.msgpack.encode(report)
+
+
+def decode_report(data: bytes) -> PublishReport:
+    """The inverse of `encode_report`."""
+    return msgspec.msgpack.decode(data, type=PublishReport)

@@ -1,0 +1,260 @@
+"""Publishing weights to inference engines: the facade of ``ft_transport.publish``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+# Not the builtin one before Python 3.11.
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from ft_transport.errors import ConfigurationError, PublishError
+from ft_transport.publish.adapter import CONFIG_NAME, LoRAAdapter
+from ft_transport.publish.engine import Delivery, Engine, Kind
+from ft_transport.publish.export import Content, Exporter
+from ft_transport.publish.fleet import EngineFleet
+from ft_transport.publish.noticeboard import NoticeBoard
+from ft_transport.publish.report import POLICIES, Policy, PublishReport
+from ft_transport.publish.versions import VersionDirectory
+from ft_transport.settings import check_duration, check_number
+from ft_transport.storage.agreement import Agreement, RankGroup
+from ft_transport.storage.claim import RootClaim
+from ft_transport.storage.exchange import Exchange
+from ft_transport.tensors.copying import default_num_threads
+
+logger = logging.getLogger(__name__)
+
+Weights: TypeAlias = LoRAAdapter | Mapping[str, torch.Tensor]
+_MARGIN_S: Final = 5.0
+"""Beyond the engines' deadline: the report has to be posted, and found."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishHandle:
+    """A version that is on disk and that engines are being told of. Any thread of any rank may wait for the outcome.
+
+    Attributes:
+        version: Its number.
+        directory: Where it lies.
+    """
+
+    version: int
+    directory: Path
+    _wait: Callable[[Callable[[PublishReport], bool], float], PublishReport]
+    _timeout_s: float
+
+    def result(self, timeout: timedelta | None = None) -> PublishReport:
+        """Waits until the policy is met, or cannot be any more; slower engines may still be pending then.
+
+        Args:
+            timeout: By default what the engines have, and a little more.
+
+        Raises:
+            PublishError: It cannot be met; names the engines, with status and body of a refusal. ``report`` has all.
+            DeadlineExceededError: It was not decided in time.
+            RankGoneError: Rank 0, which tells the engines, is gone.
+        """
+        report = self._wait(lambda each: each.verdict != "open", self._seconds(timeout))
+        if report.verdict == "bad":
+            raise _failure(report)
+        return report
+
+    def report(self, timeout: timedelta | None = None) -> PublishReport:
+        """Waits until no engine is pending any more; raises as `result`, but no PublishError."""
+        return self._wait(lambda each: each.is_final, self._seconds(timeout))
+
+    def _seconds(self, timeout: timedelta | None) -> float:
+        return self._timeout_s if timeout is None else timeout.total_seconds()
+
+
+class Publisher:
+    """Publishes versions of weights to inference engines.
+
+    All ranks export a version together, and are free as soon as it is on disk. Rank 0 then tells all engines at once,
+    on a thread of its own, and posts what came of it; nobody waits in a collective for HTTP.
+
+    Args:
+        engines: Whom to tell. Rank 0's are told; the others' are not looked at.
+        root: A directory for versions, ``version-N`` each; engines see it under the same path. One publisher at a time
+            writes there.
+        process_group: All ranks that hold parts of the weights. By default all of ``torch.distributed``, or this
+            process alone where that is not initialised.
+        policy: When `PublishHandle.result` is content: ``all`` engines have confirmed the version, a ``quorum`` (more
+            than half), or as many as do (``best effort``). An engine that failed is told of every further version, and
+            counts again once it has confirmed one.
+        engine_timeout: Deadline of each engine for each version.
+        timeout: How long a rank may go without a sign of life during an export.
+        silence_timeout: How long rank 0 may go without one while engines are told.
+        num_copy_threads: That copy the weights.
+
+    Raises:
+        CheckpointInUseError: Another publisher writes to this root.
+        ConfigurationError: A setting cannot work.
+        TransportError: A rank failed; the same error on all of them.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        root: str | os.PathLike[str],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        policy: Policy = "all",
+        engine_timeout: timedelta = timedelta(seconds=60),
+        timeout: timedelta = timedelta(minutes=10),
+        silence_timeout: timedelta = timedelta(seconds=5),
+        num_copy_threads: int | None = None,
+    ) -> None:
+        if policy not in POLICIES:
+            raise ConfigurationError(f"expected one of {POLICIES} as policy, got {policy!r}")
+        for name, duration in {
+            "engine_timeout": engine_timeout,
+            "timeout": timeout,
+            "silence_timeout": silence_timeout,
+        }.items():
+            check_duration(name, duration, at_least=timedelta.resolution)
+        urls = [engine.url for engine in engines]
+        if len(set(urls)) < len(urls):
+            raise ConfigurationError(f"expected each engine once, got {urls}")
+        self._root = Path(root).absolute()
+        self._timeout_s = engine_timeout.total_seconds() + _MARGIN_S
+        group = RankGroup(process_group)
+        self._agreement = Agreement(group, "publish", timeout)
+        self._exchange = Exchange(group, "publish", timeout)
+        self._board = NoticeBoard(group.store("publish/reports"), silence_timeout.total_seconds())
+        self._directory = VersionDirectory(self._root)
+        self._claim = RootClaim(self._root)
+        self._exporter = Exporter(
+            self._agreement, self._exchange, self._directory, num_threads=num_copy_threads or default_num_threads()
+        )
+        self._fleet = EngineFleet(engines, policy, engine_timeout, self._board.tick)
+        self._telling: dict[int, Future[PublishReport]] = {}
+        self._mutex = threading.Lock()
+        self._is_closed = False
+        try:
+            self._agreement.on_first("set up the root", self._set_up_root)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def root(self) -> Path:
+        """The directory of versions."""
+        return self._root
+
+    def publish(self, version: int, weights: Weights | Callable[[], Weights]) -> PublishHandle:
+        """Exports a version, and begins to tell the engines. All ranks call it alike, on the training thread.
+
+        When this returns, the version is on disk, and the weights may be changed.
+
+        Args:
+            version: Greater than every one before, those of earlier runs included.
+            weights: A LoRA adapter, or all weights by name; or a function that returns them. Whole tensors, the same on
+                every rank, or DTensors.
+
+        Raises:
+            StaleVersionError: The version is not newer.
+            TransportError: A rank failed; the same error on all of them.
+        """
+        version = check_number("version", version, at_least=0)
+        if self._is_closed:
+            raise PublishError("expected a publisher that is open, this one is closed")
+        directory = self._exporter.export(version, lambda: _content_of(weights))
+        if self._agreement.is_first:
+            self._tell(version, directory)
+            return PublishHandle(
+                version,
+                directory,
+                lambda until, timeout_s: self._board.wait_here(version, until, timeout_s),
+                self._timeout_s,
+            )
+        return PublishHandle(
+            version,
+            directory,
+            lambda until, timeout_s: self._board.wait_there(version, until, timeout_s),
+            self._timeout_s,
+        )
+
+    def latest(self) -> int | None:
+        """The newest version, also of earlier runs; ``None`` if there is none. Called by all ranks."""
+        said = self._agreement.on_first(
+            "find the newest version", lambda: ",".join(map(str, self._directory.versions())).encode()
+        )
+        return int(said.split(b",")[-1]) if said else None
+
+    def close(self, timeout: timedelta | None = None) -> None:
+        """Waits for the engines that are being told, and ends the thread. May be called twice.
+
+        Args:
+            timeout: How long to wait; who has not confirmed by then is given up. By default what the engines have.
+        """
+        self._is_closed = True
+        deadline_s = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
+        for telling in list(self._telling.values()):
+            try:
+                telling.exception(max(0.0, deadline_s - time.monotonic()))
+            except FutureTimeoutError:
+                logger.warning("engines that were still being told are given up")
+        self._fleet.close()
+        self._exchange.close()
+        self._exporter.close()
+        self._claim.release()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def _set_up_root(self) -> None:
+        self._claim.take("a publisher", _MARGIN_S)
+        self._directory.recover()
+
+    def _tell(self, version: int, directory: Path) -> None:
+        kind: Kind = "adapter" if (directory / CONFIG_NAME).exists() else "weights"
+        delivery = Delivery(version, kind, directory)
+        telling = self._fleet.tell(delivery, self._board.post)
+        with self._mutex:
+            self._telling[version] = telling
+        telling.add_done_callback(lambda _: self._told(version))
+
+    def _told(self, version: int) -> None:
+        """Deletes what no engine uses any more. On the thread that tells engines."""
+        with self._mutex:
+            del self._telling[version]
+            told = set(self._telling)
+        used = self._fleet.versions_in_use()
+        if used is None:
+            return  # Of an engine that never confirmed one, it may be any.
+        try:
+            removed = self._directory.remove_unused(used | told)
+        except OSError as error:
+            logger.warning("old versions could not be deleted: %s", error)
+        else:
+            logger.debug("versions %s are not used any more and were deleted", removed)
+
+
+def _content_of(weights: Weights | Callable[[], Weights]) -> Content:
+    value = weights() if callable(weights) else weights
+    if isinstance(value, LoRAAdapter):
+        return Content("adapter", value.tensors, {CONFIG_NAME: value.encoded_config()})
+    if not isinstance(value, Mapping):
+        raise PublishError(f"expected a LoRAAdapter or weights by name, got {type(value).__name__}")
+    return Content("weights", value, {})
+
+
+def _failure(report: PublishReport) -> PublishError:
+    error = PublishError(f"expected engines to use version {report.version}; {report}")
+    error.report = report
+    return error

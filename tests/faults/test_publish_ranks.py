@@ -1,0 +1,108 @@
+"""Four ranks whose collectives time out after three seconds publish to four engines that take twice as long.
+
+The scenarios run in ``tests/publish_ranks.py`` under torchrun; the engines are stand-ins (``tests/engine_servers.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import publish_ranks as script
+import pytest
+import torch
+from checkpoint_ranks import run_ranks
+from engine_servers import StandIn, VLLMStandIn, serving
+
+_NUM_RANKS = 4
+_FAN_OUT_S = 2 * script.COLLECTIVE_TIMEOUT_S
+_REFUSED_AFTER_S = 1.0
+_WITHIN_S = 2.0
+_RELEASED_WITHIN_S = 0.5
+_MACHINE_FACTOR = 3.0
+"""For a test machine with fewer cores than processes."""
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def run(directory: Path, engines: dict[str, list[StandIn]]) -> dict[str, list[dict[str, Any]]]:
+    """What each rank reported of each scenario."""
+    with serving(*(each for several in engines.values() for each in several)):
+        for scenario, several in engines.items():
+            (directory / f"{scenario}.json").write_text(json.dumps([each.url for each in several]))
+        found = run_ranks(directory, _NUM_RANKS, *engines, script=script.__file__)
+    return {scenario: [report.get(scenario, {}) for report in found] for scenario in engines}
+
+
+def slow() -> list[StandIn]:
+    return [VLLMStandIn(load_s=_FAN_OUT_S) for _ in range(4)]
+
+
+def test_engines_may_take_longer_than_collectives_in_our_order_alone(tmp_path: Path) -> None:
+    engines = {name: slow() for name in ("all_good", "http_before_barrier", "barrier_before_http")}
+    reports = run(tmp_path, engines)
+    ours = reports["all_good"]
+    assert [each["outcome"]["type"] for each in ours] == [None] * _NUM_RANKS
+    assert [each["after"]["type"] for each in ours] == [None] * _NUM_RANKS
+    for each in ours:
+        assert each["released_s"] - each["written_s"] < _RELEASED_WITHIN_S * _MACHINE_FACTOR
+        assert [outcome for outcome, _ in each["engines"]] == ["confirmed"] * 4
+        assert all(_FAN_OUT_S <= seconds < 1.5 * _FAN_OUT_S for _, seconds in each["engines"])
+    for engine in engines["all_good"]:
+        (found,) = engine.tensors.values()
+        assert all(torch.equal(found[name], value) for name, value in script.tensors(1.0).items())
+    for order in ("http_before_barrier", "barrier_before_http"):
+        # Those that wait die of the timeout, and rank 0 finds them gone.
+        assert all(each["outcome"]["type"] is not None for each in reports[order])
+    assert all(each["first"]["type"] is None for each in reports["barrier_before_http"])
+
+
+def test_a_refusal_is_known_to_all_at_once_with_the_whole_report(tmp_path: Path) -> None:
+    engines = slow()
+    refusing = VLLMStandIn(load_s=_REFUSED_AFTER_S, refusal=(500, "text/plain", "CUDA error: out of memory"))
+    engines[2] = refusing
+    (reports,) = run(tmp_path, {"one_refuses": engines}).values()
+    for each in reports:
+        outcome = each["outcome"]
+        assert outcome["type"] == "PublishError"
+        for part in (f"POST {refusing.url}/v1/load_lora_adapter", "status 500", "CUDA error: out of memory"):
+            assert part in outcome["text"]
+        assert outcome["outcomes"] == ["pending", "pending", "refused", "pending"]
+        assert outcome["at_s"] - each["written_s"] < _REFUSED_AFTER_S + _WITHIN_S * _MACHINE_FACTOR
+        assert each["after"]["type"] is None
+        assert [outcome for outcome, _ in each["engines"]] == ["confirmed", "confirmed", "refused", "confirmed"]
+
+
+def test_one_that_hangs_is_bounded_by_its_deadline_and_holds_nobody_back(tmp_path: Path) -> None:
+    engines: list[StandIn] = [VLLMStandIn(load_s=1.0) for _ in range(4)]
+    engines[1].is_hanging = True
+    (reports,) = run(tmp_path, {"one_hangs": engines}).values()
+    for each in reports:
+        assert each["outcome"]["type"] == "PublishError"
+        assert f"{engines[1].url}: late" in each["outcome"]["text"]
+        assert [outcome for outcome, _ in each["engines"]] == ["confirmed", "late", "confirmed", "confirmed"]
+        seconds = [seconds for _, seconds in each["engines"]]
+        assert max(seconds[0], *seconds[2:]) < 1.0 + _WITHIN_S
+        assert script.HANGING_TIMEOUT_S <= seconds[1] < script.HANGING_TIMEOUT_S + _WITHIN_S
+        assert each["outcome"]["at_s"] - each["written_s"] < script.HANGING_TIMEOUT_S + _WITHIN_S * _MACHINE_FACTOR
+
+
+def test_a_rank_0_that_died_is_noticed_long_before_the_deadline(tmp_path: Path) -> None:
+    (reports,) = run(tmp_path, {"rank_0_dies": slow()}).values()
+    for each in reports[1:]:
+        assert each["outcome"]["type"] == "RankGoneError"
+        assert "rank 0" in each["outcome"]["text"]
+        assert each["outcome"]["at_s"] - each["died_s"] < script.ENGINE_TIMEOUT_S / 2
+
+
+def test_a_failure_of_one_rank_in_the_export_is_the_same_error_on_all(tmp_path: Path) -> None:
+    engines: list[StandIn] = [VLLMStandIn()]
+    (reports,) = run(tmp_path, {"one_fails_to_export": engines}).values()
+    for each in reports:
+        assert each["outcome"]["type"] == "RankFailedError"
+        assert "rank 2" in each["outcome"]["text"]
+        assert "Permission denied" in each["outcome"]["text"]
+        assert each["outcome"]["at_s"] - each["started_s"] < _WITHIN_S * _MACHINE_FACTOR
+        assert each["left"] == []
+        assert each["again"]["type"] is None

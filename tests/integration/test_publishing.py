@@ -1,0 +1,234 @@
+"""One process publishes to stand-ins for engines (``engine_servers``, which cites the contracts)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_servers import BASE_MODEL, SGLangStandIn, SkyRLStandIn, StandIn, VLLMStandIn, serving
+from safetensors.torch import load_file
+from torch import nn
+
+from ft_transport import (
+    CheckpointInUseError,
+    ConfigurationError,
+    LoRAAdapter,
+    Publisher,
+    PublishError,
+    SGLangEngine,
+    SkyRLEngine,
+    StaleVersionError,
+    VLLMEngine,
+)
+
+CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": {"q", "v"}}
+SOON = timedelta(seconds=10)
+
+
+def adapter(version: int) -> LoRAAdapter:
+    name = "base_model.model.layers.0.q.lora_{}.weight"
+    tensors = {name.format("A"): torch.full((4, 8), float(version)), name.format("B"): torch.ones(8, 4)}
+    return LoRAAdapter(tensors, CONFIG)
+
+
+def engine_of(stand_in: StandIn, **keywords: Any) -> Any:
+    kinds: dict[type[StandIn], Any] = {VLLMStandIn: VLLMEngine, SGLangStandIn: SGLangEngine, SkyRLStandIn: SkyRLEngine}
+    return kinds[type(stand_in)](stand_in.url, **keywords)
+
+
+@contextmanager
+def publishing(root: Path, *stand_ins: StandIn, **keywords: Any) -> Iterator[Publisher]:
+    with serving(*stand_ins), Publisher([engine_of(each) for each in stand_ins], root, **keywords) as publisher:
+        yield publisher
+
+
+def value_of(stand_in: StandIn) -> float:
+    """Of the adapter that it serves."""
+    (tensors,) = [stand_in.tensors[name] for name in stand_in.adapters]
+    return float(tensors["base_model.model.layers.0.q.lora_A.weight"][0, 0])
+
+
+class TestAdapters:
+    @pytest.mark.parametrize("kind", [VLLMStandIn, SGLangStandIn, SkyRLStandIn])
+    def test_each_version_replaces_the_one_before(self, tmp_path: Path, kind: type[StandIn]) -> None:
+        server = kind()
+        with publishing(tmp_path, server) as publisher:
+            for version in (1, 2, 5):
+                report = publisher.publish(version, adapter(version)).report(SOON)
+                assert [each.outcome for each in report.engines] == ["confirmed"]
+                assert [each.version for each in report.engines] == [version]
+                assert value_of(server) == version
+        assert [path.name for path in tmp_path.glob("version-*")] == ["version-5"]
+
+    def test_the_files_are_those_of_peft(self, tmp_path: Path) -> None:
+        with publishing(tmp_path) as publisher:
+            directory = publisher.publish(1, adapter(1)).directory
+            assert sorted(path.name for path in directory.iterdir()) == [
+                "adapter_config.json",
+                "adapter_model.safetensors",
+            ]
+            config = json.loads((directory / "adapter_config.json").read_text())
+            assert config == {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q", "v"]}
+            tensors = load_file(directory / "adapter_model.safetensors")
+            assert tensors.keys() == adapter(1).tensors.keys()
+            assert all(torch.equal(tensors[name], value) for name, value in adapter(1).tensors.items())
+
+    def test_versions_with_names_of_their_own(self, tmp_path: Path) -> None:
+        server = VLLMStandIn()
+        with serving(server), Publisher([VLLMEngine(server.url, lora_name="policy-{version}")], tmp_path) as publisher:
+            for version in (1, 2):
+                publisher.publish(version, adapter(version)).result(SOON)
+            assert list(server.adapters) == ["policy-2"]
+
+    def test_an_adapter_is_found_in_a_module(self) -> None:
+        class Layer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.base = nn.Linear(2, 2)
+                self.lora_A = nn.ModuleDict({"default": nn.Linear(2, 1, bias=False), "other": nn.Linear(2, 1)})
+                self.lora_B = nn.ModuleDict({"default": nn.Linear(1, 2, bias=False)})
+
+        found = LoRAAdapter.of(nn.ModuleDict({"q": Layer()}), CONFIG)
+        assert list(found.tensors) == ["base_model.model.q.lora_A.weight", "base_model.model.q.lora_B.weight"]
+        with pytest.raises(ConfigurationError, match=r"'another'.*found none in Layer"):
+            LoRAAdapter.of(Layer(), CONFIG, "another")
+
+
+class TestWeights:
+    @pytest.mark.parametrize("kind", [VLLMStandIn, SGLangStandIn])
+    def test_all_weights_between_pause_and_resume(self, tmp_path: Path, kind: type[StandIn]) -> None:
+        server = kind()
+        with publishing(tmp_path, server) as publisher:
+            weights = {"layer.weight": torch.randn(3, 4), "layer.bias": torch.randn(3, dtype=torch.bfloat16)}
+            publisher.publish(1, weights).result(SOON)
+            assert all(torch.equal(server.tensors[BASE_MODEL][name], value) for name, value in weights.items())
+            assert not server.is_paused
+            paused, *_, resumed = [route for route in server.routes if "GET" not in route]
+            assert (paused, resumed) in [
+                ("POST /pause", "POST /resume"),
+                ("POST /pause_generation", "POST /continue_generation"),
+            ]
+
+    @pytest.mark.parametrize("kind", [VLLMStandIn, SGLangStandIn])
+    @pytest.mark.parametrize("is_hanging", [False, True])
+    def test_an_engine_that_fails_while_it_is_paused_is_resumed(
+        self, tmp_path: Path, kind: type[StandIn], is_hanging: bool
+    ) -> None:
+        server = kind(is_hanging=is_hanging, refusal=(500, "text/plain", "out of memory"))
+        with publishing(tmp_path, server, engine_timeout=timedelta(seconds=0.5)) as publisher:
+            with pytest.raises(PublishError, match="within 0.5 s" if is_hanging else "out of memory"):
+                publisher.publish(1, {"weight": torch.ones(3)}).result(SOON)
+            publisher.close()
+            assert not server.is_paused
+
+    def test_something_else_than_a_tensor_is_refused_by_name(self, tmp_path: Path) -> None:
+        with publishing(tmp_path) as publisher:
+            with pytest.raises(PublishError, match=r"expected tensors alone.*layer.scale"):
+                publisher.publish(1, {"layer.weight": torch.ones(3), "layer.scale": 3.0})  # type: ignore[dict-item]
+            assert publisher.latest() is None
+
+
+class TestFailures:
+    def test_a_refusal_names_url_status_and_body(self, tmp_path: Path) -> None:
+        good, bad = VLLMStandIn(load_s=1.0), VLLMStandIn(refusal=(500, "text/plain", "CUDA error: out of memory"))
+        with publishing(tmp_path, good, bad) as publisher:
+            started_s = time.monotonic()
+            handle = publisher.publish(1, adapter(1))
+            with pytest.raises(PublishError) as caught:
+                handle.result(SOON)
+            assert time.monotonic() - started_s < 0.9, "it does not wait for the slow one"
+            text = str(caught.value)
+            for part in (f"POST {bad.url}/v1/load_lora_adapter", "status 500", "CUDA error: out of memory"):
+                assert part in text
+            assert [each.outcome for each in caught.value.report.engines] == ["pending", "refused"]
+            assert [each.outcome for each in handle.report(SOON).engines] == ["confirmed", "refused"]
+
+    def test_one_that_failed_is_left_out_until_it_is_caught_up(self, tmp_path: Path) -> None:
+        good, bad = VLLMStandIn(), VLLMStandIn(refusal=(503, "text/plain", "loading"))
+        with publishing(tmp_path, good, bad) as publisher:
+            with pytest.raises(PublishError):
+                publisher.publish(1, adapter(1)).result(SOON)
+            second = publisher.publish(2, adapter(2))
+            assert second.result(SOON).verdict == "good"
+            assert [(each.outcome, each.is_counted) for each in second.report(SOON).engines] == [
+                ("confirmed", True),
+                ("refused", False),
+            ]
+            bad.refusal = None
+            third = publisher.publish(3, adapter(3)).report(SOON)
+            assert [(each.outcome, each.version) for each in third.engines] == [("confirmed", 3), ("confirmed", 3)]
+            assert all(each.is_counted for each in publisher.publish(4, adapter(4)).report(SOON).engines)
+
+    def test_connections_that_break_are_tried_again_and_refusals_are_not(self, tmp_path: Path) -> None:
+        broken, bad = VLLMStandIn(num_broken=2), VLLMStandIn(refusal=(500, "text/plain", "no"))
+        with publishing(tmp_path, broken, bad, policy="best effort") as publisher:
+            report = publisher.publish(1, adapter(1)).report(SOON)
+            assert [(each.outcome, each.num_attempts) for each in report.engines] == [("confirmed", 3), ("refused", 1)]
+
+    def test_one_that_is_not_there_is_named_when_its_time_is_up(self, tmp_path: Path) -> None:
+        with serving(server := VLLMStandIn()):
+            pass
+        with Publisher([VLLMEngine(server.url)], tmp_path, engine_timeout=timedelta(seconds=0.5)) as publisher:
+            handle = publisher.publish(1, adapter(1))
+            with pytest.raises(PublishError, match=f"{server.url}: unreachable after 0.5.*Connect"):
+                handle.result(SOON)
+
+    def test_an_engine_that_says_yes_and_does_not_is_not_updated(self, tmp_path: Path) -> None:
+        server = VLLMStandIn(refusal=(200, "text/plain", "Success: LoRA adapter 'policy' added successfully."))
+        with publishing(tmp_path, server) as publisher:
+            handle = publisher.publish(1, adapter(1))
+            with pytest.raises(PublishError, match=r"expected the adapter 'policy'.*it serves none"):
+                handle.result(SOON)
+
+    @pytest.mark.parametrize(("policy", "verdict"), [("all", "bad"), ("quorum", "good"), ("best effort", "good")])
+    def test_policies(self, tmp_path: Path, policy: str, verdict: str) -> None:
+        servers = [VLLMStandIn(), VLLMStandIn(), VLLMStandIn(refusal=(500, "text/plain", "no"))]
+        with publishing(tmp_path, *servers, policy=policy) as publisher:
+            assert publisher.publish(1, adapter(1)).report(SOON).verdict == verdict
+
+
+class TestVersions:
+    def test_they_only_go_up_also_after_a_restart(self, tmp_path: Path) -> None:
+        server = VLLMStandIn()
+        with publishing(tmp_path, server) as publisher:
+            publisher.publish(7, adapter(7)).result(SOON)
+            with pytest.raises(StaleVersionError, match=r"expected a version after 7.*got 7"):
+                publisher.publish(7, adapter(7))
+        with publishing(tmp_path, VLLMStandIn()) as publisher:
+            assert publisher.latest() == 7
+            with pytest.raises(StaleVersionError, match=r"expected a version after 7.*got 6"):
+                publisher.publish(6, adapter(6))
+            publisher.publish(8, adapter(8)).result(SOON)
+
+    def test_a_version_stays_as_long_as_an_engine_uses_it(self, tmp_path: Path) -> None:
+        first, second = VLLMStandIn(), VLLMStandIn()
+        with publishing(tmp_path, first, second, policy="best effort") as publisher:
+            publisher.publish(1, adapter(1)).report(SOON)
+            second.refusal = (500, "text/plain", "no")
+            for version in (2, 3):
+                publisher.publish(version, adapter(version)).report(SOON)
+            publisher.close()
+        assert sorted(path.name for path in tmp_path.glob("version-*")) == ["version-1", "version-3"]
+
+    def test_what_was_interrupted_is_cleared_and_what_was_published_is_not_writable(self, tmp_path: Path) -> None:
+        (tmp_path / "version-3.incomplete").mkdir()
+        (tmp_path / "version-notes").mkdir()
+        with publishing(tmp_path) as publisher:
+            directory = publisher.publish(1, adapter(1)).directory
+            assert all(not path.stat().st_mode & 0o222 for path in directory.iterdir())
+            with pytest.raises(CheckpointInUseError):
+                Publisher([], tmp_path)
+        assert sorted(path.name for path in tmp_path.glob("version-*")) == ["version-1", "version-notes"]
+
+
+def test_urls_that_are_none_are_refused() -> None:
+    for url in ("localhost:8000", "ftp://host", "http://", "http://host/?a=b"):
+        with pytest.raises(ConfigurationError, match="expected the base URL of an engine"):
+            VLLMEngine(url)

@@ -1,0 +1,209 @@
+"""What four ranks do when they publish, in our order and in the two others; started by torchrun.
+
+Usage: ``publish_ranks.py DIRECTORY SCENARIO...``: ``DIRECTORY/SCENARIO.json`` has the URLs of the engines, and each
+rank leaves what it saw in ``DIRECTORY/RANK.json``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from ft_transport import LoRAAdapter, Publisher, TransportError, VLLMEngine
+
+COLLECTIVE_TIMEOUT_S = 3.0
+"""Of the trainer's process group."""
+ENGINE_TIMEOUT_S = 20.0
+HANGING_TIMEOUT_S = 4.0
+CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": ["q"]}
+NAMES = ("base_model.model.q.lora_A.weight", "base_model.model.q.lora_B.weight")
+
+
+class Ranks:
+    """What a scenario needs of its rank."""
+
+    def __init__(self, directory: Path, scenario: str) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.root = directory / scenario
+        self.urls: list[str] = json.loads((directory / f"{scenario}.json").read_text())
+        # Of each scenario its own: gloo closes a group in which an operation timed out.
+        self.trainer = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+
+    def publisher(self, engine_timeout_s: float = ENGINE_TIMEOUT_S, **options: Any) -> Publisher:
+        engines = [VLLMEngine(url) for url in self.urls]
+        return Publisher(engines, self.root, engine_timeout=timedelta(seconds=engine_timeout_s), **options)
+
+    def collective(self) -> None:
+        """What comes next in a trainer: anything over its process group."""
+        dist.barrier(group=self.trainer)
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {NAMES[0]: torch.full((4, 8), value), NAMES[1]: torch.full((8, 4), value)}
+
+
+def adapter(value: float) -> LoRAAdapter:
+    """The first tensor is divided among the ranks, the second is whole on all of them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = tensors(value)
+    sharded = distribute_tensor(whole[NAMES[0]], mesh, [Shard(0)])
+    replicated = distribute_tensor(whole[NAMES[1]], mesh, [Replicate()])
+    return LoRAAdapter({NAMES[0]: sharded, NAMES[1]: replicated}, CONFIG)
+
+
+def told(action: Callable[[], Any]) -> dict[str, Any]:
+    """What an action raised, and when."""
+    try:
+        action()
+    except (TransportError, RuntimeError) as error:
+        report = getattr(error, "report", None)
+        return {
+            "type": type(error).__name__,
+            "text": str(error),
+            "at_s": time.time(),
+            "outcomes": [each.outcome for each in report.engines] if report is not None else None,
+        }
+    return {"type": None, "text": "", "at_s": time.time(), "outcomes": None}
+
+
+def published(ranks: Ranks, engine_timeout_s: float = ENGINE_TIMEOUT_S) -> dict[str, Any]:
+    with ranks.publisher(engine_timeout_s) as publisher:
+        weights = adapter(1.0)
+        dist.barrier()
+        handle = publisher.publish(1, weights)
+        released_s = time.time()
+        written_s = os.stat(handle.directory).st_ctime
+        for _ in range(3):
+            ranks.collective()
+        outcome = told(handle.result)
+        after = told(ranks.collective)
+        report = handle.report()
+        return {
+            "released_s": released_s,
+            "written_s": written_s,
+            "outcome": outcome,
+            "after": after,
+            "engines": [(each.outcome, each.seconds) for each in report.engines],
+        }
+
+
+def all_good(ranks: Ranks) -> dict[str, Any]:
+    return published(ranks)
+
+
+def one_refuses(ranks: Ranks) -> dict[str, Any]:
+    return published(ranks)
+
+
+def one_hangs(ranks: Ranks) -> dict[str, Any]:
+    return published(ranks, HANGING_TIMEOUT_S)
+
+
+def rank_0_dies(ranks: Ranks) -> dict[str, Any]:
+    publisher = ranks.publisher(silence_timeout=timedelta(seconds=2))
+    handle = publisher.publish(1, adapter(1.0))
+    dist.barrier()
+    died_s = time.time()
+    if ranks.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"died_s": died_s, "outcome": told(handle.result)}
+
+
+def one_fails_to_export(ranks: Ranks) -> dict[str, Any]:
+    with ranks.publisher() as publisher:
+        weights = adapter(1.0)
+
+        def fail() -> LoRAAdapter:
+            if ranks.rank == 2:
+                raise PermissionError(13, "Permission denied")
+            return weights
+
+        dist.barrier()
+        started_s = time.time()
+        outcome = told(lambda: publisher.publish(1, fail))
+        dist.barrier()
+        left = sorted(path.name for path in ranks.root.glob("version*"))
+        dist.barrier()
+        again = told(lambda: publisher.publish(1, weights).result())
+        return {"outcome": outcome, "started_s": started_s, "left": left, "again": again}
+
+
+# ----------------------------------------------------------------------------------------------------- the other orders
+
+
+def _write(ranks: Ranks) -> Path:
+    path = ranks.root / "adapter"
+    path.mkdir(parents=True)
+    save_file(tensors(1.0), path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+def _tell(ranks: Ranks, path: Path) -> None:
+    async def load(session: aiohttp.ClientSession, url: str) -> None:
+        body = {"lora_name": "policy", "lora_path": str(path)}
+        async with session.post(f"{url}/v1/load_lora_adapter", json=body) as response:
+            response.raise_for_status()
+
+    async def load_all() -> None:
+        async with aiohttp.ClientSession() as session:
+            await asyncio.gather(*(load(session, url) for url in ranks.urls))
+
+    asyncio.run(load_all())
+
+
+def http_before_barrier(ranks: Ranks) -> dict[str, Any]:
+    """As SkyRL did: the others wait in the barrier for what rank 0 says over HTTP."""
+    dist.barrier()
+    if ranks.rank == 0:
+        _tell(ranks, _write(ranks))
+    return {"outcome": told(ranks.collective)}
+
+
+def barrier_before_http(ranks: Ranks) -> dict[str, Any]:
+    """As pull request 1728 changed it: the others wait in the caller's next collective instead."""
+    dist.barrier()
+    path = _write(ranks) if ranks.rank == 0 else None
+    first = told(ranks.collective)
+    if path is not None:
+        _tell(ranks, path)
+    return {"first": first, "outcome": told(ranks.collective)}
+
+
+SCENARIOS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
+    function.__name__: function
+    for function in (
+        *(all_good, one_refuses, one_hangs, rank_0_dies, one_fails_to_export),
+        *(http_before_barrier, barrier_before_http),
+    )
+}
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    report: dict[str, Any] = {}
+    for name in sys.argv[2:]:
+        report[name] = SCENARIOS[name](Ranks(directory, name))
+        partial = directory / f"{dist.get_rank()}.partial"
+        partial.write_text(json.dumps(report))
+        partial.rename(directory / f"{dist.get_rank()}.json")
+
+
+if __name__ == "__main__":
+    main()
