@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -19,6 +20,7 @@ from ft_transport.settings import check_number
 from ft_transport.storage.agreement import Agreement, RankGroup
 from ft_transport.storage.background import BackgroundSaver, SaveJob
 from ft_transport.storage.claim import RootClaim
+from ft_transport.storage.common_settings import check_path, checked_keys, checked_root, compare_settings
 from ft_transport.storage.copies import Copies
 from ft_transport.storage.directory import CheckpointDirectory
 from ft_transport.storage.exchange import Exchange
@@ -37,6 +39,8 @@ from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
 logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.02
+_COMMON_SETTINGS: Final = ("max_attempts", "max_failed_saves", "busy", "read")
+"""What ranks do not do alike, they do past each other."""
 
 
 class CheckpointStore:
@@ -82,12 +86,11 @@ class CheckpointStore:
         settings: StoreSettings | None = None,
     ) -> None:
         self._settings = settings if settings is not None else StoreSettings()
-        self._rank_local = _checked_keys(rank_local)
-        keep = None if keep is None else check_number("keep", keep, at_least=1)
-        if existing not in ("keep", "clear", "refuse"):
-            raise ConfigurationError(f"expected keep, clear or refuse as existing, got {existing!r}")
+        if not isinstance(self._settings, StoreSettings):
+            raise ConfigurationError(f"expected StoreSettings as settings, got {type(settings).__name__}")
+        self._rank_local: tuple[str, ...] = ()
         self._is_read_only = read_only
-        self._root = Path(root).absolute()
+        self._root = checked_root(root)
         group = RankGroup(process_group)
         timeout = self._settings.timeout
         self._directory = CheckpointDirectory(self._root)
@@ -115,8 +118,28 @@ class CheckpointStore:
             max_failed_saves=self._settings.max_failed_saves,
         )
         self._health = Health(self._agreement, Exchange(group, "health", timeout), self._background)
+        self._closing = threading.Lock()
         self._is_closed = False
+
+        def check() -> Mapping[str, object]:
+            self._rank_local = checked_keys(rank_local)
+            if keep is not None:
+                check_number("keep", keep, at_least=1)
+            if existing not in ("keep", "clear", "refuse"):
+                raise ConfigurationError(f"expected keep, clear or refuse as existing, got {existing!r}")
+            check_path(consolidate, self._rank_local)
+            return {
+                "rank_local": self._rank_local,
+                "existing": existing,
+                "keep": keep,
+                "consolidate": consolidate,
+                "read_only": bool(read_only),
+                "warm_up": bool(warm_up),
+                **{name: getattr(self._settings, name) for name in _COMMON_SETTINGS},
+            }
+
         try:
+            compare_settings(self._agreement, check)
             owner = f"ranks {list(group.global_ranks)[:16]} of a group of {group.size}"
             self._agreement.on_first("set up the root", lambda: self._set_up_root(owner, existing))
             self._agreement.together("find the root", self._find_root)
@@ -144,6 +167,7 @@ class CheckpointStore:
         Raises:
             SnapshotError: It cannot be captured.
         """
+        self._check_open()
         self._taker.prepare(self._split(state)[0])
 
     def save(
@@ -222,6 +246,7 @@ class CheckpointStore:
         Raises:
             TransportError: It failed on a rank.
         """
+        self._check_open()
         agreement = self._agreement
         agreement.together(phase, lambda: agreement.showing_life(action, timeout.total_seconds()))
 
@@ -234,6 +259,7 @@ class CheckpointStore:
             TransportError: More saves in a row have failed than are allowed; the last one's error.
             RankGoneError: A rank did not take part in time.
         """
+        self._check_open()
         return self._health.check()
 
     def wait(self) -> None:
@@ -273,9 +299,11 @@ class CheckpointStore:
             if isinstance(step, str):
                 raise ConfigurationError(f"expected a step, or 'latest', got {step!r}")
             step = check_number("step", step, at_least=0)
+        self._check_open()
         self.wait()
         self._agreement.step = step
         request = LoadRequest(
+            step=step,
             choose=lambda: self._inventory.path_of(step),
             into=into,
             like=like,
@@ -319,6 +347,7 @@ class CheckpointStore:
 
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, ascending."""
+        self._check_open()
         self.wait()
         return self._inventory.steps()
 
@@ -334,6 +363,7 @@ class CheckpointStore:
             CheckpointNotFoundError: There is none.
             CheckpointDamagedError: ``files`` names the damaged ones.
         """
+        self._check_open()
         self.wait()
         self._inventory.verify(step)
 
@@ -347,6 +377,7 @@ class CheckpointStore:
             The steps that were deleted.
         """
         keep = check_number("keep", keep, at_least=1)
+        self._check_open()
         if self._is_read_only:
             raise CheckpointError("expected a store that saves, this one is read-only")
         self.wait()
@@ -357,14 +388,15 @@ class CheckpointStore:
     def close(self) -> None:
         """Finishes what is being saved, and ends the thread, the writer and the claim. May be called twice."""
         self._is_closed = True
-        self._background.close()
-        self._health.close()
-        for exchange in (self._exchange, self._save_exchange):
-            exchange.close()
-        self._writer.close()
-        self._taker.close()
-        self._local_taker.close()
-        self._claim.release()
+        with self._closing:
+            self._background.close()
+            self._health.close()
+            for exchange in (self._exchange, self._save_exchange):
+                exchange.close()
+            self._writer.close()
+            self._taker.close()
+            self._local_taker.close()
+            self._claim.release()
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -420,11 +452,16 @@ class CheckpointStore:
         shared = {key: value for key, value in state.items() if key not in self._rank_local}
         return shared, {key: state[key] for key in self._rank_local if key in state}
 
+    def _check_open(self, step: int | None = None) -> None:
+        if self._is_closed:
+            # Another one may have claimed the root by now.
+            raise CheckpointError("expected a store that is open, this one is closed", step=step)
+
     def _admit(self, step: int) -> bool:
         """Whether a save may begin; the same on all ranks."""
-        if self._is_closed or self._is_read_only:
-            kind = "read-only" if self._is_read_only else "closed"
-            raise CheckpointError(f"expected a store that saves, this one is {kind}", step=step)
+        self._check_open(step)
+        if self._is_read_only:
+            raise CheckpointError("expected a store that saves, this one is read-only", step=step)
         return self._health.admits(step, self._settings.busy)
 
 
@@ -433,9 +470,3 @@ def _called(state: Mapping[str, object] | Callable[[], Mapping[str, object]]) ->
     if not isinstance(value, Mapping):
         raise CheckpointError(f"expected a dict as state, got {type(value).__name__}")
     return value
-
-
-def _checked_keys(keys: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
-        raise ConfigurationError(f"expected a sequence of keys as rank_local, got {keys!r}")
-    return tuple(dict.fromkeys(keys))

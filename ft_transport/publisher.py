@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
@@ -30,12 +32,14 @@ from ft_transport.publish.versions import VersionDirectory
 from ft_transport.settings import check_duration, check_number
 from ft_transport.storage.agreement import Agreement, RankGroup
 from ft_transport.storage.claim import RootClaim
+from ft_transport.storage.common_settings import checked_root, compare_settings
 from ft_transport.storage.exchange import Exchange
 from ft_transport.tensors.copying import default_num_threads
 
 logger = logging.getLogger(__name__)
 
 Weights: TypeAlias = LoRAAdapter | Mapping[str, torch.Tensor]
+_EXIT_TIMEOUT: Final = timedelta(seconds=60)
 _MARGIN_S: Final = 5.0
 """Beyond the engines' deadline: the report has to be posted, and found."""
 
@@ -116,18 +120,13 @@ class Publisher:
         silence_timeout: timedelta = timedelta(seconds=5),
         num_copy_threads: int | None = None,
     ) -> None:
-        if policy not in POLICIES:
-            raise ConfigurationError(f"expected one of {POLICIES} as policy, got {policy!r}")
         for name, duration in {
             "engine_timeout": engine_timeout,
             "timeout": timeout,
             "silence_timeout": silence_timeout,
         }.items():
             check_duration(name, duration, at_least=timedelta.resolution)
-        urls = [engine.url for engine in engines]
-        if len(set(urls)) < len(urls):
-            raise ConfigurationError(f"expected each engine once, got {urls}")
-        self._root = Path(root).absolute()
+        self._root = checked_root(root)
         self._timeout_s = engine_timeout.total_seconds() + _MARGIN_S
         group = RankGroup(process_group)
         self._agreement = Agreement(group, "publish", timeout)
@@ -142,7 +141,18 @@ class Publisher:
         self._telling: dict[int, Future[PublishReport]] = {}
         self._mutex = threading.Lock()
         self._is_closed = False
+        _publishers.add(self)
+
+        def check() -> Mapping[str, object]:
+            if policy not in POLICIES:
+                raise ConfigurationError(f"expected one of {POLICIES} as policy, got {policy!r}")
+            urls = [engine.url for engine in engines]
+            if len(set(urls)) < len(urls):
+                raise ConfigurationError(f"expected each engine once, got {urls}")
+            return {"policy": policy, "engine_timeout": engine_timeout}
+
         try:
+            compare_settings(self._agreement, check)
             self._agreement.on_first("set up the root", self._set_up_root)
         except BaseException:
             self.close()
@@ -211,6 +221,10 @@ class Publisher:
         self._exporter.close()
         self._claim.release()
 
+    def _close_at_exit(self) -> None:
+        if self._telling or not self._is_closed:
+            self.close(_EXIT_TIMEOUT)
+
     def __enter__(self) -> Publisher:
         return self
 
@@ -243,6 +257,16 @@ class Publisher:
             logger.warning("old versions could not be deleted: %s", error)
         else:
             logger.debug("versions %s are not used any more and were deleted", removed)
+
+
+_publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Engines that are being told when the process ends are still told; a thread that is cut off may abort it."""
+    for publisher in list(_publishers):
+        publisher._close_at_exit()
 
 
 def _content_of(weights: Weights | Callable[[], Weights]) -> Content:

@@ -71,6 +71,8 @@ class CheckpointedState(LockedState):
                 f"expected a checkpoint_store and a positive number with save_every, got {save_every} and "
                 f"{checkpoint_store}"
             )
+        if checkpoint_store is not None and not isinstance(checkpoint_store, CheckpointStore):
+            raise TypeError(f"expected a CheckpointStore of ft_transport, got {type(checkpoint_store).__name__}")
         self._store = checkpoint_store
         self._save_every = save_every
         self._saved_step: int | None = None
@@ -145,7 +147,8 @@ class CheckpointedState(LockedState):
                 into.update({**self.replica_state(), **self._local_part()})
 
             def check(incoming: Incoming) -> None:
-                _noted(own_errors, partial(check_fit, incoming, self._registry, into))
+                note = f"it is the checkpoint of step {incoming.step} in {store.root}"
+                _noted(own_errors, partial(check_fit, incoming, self._registry, into, note=note))
 
             try:
                 preparing = partial(_noted, own_errors, prepare)

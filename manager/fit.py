@@ -18,7 +18,7 @@ MANAGER_KEY: Final = "manager"
 _MAX_SHOWN: Final = 5
 
 
-def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[str, object]) -> None:
+def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[str, object], *, note: str) -> None:
     """Refuse a state that what is registered here could not hold exactly.
 
     Other keys would fail in the middle of loading, other dtypes would be rounded without a word, and an optimizer or a
@@ -29,6 +29,7 @@ def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[st
         incoming: What a peer is about to send.
         registry: What is registered here.
         own_state: What ``Manager.replica_state`` returned.
+        note: Added to what is said of tensors that differ: where they come from, or what would help.
 
     Raises:
         RegistryError: It does not fit; nothing has been received.
@@ -53,7 +54,7 @@ def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[st
         if isinstance(holder, Optimizer) and type(holder).load_state_dict is Optimizer.load_state_dict:
             _check_groups(incoming, entry, own)
         if isinstance(holder, (torch.nn.Module, Optimizer)):
-            _check_tensors(incoming, entry)
+            _check_tensors(incoming, entry, note)
 
 
 def _check_names(incoming: Incoming, entry: StateEntry, module: torch.nn.Module, own: object) -> None:
@@ -99,7 +100,7 @@ def _check_parts(entry: StateEntry, own: Mapping[str, object], received: Collect
         )
 
 
-def _check_tensors(incoming: Incoming, entry: StateEntry) -> None:
+def _check_tensors(incoming: Incoming, entry: StateEntry, note: str) -> None:
     prefix = f"{USER_KEY}.{entry.key}."
     differing = [
         f"{mismatch.path.removeprefix(prefix)} is {mismatch.own} here and {mismatch.received} there"
@@ -109,7 +110,7 @@ def _check_tensors(incoming: Incoming, entry: StateEntry) -> None:
     if differing:
         raise RegistryError(
             f"expected tensors of the same dtypes, shapes and parts under {entry.key!r}; {_some(differing)}; nothing "
-            "was received (replicas of another layout are recovered from by the addresses of all their ranks)",
+            f"was received ({note})",
             keys=(entry.key,),
         )
 

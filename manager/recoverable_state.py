@@ -20,6 +20,7 @@ from manager.sources import agree_on_step, checked_addresses, failures_elsewhere
 
 logger = logging.getLogger(__name__)
 
+_LAYOUT_ADVICE: Final = "replicas of another layout are recovered from by the addresses of all their ranks"
 _MAX_SHOWN: Final = 5
 
 
@@ -284,7 +285,7 @@ class RecoverableState(CheckpointedState):
     def _check_incoming(self, incoming: Incoming, into: Mapping[str, object], step: int | Literal["latest"]) -> None:
         if step not in ("latest", incoming.step):
             raise RegistryError(f"expected the state of step {step}, what comes is of step {incoming.step}")
-        check_fit(incoming, self._registry, into)
+        check_fit(incoming, self._registry, into, note=_LAYOUT_ADVICE)
 
     def _refuse_differences(self, received: Received[Any], source: str) -> None:
         """Make sure that the load functions have not changed what was received."""

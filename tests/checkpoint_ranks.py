@@ -473,6 +473,27 @@ def stale(ranks: Ranks) -> dict[str, Any]:
         }
 
 
+def differing_settings(ranks: Ranks) -> dict[str, Any]:
+    differing: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "busy": ({"settings": {"busy": "wait"}}, {"settings": {"busy": "skip"}}),
+        "read": ({"settings": {"read": "once"}}, {"settings": {"read": "each"}}),
+        "max_failed_saves": ({"settings": {"max_failed_saves": 0}}, {"settings": {"max_failed_saves": 3}}),
+        "keep": ({"keep": 1}, {"keep": 3}),
+        "consolidate": ({}, {"consolidate": "model"}),
+        "read_only": ({}, {"read_only": True}),
+    }
+    report: dict[str, Any] = {}
+    for name, options in differing.items():
+        report[name] = raised(lambda options=options: ranks.store(**options[min(ranks.rank, 1)]))
+    report["refused"] = raised(lambda: ranks.store(**({"keep": "x"} if ranks.rank == 1 else {})))
+    with ranks.store() as store:
+        for step in (1, 2):
+            store.save(step, state_of(step, ranks.rank), wait=True)
+        report["load"] = raised(lambda: store.load(1 if ranks.rank else 2))
+        report["is_loaded"] = is_loaded(store, 1, ranks.rank)
+    return report
+
+
 def two_groups(ranks: Ranks) -> dict[str, Any]:
     first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
     is_first = ranks.rank < 2
@@ -686,7 +707,8 @@ SCENARIOS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     function.__name__: function
     for function in (
         *(phases, exchanges, classified, refused_root, invisible_root, invisible_step, poisoned, stale, two_groups),
-        *(killed_writer, killed_while_writing, stopped_rank_2, stopped_rank_0, killed_rank_2, killed_rank_0, busy),
+        *(killed_writer, killed_while_writing, stopped_rank_2, stopped_rank_0, killed_rank_2, killed_rank_0),
+        *(differing_settings, busy),
     )
 }
 

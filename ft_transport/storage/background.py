@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +21,8 @@ from ft_transport.storage.writer_process import WriterProcess
 
 logger = logging.getLogger(__name__)
 
+_EXIT_S: Final = 60.0
+"""How long a process that ends waits for what it is still saving."""
 _IDLE_S: Final = 0.2
 """How often an idle thread looks at its writer."""
 
@@ -76,6 +81,7 @@ class BackgroundSaver:
         self._fatal: BaseException | None = None
         self._jobs: queue.SimpleQueue[tuple[SaveJob, SaveHandle] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        _savers.add(self)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -129,6 +135,15 @@ class BackgroundSaver:
             self._jobs.put(None)
             thread.join()
 
+    def finish_at_exit(self, deadline_s: float) -> None:
+        """As `close`, but waits no longer than until ``deadline_s``, of the monotonic clock."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive():
+            self._jobs.put(None)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+            if thread.is_alive():
+                logger.warning("the process ends, and a checkpoint that is being saved is given up")
+
     def _run(self) -> None:
         while True:
             try:
@@ -172,6 +187,17 @@ class BackgroundSaver:
                 self._saver.start_writer()
             except WriterFailedError as error:
                 logger.warning("the writer process could not be replaced yet: %s", error)
+
+
+_savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_all() -> None:
+    """A thread that is cut off inside torch, while the interpreter ends, aborts the process."""
+    deadline_s = time.monotonic() + _EXIT_S
+    for saver in list(_savers):
+        saver.finish_at_exit(deadline_s)
 
 
 def _with_snapshots(job: SaveJob) -> SaveRequest:

@@ -21,6 +21,7 @@ import msgspec
 from ft_transport.errors import CheckpointError
 from ft_transport.storage.items import SHARED, Described, Item
 from ft_transport.tensors.dtypes import DTYPES_BY_NAME, SAFETENSORS_NAMES
+from ft_transport.wire.nodes import QuantizedNode
 from ft_transport.wire.slices import Slice, row_major_strides, slice_of
 
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -78,6 +79,12 @@ def consolidate(
     Raises:
         CheckpointError: There is no such part, or safetensors has no name for a dtype.
     """
+    for each in described:
+        for value in each.values:
+            if value.part == SHARED and isinstance(value.node, QuantizedNode) and value.name.startswith(f"{root}."):
+                raise CheckpointError(
+                    "expected tensors that safetensors can hold, got a quantized one", path=value.name
+                )
     tensors: dict[str, Item] = {}
     for item in itertools.chain.from_iterable(each.items for each in described):
         name = name_below(item, root)
@@ -85,6 +92,10 @@ def consolidate(
             tensors.setdefault(name, item)
     if not tensors:
         raise CheckpointError("expected a part of the state with tensors to consolidate, found none", path=root)
+    if f"{root}.__metadata__" in tensors:
+        raise CheckpointError(
+            "expected another name, safetensors needs this one for itself", path=f"{root}.__metadata__"
+        )
     files: list[dict[str, Item]] = [{}]
     num_bytes = 0
     for name, item in tensors.items():

@@ -44,6 +44,7 @@ class CheckpointDirectory:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._warned_of: set[str] = set()
 
     def recover(self) -> list[str]:
         """Clears what an interrupted run has left, and puts back what it was about to replace.
@@ -70,8 +71,12 @@ class CheckpointDirectory:
         """The steps of all complete checkpoints, ascending."""
         found = set()
         for name, step, suffix in self._names():
-            if suffix in ("", ".replaced") and self._is_complete(self.root / name):
-                found.add(step)
+            if suffix in ("", ".replaced"):
+                if self._is_complete(self.root / name):
+                    found.add(step)
+                elif name not in self._warned_of:
+                    self._warned_of.add(name)
+                    logger.warning("%s has no %s and counts as no checkpoint", self.root / name, MANIFEST_NAME)
         return sorted(found)
 
     def path_of(self, step: int) -> Path:
@@ -191,6 +196,12 @@ class CheckpointDirectory:
             os.rename(path, deleted)
             sync_directory(self.root)
         shutil.rmtree(deleted)
+
+
+def step_of(path: Path) -> int | None:
+    """The step whose checkpoint this directory is, by its name; ``None`` if it is none."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match is not None and match[2] in (None, ".replaced") else None
 
 
 def sync_directory(path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from ft_transport.errors import DeadlineExceededError
+from ft_transport.settings import check_duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,8 @@ class SaveHandle:
             TransportError: It could not be saved; the same error on every rank.
             DeadlineExceededError: It is still going on.
         """
+        if timeout is not None:
+            check_duration("timeout", timeout, at_least=timedelta(0))
         try:
             self.future.result(None if timeout is None else timeout.total_seconds())
         except FutureTimeoutError:

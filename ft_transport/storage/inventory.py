@@ -38,6 +38,7 @@ class Inventory:
 
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, ascending."""
+        self._agreement.step = None
         encoded = self._on_directory("list the checkpoints", lambda: msgspec.msgpack.encode(self._directory.steps()))
         return tuple(msgspec.msgpack.decode(encoded, type=list[int]))
 

@@ -101,6 +101,7 @@ class LoadRequest:
     """What to load, and how.
 
     Attributes:
+        step: Which was asked for; the same on all ranks.
         choose: Returns the directory of the checkpoint; called on the first rank.
         into: This rank's own state.
         like: See ``HTTPTransport.fetch_sharded``.
@@ -111,6 +112,7 @@ class LoadRequest:
         is_comparable: Whether `LoadedCheckpoint.differences` will be called.
     """
 
+    step: int | str
     choose: Callable[[], Path]
     into: object
     like: LikeFunction | None
@@ -142,9 +144,10 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
         nonlocal chosen
         chosen = msgspec.msgpack.encode(_read_descriptions(request.choose()))
 
-    def receive() -> None:
+    def receive() -> bytes:
         nonlocal described
         described = exchange.broadcast(chosen if agreement.is_first else None)
+        return str(request.step).encode()
 
     loading: _Loading | None = None
 
@@ -161,7 +164,14 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
 
     try:
         agreement.on_first("choose a checkpoint", choose)
-        agreement.together("receive its description", exchange.ending_on_failure(receive))
+        asked = [
+            each.decode() for each in agreement.together("receive its description", exchange.ending_on_failure(receive))
+        ]
+        for rank, each in enumerate(asked):
+            if each != asked[0]:
+                raise CheckpointError(
+                    f"expected all ranks to load the same step, got {asked[0]} on rank 0 and {each} on rank {rank}"
+                )
         agreement.together("plan what to read", plan)
         agreement.together("read", read)
         agreement.together("load", lambda: loading.finish() if loading is not None else None)
@@ -223,7 +233,7 @@ class _Loading:
         if request.check is not None:
             request.check(self._restores[0].incoming)
         else:
-            _refuse_misfits(resharding.manifest.tree, shared_into, self._restores[0].incoming)
+            _refuse_misfits(resharding.manifest.tree, shared_into, self._restores[0])
         self.needs = _needs_of_shared(self._ranks, resharding.wanted, self._restores[0], names)
         self._local = self._plan_local(local_into)
         self._states: list[Any] = []
@@ -297,10 +307,16 @@ def _only_keys(rank: StoredRank, keys: Collection[object]) -> StoredRank:
     return dataclasses.replace(rank, manifests=(dataclasses.replace(shared, tree=tree), *others))
 
 
-def _refuse_misfits(tree: Node, into: object, incoming: Incoming) -> None:
+def _refuse_misfits(tree: Node, into: object, restore: Restore) -> None:
     """Refuses a state whose tensors would not all be loaded: who trains on would not notice."""
+    incoming = restore.incoming
     misfits = [f"{each.path}: {each.own} here, {each.received} there" for each in incoming.mismatches]
-    misfits += [f"{path}: not there" for path in _not_there(tree, into, "")]
+    mismatching = {each.path for each in incoming.mismatches}
+    for path, node, tensor in _tensors_of(tree, into, ""):
+        if node is None:
+            misfits.append(f"{path}: not there")
+        elif path not in mismatching and not restore.fills(node, tensor):
+            misfits.append(f"{path}: here it shares memory in another way than there")
     if misfits:
         shown = "; ".join(misfits[:_MAX_SHOWN]) + ("; …" if len(misfits) > _MAX_SHOWN else "")
         raise RestoreError(
@@ -309,21 +325,21 @@ def _refuse_misfits(tree: Node, into: object, incoming: Incoming) -> None:
         )
 
 
-def _not_there(node: Any, into: object, path: str) -> Iterator[str]:
-    """Paths of the receiver's tensors at whose place there is nothing."""
+def _tensors_of(node: Any, into: object, path: str) -> Iterator[tuple[str, Node, torch.Tensor]]:
+    """The receiver's tensors, each with the node at its place, ``None`` where there is no tensor."""
     if isinstance(into, torch.Tensor):
-        if not isinstance(node, (TensorNode, LayoutNode, ViewNode, DTensorNode, LeafNode, QuantizedNode)):
-            yield path or "(root)"
+        is_tensor = isinstance(node, (TensorNode, LayoutNode, ViewNode, DTensorNode, LeafNode, QuantizedNode))
+        yield path or "(root)", node if is_tensor else None, into
     elif isinstance(into, Mapping):
         items = node.items if isinstance(node, (MappingNode, DefaultDictNode)) else []
         stored = {key: value for key, value in zip(items[::2], items[1::2], strict=True) if isinstance(key, (str, int))}
         for key, value in into.items():
-            yield from _not_there(stored.get(key), value, f"{path}.{key}" if path else str(key))
+            yield from _tensors_of(stored.get(key), value, f"{path}.{key}" if path else str(key))
     elif isinstance(into, (list, tuple)):
         items = node.items if isinstance(node, (SequenceNode, NamedTupleNode)) else []
         for position, value in enumerate(into):
             below = items[position] if position < len(items) else None
-            yield from _not_there(below, value, f"{path}.{position}" if path else str(position))
+            yield from _tensors_of(below, value, f"{path}.{position}" if path else str(position))
 
 
 def _needs_of_shared(

@@ -57,6 +57,9 @@ class StoreSettings:
             "max_load_bytes": 1,
         }.items():
             object.__setattr__(self, name, check_number(name, getattr(self, name), at_least=least))
+        meshes: object = self.meshes
+        if not isinstance(meshes, Sequence) or not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
+            raise ConfigurationError(f"expected a sequence of DeviceMesh as meshes, got {meshes!r}")
         for name, known in {"busy": ("wait", "skip", "error"), "read": ("once", "each")}.items():
             if getattr(self, name) not in known:
                 raise ConfigurationError(f"expected one of {known} as {name}, got {getattr(self, name)!r}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ft_transport.errors import CheckpointDamagedError
-from ft_transport.storage.directory import MANIFEST_NAME
+from ft_transport.storage.directory import MANIFEST_NAME, step_of
 from ft_transport.storage.manifest import CHUNK_BYTES, CheckpointManifest, FileEntry, decode_manifest, digests_of
 from ft_transport.storage.reading import read_chunk
 
@@ -22,7 +22,15 @@ def read_manifest(directory: Path) -> CheckpointManifest:
         encoded = (directory / MANIFEST_NAME).read_bytes()
     except OSError as error:
         raise CheckpointDamagedError(f"{MANIFEST_NAME} cannot be read: {error}", files=(MANIFEST_NAME,)) from error
-    return decode_manifest(encoded, name=MANIFEST_NAME)
+    manifest = decode_manifest(encoded, name=MANIFEST_NAME)
+    named = step_of(directory)
+    if named is not None and named != manifest.step:
+        raise CheckpointDamagedError(
+            f"{MANIFEST_NAME}: expected that of step {named}, as the directory is named, got that of step "
+            f"{manifest.step}",
+            files=(MANIFEST_NAME,),
+        )
+    return manifest
 
 
 def read_file(directory: Path, entry: FileEntry) -> bytes:

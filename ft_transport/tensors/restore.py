@@ -17,16 +17,17 @@ from typing import Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.tensors import placements
 from ft_transport.tensors.collector import collector_paused
 from ft_transport.tensors.dtypes import DTYPES_BY_SAFETENSORS_NAME, carrier_of
 from ft_transport.tensors.matching import Incoming, Matcher
-from ft_transport.tensors.unflatten import Unflattener
-from ft_transport.tensors.views import view_key
+from ft_transport.tensors.unflatten import Unflattener, as_plain
+from ft_transport.tensors.views import extent_bytes, has_own_memory, view_key
 from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.nodes import LayoutNode, TensorNode
+from ft_transport.wire.nodes import DTensorNode, LayoutNode, LeafNode, Node, TensorNode, ViewNode
 from ft_transport.wire.plan import DestinationPlan
 
 _ALIGN_BYTES: Final = 64
@@ -156,6 +157,38 @@ class Restore:
         assert self._fresh_view is not None, "an entry with bytes has memory"
         start = self._fresh_offsets[index] + offset
         return self._fresh_view[start : start + num_bytes]
+
+    def fills(self, node: Node, into: torch.Tensor) -> bool:
+        """Whether all of the receiver's tensor ``into``, which stands where ``node`` does, gets its bytes in place.
+
+        One without memory of its own (on ``meta``, or of another class) is none that could, and counts as filled.
+        """
+        match node:
+            case LeafNode():
+                return self.fills(node.value, into.detach())
+            case DTensorNode():
+                return not isinstance(into, DTensor) or self.fills(node.local, into.to_local().detach())
+            case TensorNode() | LayoutNode():
+                return (
+                    not has_own_memory(into)
+                    or not extent_bytes(into)
+                    or self._direct.get(node.index) is into
+                    or (node.index, view_key(as_plain(into))) in self._destinations
+                )
+            case ViewNode():
+                return not has_own_memory(into) or any(
+                    into.data_ptr() == base.data_ptr() + node.offset * base.dtype.itemsize
+                    and into.stride() == node.stride
+                    for base in self._taking(node.index)
+                )
+            case _:
+                return True
+
+    def _taking(self, index: int) -> list[torch.Tensor]:
+        """The receiver's tensors that take entry ``index``."""
+        direct = self._direct.get(index)
+        others = [offer.tensor for (taken, _), offer in self._destinations.items() if taken == index]
+        return others if direct is None else [direct, *others]
 
     def _is_destination(self, index: int, tensor: torch.Tensor) -> bool:
         return self._direct.get(index) is tensor or (index, view_key(tensor)) in self._destinations

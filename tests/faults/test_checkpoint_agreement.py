@@ -106,6 +106,19 @@ def test_a_failure_in_an_exchange_ends_it_on_all_and_the_next_one_succeeds(ran: 
     assert [each["is_failed_one_there"] for each in seen] == [False] * _NUM_RANKS
 
 
+def test_what_ranks_are_told_differently_is_named_at_once(ran: Any) -> None:
+    seen = ran("differing_settings")
+    for name in ("busy", "read", "max_failed_saves", "keep", "consolidate", "read_only"):
+        error = _the_same([each[name] for each in seen])
+        assert error["type"] == "ConfigurationError"
+        assert f"expected the same {name} on all ranks" in error["text"]
+    refused = _the_same([each["refused"] for each in seen])
+    assert "expected a whole number as keep, got str 'x'" in refused["text"]
+    error = _the_same([each["load"] for each in seen])
+    assert "expected all ranks to load the same step, got 2 on rank 0 and 1 on rank 1" in error["text"]
+    assert [each["is_loaded"] for each in seen] == [True] * _NUM_RANKS
+
+
 # --------------------------------------------------------------------------------------------- classified differently
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -295,3 +296,112 @@ def test_damage_is_found_where_it_is_looked_for(store: CheckpointStore) -> None:
             look()
         assert caught.value.files == ("__0_0.distcp",)
     assert not own.any(), "found before anything of it has landed"
+
+
+def test_a_closed_store_does_nothing_more_to_a_root_that_may_be_anothers(tmp_path: Path) -> None:
+    first = CheckpointStore(tmp_path)
+    for step in (1, 2):
+        first.save(step, _state(step), wait=True)
+    closing = [threading.Thread(target=first.close) for _ in range(3)]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
+    with CheckpointStore(tmp_path) as second:
+        for use in (
+            lambda: first.prune(1),
+            lambda: first.load(1),
+            first.steps,
+            first.verify,
+            first.check_health,
+            lambda: first.save(3, _state(3)),
+            lambda: first.warm_up(_state(3)),
+        ):
+            with pytest.raises(CheckpointError, match="expected a store that is open, this one is closed"):
+                use()
+        assert second.steps() == (1, 2)
+
+
+def test_a_process_that_ends_finishes_what_it_is_saving(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch; from ft_transport import CheckpointStore\n"
+        "CheckpointStore(sys.argv[1]).save(1, {'a': torch.ones(10_000_000)})\n"
+        "raise RuntimeError('of the user')"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, "of the user" in ended.stderr) == (1, True), ended.stderr
+    with CheckpointStore(tmp_path) as store:
+        store.verify(1)
+
+
+class TestMemoryThatIsSharedInAnotherWay:
+    """A destination that two tensors share cannot hold what is different there."""
+
+    @staticmethod
+    def saved(store: CheckpointStore, state: dict[str, Any]) -> None:
+        store.save(1, state, wait=True)
+
+    def test_one_tensor_for_two_that_differ(self, store: CheckpointStore) -> None:
+        self.saved(store, {"m": {"a": torch.ones(10), "b": torch.zeros(10)}})
+        both = torch.full((10,), 5.0)
+        with pytest.raises(RestoreError, match=r"m\.b: here it shares memory in another way than there"):
+            store.load(1, into={"m": {"a": both, "b": both}})
+        assert torch.equal(both, torch.full((10,), 5.0))
+
+    def test_views_that_overlap(self, store: CheckpointStore) -> None:
+        self.saved(store, {"a": torch.ones(10), "b": torch.zeros(10)})
+        memory = torch.zeros(12)
+        with pytest.raises(RestoreError, match="b: here it shares memory"):
+            store.load(1, into={"a": memory[:10], "b": memory[2:]})
+
+    def test_one_element_for_many(self, store: CheckpointStore) -> None:
+        self.saved(store, {"a": torch.arange(10.0)})
+        with pytest.raises(RestoreError, match="a: here it shares memory"):
+            store.load(1, into={"a": torch.zeros(1).expand(10)})
+
+    def test_memory_of_its_own_for_a_view(self, store: CheckpointStore) -> None:
+        whole = torch.arange(10.0)
+        self.saved(store, {"a": whole, "b": whole[2:5]})
+        with pytest.raises(RestoreError, match="b: here it shares memory"):
+            store.load(1, into={"a": torch.zeros(10), "b": torch.zeros(3)})
+
+    def test_views_ties_and_twins_that_are_shared_alike_are_loaded(self, store: CheckpointStore) -> None:
+        whole = torch.arange(10.0)
+        self.saved(store, {"a": whole, "b": whole[2:5], "c": whole, "d": whole.view(2, 5).t()})
+        own = torch.zeros(10)
+        into = {"a": own, "b": own[2:5], "c": own, "d": own.view(2, 5).t()}
+        store.load(1, into=into)
+        assert torch.equal(own, whole)
+
+    def test_a_tie_fills_two_tensors(self, store: CheckpointStore) -> None:
+        whole = torch.arange(10.0)
+        self.saved(store, {"a": whole, "b": whole})
+        into = {"a": torch.zeros(10), "b": torch.zeros(10)}
+        store.load(1, into=into)
+        assert torch.equal(into["a"], whole)
+        assert torch.equal(into["b"], whole)
+
+    def test_a_tensor_without_memory_comes_as_a_new_one(self, store: CheckpointStore) -> None:
+        self.saved(store, {"a": torch.arange(10.0)})
+        loaded = store.load(1, into={"a": torch.empty(10, device="meta")})
+        assert torch.equal(loaded.state["a"], torch.arange(10.0))
+
+
+def test_a_checkpoint_under_another_name_is_damaged(store: CheckpointStore) -> None:
+    store.save(3, _state(3), wait=True)
+    (store.root / "step-3").rename(store.root / "step-9")
+    for use in (store.verify, store.load):
+        with pytest.raises(CheckpointDamagedError, match=r"expected that of step 9.*got that of step 3"):
+            use(9)
+
+
+def test_a_directory_without_its_list_of_files_is_warned_of(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        store.save(step, _state(step), wait=True)
+    (store.root / "step-2" / "manifest.json").unlink()
+    with caplog.at_level("WARNING"):
+        assert store.steps() == (1,)
+    assert "step-2 has no manifest.json and counts as no checkpoint" in caplog.text

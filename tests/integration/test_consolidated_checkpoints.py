@@ -54,6 +54,18 @@ def test_a_part_that_is_not_there_is_named(tmp_path: Path) -> None:
         assert store.steps() == ()
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*are deprecated:UserWarning")
+@pytest.mark.parametrize("name", ["__metadata__", "scaled"])
+def test_what_safetensors_cannot_hold_is_named(tmp_path: Path, name: str) -> None:
+    tensor = torch.ones(3)
+    if name == "scaled":
+        tensor = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+    with CheckpointStore(tmp_path, consolidate="model") as store:
+        with pytest.raises(CheckpointError, match=f"model.{name}"):
+            store.save(1, {"model": {"weight": torch.ones(3), name: tensor}}, wait=True)
+        assert store.steps() == ()
+
+
 def test_a_large_model_goes_to_several_files(tmp_path: Path) -> None:
     model = {f"layer.{number}": torch.full((100,), float(number)) for number in range(10)}
     taker = SnapshotTaker(max_snapshots=1, num_threads=1, chunk_bytes=1 << 20)
