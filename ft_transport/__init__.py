@@ -42,6 +42,7 @@ from ft_transport.errors import (
 from ft_transport.net.workers import FetchProgress
 from ft_transport.publish.adapter import LoRAAdapter
 from ft_transport.publish.engine import Answer, Delivery, Engine, EngineConnection
+from ft_transport.publish.pulling import PullingEngine
 from ft_transport.publish.report import EngineReport, PublishReport
 from ft_transport.publish.sglang import SGLangEngine
 from ft_transport.publish.skyrl import SkyRLEngine
@@ -60,6 +61,7 @@ from ft_transport.tensors.placements import spans_ranks
 from ft_transport.tensors.snapshot import HeldState
 from ft_transport.tensors.state_digest import state_digest
 from ft_transport.transport import HTTPTransport
+from ft_transport.weight_receiver import WeightReceiver
 
 __all__ = [
     "Answer",
@@ -97,6 +99,7 @@ __all__ = [
     "PublishHandle",
     "PublishReport",
     "Publisher",
+    "PullingEngine",
     "RankFailedError",
     "RankGoneError",
     "Received",
@@ -119,6 +122,7 @@ __all__ = [
     "TransportSettings",
     "UnsupportedLeafError",
     "VLLMEngine",
+    "WeightReceiver",
     "WriterFailedError",
     "refusing_collectives",
     "register_encoding",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
@@ -16,12 +17,13 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
-from ft_transport.errors import ConfigurationError, PublishError
+from ft_transport.errors import ConfigurationError, PublishError, SnapshotLimitError
 from ft_transport.publish.adapter import CONFIG_NAME, LoRAAdapter
 from ft_transport.publish.engine import Delivery, Engine, Kind
 from ft_transport.publish.export import Content, Exporter
@@ -35,10 +37,13 @@ from ft_transport.storage.claim import RootClaim
 from ft_transport.storage.common_settings import checked_root, compare_settings
 from ft_transport.storage.exchange import Exchange
 from ft_transport.tensors.copying import default_num_threads
+from ft_transport.transport import HTTPTransport
 
 logger = logging.getLogger(__name__)
 
 Weights: TypeAlias = LoRAAdapter | Mapping[str, torch.Tensor]
+_STAGING_PAUSE_S: Final = 0.1
+_STAGING_TIMEOUT: Final = timedelta(minutes=10)
 _EXIT_TIMEOUT: Final = timedelta(seconds=60)
 _MARGIN_S: Final = 5.0
 """Beyond the engines' deadline: the report has to be posted, and found."""
@@ -101,6 +106,8 @@ class Publisher:
         timeout: How long a rank may go without a sign of life during an export.
         silence_timeout: How long rank 0 may go without one while engines are told.
         num_copy_threads: That copy the weights.
+        transport: Serves versions, from rank 0, to engines that pull them (`PullingEngine`); looked at on rank 0 alone.
+            The publisher does not shut it down.
 
     Raises:
         CheckpointInUseError: Another publisher writes to this root.
@@ -119,6 +126,7 @@ class Publisher:
         timeout: timedelta = timedelta(minutes=10),
         silence_timeout: timedelta = timedelta(seconds=5),
         num_copy_threads: int | None = None,
+        transport: HTTPTransport[Any] | None = None,
     ) -> None:
         for name, duration in {
             "engine_timeout": engine_timeout,
@@ -138,6 +146,7 @@ class Publisher:
             self._agreement, self._exchange, self._directory, num_threads=num_copy_threads or default_num_threads()
         )
         self._fleet = EngineFleet(engines, policy, engine_timeout, self._board.tick)
+        self._transport = transport
         self._telling: dict[int, Future[PublishReport]] = {}
         self._mutex = threading.Lock()
         self._is_closed = False
@@ -237,7 +246,8 @@ class Publisher:
 
     def _tell(self, version: int, directory: Path) -> None:
         kind: Kind = "adapter" if (directory / CONFIG_NAME).exists() else "weights"
-        delivery = Delivery(version, kind, directory)
+        address = _Served(self._transport, version, directory).address if self._transport is not None else None
+        delivery = Delivery(version, kind, directory, address)
         telling = self._fleet.tell(delivery, self._board.post)
         with self._mutex:
             self._telling[version] = telling
@@ -257,6 +267,44 @@ class Publisher:
             logger.warning("old versions could not be deleted: %s", error)
         else:
             logger.debug("versions %s are not used any more and were deleted", removed)
+
+
+class _Served:
+    """A version that is put on a transport when the first engine asks for it.
+
+    Args:
+        transport: The transport.
+        version: The version.
+        directory: Where its files are.
+    """
+
+    def __init__(self, transport: HTTPTransport[Any], version: int, directory: Path) -> None:
+        self._transport = transport
+        self._version = version
+        self._directory = directory
+        self._staging: asyncio.Task[None] | None = None
+
+    async def address(self) -> str:
+        """Where it is served. On the loop that tells engines."""
+        if self._staging is None:
+            self._staging = asyncio.get_running_loop().create_task(asyncio.to_thread(self._stage))
+        # Whoever runs out of time gives up for himself alone.
+        await asyncio.shield(self._staging)
+        return self._transport.metadata()
+
+    def _stage(self) -> None:
+        files = sorted(self._directory.glob("*.safetensors"))
+        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        deadline_s = time.monotonic() + _STAGING_TIMEOUT.total_seconds()
+        while True:
+            try:
+                self._transport.send_checkpoint([], self._version, {"weights": weights}, _STAGING_TIMEOUT)
+                return
+            except SnapshotLimitError:
+                # Slow engines still read earlier versions.
+                if time.monotonic() > deadline_s:
+                    raise
+            time.sleep(_STAGING_PAUSE_S)
 
 
 _publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()

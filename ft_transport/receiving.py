@@ -37,11 +37,18 @@ _LONGEST_RESTART_PAUSE_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received(Generic[T]):
-    """A state that arrived whole and verified, and the committed step that it shows."""
+    """A state that arrived whole and verified, and the committed step that it shows.
+
+    Attributes:
+        step: The step.
+        state: The state.
+        num_bytes_fetched: How many bytes of data came over the network; ``None`` if they were not counted.
+    """
 
     step: int
     state: T
     _manifest: Manifest
+    num_bytes_fetched: int | None = None
 
     def differences(self, state: object) -> tuple[str, ...]:
         """Where ``state`` is not, bit for bit, what was sent; whatever load functions have made of it.
@@ -61,6 +68,17 @@ class Received(Generic[T]):
         if self._manifest.digests is None:
             raise ConfigurationError("expected a state that was fetched with is_comparable=True")
         return find_differences(self._manifest, state, num_threads=default_num_threads())
+
+
+@dataclass(frozen=True, slots=True)
+class _Present:
+    """What lies in a destination before anything is received there."""
+
+    restore: Restore
+
+    def buffers(self, start: int, end: int) -> list[memoryview]:
+        """See ``net.client.Destination``; only to be read."""
+        return self.restore.present(start, end)
 
 
 class SnapshotReceiving(Generic[T]):
@@ -91,6 +109,7 @@ class SnapshotReceiving(Generic[T]):
         into: object = None,
         check: Callable[[Incoming], None] | None = None,
         verify_late: bool = True,
+        only_changed: bool = False,
     ) -> Received[T]:
         """Receives a state and says which step it shows.
 
@@ -105,6 +124,8 @@ class SnapshotReceiving(Generic[T]):
                 untouched.
             verify_late: Whether digests that come after the data are compared. Turn it off for state that is compared
                 by `Received.differences` anyway.
+            only_changed: Compare what ``into`` holds with the digests first, and fetch only the chunks that differ: for
+                weights of which little changes from version to version. It costs a look at every byte.
 
         Raises:
             TransportError: As for ``recv_checkpoint``. If bytes had landed in ``into`` they were overwritten with NaN
@@ -123,8 +144,15 @@ class SnapshotReceiving(Generic[T]):
         def receive() -> Received[T]:
             with Connection(peer, token=settings.token, patience=settings.patience) as connection:
                 manifest = fetch_manifest(connection, step, settings, unreachable_s=unreachable_s)
+                if only_changed:
+                    return self._receive_changed(connection, manifest, settings, into, check)
                 state, manifest = self._receive(connection, manifest, settings, into, check, verify_late=verify_late)
-                return Received(step=manifest.step, state=cast(T, state), _manifest=manifest)
+                return Received(
+                    step=manifest.step,
+                    state=cast(T, state),
+                    _manifest=manifest,
+                    num_bytes_fetched=manifest.data_bytes,
+                )
 
         return self._with_restarts(settings, receive)
 
@@ -278,6 +306,34 @@ class SnapshotReceiving(Generic[T]):
                     damaged = find_damaged(manifest, restore, num_threads=default_num_threads())
                     fetch_data([connection.peer], manifest, restore, settings, chunks=damaged)
             return restore.finish(), manifest
+        except BaseException as error:
+            poison(restore, error)
+            raise
+
+    def _receive_changed(
+        self,
+        connection: Connection,
+        manifest: Manifest,
+        settings: FetchSettings,
+        into: object,
+        check: Callable[[Incoming], None] | None,
+    ) -> Received[T]:
+        restore = Restore(manifest, into=into, meshes=self._settings.meshes, max_bytes=self._settings.max_receive_bytes)
+        if check is not None:
+            check(restore.incoming)
+        try:
+            if manifest.digests is None:
+                digests = fetch_digests(connection, manifest, max_failures=settings.max_failures)
+                manifest = dataclasses.replace(manifest, digests=digests)
+            changed = find_damaged(manifest, _Present(restore), num_threads=default_num_threads())
+            fetch_data([connection.peer], manifest, restore, settings, chunks=changed)
+            starts_and_ends = [manifest.chunks.range_of(chunk, chunk + 1) for chunk in changed]
+            return Received(
+                step=manifest.step,
+                state=cast(T, restore.finish()),
+                _manifest=manifest,
+                num_bytes_fetched=sum(end - start for start, end in starts_and_ends),
+            )
         except BaseException as error:
             poison(restore, error)
             raise

@@ -45,14 +45,25 @@ def fetch_data(
         manifest: Its manifest.
         destination: Where the bytes go. After an error its content is undefined.
         settings: How to fetch.
-        chunks: Only these.
+        chunks: Only these, ascending.
 
     Raises:
         FetchFailedError: No source could deliver the rest; carries each failure.
         DeadlineExceededError: The deadline passed first.
     """
-    ranges = [(chunk, chunk + 1) for chunk in chunks] if chunks is not None else [(0, manifest.chunks.num_chunks)]
+    ranges = _ranges_of(chunks) if chunks is not None else [(0, manifest.chunks.num_chunks)]
     _ChunkFetch(sources, manifest, destination, settings, ranges).run()
+
+
+def _ranges_of(chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """What ascending numbers cover, half-open."""
+    ranges: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if ranges and ranges[-1][1] == chunk:
+            ranges[-1] = (ranges[-1][0], chunk + 1)
+        else:
+            ranges.append((chunk, chunk + 1))
+    return ranges
 
 
 class _ChunkFetch(Fetch[FetchChunks]):

@@ -62,7 +62,7 @@ def find_damaged(manifest: Manifest, destination: Destination, *, num_threads: i
 
     Args:
         manifest: With digests.
-        destination: What was received.
+        destination: What was received, or lies there.
         num_threads: Threads that read it.
     """
     expected = manifest.digests

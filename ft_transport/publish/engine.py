@@ -29,11 +29,13 @@ class Delivery:
         version: Its number.
         kind: ``adapter``: a LoRA adapter in PEFT's layout. ``weights``: all weights of a model, safetensors.
         directory: Where it lies, on a file system that the engine sees under the same path.
+        address: Makes sure that it is served over HTTP, and returns where; ``None`` where nothing serves it.
     """
 
     version: int
     kind: Kind
     directory: Path
+    address: Callable[[], Awaitable[str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

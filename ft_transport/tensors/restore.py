@@ -100,6 +100,10 @@ class Restore:
         """Writable uint8 views that cover ``[start, end)`` of the data once, in order."""
         if self._direct:
             self._touched.set()
+        return self.present(start, end)
+
+    def present(self, start: int, end: int) -> list[memoryview]:
+        """The same as `buffers`, only to be read: what lies there before anything is received."""
         return [
             self._memory(self._slots[piece.slot], piece.offset, piece.num_bytes)
             for piece in self._plan.pieces(start, end)

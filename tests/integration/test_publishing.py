@@ -19,13 +19,17 @@ from torch import nn
 from ft_transport import (
     CheckpointInUseError,
     ConfigurationError,
+    HTTPTransport,
     LoRAAdapter,
     Publisher,
     PublishError,
+    PullingEngine,
     SGLangEngine,
     SkyRLEngine,
     StaleVersionError,
+    TransportSettings,
     VLLMEngine,
+    WeightReceiver,
 )
 
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": {"q", "v"}}
@@ -133,6 +137,81 @@ class TestWeights:
             with pytest.raises(PublishError, match=r"expected tensors alone.*layer.scale"):
                 publisher.publish(1, {"layer.weight": torch.ones(3), "layer.scale": 3.0})  # type: ignore[dict-item]
             assert publisher.latest() is None
+
+
+class TestPulling:
+    """Engines that share no disk; the receiver is the real one."""
+
+    def weights(self, value: float) -> dict[str, torch.Tensor]:
+        return {"embedding": torch.full((1 << 20,), 3.0), "layer": torch.full((1 << 18,), float(value))}
+
+    def test_only_what_has_changed_crosses_the_network(self, tmp_path: Path) -> None:
+        own = {name: torch.zeros_like(tensor) for name, tensor in self.weights(0).items()}
+        entered: list[int] = []
+
+        @contextmanager
+        def paused() -> Iterator[None]:
+            entered.append(1)
+            yield
+
+        transport: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1", chunk_bytes=1 << 18))
+        with (
+            WeightReceiver(own, paused=paused, host="127.0.0.1") as receiver,
+            Publisher([PullingEngine(receiver.url)], tmp_path, transport=transport) as publisher,
+        ):
+            report = publisher.publish(1, self.weights(1)).result(SOON)
+            assert [(each.outcome, each.version) for each in report.engines] == [("confirmed", 1)]
+            assert receiver.num_bytes_fetched == 5 << 20
+            publisher.publish(2, self.weights(2)).result(SOON)
+            assert receiver.version == 2
+            assert receiver.num_bytes_fetched == 1 << 20
+            assert all(torch.equal(own[name], tensor) for name, tensor in self.weights(2).items())
+            assert len(entered) == 2
+        transport.shutdown()
+
+    def test_other_weights_are_refused_and_nothing_is_received(self, tmp_path: Path) -> None:
+        own = {"embedding": torch.zeros(1 << 20), "layer": torch.zeros(5), "head": torch.zeros(3)}
+        transport: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1"))
+        with (
+            WeightReceiver(own, host="127.0.0.1") as receiver,
+            Publisher([PullingEngine(receiver.url)], tmp_path, transport=transport) as publisher,
+        ):
+            handle = publisher.publish(1, self.weights(1))
+            with pytest.raises(PublishError, match=r"missing: \['head'\].*layer: .*\[5\] here, .*\[262144\] there"):
+                handle.result(SOON)
+            assert receiver.version is None
+            assert not own["embedding"].any()
+        transport.shutdown()
+
+    def test_a_receiver_asks_for_the_token(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        own = {name: torch.zeros_like(tensor) for name, tensor in self.weights(0).items()}
+        monkeypatch.setenv("FT_TRANSPORT_TOKEN", "secret")
+        transport: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1"))
+        with WeightReceiver(own, host="127.0.0.1") as receiver:
+            engines = [PullingEngine(receiver.url, headers={"Authorization": "Bearer wrong"})]
+            with Publisher(engines, tmp_path / "a", transport=transport) as publisher:
+                handle = publisher.publish(1, self.weights(1))
+                with pytest.raises(PublishError, match=r"status 401.*expected the job token"):
+                    handle.result(SOON)
+            with Publisher([PullingEngine(receiver.url)], tmp_path / "b", transport=transport) as publisher:
+                publisher.publish(1, self.weights(1)).result(SOON)
+        transport.shutdown()
+
+    def test_a_transport_that_is_gone_leaves_the_weights_as_they_are(self, tmp_path: Path) -> None:
+        own = self.weights(5)
+        transport: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1"))
+        with WeightReceiver(own, host="127.0.0.1", timeout=timedelta(seconds=1)) as receiver:
+            engines = [PullingEngine(receiver.url)]
+            with Publisher(engines, tmp_path / "a") as publisher:
+                handle = publisher.publish(1, self.weights(1))
+                with pytest.raises(PublishError, match="expected a publisher that serves versions"):
+                    handle.result(SOON)
+            transport.shutdown()
+            with Publisher(engines, tmp_path / "b", transport=transport) as publisher:
+                handle = publisher.publish(1, self.weights(1))
+                with pytest.raises(PublishError):
+                    handle.result(SOON)
+            assert all(torch.equal(own[name], tensor) for name, tensor in self.weights(5).items())
 
 
 class TestFailures:

@@ -1,0 +1,65 @@
+"""``fetch(only_changed=True)``: what the receiver holds already does not cross the network, and is not harmed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ft_transport import FetchFailedError
+from tests.faults.proxy import corrupt, cut
+from tests.faults.transports import CHUNK_BYTES, STATE_BYTES, blank, holds, is_poisoned, network, state_of
+
+HEADS_BYTES = 64 << 10
+
+
+def changed_in(chunks: set[int]) -> dict[str, Any]:
+    """The state that is served, with one element of each of these chunks changed."""
+    state = state_of(1)
+    for chunk in chunks:
+        position = chunk * CHUNK_BYTES // 4
+        name, index = ("a", position) if position < state["a"].numel() else ("b", position - state["a"].numel())
+        state[name][index] += 1
+    return state
+
+
+@pytest.mark.parametrize("chunks", [set(), {0}, {5, 6, 7, 63}, set(range(0, 64, 2)), set(range(64))])
+@pytest.mark.parametrize("num_connections", [1, 4])
+def test_just_the_chunks_that_differ_are_fetched(num_connections: int, chunks: set[int]) -> None:
+    into = changed_in(chunks)
+    with network(num_connections) as net:
+        received = net.receiver.fetch(net.proxy.url, 1, into=into, only_changed=True)
+        assert received.num_bytes_fetched == len(chunks) * CHUNK_BYTES
+        assert net.proxy.num_bytes <= len(chunks) * CHUNK_BYTES + HEADS_BYTES
+    assert received.state["a"] is into["a"]
+    assert holds(into, 1)
+
+
+def test_what_the_receiver_does_not_have_is_fetched() -> None:
+    with network() as net:
+        received = net.receiver.fetch(net.proxy.url, 1, into={"a": state_of(1)["a"]}, only_changed=True)
+        assert received.num_bytes_fetched == STATE_BYTES // 2
+        assert holds(received.state, 1)
+        whole = net.receiver.fetch(net.proxy.url, 1, only_changed=True)
+        assert whole.num_bytes_fetched == STATE_BYTES
+        assert holds(whole.state, 1)
+
+
+def test_one_that_fails_before_anything_landed_leaves_the_receiver_as_it_was() -> None:
+    into = blank()
+    with network(max_failures=2) as net:
+        net.proxy.inject(cut(0), times=100)
+        with pytest.raises(FetchFailedError) as caught:
+            net.receiver.fetch(net.proxy.url, 1, into=into, only_changed=True)
+        assert not caught.value.destination_touched
+    assert not into["a"].any()
+
+
+def test_one_that_fails_on_its_way_leaves_nothing_to_train_on() -> None:
+    into = changed_in({3, 40})
+    with network(max_failures=2) as net:
+        net.proxy.inject(corrupt(CHUNK_BYTES // 2), times=100)
+        with pytest.raises(FetchFailedError) as caught:
+            net.receiver.fetch(net.proxy.url, 1, into=into, only_changed=True)
+        assert caught.value.destination_touched
+    assert is_poisoned(into)
