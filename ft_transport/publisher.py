@@ -220,7 +220,9 @@ class Publisher:
         """
         self._is_closed = True
         deadline_s = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
-        for telling in list(self._telling.values()):
+        with self._mutex:
+            under_way = list(self._telling.values())
+        for telling in under_way:
             try:
                 telling.exception(max(0.0, deadline_s - time.monotonic()))
             except FutureTimeoutError:

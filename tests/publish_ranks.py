@@ -143,6 +143,42 @@ def one_fails_to_export(ranks: Ranks) -> dict[str, Any]:
         return {"outcome": outcome, "started_s": started_s, "left": left, "again": again}
 
 
+def whole_weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        # Five rows for four ranks: one of them has none of some.
+        "rows": torch.randn(5, 3, generator=generator),
+        "columns": torch.randn(3, 8, generator=generator),
+        "replicated": torch.randn(7, generator=generator).bfloat16(),
+        "plain": torch.arange(6).view(2, 3),
+        "empty": torch.empty(0, 4),
+    }
+
+
+def sharded_weights(ranks: Ranks) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    whole = whole_weights()
+    with ranks.publisher() as publisher:
+        weights = {
+            **whole,
+            "rows": distribute_tensor(whole["rows"], mesh, [Replicate(), Shard(0)]),
+            "columns": distribute_tensor(whole["columns"], mesh, [Shard(1), Shard(1)]),
+            "replicated": distribute_tensor(whole["replicated"], mesh, [Replicate(), Replicate()]),
+        }
+        good = told(lambda: publisher.publish(3, weights).result())
+        stale = told(lambda: publisher.publish(2, weights))
+        diverged = told(lambda: publisher.publish(4, {"plain": torch.full((3,), float(ranks.rank == 1))}))
+        differing = told(lambda: publisher.publish(4 + ranks.rank, weights))
+        return {
+            "good": good,
+            "stale": stale,
+            "diverged": diverged,
+            "differing": differing,
+            "latest": publisher.latest(),
+            "names": sorted(path.name for path in ranks.root.glob("version-*")),
+        }
+
+
 # ----------------------------------------------------------------------------------------------------- the other orders
 
 
@@ -188,7 +224,7 @@ def barrier_before_http(ranks: Ranks) -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
     function.__name__: function
     for function in (
-        *(all_good, one_refuses, one_hangs, rank_0_dies, one_fails_to_export),
+        *(all_good, one_refuses, one_hangs, rank_0_dies, one_fails_to_export, sharded_weights),
         *(http_before_barrier, barrier_before_http),
     )
 }

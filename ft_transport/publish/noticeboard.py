@@ -18,7 +18,8 @@ from ft_transport.publish.report import PublishReport, decode_report, encode_rep
 T = TypeVar("T")
 
 _FIRST_PAUSE_S: Final = 0.001
-_LONGEST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 0.25
+"""A thousand ranks may wait, and one process holds the store."""
 _LOOK_S: Final = 0.25
 _NUM_KEPT: Final = 16
 """So many versions can be asked for; what was posted of older ones is forgotten."""

@@ -27,7 +27,8 @@ class VLLMEngine:
     Attributes:
         url: Its base URL.
         lora_name: Under which name requests find the adapter. With ``{version}`` in it each version has a name of its
-            own, and the one before is unloaded; without, the adapter is replaced in place, between two forward passes.
+            own, and the one before is unloaded; without, the adapter is replaced in place, between two forward passes,
+            by a vLLM that knows ``load_inplace``.
         pause: What happens to requests while weights are replaced (vLLM's ``mode``).
         update_info: Makes what the server's weight-transfer backend expects in ``update_info``. vLLM's own backends
             (NCCL, IPC) carry the bytes themselves; this is for one that reads them from the directory.

@@ -13,7 +13,7 @@ import publish_ranks as script
 import pytest
 import torch
 from checkpoint_ranks import run_ranks
-from engine_servers import StandIn, VLLMStandIn, serving
+from engine_servers import BASE_MODEL, StandIn, VLLMStandIn, serving
 
 _NUM_RANKS = 4
 _FAN_OUT_S = 2 * script.COLLECTIVE_TIMEOUT_S
@@ -106,3 +106,19 @@ def test_a_failure_of_one_rank_in_the_export_is_the_same_error_on_all(tmp_path: 
         assert each["outcome"]["at_s"] - each["started_s"] < _WITHIN_S * _MACHINE_FACTOR
         assert each["left"] == []
         assert each["again"]["type"] is None
+
+
+def test_divided_weights_arrive_whole_and_what_cannot_be_published_is_refused_on_all(tmp_path: Path) -> None:
+    engine = VLLMStandIn()
+    (reports,) = run(tmp_path, {"sharded_weights": [engine]}).values()
+    found, expected = engine.tensors[BASE_MODEL], script.whole_weights()
+    assert found.keys() == expected.keys()
+    assert all(found[name].dtype is value.dtype and torch.equal(found[name], value) for name, value in expected.items())
+    for each in reports:
+        assert each["good"]["type"] is None
+        assert each["stale"]["type"] == "StaleVersionError"
+        assert "expected a version after 3" in each["stale"]["text"]
+        assert each["diverged"]["type"] == "ReplicasDivergedError"
+        assert "ranks [0, 1" in each["diverged"]["text"]
+        assert "rank 1: 'begin version 5'" in each["differing"]["text"]
+        assert (each["latest"], each["names"]) == (3, ["version-3"])
