@@ -150,6 +150,7 @@ class Publisher:
         self._telling: dict[int, Future[PublishReport]] = {}
         self._mutex = threading.Lock()
         self._is_closed = False
+        self._process_id = os.getpid()
         _publishers.add(self)
 
         def check() -> Mapping[str, object]:
@@ -233,7 +234,8 @@ class Publisher:
         self._claim.release()
 
     def _close_at_exit(self) -> None:
-        if self._telling or not self._is_closed:
+        # A forked child has none of the threads.
+        if self._process_id == os.getpid() and not self._is_closed:
             self.close(_EXIT_TIMEOUT)
 
     def __enter__(self) -> Publisher:

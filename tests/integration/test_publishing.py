@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -311,3 +313,17 @@ def test_urls_that_are_none_are_refused() -> None:
     for url in ("localhost:8000", "ftp://host", "http://", "http://host/?a=b"):
         with pytest.raises(ConfigurationError, match="expected the base URL of an engine"):
             VLLMEngine(url)
+
+
+def test_a_process_that_ends_still_tells_the_engines(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch; from ft_transport import LoRAAdapter, Publisher, VLLMEngine\n"
+        "publisher = Publisher([VLLMEngine(sys.argv[1])], sys.argv[2])\n"
+        "publisher.publish(1, LoRAAdapter({'a.lora_A.weight': torch.ones(3)}, {'r': 1}))\n"
+        "raise RuntimeError('of the user')"
+    )
+    with serving(server := VLLMStandIn(load_s=0.5)):
+        command = [sys.executable, "-c", script, server.url, str(tmp_path)]
+        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+        assert (ended.returncode, "of the user" in ended.stderr) == (1, True), ended.stderr
+        assert list(server.adapters.values()) == [str(tmp_path / "version-1")]
