@@ -6,6 +6,7 @@ The scenarios run in ``tests/publish_ranks.py`` under torchrun; the engines are 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine_servers import BASE_MODEL, StandIn, VLLMStandIn, serving
 _NUM_RANKS = 4
 _FAN_OUT_S = 2 * script.COLLECTIVE_TIMEOUT_S
 _REFUSED_AFTER_S = 1.0
+REFUSAL = (500, "text/plain", "CUDA error: out of memory")
 _WITHIN_S = 2.0
 _RELEASED_WITHIN_S = 0.5
 _MACHINE_FACTOR = 3.0
@@ -39,6 +41,27 @@ def slow() -> list[StandIn]:
     return [VLLMStandIn(load_s=_FAN_OUT_S) for _ in range(4)]
 
 
+@dataclass
+class Ran:
+    """Several scenarios of one run: starting four processes takes longer than most of them."""
+
+    engines: dict[str, list[StandIn]]
+    reports: dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    engines: dict[str, list[StandIn]] = {
+        "one_refuses": slow(),
+        "one_hangs": [VLLMStandIn(load_s=1.0) for _ in range(4)],
+        "one_fails_to_export": [VLLMStandIn()],
+        "sharded_weights": [VLLMStandIn()],
+    }
+    engines["one_refuses"][2] = VLLMStandIn(load_s=_REFUSED_AFTER_S, refusal=REFUSAL)
+    engines["one_hangs"][1].is_hanging = True
+    return Ran(engines, run(tmp_path_factory.mktemp("publish"), engines))
+
+
 def test_engines_may_take_longer_than_collectives_in_our_order_alone(tmp_path: Path) -> None:
     engines = {name: slow() for name in ("all_good", "http_before_barrier", "barrier_before_http")}
     reports = run(tmp_path, engines)
@@ -58,12 +81,9 @@ def test_engines_may_take_longer_than_collectives_in_our_order_alone(tmp_path: P
     assert all(each["first"]["type"] is None for each in reports["barrier_before_http"])
 
 
-def test_a_refusal_is_known_to_all_at_once_with_the_whole_report(tmp_path: Path) -> None:
-    engines = slow()
-    refusing = VLLMStandIn(load_s=_REFUSED_AFTER_S, refusal=(500, "text/plain", "CUDA error: out of memory"))
-    engines[2] = refusing
-    (reports,) = run(tmp_path, {"one_refuses": engines}).values()
-    for each in reports:
+def test_a_refusal_is_known_to_all_at_once_with_the_whole_report(ran: Ran) -> None:
+    refusing = ran.engines["one_refuses"][2]
+    for each in ran.reports["one_refuses"]:
         outcome = each["outcome"]
         assert outcome["type"] == "PublishError"
         for part in (f"POST {refusing.url}/v1/load_lora_adapter", "status 500", "CUDA error: out of memory"):
@@ -74,11 +94,9 @@ def test_a_refusal_is_known_to_all_at_once_with_the_whole_report(tmp_path: Path)
         assert [outcome for outcome, _ in each["engines"]] == ["confirmed", "confirmed", "refused", "confirmed"]
 
 
-def test_one_that_hangs_is_bounded_by_its_deadline_and_holds_nobody_back(tmp_path: Path) -> None:
-    engines: list[StandIn] = [VLLMStandIn(load_s=1.0) for _ in range(4)]
-    engines[1].is_hanging = True
-    (reports,) = run(tmp_path, {"one_hangs": engines}).values()
-    for each in reports:
+def test_one_that_hangs_is_bounded_by_its_deadline_and_holds_nobody_back(ran: Ran) -> None:
+    engines = ran.engines["one_hangs"]
+    for each in ran.reports["one_hangs"]:
         assert each["outcome"]["type"] == "PublishError"
         assert f"{engines[1].url}: late" in each["outcome"]["text"]
         assert [outcome for outcome, _ in each["engines"]] == ["confirmed", "late", "confirmed", "confirmed"]
@@ -96,10 +114,8 @@ def test_a_rank_0_that_died_is_noticed_long_before_the_deadline(tmp_path: Path) 
         assert each["outcome"]["at_s"] - each["died_s"] < script.ENGINE_TIMEOUT_S / 2
 
 
-def test_a_failure_of_one_rank_in_the_export_is_the_same_error_on_all(tmp_path: Path) -> None:
-    engines: list[StandIn] = [VLLMStandIn()]
-    (reports,) = run(tmp_path, {"one_fails_to_export": engines}).values()
-    for each in reports:
+def test_a_failure_of_one_rank_in_the_export_is_the_same_error_on_all(ran: Ran) -> None:
+    for each in ran.reports["one_fails_to_export"]:
         assert each["outcome"]["type"] == "RankFailedError"
         assert "rank 2" in each["outcome"]["text"]
         assert "Permission denied" in each["outcome"]["text"]
@@ -108,13 +124,12 @@ def test_a_failure_of_one_rank_in_the_export_is_the_same_error_on_all(tmp_path: 
         assert each["again"]["type"] is None
 
 
-def test_divided_weights_arrive_whole_and_what_cannot_be_published_is_refused_on_all(tmp_path: Path) -> None:
-    engine = VLLMStandIn()
-    (reports,) = run(tmp_path, {"sharded_weights": [engine]}).values()
+def test_divided_weights_arrive_whole_and_what_cannot_be_published_is_refused_on_all(ran: Ran) -> None:
+    (engine,) = ran.engines["sharded_weights"]
     found, expected = engine.tensors[BASE_MODEL], script.whole_weights()
     assert found.keys() == expected.keys()
     assert all(found[name].dtype is value.dtype and torch.equal(found[name], value) for name, value in expected.items())
-    for each in reports:
+    for each in ran.reports["sharded_weights"]:
         assert each["good"]["type"] is None
         assert each["stale"]["type"] == "StaleVersionError"
         assert "expected a version after 3" in each["stale"]["text"]
