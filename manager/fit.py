@@ -18,7 +18,7 @@ MANAGER_KEY: Final = "manager"
 _MAX_SHOWN: Final = 5
 
 
-def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[str, object], *, note: str) -> None:
+def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[str, object], *, note: str = "") -> None:
     """Refuse a state that what is registered here could not hold exactly.
 
     Other keys would fail in the middle of loading, other dtypes would be rounded without a word, and an optimizer or a
@@ -110,7 +110,7 @@ def _check_tensors(incoming: Incoming, entry: StateEntry, note: str) -> None:
     if differing:
         raise RegistryError(
             f"expected tensors of the same dtypes, shapes and parts under {entry.key!r}; {_some(differing)}; nothing "
-            f"was received ({note})",
+            f"was received{f' ({note})' if note else ''}",
             keys=(entry.key,),
         )
 

@@ -278,7 +278,7 @@ def test_what_was_just_saved_is_kept_though_a_later_step_is_there(root: Path) ->
 
 
 @pytest.mark.timeout(_TIMEOUT_S + 30)
-@pytest.mark.parametrize("read", ["once", "each"])
+@pytest.mark.parametrize("read", ["once", pytest.param("each", marks=pytest.mark.slow)])
 def test_what_one_rank_finds_is_one_error_on_all_of_them(tmp_path: Path, read: str) -> None:
     root = tmp_path / "root"
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(script.NUM_RANKS), script.__file__]
