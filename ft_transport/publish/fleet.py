@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 2.0
 _TICK_S: Final = 0.25
+_NUM_DOUBTFUL: Final = 4
+"""An engine that hangs for good must not keep every version on disk."""
 _CLOSING_S: Final = 15.0
 
 Post = Callable[[PublishReport], None]
@@ -36,11 +38,13 @@ class _Known:
     Attributes:
         version: The one that it confirmed last; ``None`` if it never did.
         is_counted: Whether it confirmed the last version that it was told of.
+        doubtful: Versions that it may have begun to load, and not confirmed; the latest few.
         mutex: It is told of one version after the other.
     """
 
     version: int | None = None
     is_counted: bool = True
+    doubtful: tuple[int, ...] = ()
     mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -85,9 +89,12 @@ class EngineFleet:
         return asyncio.run_coroutine_threadsafe(self._tell_all(delivery, post), self._loop)
 
     def versions_in_use(self) -> set[int] | None:
-        """Versions that engines use as far as is known; ``None`` if that is not known of all."""
+        """Versions that engines may be using; ``None`` if one has never confirmed any."""
         versions = {known.version for known in self._known}
-        return {version for version in versions if version is not None} if None not in versions else None
+        if None in versions:
+            return None
+        doubtful = {version for known in self._known for version in known.doubtful}
+        return doubtful | {version for version in versions if version is not None}
 
     def close(self) -> None:
         """Gives up who is being told, and ends the thread. May be called twice."""
@@ -179,8 +186,13 @@ class EngineFleet:
         try:
             report = msgspec.structs.replace(report, **await self._outcome(known, attempt))
         finally:
-            if report.outcome != "confirmed":
+            if report.outcome == "confirmed":
+                known.doubtful = ()
+            else:
                 known.is_counted = False
+                if attempt.may_be_loading:
+                    # Its request was given up here, which need not keep the engine from going on with it.
+                    known.doubtful = (*known.doubtful, delivery.version)[-_NUM_DOUBTFUL:]
         report = msgspec.structs.replace(
             report, seconds=time.monotonic() - started_s, num_attempts=attempt.number, version=known.version
         )
@@ -227,6 +239,7 @@ class _Attempt:
         delivery: The version.
         number: How often it was tried.
         failure: Why the last attempt did not get through.
+        may_be_loading: Whether the engine may have heard of it.
     """
 
     engine: Engine
@@ -234,6 +247,7 @@ class _Attempt:
     delivery: Delivery
     number: int = 0
     failure: EngineUnreachableError | None = None
+    may_be_loading: bool = False
 
     async def until_it_answers(self) -> int:
         """Tries again while no connection can be made, or it breaks.
@@ -244,10 +258,17 @@ class _Attempt:
         pause_s = _FIRST_PAUSE_S
         while True:
             self.number += 1
+            was_heard, self.may_be_loading = self.may_be_loading, True
             try:
                 version = await self.engine.deliver(self.connection, self.delivery)
             except EngineUnreachableError as error:
                 self.failure = error
+                if isinstance(error.__cause__, aiohttp.ClientConnectorError):
+                    self.may_be_loading = was_heard
+            except EngineRefusedError:
+                # It has answered, and is done with it.
+                self.may_be_loading = was_heard
+                raise
             else:
                 if version != self.delivery.version:
                     raise EngineRefusedError(

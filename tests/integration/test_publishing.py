@@ -298,6 +298,22 @@ class TestVersions:
             publisher.close()
         assert sorted(path.name for path in tmp_path.glob("version-*")) == ["version-1", "version-3"]
 
+    def test_a_version_that_a_late_engine_may_still_be_loading_stays(self, tmp_path: Path) -> None:
+        first, second = VLLMStandIn(), VLLMStandIn()
+        with publishing(tmp_path, first, second, engine_timeout=timedelta(seconds=0.5)) as publisher:
+            publisher.publish(1, adapter(1)).report(SOON)
+            second.is_hanging = True
+            for version in (2, 3):
+                report = publisher.publish(version, adapter(version)).report(SOON)
+                assert [each.outcome for each in report.engines] == ["confirmed", "late"]
+            publisher.publish(4, adapter(4)).report(SOON)
+            names = sorted(path.name for path in tmp_path.glob("version-*"))
+            assert names == ["version-1", "version-2", "version-3", "version-4"]
+            second.is_hanging = False
+            publisher.publish(5, adapter(5)).report(SOON)
+            publisher.close()
+        assert [path.name for path in tmp_path.glob("version-*")] == ["version-5"]
+
     def test_what_was_interrupted_is_cleared_and_what_was_published_is_not_writable(self, tmp_path: Path) -> None:
         (tmp_path / "version-3.incomplete").mkdir()
         (tmp_path / "version-notes").mkdir()
