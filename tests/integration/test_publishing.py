@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -218,16 +217,15 @@ class TestPulling:
 
 class TestFailures:
     def test_a_refusal_names_url_status_and_body(self, tmp_path: Path) -> None:
-        good, bad = VLLMStandIn(load_s=1.0), VLLMStandIn(refusal=(500, "text/plain", "CUDA error: out of memory"))
+        good, bad = VLLMStandIn(load_s=2.0), VLLMStandIn(refusal=(500, "text/plain", "CUDA error: out of memory"))
         with publishing(tmp_path, good, bad) as publisher:
-            started_s = time.monotonic()
             handle = publisher.publish(1, adapter(1))
             with pytest.raises(PublishError) as caught:
                 handle.result(SOON)
-            assert time.monotonic() - started_s < 0.9, "it does not wait for the slow one"
             text = str(caught.value)
             for part in (f"POST {bad.url}/v1/load_lora_adapter", "status 500", "CUDA error: out of memory"):
                 assert part in text
+            # It does not wait for the slow one.
             assert [each.outcome for each in caught.value.report.engines] == ["pending", "refused"]
             assert [each.outcome for each in handle.report(SOON).engines] == ["confirmed", "refused"]
 
