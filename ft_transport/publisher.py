@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import os
 import threading
@@ -33,6 +32,7 @@ from ft_transport.publish.report import POLICIES, Policy, PublishReport
 from ft_transport.publish.versions import VersionDirectory
 from ft_transport.settings import check_duration, check_number
 from ft_transport.storage.agreement import Agreement, RankGroup
+from ft_transport.storage.at_exit import at_exit
 from ft_transport.storage.claim import RootClaim
 from ft_transport.storage.common_settings import checked_root, compare_settings
 from ft_transport.storage.exchange import Exchange
@@ -94,7 +94,7 @@ class Publisher:
     on a thread of its own, and posts what came of it; nobody waits in a collective for HTTP.
 
     Args:
-        engines: Whom to tell. Rank 0's are told; the others' are not looked at.
+        engines: Whom to tell. Rank 0 tells its own; what other ranks pass is not looked at.
         root: A directory for versions, ``version-N`` each; engines see it under the same path. One publisher at a time
             writes there.
         process_group: All ranks that hold parts of the weights. By default all of ``torch.distributed``, or this
@@ -102,7 +102,7 @@ class Publisher:
         policy: When `PublishHandle.result` is content: ``all`` engines have confirmed the version, a ``quorum`` (more
             than half), or as many as do (``best effort``). An engine that failed is told of every further version, and
             counts again once it has confirmed one.
-        engine_timeout: Deadline of each engine for each version.
+        engine_timeout: Deadline of each engine for each version, from when it is done with the one before.
         timeout: How long a rank may go without a sign of life during an export.
         silence_timeout: How long rank 0 may go without one while engines are told.
         num_copy_threads: That copy the weights.
@@ -135,17 +135,16 @@ class Publisher:
         }.items():
             check_duration(name, duration, at_least=timedelta.resolution)
         self._root = checked_root(root)
-        self._timeout_s = engine_timeout.total_seconds() + _MARGIN_S
+        # An engine may be loading the version before.
+        self._timeout_s = 2 * engine_timeout.total_seconds() + _MARGIN_S
         group = RankGroup(process_group)
         self._agreement = Agreement(group, "publish", timeout)
         self._exchange = Exchange(group, "publish", timeout)
         self._board = NoticeBoard(group.store("publish/reports"), silence_timeout.total_seconds())
         self._directory = VersionDirectory(self._root)
         self._claim = RootClaim(self._root)
-        self._exporter = Exporter(
-            self._agreement, self._exchange, self._directory, num_threads=num_copy_threads or default_num_threads()
-        )
-        self._fleet = EngineFleet(engines, policy, engine_timeout, self._board.tick)
+        self._exporter: Exporter | None = None
+        self._fleet: EngineFleet | None = None
         self._transport = transport
         self._telling: dict[int, Future[PublishReport]] = {}
         self._mutex = threading.Lock()
@@ -156,9 +155,19 @@ class Publisher:
         def check() -> Mapping[str, object]:
             if policy not in POLICIES:
                 raise ConfigurationError(f"expected one of {POLICIES} as policy, got {policy!r}")
-            urls = [engine.url for engine in engines]
+            number = default_num_threads() if num_copy_threads is None else num_copy_threads
+            threads = check_number("num_copy_threads", number, at_least=1)
+            if transport is not None and not isinstance(transport, HTTPTransport):
+                raise ConfigurationError(f"expected an HTTPTransport as transport, got {type(transport).__name__}")
+            told = tuple(engines) if self._agreement.is_first else ()
+            for engine in told:
+                if not isinstance(engine, Engine):
+                    raise ConfigurationError(f"expected engines with url, headers and deliver, got {engine!r}")
+            urls = [engine.url for engine in told]
             if len(set(urls)) < len(urls):
                 raise ConfigurationError(f"expected each engine once, got {urls}")
+            self._exporter = Exporter(self._agreement, self._exchange, self._directory, num_threads=threads)
+            self._fleet = EngineFleet(told, policy, engine_timeout, self._board.tick)
             return {"policy": policy, "engine_timeout": engine_timeout}
 
         try:
@@ -190,6 +199,7 @@ class Publisher:
         version = check_number("version", version, at_least=0)
         if self._is_closed:
             raise PublishError("expected a publisher that is open, this one is closed")
+        assert self._exporter is not None, "it is open"
         directory = self._exporter.export(version, lambda: _content_of(weights))
         if self._agreement.is_first:
             self._tell(version, directory)
@@ -228,9 +238,11 @@ class Publisher:
                 telling.exception(max(0.0, deadline_s - time.monotonic()))
             except FutureTimeoutError:
                 logger.warning("engines that were still being told are given up")
-        self._fleet.close()
+        if self._fleet is not None:
+            self._fleet.close()
         self._exchange.close()
-        self._exporter.close()
+        if self._exporter is not None:
+            self._exporter.close()
         self._claim.release()
 
     def _close_at_exit(self) -> None:
@@ -252,6 +264,7 @@ class Publisher:
         kind: Kind = "adapter" if (directory / CONFIG_NAME).exists() else "weights"
         address = _Served(self._transport, version, directory).address if self._transport is not None else None
         delivery = Delivery(version, kind, directory, address)
+        assert self._fleet is not None, "it is open"
         telling = self._fleet.tell(delivery, self._board.post)
         with self._mutex:
             self._telling[version] = telling
@@ -262,6 +275,7 @@ class Publisher:
         with self._mutex:
             del self._telling[version]
             told = set(self._telling)
+        assert self._fleet is not None, "it has told them"
         used = self._fleet.versions_in_use()
         if used is None:
             return  # Of an engine that never confirmed one, it may be any.
@@ -314,7 +328,7 @@ class _Served:
 _publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()
 
 
-@atexit.register
+@at_exit
 def _close_all() -> None:
     """Engines that are being told when the process ends are still told; a thread that is cut off may abort it."""
     for publisher in list(_publishers):

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from aiohttp import web
+from torch.distributed.tensor import DTensor
 
 from ft_transport.errors import RestoreError, TransportError
 from ft_transport.net.address import advertised_host, listen
 from ft_transport.net.token import JobToken
 from ft_transport.publish.pulling import ROUTE
-from ft_transport.settings import check_duration
+from ft_transport.settings import TransportSettings, check_duration
+from ft_transport.tensors.dtypes import overlaps_itself
 from ft_transport.tensors.matching import Incoming
+from ft_transport.tensors.views import extent_bytes, has_own_memory
 from ft_transport.transport import HTTPTransport
 
 logger = logging.getLogger(__name__)
@@ -67,11 +71,13 @@ class WeightReceiver:
         self._timeout = timeout
         self._token = JobToken(token) if token is not None else JobToken.from_environment()
         self._version: int | None = None
+        self._newest = -1
         self.num_bytes_fetched = 0
         self._mutex = threading.Lock()
         self._socket = listen(host, port)
         self.url = f"http://{advertised_host(advertise, bound=host)}:{self._socket.getsockname()[1]}"
-        self._transport: HTTPTransport[Any] = HTTPTransport(timeout)
+        settings = TransportSettings(token=token) if token is not None else None
+        self._transport: HTTPTransport[Any] = HTTPTransport(timeout, settings=settings)
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
         self._thread = threading.Thread(target=self._run, name="ft-transport-weights", daemon=True)
@@ -126,8 +132,11 @@ class WeightReceiver:
         try:
             response: web.StreamResponse = await handler(request)
             return response
-        except TransportError as error:
-            logger.warning("a version could not be received: %s", error)
+        except web.HTTPException:
+            raise
+        except Exception as error:
+            # Also what the engine's own functions raise: the publisher's report says why.
+            logger.warning("a version could not be received: %s", error, exc_info=not isinstance(error, TransportError))
             return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=500)
 
     async def _say(self, _request: web.Request) -> web.Response:
@@ -148,11 +157,13 @@ class WeightReceiver:
         with self._mutex:
             if self._version is not None and version <= self._version:
                 return  # What was asked for again, or overtaken.
-            weights = self._weights() if callable(self._weights) else self._weights
-            into = {"weights": dict(weights)}
+            if version < self._newest:
+                raise RestoreError(f"expected version {self._newest}, which was begun before, or a later one")
+            own = _own_weights(self._weights() if callable(self._weights) else self._weights)
+            into = {"weights": {names[0]: tensor for names, tensor in own}}
 
             def check(incoming: Incoming) -> None:
-                _refuse_others(incoming, into["weights"])
+                _refuse_others(incoming, {name for names, _ in own for name in names})
 
             with self._paused():
                 try:
@@ -161,17 +172,62 @@ class WeightReceiver:
                     )
                 except TransportError as error:
                     if error.destination_touched:
-                        self._version = None
+                        self._version, self._newest = None, version
                     raise
+                self._version, self._newest = None, version
+                _refuse_unfilled(received.state["weights"], own)
                 self._version = received.step
                 self.num_bytes_fetched = received.num_bytes_fetched or 0
 
 
-def _refuse_others(incoming: Incoming, weights: Mapping[str, torch.Tensor]) -> None:
+_Own: TypeAlias = list[tuple[list[str], torch.Tensor]]
+
+
+def _own_weights(weights: Mapping[str, object]) -> _Own:
+    """The engine's tensors, each once with all its names, as plain tensors that share its memory.
+
+    Raises:
+        RestoreError: Something is no tensor that bytes can be received into, or two overlap.
+    """
+    own: dict[tuple[object, ...], tuple[list[str], torch.Tensor]] = {}
+    for name, value in weights.items():
+        plain: object = value
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            plain = value.detach().as_subclass(torch.Tensor)
+        if not has_own_memory(plain) or (not plain.is_contiguous() and overlaps_itself(plain.shape, plain.stride())):
+            kind = (
+                f"{type(value).__name__} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
+            )
+            raise RestoreError(f"expected a tensor with memory of its own to receive into, got {kind}", path=name)
+        key = (plain.device, plain.data_ptr(), plain.dtype, plain.shape, plain.stride()) if plain.numel() else (name,)
+        own.setdefault(key, ([], plain))[0].append(name)
+    found = list(own.values())
+    by_start = sorted((str(each.device), each.data_ptr(), extent_bytes(each), names[0]) for names, each in found)
+    for (device, start, length, name), (other_device, other_start, other_length, other) in itertools.pairwise(by_start):
+        if device == other_device and other_length and other_start < start + length:
+            raise RestoreError(f"expected weights that do not overlap, {other} begins inside {name}", path=other)
+    return found
+
+
+def _refuse_unfilled(state: Mapping[str, torch.Tensor], own: _Own) -> None:
+    """Makes sure that what has come is in the engine's own tensors; for a tie, that all its names are the same."""
+    for names, tensor in own:
+        if state[names[0]] is not tensor and tensor.numel():
+            raise RestoreError("expected it to be received in place, it was not", path=names[0])
+        for name in names[1:]:
+            if not torch.equal(_bits_of(state[name]), _bits_of(tensor)):
+                raise RestoreError(f"expected the same as {names[0]}, with which it shares memory here", path=name)
+
+
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _refuse_others(incoming: Incoming, own: Set[str]) -> None:
     """What comes has to be just what is here."""
     names = set(incoming.keys("weights") or ())
-    if incoming.mismatches or names != weights.keys():
-        missing, unexpected = sorted(weights.keys() - names)[:5], sorted(names - weights.keys())[:5]
+    if incoming.mismatches or names != own:
+        missing, unexpected = sorted(own - names)[:5], sorted(names - own)[:5]
         differing = "; ".join(
             f"{each.path}: {each.own} here, {each.received} there" for each in incoming.mismatches[:5]
         )

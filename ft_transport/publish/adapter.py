@@ -20,6 +20,7 @@ from ft_transport.errors import ConfigurationError
 CONFIG_NAME: Final = "adapter_config.json"
 _PREFIX: Final = "base_model.model."
 _KIND: Final = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)\.")
+_OTHER: Final = re.compile(r"\.(modules_to_save|trainable_tokens_delta)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,24 @@ class LoRAAdapter:
         """
         tensors = {}
         for parameter_name, parameter in module.named_parameters():
+            other = _OTHER.search(parameter_name)
+            if other is not None:
+                raise ConfigurationError(
+                    f"expected an adapter of LoRA's matrices alone, got {parameter_name}; pass the tensors by the "
+                    "names that PEFT gives them instead"
+                )
             match = _KIND.search(parameter_name)
             if match is None:
                 continue
-            rest = parameter_name[match.end() :]
+            rest = parameter_name[match.end() :].split(".")
             # Of another adapter, unless it has no names at all.
-            if rest.split(".")[0] not in (name, "weight"):
+            if rest[0] == name:
+                rest = rest[1:]
+            elif rest[0] != "weight":
                 continue
-            rest = rest.removeprefix(name).removeprefix(".")
-            file_name = f"{parameter_name[: match.end() - 1]}{'.' if rest else ''}{rest}"
+            if match[1] == "lora_magnitude_vector":
+                rest = [part for part in rest if part != "weight"]
+            file_name = ".".join([parameter_name[: match.end() - 1], *rest])
             if not file_name.startswith(_PREFIX):
                 file_name = _PREFIX + file_name
             tensors[file_name] = parameter.detach()

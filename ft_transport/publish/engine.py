@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +16,13 @@ import aiohttp
 
 from ft_transport.errors import EngineRefusedError, EngineUnreachableError
 
+logger = logging.getLogger(__name__)
+
 _MAX_BODY_BYTES: Final = 1 << 20
 _MAX_SHOWN_CHARACTERS: Final = 2000
-_RESUME_TIMEOUT_S: Final = 10.0
+_RESUME_TIMEOUT_S: Final = 30.0
+_RESUME_PAUSE_S: Final = 0.2
+_REFUSAL_BODY_S: Final = 2.0
 
 Kind = Literal["adapter", "weights"]
 
@@ -60,7 +66,7 @@ class Answer:
         """
         try:
             return json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise self.refusal("expected an answer in JSON") from None
 
     def refusal(self, message: str) -> EngineRefusedError:
@@ -80,6 +86,11 @@ class EngineConnection:
         session: Its timeouts are off: whoever waits has a deadline.
         url: Base URL of the engine.
         headers: Sent with each request.
+
+    Attributes:
+        url: The same.
+        unfinished: What goes on beside the attempts, such as resuming.
+        serving: Versions that the engine has said that it serves.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> None:
@@ -87,6 +98,7 @@ class EngineConnection:
         self._session = session
         self._headers = dict(headers)
         self.unfinished: set[asyncio.Task[None]] = set()
+        self.serving: frozenset[int] = frozenset()
 
     async def get(self, path: str, **params: str) -> Answer:
         """Asks.
@@ -103,53 +115,65 @@ class EngineConnection:
 
     @contextlib.asynccontextmanager
     async def resuming(self, resume: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-        """An engine that is paused inside is resumed, whatever happens; also after the deadline has run out.
+        """Whoever pauses the engine inside has it resumed, whatever happens; also after the deadline has run out.
 
         Args:
             resume: Resumes it.
         """
         try:
             yield
+            await resume()
         except BaseException:
-
-            async def resume_late() -> None:
-                with contextlib.suppress(
-                    EngineRefusedError, EngineUnreachableError, TimeoutError, asyncio.TimeoutError
-                ):
-                    await asyncio.wait_for(resume(), _RESUME_TIMEOUT_S)
-
-            # On its own: who is waiting for the outcome need not wait for this.
-            task = asyncio.get_running_loop().create_task(resume_late())
+            # On its own: who is waiting for the outcome need not wait for this. The next attempt does.
+            task = asyncio.get_running_loop().create_task(self._resume_late(resume))
             self.unfinished.add(task)
             task.add_done_callback(self.unfinished.discard)
             raise
-        await resume()
+
+    async def _resume_late(self, resume: Callable[[], Awaitable[object]]) -> None:
+        deadline_s = time.monotonic() + _RESUME_TIMEOUT_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                await asyncio.wait_for(resume(), left_s)
+                return
+            except (EngineRefusedError, EngineUnreachableError, TimeoutError, asyncio.TimeoutError) as error:
+                failure = error
+            await asyncio.sleep(_RESUME_PAUSE_S)
+        logger.warning("%s could not be resumed within %g s: %s", self.url, _RESUME_TIMEOUT_S, failure)
 
     async def _request(
         self, method: str, path: str, params: Mapping[str, str], body: Mapping[str, object] | None
     ) -> Answer:
         url = f"{self.url}{path}"
         request = f"{method} {url}"
+        status: int | None = None
+        data = bytearray()
         try:
             async with self._session.request(
                 method, url, params=params or None, json=body, headers=self._headers, allow_redirects=False
             ) as response:
-                data = bytearray()
-                while len(data) < _MAX_BODY_BYTES and (chunk := await response.content.readany()):
-                    data += chunk
-                text = data.decode(response.get_encoding() if response.charset else "utf-8", "replace")
-                answer = Answer(request, response.status, text)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            raise EngineUnreachableError(
-                f"expected a connection for {request}: {type(error).__name__}: {error}", peer=self.url
-            ) from error
+                status = response.status
+                # A refusal is one, however much of its text comes.
+                patience_s = _REFUSAL_BODY_S if status >= 300 else None
+                await asyncio.wait_for(_read(response.content, data), patience_s)
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError, OSError) as error:
+            if status is None or status < 300:
+                raise EngineUnreachableError(
+                    f"expected a connection for {request}: {type(error).__name__}: {error}", peer=self.url
+                ) from error
         except (aiohttp.ClientError, LookupError, ValueError) as error:
             raise EngineRefusedError(
-                f"expected an HTTP answer to {request}: {type(error).__name__}: {error}", request=request
+                f"expected an HTTP answer to {request}: {type(error).__name__}: {error}", request=request, status=status
             ) from error
+        answer = Answer(request, status, data.decode("utf-8", "replace"))
         if answer.status >= 300:
             raise answer.refusal("expected the engine to do it")
         return answer
+
+
+async def _read(content: aiohttp.StreamReader, data: bytearray) -> None:
+    while len(data) < _MAX_BODY_BYTES and (chunk := await content.readany()):
+        data += chunk
 
 
 @runtime_checkable

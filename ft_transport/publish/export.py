@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import torch
 from msgspec import Struct
+from torch.distributed.tensor import DTensor
 
 from ft_transport.errors import PublishError
 from ft_transport.publish.engine import Kind
@@ -26,6 +28,7 @@ from ft_transport.storage.exchange import Exchange
 from ft_transport.storage.items import Described, Item, describe
 from ft_transport.storage.plan import SavePlan, Share, find_diverged, make_plan
 from ft_transport.tensors.snapshot import Snapshot, SnapshotTaker
+from ft_transport.tensors.views import has_own_memory
 from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
 from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import Manifest, decode_header
@@ -148,7 +151,7 @@ class _Export:
 
     def _take(self, content: Callable[[], Content], taker: SnapshotTaker) -> bytes:
         self._content = own = content()
-        self._snapshot = taker.begin(self._version, {_ROOT: dict(own.tensors)}).finish()
+        self._snapshot = taker.begin(self._version, {_ROOT: _untied(own.tensors)}).finish()
         self._described = describe([_manifest_of(self._header())], 0)
         for value in self._described.values:
             raise PublishError("expected tensors alone, got something else", path=value.name.removeprefix(f"{_ROOT}."))
@@ -260,6 +263,22 @@ class _Export:
             write_small(directory / INDEX_NAME, consolidation.index)
         for name, data in self._content.files.items():
             write_small(directory / name, data)
+
+
+def _untied(tensors: Mapping[str, object]) -> dict[str, object]:
+    """The same with a copy of what shares memory with another: in the files each name has bytes of its own."""
+    taken: set[tuple[torch.device, int]] = set()
+    untied: dict[str, object] = {}
+    for name, value in tensors.items():
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if has_own_memory(local) and local.numel():
+            key = (local.device, local.untyped_storage().data_ptr())
+            if key in taken and not isinstance(value, DTensor):
+                untied[name] = local.detach().clone()
+                continue
+            taken.add(key)
+        untied[name] = value
+    return untied
 
 
 def _batches(items: Sequence[Item], share: Share) -> Iterator[list[tuple[int, int, int]]]:

@@ -39,13 +39,19 @@ class _Known:
         version: The one that it confirmed last; ``None`` if it never did.
         is_counted: Whether it confirmed the last version that it was told of.
         doubtful: Versions that it may have begun to load, and not confirmed; the latest few.
+        serving: Versions that it has said that it serves, beside the one that it confirmed.
+        newest: The newest version that it is to be told of.
         mutex: It is told of one version after the other.
+        unfinished: What goes on beside the attempts, such as resuming it.
     """
 
     version: int | None = None
     is_counted: bool = True
     doubtful: tuple[int, ...] = ()
+    serving: frozenset[int] = frozenset()
+    newest: int = -1
     mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
+    unfinished: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class EngineFleet:
@@ -70,7 +76,6 @@ class EngineFleet:
         self._thread: threading.Thread | None = None
         self._session: aiohttp.ClientSession | None = None
         self._telling: set[asyncio.Task[PublishReport]] = set()
-        self._unfinished: set[asyncio.Task[None]] = set()
 
     def tell(self, delivery: Delivery, post: Post) -> Future[PublishReport]:
         """Begins to tell all engines of a version.
@@ -90,18 +95,21 @@ class EngineFleet:
 
     def versions_in_use(self) -> set[int] | None:
         """Versions that engines may be using; ``None`` if one has never confirmed any."""
-        versions = {known.version for known in self._known}
-        if None in versions:
-            return None
-        doubtful = {version for known in self._known for version in known.doubtful}
-        return doubtful | {version for version in versions if version is not None}
+        versions: set[int] = set()
+        for known in self._known:
+            if known.version is None:
+                return None
+            versions |= {known.version, *known.doubtful, *known.serving}
+        return versions
 
     def close(self) -> None:
         """Gives up who is being told, and ends the thread. May be called twice."""
         thread, self._thread = self._thread, None
         if thread is not None:
             asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-            thread.join()
+            thread.join(3 * _CLOSING_S)
+            if thread.is_alive():
+                logger.warning("an engine's deliver does not give way: its thread is left behind")
         if not self._loop.is_running():
             self._loop.close()
 
@@ -112,12 +120,12 @@ class EngineFleet:
     async def _end(self) -> None:
         for task in self._telling:
             task.cancel()
-        waiting = [*self._telling, *self._unfinished]
-        if waiting:
-            await asyncio.wait(waiting, timeout=_CLOSING_S)
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=_CLOSING_S)
         # What was given up may have left an engine to be resumed.
-        if self._unfinished:
-            await asyncio.wait(self._unfinished, timeout=_CLOSING_S)
+        unfinished = [task for known in self._known for task in known.unfinished]
+        if unfinished:
+            await asyncio.wait(unfinished, timeout=_CLOSING_S)
         if self._session is not None:
             await self._session.close()
         self._loop.stop()
@@ -138,6 +146,8 @@ class EngineFleet:
         ]
         is_posted = False
         ticking = asyncio.ensure_future(self._keep_ticking())
+        for known in self._known:
+            known.newest = max(known.newest, delivery.version)
         telling = {asyncio.ensure_future(self._tell(number, delivery)): number for number in range(len(self._engines))}
         try:
             pending = set(telling)
@@ -152,6 +162,15 @@ class EngineFleet:
             report = self._report(delivery, reports)
             await asyncio.to_thread(post, report)
             return report
+        except asyncio.CancelledError:
+            given_up = [
+                msgspec.structs.replace(each, outcome="failed", body="given up: the publisher was closed")
+                if each.outcome == "pending"
+                else each
+                for each in reports
+            ]
+            post(self._report(delivery, given_up))
+            raise
         finally:
             ticking.cancel()
             for each in telling:
@@ -175,58 +194,75 @@ class EngineFleet:
             await asyncio.sleep(_TICK_S)
 
     async def _tell(self, number: int, delivery: Delivery) -> EngineReport:
-        """Tells one engine, as often as its connection breaks, until its deadline."""
+        """Tells one engine, as often as its connection breaks, until its deadline. Raises nothing."""
         engine, known = self._engines[number], self._known[number]
-        assert self._session is not None, "it was made"
-        connection = EngineConnection(self._session, engine.url, engine.headers)
-        connection.unfinished = self._unfinished
-        attempt = _Attempt(engine, connection, delivery)
+        attempt = _Attempt(engine, known, delivery)
         started_s = time.monotonic()
-        report = EngineReport(url=engine.url, outcome="failed", is_counted=known.is_counted)
-        try:
-            report = msgspec.structs.replace(report, **await self._outcome(known, attempt))
-        finally:
-            if report.outcome == "confirmed":
-                known.doubtful = ()
-            else:
-                known.is_counted = False
-                if attempt.may_be_loading:
-                    # Its request was given up here, which need not keep the engine from going on with it.
-                    known.doubtful = (*known.doubtful, delivery.version)[-_NUM_DOUBTFUL:]
-        report = msgspec.structs.replace(
-            report, seconds=time.monotonic() - started_s, num_attempts=attempt.number, version=known.version
-        )
-        if report.outcome != "confirmed":
+        is_counted = known.is_counted
+        outcome = await self._outcome(known, attempt)
+        if outcome["outcome"] == "confirmed":
+            known.doubtful = ()
+        elif outcome["outcome"] != "superseded":
+            known.is_counted = False
+        if outcome["outcome"] != "confirmed" and attempt.may_be_loading:
+            # Its request was given up here, which need not keep the engine from going on with it.
+            known.doubtful = (*known.doubtful, delivery.version)[-_NUM_DOUBTFUL:]
+        facts = {
+            "url": engine.url,
+            "is_counted": is_counted,
+            "seconds": time.monotonic() - started_s,
+            "num_attempts": attempt.number,
+            "version": known.version,
+            **outcome,
+        }
+        report = msgspec.convert(facts, EngineReport)
+        if report.outcome not in ("confirmed", "superseded"):
             logger.warning("version %d: an engine is left out until it is caught up: %s", delivery.version, report)
-        elif not report.is_counted:
+        elif report.outcome == "confirmed" and not is_counted:
             logger.info("version %d: caught up: %s", delivery.version, report)
         return report
 
     async def _outcome(self, known: _Known, attempt: _Attempt) -> dict[str, object]:
-        async def deliver() -> None:
-            async with known.mutex:
-                known.version = await attempt.until_it_answers()
-                known.is_counted = True
-
+        assert self._session is not None, "it was made"
+        late: dict[str, object] = {"outcome": "late", "body": f"no answer within {self._timeout_s:g} s"}
         try:
-            await asyncio.wait_for(deliver(), self._timeout_s)
+            # Whoever has it has a deadline, too.
+            await asyncio.wait_for(known.mutex.acquire(), self._timeout_s + _CLOSING_S)
         except (TimeoutError, asyncio.TimeoutError):
+            return late
+        if known.newest > attempt.delivery.version:
+            known.mutex.release()
+            return {"outcome": "superseded", "body": f"version {known.newest} was published before its turn"}
+        delivering = asyncio.ensure_future(attempt.until_it_answers(self._session))
+        # Also if it does not give way when it is given up: then the engine stays taken.
+        delivering.add_done_callback(lambda _: known.mutex.release())
+        try:
+            await asyncio.wait({delivering}, timeout=self._timeout_s)
+        finally:
+            delivering.cancel()
+        if not delivering.done():
             if attempt.failure is not None:
                 return {"outcome": "unreachable", "body": str(attempt.failure)}
-            return {"outcome": "late", "body": f"no answer within {self._timeout_s:g} s"}
-        except EngineRefusedError as error:
-            return {
-                "outcome": "refused",
-                "status": error.status,
-                "body": error.body or str(error),
-                "request": error.request,
-            }
-        except Exception as error:
-            logger.exception(
-                "version %d: an engine could not be told: %s", attempt.delivery.version, attempt.engine.url
-            )
-            return {"outcome": "failed", "body": f"{type(error).__name__}: {error}"}
-        return {"outcome": "confirmed"}
+            return late
+        if delivering.cancelled():
+            return {"outcome": "failed", "body": "the engine's deliver was cancelled"}
+        error = delivering.exception()
+        match error:
+            case None:
+                known.version, known.is_counted = delivering.result(), True
+                return {"outcome": "confirmed"}
+            case EngineRefusedError():
+                return {
+                    "outcome": "refused",
+                    "status": error.status,
+                    "body": error.body or str(error),
+                    "request": error.request,
+                }
+            case _:
+                logger.error(
+                    "version %d: %s could not be told", attempt.delivery.version, attempt.engine.url, exc_info=error
+                )
+                return {"outcome": "failed", "body": f"{type(error).__name__}: {error}"}
 
 
 @dataclass(slots=True)
@@ -235,7 +271,7 @@ class _Attempt:
 
     Attributes:
         engine: The engine.
-        connection: To it.
+        known: What is known of it.
         delivery: The version.
         number: How often it was tried.
         failure: Why the last attempt did not get through.
@@ -243,38 +279,43 @@ class _Attempt:
     """
 
     engine: Engine
-    connection: EngineConnection
+    known: _Known
     delivery: Delivery
     number: int = 0
     failure: EngineUnreachableError | None = None
     may_be_loading: bool = False
 
-    async def until_it_answers(self) -> int:
+    async def until_it_answers(self, session: aiohttp.ClientSession) -> int:
         """Tries again while no connection can be made, or it breaks.
 
         Raises:
             EngineRefusedError: It answered with an error, or uses another version.
+            RuntimeError: The engine's own code wants to end the process.
         """
+        connection = EngineConnection(session, self.engine.url, self.engine.headers)
+        connection.unfinished = self.known.unfinished
         pause_s = _FIRST_PAUSE_S
         while True:
+            if self.known.unfinished:
+                # What resumes it must not come in the middle of the next attempt.
+                await asyncio.wait(self.known.unfinished)
             self.number += 1
             was_heard, self.may_be_loading = self.may_be_loading, True
             try:
-                version = await self.engine.deliver(self.connection, self.delivery)
+                version = await self.engine.deliver(connection, self.delivery)
             except EngineUnreachableError as error:
                 self.failure = error
                 if isinstance(error.__cause__, aiohttp.ClientConnectorError):
                     self.may_be_loading = was_heard
-            except EngineRefusedError:
-                # It has answered, and is done with it.
-                self.may_be_loading = was_heard
-                raise
+            except (SystemExit, KeyboardInterrupt) as error:
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
             else:
                 if version != self.delivery.version:
                     raise EngineRefusedError(
                         f"expected the engine to use version {self.delivery.version}, it uses {version}",
                         peer=self.engine.url,
                     )
+                self.known.serving = connection.serving
                 return version
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

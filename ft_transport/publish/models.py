@@ -6,6 +6,8 @@ An adapter's card has its name as ``id``, the directory that it was loaded from 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engine import Delivery, EngineConnection
 from ft_transport.publish.naming import version_in
@@ -21,9 +23,11 @@ async def adapters_served(connection: EngineConnection) -> dict[str, str]:
     answer = await connection.get("/v1/models")
     models = answer.json()
     try:
-        return {card["id"]: str(card["root"]) for card in models["data"] if card.get("parent") is not None}
+        served = {card["id"]: str(card["root"]) for card in models["data"] if card.get("parent") is not None}
     except (KeyError, TypeError, AttributeError):
         raise answer.refusal("expected a list of models") from None
+    connection.serving = frozenset(version for root in served.values() if (version := version_in(root)) is not None)
+    return served
 
 
 async def adapter_confirmed(connection: EngineConnection, name: str, delivery: Delivery) -> int:
@@ -34,8 +38,9 @@ async def adapter_confirmed(connection: EngineConnection, name: str, delivery: D
         EngineUnreachableError: It did not answer.
     """
     served = await adapters_served(connection)
-    version = version_in(served.get(name, ""))
-    if version is None:
+    root = served.get(name, "")
+    version = version_in(root)
+    if version is None or Path(root).parent != delivery.directory.parent:
         raise EngineRefusedError(
             f"expected the adapter {name!r}, loaded from {delivery.directory}, among those that the engine serves; it "
             f"serves {served or 'none'}",

@@ -21,7 +21,7 @@ _FIRST_PAUSE_S: Final = 0.001
 _LONGEST_PAUSE_S: Final = 0.25
 """A thousand ranks may wait, and one process holds the store."""
 _LOOK_S: Final = 0.25
-_NUM_KEPT: Final = 16
+_NUM_KEPT: Final = 256
 """So many versions can be asked for; what was posted of older ones is forgotten."""
 
 

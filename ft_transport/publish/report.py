@@ -8,9 +8,9 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 from msgspec import Struct
 
-Outcome: TypeAlias = Literal["pending", "confirmed", "refused", "unreachable", "late", "failed"]
-"""``refused``: it answered with an error, or confirms another version. ``late``: its deadline ran out. ``failed``: our
-own code, or the answer made no sense."""
+Outcome: TypeAlias = Literal["pending", "confirmed", "refused", "unreachable", "late", "superseded", "failed"]
+"""``refused``: it answered with an error, or confirms another version. ``late``: its deadline ran out. ``superseded``:
+a newer version was published before its turn. ``failed``: our own code, the engine's, or the publisher was closed."""
 Policy: TypeAlias = Literal["all", "quorum", "best effort"]
 Verdict: TypeAlias = Literal["open", "good", "bad"]
 
@@ -84,9 +84,9 @@ class PublishReport(Struct, frozen=True, kw_only=True):
 def judge(engines: Sequence[EngineReport], policy: Policy) -> Verdict:
     """Whether enough engines use the version, or no longer can; without the engines that are left out.
 
-    ``quorum``: more than half of those that count. Where none counts, nothing holds the trainer back.
+    ``quorum``: more than half of those that count. Where all are left out, all count.
     """
-    counted = [each for each in engines if each.is_counted]
+    counted = [each for each in engines if each.is_counted] or list(engines)
     num_confirmed = sum(each.outcome == "confirmed" for each in counted)
     num_pending = sum(each.outcome == "pending" for each in counted)
     match policy:

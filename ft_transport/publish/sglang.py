@@ -7,12 +7,16 @@ as python/sglang/srt/entrypoints/http_server.py has them. Failures answer 400 wi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
+from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engine import Answer, Delivery, EngineConnection
 from ft_transport.publish.models import adapter_confirmed, adapters_served
-from ft_transport.publish.naming import adapter_name, checked_url, older_names
+from ft_transport.publish.naming import adapter_name, checked_url, older_names, version_in
+
+_MAX_DIGITS: Final = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +55,14 @@ class SGLangEngine:
             )
         version = await adapter_confirmed(connection, name, delivery)
         for old in older_names(self.lora_name, served, version):
-            _check(await connection.post("/unload_lora_adapter", {"lora_name": old}))
+            with suppress(EngineRefusedError):  # It costs the engine memory, and is tried again with the next version.
+                await connection.post("/unload_lora_adapter", {"lora_name": old})
+                connection.serving -= {version_in(served[old])}
         return version
 
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
-        await connection.post("/pause_generation", {"mode": self.pause})
         async with connection.resuming(lambda: connection.post("/continue_generation", {})):
+            await connection.post("/pause_generation", {"mode": self.pause})
             _check(
                 await connection.post(
                     "/update_weights_from_disk",
@@ -68,7 +74,7 @@ class SGLangEngine:
         answer = await connection.get("/get_model_info")
         said = answer.json()
         version = said.get("weight_version") if isinstance(said, dict) else None
-        if not isinstance(version, str) or not version.isdecimal():
+        if not isinstance(version, str) or not version.isdecimal() or len(version) > _MAX_DIGITS:
             raise answer.refusal(f"expected weight_version {delivery.version}")
         return int(version)
 

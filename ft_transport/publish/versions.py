@@ -35,7 +35,7 @@ class VersionDirectory:
         """Clears what an interrupted run has left."""
         for path in self._root.iterdir():
             base = path.name.removesuffix(_INCOMPLETE).removesuffix(_DELETED)
-            if base != path.name and version_in(base) is not None:
+            if base != path.name and version_in(base) is not None and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
 
     def versions(self) -> list[int]:

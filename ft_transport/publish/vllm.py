@@ -8,12 +8,14 @@ api_router.py and vllm/entrypoints/serve/rlhf/api_router.py have them. A success
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engine import Delivery, EngineConnection
 from ft_transport.publish.models import adapter_confirmed, adapters_served
-from ft_transport.publish.naming import adapter_name, checked_url, older_names
+from ft_transport.publish.naming import adapter_name, checked_url, older_names, version_in
 
 
 def _update_info(delivery: Delivery) -> Mapping[str, object]:
@@ -57,12 +59,14 @@ class VLLMEngine:
             )
         version = await adapter_confirmed(connection, name, delivery)
         for old in older_names(self.lora_name, served, version):
-            await connection.post("/v1/unload_lora_adapter", {"lora_name": old})
+            with suppress(EngineRefusedError):  # It costs the engine memory, and is tried again with the next version.
+                await connection.post("/v1/unload_lora_adapter", {"lora_name": old})
+                connection.serving -= {version_in(served[old])}
         return version
 
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
-        await connection.post("/pause", mode=self.pause, clear_cache="true")
         async with connection.resuming(lambda: connection.post("/resume")):
+            await connection.post("/pause", mode=self.pause, clear_cache="true")
             await connection.post("/start_weight_update", {"is_checkpoint_format": True})
             await connection.post("/update_weights", {"update_info": dict(self.update_info(delivery))})
             await connection.post("/finish_weight_update", {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import logging
 import queue
@@ -15,6 +14,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from ft_transport.errors import CheckpointError, WriterFailedError
+from ft_transport.storage.at_exit import at_exit
 from ft_transport.storage.handles import SaveHandle
 from ft_transport.storage.saving import Saver, SaveRequest, SnapshotFile
 from ft_transport.storage.writer_process import WriterProcess
@@ -192,7 +192,7 @@ class BackgroundSaver:
 _savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
 
 
-@atexit.register
+@at_exit
 def _finish_all() -> None:
     """A thread that is cut off inside torch, while the interpreter ends, aborts the process."""
     deadline_s = time.monotonic() + _EXIT_S

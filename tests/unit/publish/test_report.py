@@ -48,7 +48,11 @@ class TestJudge:
         assert judge(reports("refused", "confirmed", left_out=1), "all") == "good"
         assert judge(reports("pending", "confirmed", left_out=1), "all") == "good"
         assert judge(reports("confirmed", "refused", left_out=1), "all") == "bad"
-        assert judge(reports("refused", left_out=1), "all") == "good"
+
+    def test_where_all_are_left_out_all_count(self) -> None:
+        assert judge(reports("refused", left_out=1), "all") == "bad"
+        assert judge(reports("refused", "confirmed", "late", left_out=3), "quorum") == "bad"
+        assert judge(reports("confirmed", left_out=1), "all") == "good"
 
 
 def test_a_report_survives_the_store_and_says_everything() -> None:
