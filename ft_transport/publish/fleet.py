@@ -122,10 +122,11 @@ class EngineFleet:
             task.cancel()
         if self._telling:
             await asyncio.wait(self._telling, timeout=_CLOSING_S)
-        # What was given up may have left an engine to be resumed.
-        unfinished = [task for known in self._known for task in known.unfinished]
-        if unfinished:
-            await asyncio.wait(unfinished, timeout=_CLOSING_S)
+        # What was given up ends now, and may leave an engine to be resumed.
+        for _ in range(2):
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            if others:
+                await asyncio.wait(others, timeout=_CLOSING_S)
         if self._session is not None:
             await self._session.close()
         self._loop.stop()

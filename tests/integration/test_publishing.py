@@ -410,10 +410,12 @@ class TestVersions:
     def test_who_waits_hears_that_a_closed_publisher_has_given_up(self, tmp_path: Path) -> None:
         server = VLLMStandIn(is_hanging=True)
         with publishing(tmp_path, server) as publisher:
-            handle = publisher.publish(1, adapter(1))
-            publisher.close(timedelta(seconds=0.2))
+            handle = publisher.publish(1, {"weight": torch.ones(3)})
+            publisher.close(timedelta(seconds=0.5))
             with pytest.raises(PublishError, match="given up: the publisher was closed"):
                 handle.result(SOON)
+            assert "POST /pause" in server.routes
+            assert not server.is_paused
 
     def test_they_only_go_up_also_after_a_restart(self, tmp_path: Path) -> None:
         server = VLLMStandIn()
