@@ -181,7 +181,7 @@ def test_a_rank_that_does_not_see_the_directory_is_named_on_all(ran: Any, scenar
         assert [report["steps"] for report in seen] == [[]] * _NUM_RANKS
 
 
-@pytest.mark.parametrize("poison", ["no interpreter", "no import"])
+@pytest.mark.parametrize("poison", [pytest.param("no interpreter", marks=pytest.mark.slow), "no import"])
 def test_a_writer_that_cannot_be_started_is_the_same_error_on_all(ran: Any, poison: str) -> None:
     seen = ran("poisoned")
     error = _the_same([report[poison]["error"] for report in seen])
