@@ -132,7 +132,7 @@ class TestWeights:
         self, tmp_path: Path, kind: type[StandIn], is_hanging: bool
     ) -> None:
         server = kind(is_hanging=is_hanging, refusal=(500, "text/plain", "out of memory"))
-        with publishing(tmp_path, server, engine_timeout=timedelta(seconds=0.5)) as publisher:
+        with publishing(tmp_path, server, engine_timeout=timedelta(seconds=0.5 if is_hanging else 10)) as publisher:
             with pytest.raises(PublishError, match="within 0.5 s" if is_hanging else "out of memory"):
                 publisher.publish(1, {"weight": torch.ones(3)}).result(SOON)
             publisher.close()
@@ -315,7 +315,7 @@ class TestFailures:
             pass
         with Publisher([VLLMEngine(server.url)], tmp_path, engine_timeout=timedelta(seconds=0.5)) as publisher:
             handle = publisher.publish(1, adapter(1))
-            with pytest.raises(PublishError, match=f"{server.url}: unreachable after 0.5.*Connect"):
+            with pytest.raises(PublishError, match=rf"{server.url}: unreachable after \d.*Connect"):
                 handle.result(SOON)
 
     def test_an_engine_that_says_yes_and_does_not_is_not_updated(self, tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ class TestOthersCode:
                 with suppress(asyncio.CancelledError):
                     await asyncio.sleep(0.05)
 
-        timeout = timedelta(seconds=0.3)
+        timeout = timedelta(seconds=1)
         with Publisher([self.Own(persist)], tmp_path, engine_timeout=timeout) as publisher:
             report = publisher.publish(1, adapter(1)).report(SOON)
             assert [each.outcome for each in report.engines] == ["late"]
@@ -400,9 +400,10 @@ class TestOthersCode:
 
 class TestVersions:
     def test_of_several_that_wait_the_newest_is_told(self, tmp_path: Path) -> None:
-        server = VLLMStandIn(load_s=0.5)
+        server = VLLMStandIn(load_s=3.0)
         with publishing(tmp_path, server) as publisher:
             handles = [publisher.publish(version, adapter(version)) for version in range(1, 6)]
+            server.load_s = 0.0
             outcomes = [handle.report(SOON).engines[0].outcome for handle in handles]
             assert outcomes == ["confirmed", *["superseded"] * 3, "confirmed"]
             assert value_of(server) == 5
@@ -411,7 +412,7 @@ class TestVersions:
         server = VLLMStandIn(is_hanging=True)
         with publishing(tmp_path, server) as publisher:
             handle = publisher.publish(1, {"weight": torch.ones(3)})
-            publisher.close(timedelta(seconds=0.5))
+            publisher.close(timedelta(seconds=1.5))
             with pytest.raises(PublishError, match="given up: the publisher was closed"):
                 handle.result(SOON)
             assert "POST /pause" in server.routes
@@ -443,7 +444,7 @@ class TestVersions:
 
     def test_a_version_that_a_late_engine_may_still_be_loading_stays(self, tmp_path: Path) -> None:
         first, second = VLLMStandIn(), VLLMStandIn()
-        with publishing(tmp_path, first, second, engine_timeout=timedelta(seconds=0.5)) as publisher:
+        with publishing(tmp_path, first, second, engine_timeout=timedelta(seconds=1)) as publisher:
             publisher.publish(1, adapter(1)).report(SOON)
             second.is_hanging = True
             for version in (2, 3):
