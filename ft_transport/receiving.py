@@ -144,14 +144,8 @@ class SnapshotReceiving(Generic[T]):
         def receive() -> Received[T]:
             with Connection(peer, token=settings.token, patience=settings.patience) as connection:
                 manifest = fetch_manifest(connection, step, settings, unreachable_s=unreachable_s)
-                if only_changed:
-                    return self._receive_changed(connection, manifest, settings, into, check)
-                state, manifest = self._receive(connection, manifest, settings, into, check, verify_late=verify_late)
-                return Received(
-                    step=manifest.step,
-                    state=cast(T, state),
-                    _manifest=manifest,
-                    num_bytes_fetched=manifest.data_bytes,
+                return self._receive(
+                    connection, manifest, settings, into, check, verify_late=verify_late, only_changed=only_changed
                 )
 
         return self._with_restarts(settings, receive)
@@ -292,47 +286,35 @@ class SnapshotReceiving(Generic[T]):
         check: Callable[[Incoming], None] | None,
         *,
         verify_late: bool,
-    ) -> tuple[object, Manifest]:
-        """Returns the state, and the manifest with all digests."""
-        restore = Restore(manifest, into=into, meshes=self._settings.meshes, max_bytes=self._settings.max_receive_bytes)
-        if check is not None:
-            check(restore.incoming)
-        try:
-            fetch_data([connection.peer], manifest, restore, settings)
-            if manifest.digests is None:
-                digests = fetch_digests(connection, manifest, max_failures=settings.max_failures)
-                manifest = dataclasses.replace(manifest, digests=digests)
-                if settings.verify and verify_late:
-                    damaged = find_damaged(manifest, restore, num_threads=default_num_threads())
-                    fetch_data([connection.peer], manifest, restore, settings, chunks=damaged)
-            return restore.finish(), manifest
-        except BaseException as error:
-            poison(restore, error)
-            raise
-
-    def _receive_changed(
-        self,
-        connection: Connection,
-        manifest: Manifest,
-        settings: FetchSettings,
-        into: object,
-        check: Callable[[Incoming], None] | None,
+        only_changed: bool,
     ) -> Received[T]:
         restore = Restore(manifest, into=into, meshes=self._settings.meshes, max_bytes=self._settings.max_receive_bytes)
         if check is not None:
             check(restore.incoming)
+
+        def with_digests() -> Manifest:
+            if manifest.digests is not None:
+                return manifest
+            digests = fetch_digests(connection, manifest, max_failures=settings.max_failures)
+            return dataclasses.replace(manifest, digests=digests)
+
         try:
+            chunks: Sequence[int] = range(manifest.chunks.num_chunks)
+            if only_changed:
+                manifest = with_digests()
+                chunks = find_damaged(manifest, _Present(restore), num_threads=default_num_threads())
+            fetch_data([connection.peer], manifest, restore, settings, chunks=chunks)
             if manifest.digests is None:
-                digests = fetch_digests(connection, manifest, max_failures=settings.max_failures)
-                manifest = dataclasses.replace(manifest, digests=digests)
-            changed = find_damaged(manifest, _Present(restore), num_threads=default_num_threads())
-            fetch_data([connection.peer], manifest, restore, settings, chunks=changed)
-            starts_and_ends = [manifest.chunks.range_of(chunk, chunk + 1) for chunk in changed]
+                manifest = with_digests()
+                if settings.verify and verify_late:
+                    damaged = find_damaged(manifest, restore, num_threads=default_num_threads())
+                    fetch_data([connection.peer], manifest, restore, settings, chunks=damaged)
+            ranges = [manifest.chunks.range_of(chunk, chunk + 1) for chunk in chunks]
             return Received(
                 step=manifest.step,
                 state=cast(T, restore.finish()),
                 _manifest=manifest,
-                num_bytes_fetched=sum(end - start for start, end in starts_and_ends),
+                num_bytes_fetched=sum(end - start for start, end in ranges),
             )
         except BaseException as error:
             poison(restore, error)

@@ -56,7 +56,7 @@ class SGLangEngine:
         version = await adapter_confirmed(connection, name, delivery)
         for old in older_names(self.lora_name, served, version):
             with suppress(EngineRefusedError):  # It costs the engine memory, and is tried again with the next version.
-                await connection.post("/unload_lora_adapter", {"lora_name": old})
+                _check(await connection.post("/unload_lora_adapter", {"lora_name": old}))
                 connection.serving -= {version_in(served[old])}
         return version
 
