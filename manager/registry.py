@@ -8,6 +8,7 @@ optimizer having been loaded). The registry takes no lock: whoever calls it hold
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from manager.errors import RegistryError
 
 Scope = Literal["replicated", "local"]
 _SCOPES = ("replicated", "local")
+_ORDER: Final = "the order of the arguments is key, load_state_dict, state_dict"
 _NUM_GUARDED_CALLS: Final = 2
 """The first may find an optimizer that has not stepped yet. Looking for collectives takes time at every call."""
 
@@ -79,7 +81,8 @@ class StateRegistry:
             is_stable: See `StateEntry`.
 
         Raises:
-            RegistryError: The key is taken or empty, or the scope is unknown.
+            RegistryError: The key is taken or empty, the scope is unknown, or the functions do not take what they
+                will be called with, as swapped ones do not.
             TypeError: The key is no string, or one of the functions cannot be called.
         """
         if not isinstance(key, str):
@@ -91,6 +94,7 @@ class StateRegistry:
         for role, function in (("load_state_dict", load_state_dict), ("state_dict", state_dict)):
             if not callable(function):
                 raise TypeError(f"expected a callable as {role} of state {key!r}, got {type(function).__name__}")
+        _check_signatures(key, load_state_dict, state_dict)
         entry = StateEntry(
             key=key,
             load_state_dict=load_state_dict,
@@ -184,7 +188,8 @@ class StateRegistry:
                 self._num_calls[entry.key] = num_calls + 1
             except Exception as error:
                 raise RegistryError(
-                    f"expected state_dict of {entry.key!r} to return its state, got {type(error).__name__}: {error}",
+                    f"expected state_dict of {entry.key!r} to return its state, got {type(error).__name__}: {error}"
+                    f"{_swap_advice(error)}",
                     keys=(entry.key,),
                 ) from error
         return state
@@ -250,7 +255,52 @@ class StateRegistry:
             except Exception as error:
                 raise RegistryError(
                     f"expected load_state_dict of {entry.key!r} to take the received state, got "
-                    f"{type(error).__name__}: {error}; loaded before it: {loaded}",
+                    f"{type(error).__name__}: {error}{_swap_advice(error)}; loaded before it: {loaded}",
                     keys=(entry.key,),
                 ) from error
             loaded.append(entry.key)
+
+
+def _check_signatures(key: str, load_state_dict: Callable[[Any], object], state_dict: Callable[[], object]) -> None:
+    """Refuse functions that cannot be called as they will be, as far as their signatures tell."""
+    loads, returns = _takes(load_state_dict, None), _takes(state_dict)
+    if loads and returns:
+        return
+    if _takes(load_state_dict) and _takes(state_dict, None):
+        raise RegistryError(
+            f"expected a load_state_dict that takes a state, and a state_dict that takes nothing, for state {key!r}; "
+            f"got {_name_of(load_state_dict)} and {_name_of(state_dict)}, which look swapped: {_ORDER}",
+            keys=(key,),
+        )
+    role, function, expected = (
+        ("state_dict", state_dict, "no argument") if loads else ("load_state_dict", load_state_dict, "one argument")
+    )
+    raise RegistryError(
+        f"expected a {role} of state {key!r} that can be called with {expected}, got "
+        f"{_name_of(function)}{inspect.signature(function)}; {_ORDER}",
+        keys=(key,),
+    )
+
+
+def _takes(function: Callable[..., object], *arguments: object) -> bool:
+    """Whether a function can be called with so many arguments; what does not show its signature counts as able."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _name_of(function: Callable[..., object]) -> str:
+    return str(getattr(function, "__qualname__", None) or type(function).__name__)
+
+
+def _swap_advice(error: Exception) -> str:
+    """What to look at where the call itself failed, before the first line of the function ran."""
+    traceback = error.__traceback__
+    is_refused_call = isinstance(error, TypeError) and traceback is not None and traceback.tb_next is None
+    return f" ({_ORDER})" if is_refused_call else ""

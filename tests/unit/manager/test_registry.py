@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+import torch
 
 from manager.errors import ManagerError, RegistryError
 from manager.registry import StateEntry, StateRegistry
@@ -136,3 +138,45 @@ def test_interrupt_in_a_load_function_is_not_disguised() -> None:
     registry.register("model", interrupted, dict)
     with pytest.raises(KeyboardInterrupt):
         registry.load_state_dict({"model": {}})
+
+
+def test_swapped_functions_are_refused_by_a_message_that_says_so() -> None:
+    model, part = torch.nn.Linear(2, 2), _Part("part")
+    optimizer = torch.optim.SGD(model.parameters())
+    registry = StateRegistry()
+    for swapped in (model, optimizer, part):
+        with pytest.raises(
+            RegistryError, match=r"look swapped: the order .* key, load_state_dict, state_dict"
+        ) as caught:
+            registry.register("part", swapped.state_dict, swapped.load_state_dict)
+        assert caught.value.keys == ("part",)
+        registry.register(f"the {type(swapped).__name__}", swapped.load_state_dict, swapped.state_dict)
+
+
+def test_a_function_that_cannot_be_called_as_it_will_be_is_refused() -> None:
+    registry = StateRegistry()
+    with pytest.raises(
+        RegistryError, match=r"load_state_dict of state 'part' .* one argument, got .*<lambda>\(\); the"
+    ):
+        registry.register("part", lambda: None, lambda: {})  # type: ignore[arg-type, misc]
+    with pytest.raises(RegistryError, match=r"state_dict of state 'part' .* no argument, got .*<lambda>\(state\); the"):
+        registry.register("part", lambda _: None, lambda state: state)  # type: ignore[arg-type, misc]
+    assert registry.entries() == ()
+
+
+def test_swapped_functions_without_signatures_are_told_at_the_first_call() -> None:
+    # Neither shows a signature, and neither takes what it is called with.
+    registry = StateRegistry()
+    registry.register("clock", time.localtime, getattr)
+    with pytest.raises(
+        RegistryError, match=r"TypeError: getattr expected .* \(the order of the arguments is key, load"
+    ):
+        registry.state_dict()
+
+
+def test_an_error_inside_a_state_function_is_no_matter_of_the_order() -> None:
+    registry = StateRegistry()
+    registry.register("part", lambda _: None, lambda: len(3))  # type: ignore[arg-type]
+    with pytest.raises(RegistryError, match=r"TypeError: object of type 'int' has no len") as caught:
+        registry.state_dict()
+    assert "order" not in str(caught.value)
