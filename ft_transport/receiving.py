@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,10 +31,13 @@ from ft_transport.wire.routes import LATEST, StepSelector
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 _DEFAULT_NUM_CONNECTIONS: Final = 4
 _GROUP_UNREACHABLE_TIMEOUT: Final = timedelta(seconds=5)
 _FIRST_RESTART_PAUSE_S: Final = 0.05
 _LONGEST_RESTART_PAUSE_S: Final = 1.0
+_MAX_SHOWN_PATHS: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +103,8 @@ class SnapshotReceiving(Generic[T]):
         self._num_connections = num_connections or _DEFAULT_NUM_CONNECTIONS
         self._settings = settings
         self._token = token
+        self._warned_paths: set[str] = set()
+        self._warned_mutex = threading.Lock()
 
     def fetch(
         self,
@@ -119,7 +126,8 @@ class SnapshotReceiving(Generic[T]):
             timeout: For everything; the transport's own by default.
             unreachable_timeout: How long a peer may be out of reach before the first byte; by default ``timeout``, so
                 that a receiver can start before its source.
-            into: The receiver's own state to receive into; its tensors must not be used until this returns.
+            into: The receiver's own state to receive into; its tensors must not be used until this returns. Where one
+                has another dtype or shape than what comes, the received one is a new tensor; a warning names it once.
             check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
                 untouched.
             verify_late: Whether digests that come after the data are compared. Turn it off for state that is compared
@@ -291,6 +299,7 @@ class SnapshotReceiving(Generic[T]):
         restore = Restore(manifest, into=into, meshes=self._settings.meshes, max_bytes=self._settings.max_receive_bytes)
         if check is not None:
             check(restore.incoming)
+        self._warn_of_new_tensors(restore.incoming, str(connection.peer))
 
         def with_digests() -> Manifest:
             if manifest.digests is not None:
@@ -320,9 +329,30 @@ class SnapshotReceiving(Generic[T]):
             poison(restore, error)
             raise
 
-    @staticmethod
-    def _receive_sharded(request: ShardedRequest, *, is_comparable: bool) -> Received[T]:
+    def _warn_of_new_tensors(self, incoming: Incoming, source: str) -> None:
+        """Names the receiver's tensors that stay as they are because what comes does not fit them; each path once."""
+        with self._warned_mutex:
+            new = [mismatch for mismatch in incoming.mismatches if mismatch.path not in self._warned_paths]
+            self._warned_paths.update(mismatch.path for mismatch in new)
+        if not new:
+            return
+        shown = "; ".join(
+            f"{each.path} is {each.own} here and {each.received} there" for each in new[:_MAX_SHOWN_PATHS]
+        )
+        more = f"; and {len(new) - _MAX_SHOWN_PATHS} more" if len(new) > _MAX_SHOWN_PATHS else ""
+        logger.warning(
+            "step %d from %s: the received state has new tensors where the receiver's own do not fit, and those stay "
+            "as they are (%d): %s%s",
+            incoming.step,
+            source,
+            len(new),
+            shown,
+            more,
+        )
+
+    def _receive_sharded(self, request: ShardedRequest, *, is_comparable: bool) -> Received[T]:
         manifest, restore = receive_sharded(request)
+        self._warn_of_new_tensors(restore.incoming, ", ".join(map(str, request.sources)))
         try:
             if is_comparable:
                 digests = digest_chunks(manifest, restore, num_threads=default_num_threads())

@@ -391,3 +391,35 @@ def test_what_was_received_can_be_compared_with_what_became_of_it(sender: HTTPTr
         received.state["w"][3] = -1.0
         (difference,) = received.differences(received.state)
         assert "w" in difference
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_tensors_that_do_not_fit_are_named_once(
+    sender: HTTPTransport[Any], caplog: pytest.LogCaptureFixture, is_sharded: bool
+) -> None:
+    sender.send_checkpoint([], 3, {"head": torch.ones(4), "body": torch.ones(2, 2), "same": torch.ones(1)}, TIMEOUT)
+    into = {"head": torch.zeros(5), "body": torch.zeros(2, 2, dtype=torch.float64), "same": torch.zeros(1)}
+    with closing_transport(make()) as receiver:
+
+        def fetch() -> Any:
+            if is_sharded:
+                return receiver.fetch_sharded([sender.metadata()], 3, into=into).state
+            return receiver.fetch(sender.metadata(), 3, into=into).state
+
+        state = fetch()
+        fetch()
+        assert state["same"] is into["same"]
+        assert torch.equal(state["head"], torch.ones(4))
+        assert torch.equal(into["head"], torch.zeros(5))
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert "step 3" in warning
+        assert urlsplit(sender.metadata()).netloc in warning
+        assert "the receiver's own do not fit, and those stay as they are (2)" in warning
+        assert "head is float32[5] here and float32[4] there" in warning
+        assert "body is float64[2, 2] here and float32[2, 2] there" in warning
+        into["same"] = torch.zeros(2)
+        fetch()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "(1)" in warnings[-1]
+    assert "same is float32[2] here and float32[1] there" in warnings[-1]
+    assert len(warnings) == 2
