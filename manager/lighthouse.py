@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from manager.deadline import Deadline
 from manager.errors import LighthouseUnavailableError, QuorumError
 from manager.quorum import Member
 
@@ -128,17 +129,20 @@ class LighthouseSession:
         self._members: frozenset[str] = frozenset()
         self._is_suspect = False
         self._client: Any = None
-        self._heartbeat_client = self._connect()
+        self._heartbeat_client = self._connect(connect_timeout)
         self._client = self._heartbeat_client
         self._thread = threading.Thread(target=self._give_signs_of_life, name="ft-transport-heartbeat", daemon=True)
         self._thread.start()
 
-    def quorum(self, member: Member, *, timeout: timedelta, shrink_only: bool, num_retries: int) -> tuple[Member, ...]:
+    def quorum(
+        self, member: Member, *, timeout: timedelta, deadline: Deadline, shrink_only: bool, num_retries: int
+    ) -> tuple[Member, ...]:
         """Ask for a quorum, and wait until there is one with this replica in it.
 
         Args:
             member: What this replica says of itself.
             timeout: For one request. An unreachable Lighthouse is asked again until then.
+            deadline: For everything.
             shrink_only: Whether new replicas have to wait.
             num_retries: How many more requests may follow one that timed out.
 
@@ -146,9 +150,14 @@ class LighthouseSession:
             LighthouseUnavailableError: It could not be reached.
             QuorumError: There was none in time, or what it returned makes no sense.
         """
+        began_s = time.monotonic()
+        num_asked = 0
         reasons: list[str] = []
         for _ in range(num_retries + 1):
-            deadline_s = time.monotonic() + timeout.total_seconds()
+            if reasons and deadline.is_over():
+                break
+            num_asked += 1
+            deadline_s = time.monotonic() + deadline.cap(timeout).total_seconds()
             pause_s = _FIRST_PAUSE_S
             while (remaining_s := deadline_s - time.monotonic()) > 0:
                 try:
@@ -162,7 +171,7 @@ class LighthouseSession:
                     self._is_suspect = True
                     logger.warning("%s failed, asking again: %s", self._whom(), error)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                    self._pause(pause_s * random.uniform(0.5, 1.0))
+                    self._pause(min(pause_s * random.uniform(0.5, 1.0), max(0.0, deadline_s - time.monotonic())))
                     continue
                 members = tuple(_member_of(participant) for participant in quorum.participants)
                 missing = self._missing(quorum.quorum_id, members)
@@ -176,10 +185,10 @@ class LighthouseSession:
                 self._is_suspect = False
                 return members
         error_type = QuorumError if self._client is not None else LighthouseUnavailableError
+        waited_s = time.monotonic() - began_s
         raise error_type(
-            f"{self._whom()}: expected a quorum within {timeout.total_seconds():g} s, asked {num_retries + 1} times; "
-            "the last answer: "
-            f"{reasons[-1] if reasons else 'none'}"
+            f"{self._whom()}: expected a quorum, got none in {waited_s:.1f} s, asked {num_asked} times; "
+            f"the last answer: {reasons[-1] if reasons else 'none'}"
         )
 
     def num_lapses(self) -> int:
@@ -195,13 +204,13 @@ class LighthouseSession:
         # Each has threads and sockets for as long as it is referred to.
         self._heartbeat_client = self._client = None
 
-    def _connect(self) -> Any:
+    def _connect(self, timeout: timedelta) -> Any:
         coordination = _coordination()
         try:
-            return coordination.LighthouseClient(self._address, self._connect_timeout)
+            return coordination.LighthouseClient(self._address, timeout)
         except (RuntimeError, TimeoutError) as error:
             raise LighthouseUnavailableError(
-                f"expected a Lighthouse at {self._address} within {self._connect_timeout.total_seconds():g} s: {error}"
+                f"expected a Lighthouse at {self._address} within {timeout.total_seconds():g} s: {error}"
             ) from error
 
     def _whom(self) -> str:
@@ -221,7 +230,7 @@ class LighthouseSession:
 
     def _ask(self, member: Member, timeout: timedelta, shrink_only: bool) -> Any:
         if self._client is None:
-            self._client = self._connect()
+            self._client = self._connect(min(timeout, self._connect_timeout))
         asked_s = time.monotonic()
         quorum = self._client.quorum(
             replica_id=self._replica_id,

@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 
 from ft_transport import CheckpointStore, HTTPTransport
 from manager.config import ManagerConfig, TorchftKeywords
+from manager.deadline import Deadline
 from manager.errors import CommitFailedError, ConfigError, StateTornError
 from manager.membership import Membership
 from manager.process_group import ManagedWork, ReplicaProcessGroup, wait_all
@@ -129,16 +130,18 @@ class Manager(QuorumParticipant):
         Args:
             allow_heal: Whether this replica heals if it is behind. Otherwise it takes no part then.
             shrink_only: Whether new replicas have to wait.
-            timeout: For the quorum. Default: ``quorum_timeout``.
+            timeout: For the quorum, all its attempts and the meeting of its members together; receiving a state has
+                ``timeout`` of the configuration, as in torchft. Default: what the configuration says of each.
 
         Raises:
             QuorumError: There was no quorum.
             HealFailedError: This replica could not be healed ``max_heal_attempts`` times in a row.
             StateTornError: It holds part of a state, and may not heal.
         """
+        deadline = Deadline.after(timeout)
         membership = self._joined()
         if self._round is not None:
-            self._leave(self._round)
+            self._leave(self._round, deadline)
         self._training_thread = threading.get_ident()
         rules = Rules(
             min_replica_size=self._config.min_replica_size,
@@ -147,7 +150,7 @@ class Manager(QuorumParticipant):
         )
         request = Request(
             rules=rules,
-            timeout=timeout if timeout is not None else self._config.quorum_timeout,
+            deadline=deadline,
             shrink_only=shrink_only,
             may_heal=allow_heal,
         )
@@ -228,16 +231,18 @@ class Manager(QuorumParticipant):
         All ranks of the replica get the same answer. Where it is yes, the step counts as committed from here on.
 
         Args:
-            timeout: For the agreement within the replica. Default: ``timeout`` of the configuration.
+            timeout: For everything that this waits for: quorum, collectives, and the other ranks of the replica.
+                Default: what the configuration says of each.
 
         Raises:
             QuorumError: There was no quorum, or a rank of this replica did not answer.
             CommitFailedError: More than ``max_retries`` steps in a row were not committed.
         """
+        deadline = Deadline.after(timeout)
         membership, current = self._joined(), self._current_round()
-        self._wait_for_round(current)
+        self._wait_for_round(current, deadline)
         with self._stall_watch.waiting(f"{self._name()}: waiting for {len(current.works)} collectives"):
-            wait_all(current.works)
+            wait_all(current.works, deadline)
         current.works.clear()
         current.is_over = True
         if torch.accelerator.is_available():
@@ -252,12 +257,15 @@ class Manager(QuorumParticipant):
             has_lapsed=membership.num_lapses() != current.num_lapses,
         )
         with self._stall_watch.waiting(f"{self._name()}: waiting for the other ranks of this replica to agree"):
+            # Where the others do not answer, whether they committed is not known.
+            self._is_settled = False
             refusals = membership.agree(
                 "commit",
                 refusals,
                 step=self._step,
                 lineage=self._lineage,
-                timeout=timeout if timeout is not None else self._config.timeout,
+                timeout=self._config.timeout,
+                deadline=deadline,
             )
         self._is_settled = not refusals
         if refusals:

@@ -20,6 +20,7 @@ import torch
 from torch.distributed import AllreduceOptions, Store  # type: ignore[attr-defined] # exported, undeclared
 
 from manager.config import ManagerConfig
+from manager.deadline import Deadline
 from manager.errors import QuorumError
 from manager.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse
 from manager.meeting import meet
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 _REPLICA_ID_KEY: Final = "replica_id"
 _PREFIX: Final = "ft_transport"
+_GRACE: Final = timedelta(milliseconds=200)
+"""By how much the other ranks wait longer than rank 0, so that they hear its reason."""
+_NO_DEADLINE: Final = Deadline()
 
 
 class Membership:
@@ -100,7 +104,7 @@ class Membership:
         may_heal: bool,
         announced_to: frozenset[str],
         num_failed_heals: int,
-        timeout: timedelta,
+        deadline: Deadline,
         shrink_only: bool,
     ) -> Decision:
         """Ask for a quorum and decide what this rank does in it.
@@ -113,7 +117,7 @@ class Membership:
             may_heal: See ``quorum.Member``.
             announced_to: See ``quorum.Member``.
             num_failed_heals: See ``quorum.decide``.
-            timeout: For one request.
+            deadline: For everything. Without one each wait has a timeout of the configuration.
             shrink_only: Whether new replicas have to wait.
 
         Raises:
@@ -130,13 +134,14 @@ class Membership:
         # A rank that is just leaving a failed collective comes later by as much.
         gathering = self._config.timeout + self._config.connect_timeout
         if self._session is None:
-            self._group.gather("quorum", report, gathering)
+            self._group.gather("quorum", report, deadline.cap(gathering))
             # Rank 0 may take all of its attempts.
-            encoded = self._group.await_answer(gathering + timeout * (self._config.quorum_retries + 1))
+            asking = self._config.quorum_timeout * (self._config.quorum_retries + 1)
+            encoded = self._group.await_answer(deadline.cap(gathering + asking) + _GRACE)
             members: Sequence[Member] = msgspec.json.decode(encoded, type=tuple[Member, ...])
         else:
             try:
-                reports = self._group.gather("quorum", report, gathering)
+                reports = self._group.gather("quorum", report, deadline.cap(gathering))
                 whole = report_of_group(reports)
                 members = self._session.quorum(
                     Member(
@@ -151,7 +156,8 @@ class Membership:
                         may_heal=may_heal,
                         announced_to=announced_to,
                     ),
-                    timeout=timeout,
+                    timeout=self._config.quorum_timeout,
+                    deadline=deadline,
                     shrink_only=shrink_only,
                     num_retries=self._config.quorum_retries,
                 )
@@ -162,8 +168,12 @@ class Membership:
                 self._group.publish(msgspec.json.encode(members))
         return decide(members, self.replica_id, rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals)
 
-    def set_up(self, decision: Decision) -> float:
+    def set_up(self, decision: Decision, deadline: Deadline) -> float:
         """Meet the members of the process group, if this rank does not hold it already.
+
+        Args:
+            decision: Which group it is.
+            deadline: For everything, where it comes before ``connect_timeout`` is over.
 
         Returns:
             Seconds that it took; 0 if there was nothing to do.
@@ -190,8 +200,9 @@ class Membership:
                 rank=decision.rank,
                 names=decision.group_members,
                 addresses=decision.group_addresses,
-                timeout=self._config.connect_timeout,
+                timeout=deadline.cap(self._config.connect_timeout),
             )
+        self._limit_connecting(deadline)
         self._process_group.configure(
             f"{decision.store_address}/{prefix}",
             self.replica_id,
@@ -206,6 +217,11 @@ class Membership:
         with self._mutex:
             self._held = decision.group
         return time.monotonic() - start_s
+
+    def _limit_connecting(self, deadline: Deadline) -> None:
+        """``configure`` of torchft takes no timeout; process groups of this package are told beforehand."""
+        if isinstance(self._process_group, (GlooProcessGroup, ReconfigurableGroup)):
+            self._process_group.connect_timeout = deadline.cap(self._config.connect_timeout)
 
     def break_up(self) -> None:
         """End the process group at once, so that whoever waits for this replica in it does not wait for long."""
@@ -225,9 +241,24 @@ class Membership:
         return self._process_group.allreduce([tensor], options)
 
     def agree(
-        self, kind: str, refusals: tuple[str, ...], *, step: int, lineage: str, timeout: timedelta
+        self,
+        kind: str,
+        refusals: tuple[str, ...],
+        *,
+        step: int,
+        lineage: str,
+        timeout: timedelta,
+        deadline: Deadline = _NO_DEADLINE,
     ) -> tuple[str, ...]:
         """Tell why this replica does not commit, or is not healed; the same for all its ranks. Empty if it is.
+
+        Args:
+            kind: ``commit`` or ``heal``.
+            refusals: This rank's.
+            step: The committed step that it holds.
+            lineage: Its lineage.
+            timeout: For the others to come.
+            deadline: For everything, where it comes earlier.
 
         Raises:
             QuorumError: A rank did not answer in time.
@@ -241,7 +272,10 @@ class Membership:
             refusals=refusals,
         )
         # A rank that is just leaving a failed collective comes later by as much.
-        return self._group.agree(kind, report, timeout + self._config.connect_timeout)
+        gathering = timeout + self._config.connect_timeout
+        # Rank 0 may wait as long for another one, and then tells which.
+        answering = deadline.cap(2 * gathering) + _GRACE
+        return self._group.agree(kind, report, gathering=deadline.cap(gathering), answering=answering)
 
     def num_lapses(self) -> int:
         """How often the Lighthouse may have taken this replica for dead. Its rank 0 alone knows."""
@@ -255,6 +289,7 @@ class Membership:
             self._is_closed = True
             self._held = ""
         self._process_group.shutdown()
+        self._group.close()
         self._store = None
 
     def _find_store(self) -> tuple[Store, str]:

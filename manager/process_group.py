@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined] # exported, undeclared
 
+from manager.deadline import Deadline
 from manager.gloo_sockets import GlooSockets
 
 _LOOK_AFTER_S: Final = 1.0
@@ -59,13 +60,16 @@ class GlooProcessGroup:
     Args:
         timeout: For each collective.
         connect_timeout: For meeting the other members.
+
+    Attributes:
+        connect_timeout: As given; the next `configure` reads it.
     """
 
     def __init__(
         self, timeout: timedelta = timedelta(seconds=60), connect_timeout: timedelta = timedelta(seconds=10)
     ) -> None:
         self._timeout = timeout
-        self._connect_timeout = connect_timeout
+        self.connect_timeout = connect_timeout
         # Any, because torch declares a few of its methods only.
         self._group: Any = None
         self._sockets: GlooSockets | None = None
@@ -106,10 +110,10 @@ class GlooProcessGroup:
         place, _, prefix = store_addr.partition("/")
         host, _, port = place.rpartition(":")
         store = TCPStore(
-            host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self._connect_timeout
+            host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self.connect_timeout
         )
         meeting = PrefixStore(prefix, store)
-        group: Any = ProcessGroupGloo(meeting, rank, world_size, self._connect_timeout)
+        group: Any = ProcessGroupGloo(meeting, rank, world_size, self.connect_timeout)
         group.set_timeout(self._timeout)
         said = [bytes(meeting.get(f"{_GLOO_CONTEXT}/{other}")) for other in range(world_size)]
         own = said.pop(rank)
@@ -367,7 +371,7 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
         return self._future
 
 
-def wait_all(works: Sequence[ManagedWork]) -> None:
-    """Finish all of them."""
+def wait_all(works: Sequence[ManagedWork], deadline: Deadline) -> None:
+    """Finish all of them; what is not done at the deadline has failed."""
     for work in works:
-        work.wait()
+        work.wait(deadline.left())

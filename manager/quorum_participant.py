@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
 from ft_transport import CheckpointStore, HTTPTransport
 from manager.config import ManagerConfig
+from manager.deadline import Deadline
 from manager.errors import ManagerError, QuorumError
 from manager.healing import Healer
 from manager.membership import Membership
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _STALL_SHARE: Final = 0.5
 _MAX_STAND_BYS: Final = 10
+_NO_DEADLINE: Final = Deadline()
 
 
 @dataclass(slots=True)
@@ -57,7 +59,7 @@ class Request:
     """What `Manager.start_quorum` was called with."""
 
     rules: Rules
-    timeout: timedelta
+    deadline: Deadline
     shrink_only: bool
     may_heal: bool
 
@@ -177,17 +179,24 @@ class QuorumParticipant(StateManager):
             raise ManagerError("expected start_quorum before this, and it was not called")
         return self._round
 
-    def _wait_for_round(self, current: Round) -> None:
-        if not current.quorum.done():
-            with self._stall_watch.waiting(f"{self._name()}: waiting for the quorum to be formed"):
-                current.quorum.result()
+    def _wait_for_round(self, current: Round, deadline: Deadline = _NO_DEADLINE) -> None:
+        self._await(current.quorum, "the quorum to be formed", deadline)
         current.quorum.result()
 
-    def _leave(self, earlier: Round) -> None:
+    def _await(self, quorum: Future[None], what: str, deadline: Deadline) -> None:
+        if quorum.done():
+            return
+        left = deadline.left()
+        with self._stall_watch.waiting(f"{self._name()}: waiting for {what}"):
+            done, _ = wait_for_futures([quorum], left.total_seconds() if left is not None else None)
+        if not done:
+            raise QuorumError(f"{self._name()}: expected {what} within the caller's timeout; call with a longer one")
+
+    def _leave(self, earlier: Round, deadline: Deadline) -> None:
         """Make sure that nothing of an earlier step goes on in the next one."""
         # Whether it failed has been told to whoever waited for it.
-        with self._stall_watch.waiting(f"{self._name()}: waiting for a quorum that nobody waited for"):
-            failed = earlier.quorum.exception() is not None
+        self._await(earlier.quorum, "a quorum that nobody waited for", deadline)
+        failed = earlier.quorum.exception() is not None
         if failed:
             self._announced_to = frozenset()
         if earlier.has_works and not earlier.is_over:
@@ -211,7 +220,7 @@ class QuorumParticipant(StateManager):
             current.decision = decision
             if isinstance(decision.role, UpToDate):
                 self._check_serving(decision.role)
-                self._set_up(decision)
+                self._set_up(decision, request.deadline)
             else:
                 self.report_error(QuorumError(f"this replica is behind step {decision.step}, and heals next"))
         except BaseException as error:
@@ -236,7 +245,7 @@ class QuorumParticipant(StateManager):
                         self._request_snapshot(role)
                         self.start_step(self._step)
                         self._check_serving(role)
-                        self._set_up(decision)
+                        self._set_up(decision, request.deadline)
                         break
                     case Heals() as role:
                         if self._heal(decision, role):
@@ -271,7 +280,7 @@ class QuorumParticipant(StateManager):
                 may_heal=request.may_heal and is_waiting,
                 announced_to=self._announced_to,
                 num_failed_heals=self._healer.num_failures,
-                timeout=request.timeout,
+                deadline=request.deadline,
                 shrink_only=request.shrink_only,
             )
         self._announced_to = frozenset()
@@ -299,7 +308,7 @@ class QuorumParticipant(StateManager):
         if role.serves_now and self._snapshotter is not None and not self._snapshotter.shows_present_state():
             self.report_error(QuorumError(f"no snapshot could be taken for {role.serves_now}"))
 
-    def _set_up(self, decision: Decision) -> None:
+    def _set_up(self, decision: Decision, deadline: Deadline = _NO_DEADLINE) -> None:
         if self.errored() is not None:
             # What was broken up in this step is not set up again under the same key.
             return
@@ -307,7 +316,7 @@ class QuorumParticipant(StateManager):
             with self._stall_watch.waiting(
                 f"{self._name()}: waiting for the members of process group {decision.group}"
             ):
-                seconds = self._joined().set_up(decision)
+                seconds = self._joined().set_up(decision, deadline)
         except Exception as error:
             self.report_error(error)
             return

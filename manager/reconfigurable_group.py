@@ -50,11 +50,14 @@ class ReconfigurableGroup:
     Args:
         group: Reconfigured at each new quorum.
         connect_timeout: For the exchange of the handles, and for meeting.
+
+    Attributes:
+        connect_timeout: As given; the next `configure` reads it.
     """
 
     def __init__(self, group: Reconfigurable, connect_timeout: timedelta) -> None:
         self._group = group
-        self._connect_timeout = connect_timeout
+        self.connect_timeout = connect_timeout
 
     def configure(  # noqa: PLR0917 - torchft's signature
         self,
@@ -79,8 +82,8 @@ class ReconfigurableGroup:
         options = getattr(torch._C._distributed_c10d, "ReconfigureOptions", _Options)()
         options.uuid = quorum_id or 0
         options.handles = self._exchange(store_addr, rank, world_size)
-        options.timeout = self._connect_timeout
-        self._group.reconfigure(options).wait(self._connect_timeout)
+        options.timeout = self.connect_timeout
+        self._group.reconfigure(options).wait(self.connect_timeout)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Begin an allreduce in place."""
@@ -109,10 +112,10 @@ class ReconfigurableGroup:
         store = PrefixStore(
             prefix,
             TCPStore(
-                host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self._connect_timeout
+                host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self.connect_timeout
             ),
         )
         store.set(f"handle/{rank}", handle)
         keys = [f"handle/{member}" for member in range(world_size)]
-        store.wait(keys, self._connect_timeout)
+        store.wait(keys, self.connect_timeout)
         return [bytes(store.get(key)).decode() for key in keys]

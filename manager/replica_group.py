@@ -135,8 +135,14 @@ class ReplicaGroup:
             raise QuorumError(f"rank 0 of this replica: {answer[len(_FAILED) :].decode()}")
         return answer
 
-    def agree(self, kind: str, report: RankReport, timeout: timedelta) -> tuple[str, ...]:
+    def agree(self, kind: str, report: RankReport, *, gathering: timedelta, answering: timedelta) -> tuple[str, ...]:
         """Tell why the replica does not commit: every rank's refusals, the same for all. Empty if it commits.
+
+        Args:
+            kind: See `gather`.
+            report: This rank's.
+            gathering: How long rank 0 waits for the others.
+            answering: How long the others wait for rank 0.
 
         Raises:
             QuorumError: A rank did not answer in time.
@@ -144,41 +150,46 @@ class ReplicaGroup:
         if self.world_size == 1:
             return report.refusals
         try:
-            reports = self.gather(kind, report, timeout)
+            reports = self.gather(kind, report, gathering)
         except QuorumError as error:
             self.publish(error)
             raise
         if self.rank != 0:
-            # Rank 0 may wait as long for another one.
-            return tuple(msgspec.json.decode(self.await_answer(2 * timeout), type=list[str]))
+            return tuple(msgspec.json.decode(self.await_answer(answering), type=list[str]))
         refusals = [f"rank {rank}: {reason}" for rank, each in enumerate(reports) for reason in each.refusals]
         self.publish(msgspec.json.encode(refusals))
         return tuple(refusals)
+
+    def close(self) -> None:
+        """Let go of the store; what is called afterwards raises."""
+        self._store = None
+
+    def _open_store(self) -> Store:
+        if self._store is None:
+            raise QuorumError(f"rank {self.rank}: has been shut down")
+        return self._store
 
     def _key(self, name: int | str) -> str:
         return f"{self._num_exchanges}/{self._kind}/{name}"
 
     def _set(self, key: str, value: bytes) -> None:
-        assert self._store is not None, "one rank alone exchanges nothing"
         try:
-            self._store.set(key, value)  # type: ignore[arg-type] # bytes are taken as they are
+            self._open_store().set(key, value)  # type: ignore[arg-type] # bytes are taken as they are
         except DistError as error:
             raise QuorumError(f"rank {self.rank}: expected this replica's store to answer: {error}") from error
 
     def _get(self, key: str, timeout: timedelta, who: str) -> bytes:
-        assert self._store is not None, "one rank alone exchanges nothing"
         try:
-            self._store.wait([key], timeout)
-            return bytes(self._store.get(key))
+            self._open_store().wait([key], timeout)
+            return bytes(self._open_store().get(key))
         except DistError as error:
             raise QuorumError(
                 f"rank {self.rank}: expected {who} of this replica within {timeout.total_seconds():g} s: {error}"
             ) from error
 
     def _delete(self, key: str) -> None:
-        assert self._store is not None, "one rank alone exchanges nothing"
         try:
-            self._store.delete_key(key)
+            self._open_store().delete_key(key)
         except DistError as error:
             raise QuorumError(f"rank {self.rank}: expected this replica's store to answer: {error}") from error
 
