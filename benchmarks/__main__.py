@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks [clone|fetch|reshard|stall|loop|checkpoint|all]``."""
+"""The command line: ``python -m benchmarks [clone|fetch|reshard|stall|loop|heal|checkpoint|all]``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ try:
 except ImportError:
     sys.exit("the benchmarks need the extra 'bench': pip install -e '.[bench,torchft]'")
 
-from benchmarks import checkpoint, clone, fetch, loop, reshard, stall
+from benchmarks import checkpoint, clone, fetch, heal, loop, reshard, stall
 from benchmarks.machine import describe, wait_until_quiet
 from benchmarks.report import Group, as_json, write_json
 from benchmarks.states import CHECKPOINT_STATE_NAMES, QUICK_SCALE, STATE_NAMES, StateSpec
@@ -52,16 +52,17 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "benchmark",
         nargs="?",
-        choices=["clone", "fetch", "reshard", "stall", "loop", "checkpoint", "all"],
+        choices=["clone", "fetch", "reshard", "stall", "loop", "heal", "checkpoint", "all"],
         default="all",
     )
+    parser.add_argument("--full", action="store_true", help="also what no verdict needs (loop: two replicas, parts)")
     parser.add_argument("--quick", action="store_true", help="a quarter of the size, two samples")
     parser.add_argument("--samples", type=int, metavar="N", help="samples of each kind (default: 5, quick: 2)")
     parser.add_argument(
         "--state",
-        choices=list(dict.fromkeys(STATE_NAMES + CHECKPOINT_STATE_NAMES)),
+        choices=list(dict.fromkeys(STATE_NAMES + CHECKPOINT_STATE_NAMES + loop.MODEL_NAMES)),
         action="append",
-        help="only this state; may be given again",
+        help="only this state, or this model of the loop; may be given again",
     )
     parser.add_argument(
         "--directory",
@@ -114,7 +115,10 @@ def _measure(arguments: argparse.Namespace, progress: Console) -> Iterator[Group
     if arguments.benchmark in ("stall", "all"):
         yield stall.run(scale, arguments.samples, say, settle)
     if arguments.benchmark in ("loop", "all"):
-        yield from loop.run(scale, arguments.samples, say, settle)
+        names = arguments.state or loop.MODEL_NAMES
+        yield from loop.run(names, arguments.samples, say, settle, is_full=arguments.full)
+    if arguments.benchmark in ("heal", "all"):
+        yield from heal.run(scale, arguments.samples, say, settle)
     if arguments.benchmark in ("checkpoint", "all"):
         checkpoint_specs = [StateSpec(name, scale) for name in arguments.state or CHECKPOINT_STATE_NAMES]
         yield from checkpoint.run(checkpoint_specs, arguments.samples, arguments.directory, say, settle)

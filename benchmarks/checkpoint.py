@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.machine import is_busy
-from benchmarks.report import Group, Ratio, Role, Sample, Series, Verdict
+from benchmarks.report import Group, Role, Sample, Series, Verdict
 from benchmarks.states import StateSpec
 
 MS: Final = "ms"
@@ -182,8 +182,12 @@ def judge(group: Group) -> list[Verdict]:
 
     pause, durable, load = (found("ours", quantity) for quantity in QUANTITIES)
     verdicts = [
-        _at_most("save() holds the trainer / the transport's clone", group.ratio(pause, found("clone", PAUSE)), 1.2),
-        _at_most("save() holds the trainer / copy into warm memory", group.ratio(pause, fastest(_COPIES, PAUSE)), 1.2),
+        Verdict.at_most(
+            "save() holds the trainer / the transport's clone", group.ratio(pause, found("clone", PAUSE)), 1.2
+        ),
+        Verdict.at_most(
+            "save() holds the trainer / copy into warm memory", group.ratio(pause, fastest(_COPIES, PAUSE)), 1.2
+        ),
         Verdict.at_least(
             "write rate, from save() to durable / bare write", group.ratio(found("bare", DURABLE), durable), 0.8
         ),
@@ -193,9 +197,3 @@ def judge(group: Group) -> list[Verdict]:
         verdicts.append(Verdict.at_least(f"time to durable, DCP with a {name} / ours", ratio, 1.0))
     verdicts.append(Verdict.at_least("time to load, DCP / ours", group.ratio(found("dcp", LOAD), load), 1.0))
     return verdicts
-
-
-def _at_most(text: str, ratio: Ratio | None, limit: float) -> Verdict:
-    if ratio is None:
-        return Verdict(text, None, limit, "at most")
-    return Verdict(text, ratio.of_medians, limit, "at most", spread=(ratio.paired_low, ratio.paired_high))

@@ -1,217 +1,169 @@
-"""The fault-tolerant loop: what our manager costs per step, and how fast a replica is healed, beside torchft's manager.
+"""The fault-tolerant loop: what a manager costs per step, ours and torchft's beside no manager at all.
 
-Replicas are processes (``benchmarks.replica``) under a Lighthouse of their own; ours and torchft's by turns.
-
-steps: two replicas with a small model step without pause; the time of a step is what the managers and gloo need.
-heal: one replica trains, another one joins. Measured from the first quorum that has it among its members to the end of
-its first committed step, and what the healthy replica's longest step took meanwhile.
+Every sample is a fresh replica with a Lighthouse of its own; the managers by turns, beginning with another one each
+round. Gradients are reduced one by one. Nobody joins or leaves, so this is what a step costs in which nobody asks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
-from urllib.parse import urlsplit
+from typing import Final
 
 from benchmarks import peers
 from benchmarks.machine import Watch, is_busy
-from benchmarks.report import Group, Role, Sample, Verdict
-
-_STEPS_STATE_BYTES: Final = 1_000_000
-_NUM_STEPS: Final = 400
-_NUM_WARMUP_STEPS: Final = 200
-_HEAL_STATE_BYTES: Final = 1_000_000_000
-_HEALTHY_STEPS: Final = 40
-_STEPS_AFTER: Final = 4
-_TIMEOUT_S: Final = 300.0
-_REPOSITORY: Final = Path(__file__).resolve().parent.parent
-_LABELS: Final = {"ours": "ft_transport", "torchft": "torchft"}
+from benchmarks.replicas.lighthouse import lighthouse
+from benchmarks.replicas.managers import NO_MANAGER, OURS, TORCHFT, ManagerVariant
+from benchmarks.replicas.processes import Child
+from benchmarks.replicas.stepping import Plan, step_replica
+from benchmarks.replicas.training import Model
+from benchmarks.report import Group, Sample, Series, Verdict
 
 MS: Final = "ms"
-_HEALED: Final = "quorum to first commit"
+START_QUORUM: Final = "start_quorum"
+STEP: Final = "a step"
+OVERHEAD: Final = "a step, over no manager"
+_SLOW_STEP: Final = "a step, 95th percentile"
+_START_QUORUM_LIMIT_MS: Final = 1.0
+_VARIANTS: Final = (OURS, TORCHFT, NO_MANAGER)
 
 
-class _Replica:
-    """A replica's process and what it has reported."""
+@dataclass(frozen=True, kw_only=True)
+class _Size:
+    """A model, and how many steps of it make a sample."""
 
-    def __init__(self, kind: str, name: str, lighthouse: str, arguments: list[str]) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.replica", kind, name, *arguments],
-            cwd=_REPOSITORY,
-            env={**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "error", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def go(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-
-    def find(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["event"] == name]
-
-    def committed(self) -> list[dict[str, Any]]:
-        return [event for event in self.find("step") if event["committed"]]
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + _TIMEOUT_S
-        while not condition():
-            if self.process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"expected a replica that trains, its process: {self.process.poll()}")
-            time.sleep(0.02)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._thread.join()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                with contextlib.suppress(json.JSONDecodeError):
-                    self.events.append(json.loads(line))
+    model: Model
+    num_steps: int
+    is_start_quorum_judged: bool = False
 
 
-@contextlib.contextmanager
-def _replicas(kind: str, min_replicas: int, arguments: list[str]) -> Iterator[list[_Replica]]:
-    from torchft.coordination import LighthouseServer
-
-    server = LighthouseServer(
-        bind="127.0.0.1:0",
-        min_replicas=min_replicas,
-        join_timeout_ms=60_000,
-        quorum_tick_ms=20,
-        heartbeat_timeout_ms=5000,
-    )
-    address = f"http://127.0.0.1:{urlsplit(server.address()).port}"
-    made: list[_Replica] = []
-    try:
-        made.extend(_Replica(kind, name, address, arguments) for name in ("a", "b"))
-        for replica in made:
-            replica.wait_for(lambda replica=replica: bool(replica.find("ready")))  # type: ignore[misc]
-        yield made
-    finally:
-        for replica in made:
-            replica.close()
-        server.shutdown()
+_SIZES: Final = (
+    _Size(model=Model(name="4", num_tensors=4, num_items=1000), num_steps=200),
+    _Size(model=Model(name="300", num_tensors=300, num_items=1000), num_steps=60),
+    _Size(model=Model(name="1000", num_tensors=1000, num_items=1000), num_steps=25, is_start_quorum_judged=True),
+    _Size(model=Model(name="3000", num_tensors=3000, num_items=1000), num_steps=12),
+    _Size(model=Model(name="20x16MB", num_tensors=20, num_items=4_000_000), num_steps=10),
+)
+MODEL_NAMES: Final = tuple(size.model.name for size in _SIZES)
+_SHARE_OF_WARMUP: Final = 0.25
+_MIN_WARMUP_STEPS: Final = 4
 
 
-@dataclass(frozen=True)
-class _Tools:
-    """How often to measure, how to tell of it, and how to wait for a quiet machine."""
+def run(
+    names: Sequence[str],
+    num_samples: int,
+    say: Callable[[str], None],
+    settle: Callable[[], None],
+    *,
+    is_full: bool = False,
+) -> Iterator[Group]:
+    """Measures one model after the other.
 
-    num_samples: int
-    say: Callable[[str], None]
-    settle: Callable[[], None]
-
-    def rounds(self, what: str) -> Iterator[tuple[int, str]]:
-        for number in range(self.num_samples):
-            for kind, label in _LABELS.items():
-                self.settle()
-                self.say(f"{what} {number + 1}/{self.num_samples} {label}")
-                yield number, kind
-
-
-@dataclass(frozen=True)
-class _Notes:
-    """Where the samples of one run of one kind go."""
-
-    group: Group
-    round_number: int
-    kind: str
-    others_share: float | None
-
-    def take(self, what: str, seconds: float) -> None:
-        role: Role = "ours" if self.kind == "ours" else "peer"
-        sample = Sample(self.round_number, seconds * 1e3, is_busy(self.others_share), self.others_share)
-        self.group.add(f"{self.kind}, {what}", sample, label=what, role=role, phase="warm", unit=MS)
-
-
-def run(scale: float, num_samples: int, say: Callable[[str], None], settle: Callable[[], None]) -> Iterator[Group]:
-    """Measures ours and torchft's by turns."""
+    Args:
+        names: Of the models.
+        num_samples: Fresh replicas of each variant.
+        say: Takes a line about the progress.
+        settle: Called before each sample; returns when it may be taken.
+        is_full: Whether two replicas that train together are measured too, and the parts of a step.
+    """
+    sizes = [size for size in _SIZES if size.model.name in names]
     if not peers.torchft_is_installed():
         group = Group("loop", "steps", "the fault-tolerant loop")
         group.notes.append("it needs the Lighthouse of torchft, which is not installed")
         yield group
         return
-    tools = _Tools(num_samples, say, settle)
-    yield _run_steps(tools)
-    yield _run_heal("adapter", ["--adapter"], scale, tools)
-    yield _run_heal("adamw", [], scale, tools)
+    for num_replicas in (1, 2) if is_full else (1,):
+        for size in sizes:
+            group = _new_group(size, num_replicas)
+            for round_number in range(num_samples):
+                first = round_number % len(_VARIANTS)
+                for variant in _VARIANTS[first:] + _VARIANTS[:first]:
+                    settle()
+                    say(f"loop {group.state} {round_number + 1}/{num_samples} {variant.label}")
+                    _measure(group, size, variant, num_replicas, round_number, is_full=is_full)
+            group.series.sort(key=lambda series: _VARIANTS.index(_variant_of(series)))
+            note_overheads(group)
+            group.verdicts = judge(group, is_start_quorum_judged=size.is_start_quorum_judged)
+            yield group
 
 
-def _run_steps(tools: _Tools) -> Group:
-    group = Group("loop", "steps", f"steps of two replicas, {_STEPS_STATE_BYTES / 1e6:.0f} MB under AdamW")
-    for round_number, kind in tools.rounds("steps"):
-        with _replicas(kind, 2, ["--state-bytes", str(_STEPS_STATE_BYTES)]) as replicas:
-            watch = Watch([os.getpid(), *(replica.process.pid for replica in replicas)])
-            watch.start()
-            for replica in replicas:
-                replica.go()
-            first = replicas[0]
-            first.wait_for(lambda first=first: len(first.committed()) >= _NUM_WARMUP_STEPS + _NUM_STEPS)  # type: ignore[misc]
-            notes = _Notes(group, round_number, kind, watch.stop())
-            notes.take("a step", statistics.median(map(_seconds, first.committed()[_NUM_WARMUP_STEPS:])))
-    group.verdicts = [_verdict(group, "a step", 1.0)]
-    return group
+def _new_group(size: _Size, num_replicas: int) -> Group:
+    replicas = "one replica" if num_replicas == 1 else f"{num_replicas} replicas, each"
+    state = size.model.name if num_replicas == 1 else f"{size.model.name}, {num_replicas} replicas"
+    return Group("loop", state, f"{replicas} of {size.model.title}, asynchronous quorum, {size.num_steps} steps")
 
 
-def _run_heal(state: str, flags: list[str], scale: float, tools: _Tools) -> Group:
-    state_bytes = int(_HEAL_STATE_BYTES * scale)
-    what = "frozen weights and an adapter under AdamW" if flags else "all under AdamW"
-    group = Group("loop", f"heal {state}", f"a replica of {state_bytes / 1e6:.0f} MB joins, {what}")
-    for round_number, kind in tools.rounds(f"heal {state}"):
-        with _replicas(kind, 1, ["--state-bytes", str(state_bytes), *flags]) as (healthy, joining):
-            watch = Watch([os.getpid(), healthy.process.pid, joining.process.pid])
-            healthy.go()
-            healthy.wait_for(lambda healthy=healthy: len(healthy.committed()) >= _HEALTHY_STEPS)  # type: ignore[misc]
-            watch.start()
-            joining.go()
-            joining.wait_for(lambda joining=joining: len(joining.committed()) >= _STEPS_AFTER)  # type: ignore[misc]
-            _note_heal(_Notes(group, round_number, kind, watch.stop()), healthy, joining)
-    group.verdicts = [_verdict(group, _HEALED, 0.5)]
-    group.notes.append("ours compares every bit of the loaded state with the source's, and torchft does not")
-    return group
+def _measure(
+    group: Group, size: _Size, variant: ManagerVariant, num_replicas: int, round_number: int, *, is_full: bool
+) -> None:
+    """Takes one sample: fresh replicas under a Lighthouse of their own."""
+    plan = Plan(
+        model=size.model,
+        num_threads=max(1, (os.cpu_count() or 1) // num_replicas),
+        num_warmup_steps=max(_MIN_WARMUP_STEPS, int(size.num_steps * _SHARE_OF_WARMUP)),
+        num_steps=size.num_steps,
+    )
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(lighthouse(num_replicas))
+        children: list[Child] = []
+        for number in range(num_replicas):
+            child = Child(step_replica, variant.key, f"replica_{number}", address, plan)
+            stack.callback(child.close)
+            children.append(child)
+        for child in children:
+            child.receive()
+        watch = Watch([os.getpid(), *(child.process_id for child in children)])
+        watch.start()
+        for child in children:
+            child.say("go")
+        # Of the first replica; the watch ends when the last one has stepped.
+        times, *_ = [child.receive() for child in children]
+        share = watch.stop()
+    quantities = {
+        START_QUORUM: statistics.median(each.start_quorum_s for each in times),
+        STEP: statistics.median(each.whole_s for each in times),
+        _SLOW_STEP: statistics.quantiles([each.whole_s for each in times], n=20, method="inclusive")[-1],
+    }
+    if is_full:
+        for name in ("backward", "allreduce", "should_commit", "optimizer"):
+            quantities[f"of it: {name}"] = statistics.median(getattr(each, f"{name}_s") for each in times)
+    for label, seconds in quantities.items():
+        _note(group, variant, label, Sample(round_number, seconds * 1e3, is_busy(share), share))
 
 
-def _note_heal(notes: _Notes, healthy: _Replica, joining: _Replica) -> None:
-    quorum_s = joining.find("quorum")[0]["at_s"]
-    first = joining.committed()[0]
-    notes.take(_HEALED, first["ended_s"] - quorum_s)
-    for part in joining.find("part"):
-        if part["at_s"] <= first["ended_s"]:
-            notes.take(f"of it: {part['name']}", part["seconds"])
-    steps = healthy.find("step")
-    before = [_seconds(step) for step in steps if step["ended_s"] < quorum_s][-_HEALTHY_STEPS // 2 :]
-    during = [_seconds(step) for step in steps if step["ended_s"] >= quorum_s and step["began_s"] <= first["ended_s"]]
-    notes.take("healthy replica's median step before", statistics.median(before))
-    notes.take("healthy replica's longest step meanwhile", max(during))
+def _note(group: Group, variant: ManagerVariant, label: str, sample: Sample) -> None:
+    group.add(f"{variant.key}, {label}", sample, label=label, role=variant.role, phase="warm", unit=MS)
 
 
-def _verdict(group: Group, what: str, limit: float) -> Verdict:
-    ratio = group.ratio(group.find(f"ours, {what}", "warm", MS), group.find(f"torchft, {what}", "warm", MS))
-    text = f"{what}: ours / torchft"
-    if ratio is None:
-        return Verdict(text, None, limit, "at most")
-    return Verdict(text, ratio.of_medians, limit, "at most", spread=(ratio.paired_low, ratio.paired_high))
+def _variant_of(series: Series) -> ManagerVariant:
+    return next(variant for variant in _VARIANTS if series.key.startswith(f"{variant.key}, "))
 
 
-def _seconds(step: dict[str, Any]) -> float:
-    return float(step["ended_s"] - step["began_s"])
+def note_overheads(group: Group) -> None:
+    """Adds how much longer a step took than the one without a manager, round by round."""
+    without = group.find(f"{NO_MANAGER.key}, {STEP}", "warm", MS)
+    if without is None:
+        return
+    by_round = {sample.round: sample.value for sample in without.samples}
+    for variant in (OURS, TORCHFT):
+        series = group.find(f"{variant.key}, {STEP}", "warm", MS)
+        for sample in series.samples if series is not None else []:
+            over = sample.value - by_round[sample.round]
+            _note(group, variant, OVERHEAD, Sample(sample.round, over, sample.busy, sample.others_share))
+
+
+def judge(group: Group, *, is_start_quorum_judged: bool) -> list[Verdict]:
+    """The targets. The smaller overhead is the shorter step, whose ratio stays sound where an overhead is about 0."""
+
+    def found(variant: ManagerVariant, label: str) -> Series | None:
+        return group.find(f"{variant.key}, {label}", "warm", MS)
+
+    verdicts = []
+    if is_start_quorum_judged:
+        verdicts.append(Verdict.of_series("start_quorum", found(OURS, START_QUORUM), _START_QUORUM_LIMIT_MS, "at most"))
+    ratio = Group.ratio(found(OURS, STEP), found(TORCHFT, STEP))
+    verdicts.append(Verdict.at_most("overhead less than torchft's: a step, ours / torchft", ratio, 1.0))
+    return verdicts

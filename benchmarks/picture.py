@@ -58,7 +58,7 @@ def draw(groups: Sequence[Group], path: Path) -> None:
 
 
 def _draw_panel(axes: Axes, group: Group) -> None:
-    unit = "ms" if group.benchmark in ("stall", "loop", "checkpoint") else "GB/s"
+    unit = "ms" if group.benchmark in ("stall", "loop", "heal", "checkpoint") else "GB/s"
     shown = [series for series in group.series if series.unit == unit and _belongs_in_picture(group, series)]
     bars = list(dict.fromkeys((series.key, series.label, series.role) for series in shown))
     for position, (key, _, role) in enumerate(bars):
@@ -82,7 +82,9 @@ def _draw_panel(axes: Axes, group: Group) -> None:
 
 
 def _belongs_in_picture(group: Group, series: Series) -> bool:
-    """Of the stall, what the trainer feels; of the rest, all."""
+    """Of the stall, what the trainer feels; of the loop, what is above 0; of the rest, all."""
+    if group.benchmark == "loop":
+        return all(sample.value > 0 for sample in series.samples)
     return group.benchmark != "stall" or series.key.rpartition("_")[2] in (
         "wait",
         "clone",
@@ -102,7 +104,7 @@ def _draw_bar(axes: Axes, position: float, series: Series, colour: str, alpha: f
 
 
 def _tick_label(group: Group, key: str, label: str, role: Role) -> str:
-    text = f"{_NAMES[role]}: {label}" if group.benchmark in ("stall", "loop") else label
+    text = f"{_NAMES[role]}: {label}" if group.benchmark in ("stall", "loop", "heal") else label
     if group.benchmark == "checkpoint":
         text = f"{label}: {key.rpartition('_')[2]}"
     # A long label is folded at the comma nearest to its middle, where there is room for two lines.

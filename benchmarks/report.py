@@ -14,6 +14,7 @@ from typing import Literal
 
 Role = Literal["ours", "peer", "ceiling", "other"]
 Phase = Literal["cold", "warm"]
+Direction = Literal["at least", "at most"]
 
 
 @dataclass(frozen=True)
@@ -138,16 +139,34 @@ class Verdict:
     text: str
     value: float | None
     limit: float
-    direction: Literal["at least", "at most"]
+    direction: Direction
     unit: str = "×"
     spread: tuple[float, float] | None = None
 
     @classmethod
-    def at_least(cls, text: str, ratio: Ratio | None, limit: float) -> Verdict:
-        """A target for a ratio."""
+    def of_ratio(cls, text: str, ratio: Ratio | None, limit: float, direction: Direction) -> Verdict:
+        """A target for a ratio: of the medians, with the spread of single rounds."""
         if ratio is None:
-            return cls(text, None, limit, "at least")
-        return cls(text, ratio.of_medians, limit, "at least", spread=(ratio.paired_low, ratio.paired_high))
+            return cls(text, None, limit, direction)
+        return cls(text, ratio.of_medians, limit, direction, spread=(ratio.paired_low, ratio.paired_high))
+
+    @classmethod
+    def of_series(cls, text: str, series: Series | None, limit: float, direction: Direction) -> Verdict:
+        """A target for a quantity: its median, with its spread."""
+        if series is None:
+            return cls(text, None, limit, direction)
+        summary = series.summary
+        return cls(text, summary.median, limit, direction, series.unit, spread=(summary.low, summary.high))
+
+    @classmethod
+    def at_least(cls, text: str, ratio: Ratio | None, limit: float) -> Verdict:
+        """A target for a ratio, from which on it is met."""
+        return cls.of_ratio(text, ratio, limit, "at least")
+
+    @classmethod
+    def at_most(cls, text: str, ratio: Ratio | None, limit: float) -> Verdict:
+        """A target for a ratio, up to which it is met."""
+        return cls.of_ratio(text, ratio, limit, "at most")
 
     @property
     def met(self) -> bool | None:
@@ -161,7 +180,7 @@ class Group:
     """One benchmark with one state.
 
     Attributes:
-        benchmark: ``clone``, ``fetch``, ``reshard``, ``stall``, ``loop`` or ``checkpoint``.
+        benchmark: ``clone``, ``fetch``, ``reshard``, ``stall``, ``loop``, ``heal`` or ``checkpoint``.
         state: Name of the state.
         title: What was moved, with its size.
         series: The figures.

@@ -17,7 +17,8 @@ _TIMES: Final[dict[str, list[tuple[Role, Phase, str]]]] = {
         ("ours", "warm", "ft_transport, warm arena"),
         ("peer", "cold", "torchft"),
     ],
-    "loop": [("ours", "warm", "ft_transport"), ("peer", "warm", "torchft")],
+    "loop": [("ours", "warm", "ft_transport"), ("peer", "warm", "torchft"), ("ceiling", "warm", "no manager")],
+    "heal": [("ours", "warm", "ft_transport"), ("peer", "warm", "torchft")],
 }
 """Benchmarks whose figures are milliseconds, with their columns."""
 _WIDTH: Final = 150

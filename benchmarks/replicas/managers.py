@@ -1,0 +1,122 @@
+"""The managers that are compared: ours, torchft's, and none. All are used as a loop without DDP uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Protocol
+
+import torch
+
+from benchmarks.replicas.training import Training
+from benchmarks.report import Role
+
+TIMEOUT: Final = timedelta(seconds=60)
+
+
+class Loop(Protocol):
+    """What a training loop calls."""
+
+    def start_quorum(self) -> None: ...
+    def allreduce(self, tensor: torch.Tensor) -> Any: ...
+    def should_commit(self) -> bool: ...
+    def current_step(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagerVariant:
+    """One of the managers.
+
+    Attributes:
+        key: Names it, also for a replica's process.
+        label: Names it for people.
+        role: Whose it is.
+        make: Makes it for a training: name of the replica and address of the Lighthouse follow.
+    """
+
+    key: str
+    label: str
+    role: Role
+    make: Callable[[Training, str, str], Loop]
+
+
+class _NoManager:
+    """Nobody is asked, nothing is reduced, every step counts."""
+
+    _step = 0
+
+    def start_quorum(self) -> None:
+        pass
+
+    def allreduce(self, _tensor: torch.Tensor) -> _NoManager:
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def should_commit(self) -> bool:
+        self._step += 1
+        return True
+
+    def current_step(self) -> int:
+        return self._step
+
+
+def _ours(training: Training, name: str, lighthouse: str) -> Loop:
+    from ft_transport import HTTPTransport, TransportSettings
+    from manager import Manager, ManagerConfig
+
+    transport: HTTPTransport[Any] = HTTPTransport(
+        TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
+    )
+    config = ManagerConfig(min_replica_size=1, replica_id=name, timeout=TIMEOUT, lighthouse_addr=lighthouse)
+    manager = Manager(config=config, checkpoint_transport=transport)
+    # Nothing but the attached optimizer changes it, and that inside write sections.
+    manager.register("model", training.model, is_stable=True)
+    manager.register("optimizer", training.optimizer)
+    manager.attach(training.optimizer)
+    return manager
+
+
+def _torchft(training: Training, name: str, lighthouse: str) -> Loop:
+    import socket
+
+    from torch.distributed import TCPStore
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    # A machine's own name need not lead to the loopback interface.
+    socket.gethostname = lambda: "localhost"  # type: ignore[assignment]
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def load(state: dict[str, Any]) -> None:
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=TIMEOUT),
+        load_state_dict=load,
+        state_dict=lambda: {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()},
+        min_replica_size=1,
+        replica_id=name,
+        timeout=TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        hostname="localhost",
+        lighthouse_addr=lighthouse,
+    )
+    manager._benchmark_store = store
+    return manager  # type: ignore[no-any-return]
+
+
+def _none(_training: Training, _name: str, _lighthouse: str) -> Loop:
+    return _NoManager()
+
+
+OURS: Final = ManagerVariant(key="ours", label="ft_transport", role="ours", make=_ours)
+TORCHFT: Final = ManagerVariant(key="torchft", label="torchft", role="peer", make=_torchft)
+NO_MANAGER: Final = ManagerVariant(key="none", label="no manager", role="ceiling", make=_none)
+VARIANTS: Final = {variant.key: variant for variant in (OURS, TORCHFT, NO_MANAGER)}

@@ -1,0 +1,110 @@
+"""Fresh processes that need not import torch again: forked from a server that has imported it and done nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+TIMEOUT_S: Final = 300.0
+_POLL_S: Final = 0.2
+_SHOWN_LOG_CHARACTERS: Final = 4000
+# What is missing is left out, as torchft on most platforms.
+_PRELOADED: Final = ("torch", "manager", "torchft.manager", "benchmarks.replicas.stepping")
+
+
+def _context() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([name for name in _PRELOADED if importlib.util.find_spec(name.partition(".")[0])])
+    return context
+
+
+class Channel:
+    """A child's way to talk to the process that started it, whose end is also the child's."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._mutex = threading.Lock()
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def say(self, message: object) -> None:
+        with self._mutex:
+            self._connection.send(message)
+
+    def wait(self) -> Any:
+        """Returns the next message of the parent's."""
+        return self._received.get()
+
+    def _receive(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._received.put(self._connection.recv())
+        # Threads and servers have nothing to say any more, and may take long to say it.
+        os._exit(0)
+
+
+class Child:
+    """A fresh process that runs ``target(channel, *arguments)``; what it prints is kept for an error's message.
+
+    Args:
+        target: A function of a module.
+        arguments: For it, after the channel.
+    """
+
+    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
+        context = _context()
+        self._connection, theirs = context.Pipe()
+        descriptor, log = tempfile.mkstemp(prefix="benchmark-", suffix=".log")
+        os.close(descriptor)
+        self._log = Path(log)
+        self._process = context.Process(target=_run, args=(theirs, log, target, arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def process_id(self) -> int:
+        assert self._process.pid is not None, "it was started"
+        return self._process.pid
+
+    def say(self, message: object) -> None:
+        self._connection.send(message)
+
+    def receive(self, timeout_s: float = TIMEOUT_S) -> Any:
+        """Returns the child's next message.
+
+        Raises:
+            RuntimeError: None came; with the last lines that the child has printed.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with contextlib.suppress(EOFError, OSError):
+            while time.monotonic() < deadline_s:
+                if self._connection.poll(_POLL_S):
+                    return self._connection.recv()
+        printed = self._log.read_text(encoding="utf-8", errors="replace")[-_SHOWN_LOG_CHARACTERS:]
+        raise RuntimeError(f"expected a message of a process of this benchmark within {timeout_s:.0f} s:\n{printed}")
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.join()
+        self._log.unlink(missing_ok=True)
+
+
+def _run(connection: Connection, log: str, target: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    # The Lighthouse and torchft's manager log every request.
+    os.environ.update(RUST_LOG="error", GLOO_SOCKET_IFNAME="lo")
+    target(Channel(connection), *arguments)

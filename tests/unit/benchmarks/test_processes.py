@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+from benchmark_children import fail, repeat
+
+from benchmarks.replicas.processes import Child
+
+pytestmark = pytest.mark.usefixtures("bare_fork_server")
+
+
+class TestChild:
+    def test_answers_from_a_process_of_its_own(self) -> None:
+        child = Child(repeat, "echo")
+        try:
+            child.say(1)
+            assert child.receive() == ("echo", 1, child.process_id)
+            assert child.process_id != os.getpid()
+        finally:
+            child.close()
+
+    def test_one_that_fails_tells_why(self, capfd: pytest.CaptureFixture[str]) -> None:
+        child = Child(fail)
+        try:
+            with pytest.raises(RuntimeError, match=r"(?s)said before the end.*the reason"):
+                child.receive()
+        finally:
+            child.close()
+        assert capfd.readouterr() == ("", "")
+
+    def test_one_that_says_nothing_does_not_keep_its_parent(self) -> None:
+        child = Child(repeat, "echo")
+        try:
+            with pytest.raises(RuntimeError, match="within 0 s"):
+                child.receive(timeout_s=0.3)
+        finally:
+            child.close()
+
+    def test_ends_when_its_parent_lets_go(self) -> None:
+        child = Child(repeat, "echo")
+        try:
+            child.say(1)
+            child.receive()
+            child._connection.close()
+            child._process.join(10)
+            assert child._process.exitcode == 0
+        finally:
+            child.close()
