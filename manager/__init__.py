@@ -21,8 +21,9 @@ from manager.errors import (
 from manager.hooks import OptimizerAttachment
 from manager.lighthouse import embedded_lighthouse
 from manager.local_sgd import guard_local_sgd
+from manager.managed_work import ManagedWork
 from manager.manager import Manager
-from manager.process_group import GlooProcessGroup, ManagedWork, ReplicaProcessGroup
+from manager.process_group import GlooProcessGroup, ReplicaProcessGroup
 from manager.quorum import WorldSizeMode
 from manager.rng import RandomState
 from manager.state_manager import StateManager

@@ -279,7 +279,10 @@ class HoldTable:
         if root.sections:
             root.closers.pop(closer, None)
             return
-        if not self.roots.pop(root, False):
+        is_ours = self.roots.pop(root, False)
+        # Whoever nests looks in the table first. A closer that stayed would make a cycle of hold and token.
+        root.closers.pop(closer, None)
+        if not is_ours:
             return
         while root.handles:
             try:

@@ -16,9 +16,10 @@ from typing_extensions import Unpack
 from ft_transport import CheckpointStore, HTTPTransport
 from manager.config import ManagerConfig, TorchftKeywords
 from manager.deadline import Deadline
-from manager.errors import CommitFailedError, ConfigError, StateTornError
+from manager.errors import CommitFailedError, ConfigError, ManagerError, StateTornError
+from manager.managed_work import ManagedWork, forget_frames, wait_all
 from manager.membership import Membership
-from manager.process_group import ManagedWork, ReplicaProcessGroup, wait_all
+from manager.process_group import ReplicaProcessGroup
 from manager.quorum import Decision, Rules, commit_refusals, next_lineage
 from manager.quorum_participant import QuorumParticipant, Request, Round, said
 from manager.reconfigurable_group import Reconfigurable
@@ -204,8 +205,12 @@ class Manager(QuorumParticipant):
             raise ValueError(f"expected a floating-point tensor to average, got {tensor.dtype}")
         current = self._current_round()
         self._wait_for_round(current)
+        # Registered before it begins: what is interrupted from here on, is known not to be reduced.
+        managed = ManagedWork(tensor, self.report_error)
+        current.works.append(managed)
         if current.error is not None:
-            return ManagedWork(None, tensor, lambda: None, self.report_error)
+            return managed
+        current.has_works = True
         num_participants = self.num_participants()
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if not self.is_participating():
@@ -216,13 +221,10 @@ class Manager(QuorumParticipant):
                 local.div_(num_participants)
 
         try:
-            work = self._joined().allreduce(local, ReduceOp.SUM if is_average else reduce_op)
+            managed.begin(self._joined().allreduce(local, ReduceOp.SUM if is_average else reduce_op), finish)
         except Exception as error:
             self.report_error(error)
-            work = None
-        managed = ManagedWork(work, tensor, finish, self.report_error)
-        current.works.append(managed)
-        current.has_works = True
+            forget_frames(error)
         return managed
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
@@ -242,7 +244,8 @@ class Manager(QuorumParticipant):
         membership, current = self._joined(), self._current_round()
         self._wait_for_round(current, deadline)
         with self._stall_watch.waiting(f"{self._name()}: waiting for {len(current.works)} collectives"):
-            wait_all(current.works, deadline)
+            if not wait_all(current.works, deadline) and current.error is None:
+                self.report_error(ManagerError("expected every collective to be waited for, one was interrupted"))
         current.works.clear()
         current.is_over = True
         if torch.accelerator.is_available():

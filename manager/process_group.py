@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined] # exported, undeclared
 
-from manager.deadline import Deadline
 from manager.gloo_sockets import GlooSockets
 
 _LOOK_AFTER_S: Final = 1.0
@@ -229,149 +227,3 @@ class _Done(dist._Work):  # type: ignore[name-defined, misc] # torch declares no
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._future
-
-
-class ManagedFuture(torch.futures.Future[Any]):
-    """The result of a `ManagedWork`, and of callbacks on it, which run where the work is waited for.
-
-    torchft's ``DistributedDataParallel`` hands ``_fut`` to torch's reducer after waiting for the work.
-    """
-
-    def __init__(self, work: ManagedWork) -> None:
-        super().__init__()
-        self._work = work
-        # What it resolves to. torchft looks here, others at the future itself, which has the same result.
-        self._fut: torch.futures.Future[Any] = torch.futures.Future()
-
-    def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> ManagedFuture:
-        """Run ``callback`` with this future once the work is done; return the future of what it returns."""
-        following = ManagedFuture(self._work)
-
-        def run() -> None:
-            try:
-                result = callback(self._fut)
-            except Exception as error:
-                # Whoever waits for it must not wait for ever.
-                following.fail(error)
-                raise
-            following.complete(result)
-
-        self._work.add_callback(run)
-        return following
-
-    def complete(self, value: Any) -> None:
-        """Give it a result."""
-        self._fut.set_result(value)
-        super().set_result(value)
-
-    def fail(self, error: Exception) -> None:
-        """Let it fail."""
-        self._fut.set_exception(error)
-        super().set_exception(error)
-
-    def wait(self) -> Any:
-        """Wait for the work, and return the value."""
-        self._work.wait()
-        return self._fut.wait()
-
-    def value(self) -> Any:
-        """Return the value; the work has been waited for."""
-        return self._fut.value()
-
-    def done(self) -> bool:
-        """Whether the work has been waited for."""
-        return self._fut.done()
-
-    def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> None:
-        """As `then`, without a result."""
-        self._work.add_callback(lambda: callback(self._fut))
-
-
-class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
-    """A collective that never raises: what goes wrong is reported, and keeps the step from being committed.
-
-    Waiting is what finishes it: averaging and callbacks run on the waiting thread, on its stream. It may be waited for
-    any number of times, by one thread at a time.
-
-    Args:
-        work: The collective; ``None`` if it could not be begun or is not needed.
-        value: The tensor, reduced in place.
-        finish: Called once after the collective succeeded.
-        report_error: Called once if it did not.
-    """
-
-    def __init__(
-        self,
-        work: Any,
-        value: torch.Tensor,
-        finish: Callable[[], object],
-        report_error: Callable[[Exception], object],
-    ) -> None:
-        super().__init__()
-        self._work = work
-        self._value = value
-        self._finish = finish
-        self._report_error = report_error
-        self._callbacks: list[Callable[[], object]] = []
-        self._future = ManagedFuture(self)
-        self._mutex = threading.RLock()
-        self._is_done = False
-        self._is_good = work is not None
-
-    def add_callback(self, callback: Callable[[], object]) -> None:
-        """Run it after the collective, in order; at once if that is over."""
-        with self._mutex:
-            if not self._is_done:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Finish the collective. Returns whether it succeeded."""
-        with self._mutex:
-            if self._is_done:
-                return self._is_good
-            self._is_done = True
-            # It keeps the process group, and with it the connections, for as long as it is referred to.
-            work, self._work = self._work, None
-            try:
-                if work is not None:
-                    work.wait(timeout) if timeout is not None else work.wait()
-                    self._finish()
-            except Exception as error:
-                self._fail(error)
-            del work
-            self._future.complete(self._value)
-            callbacks, self._callbacks = self._callbacks, []
-            for callback in callbacks:
-                try:
-                    callback()
-                except Exception as error:
-                    self._fail(error)
-            return self._is_good
-
-    def _fail(self, error: Exception) -> None:
-        self._is_good = False
-        self._report_error(error)
-
-    def is_completed(self) -> bool:
-        """Whether it has been waited for."""
-        return self._is_done
-
-    def block_current_stream(self, timeout: timedelta | None = None) -> None:
-        """Let the current stream wait. On the CPU, and with torch's own works, that is what `wait` does."""
-        self.wait(timeout)
-
-    def synchronize(self) -> None:
-        """As `wait`."""
-        self.wait()
-
-    def get_future(self) -> ManagedFuture:
-        """Return the future of the reduced tensor."""
-        return self._future
-
-
-def wait_all(works: Sequence[ManagedWork], deadline: Deadline) -> None:
-    """Finish all of them; what is not done at the deadline has failed."""
-    for work in works:
-        work.wait(deadline.left())

@@ -17,8 +17,9 @@ from manager.config import ManagerConfig
 from manager.deadline import Deadline
 from manager.errors import ManagerError, QuorumError
 from manager.healing import Healer
+from manager.managed_work import ManagedWork
 from manager.membership import Membership
-from manager.process_group import ManagedWork, ReplicaProcessGroup
+from manager.process_group import ReplicaProcessGroup
 from manager.quorum import NO_WHOLE_STATE, Decision, Heals, Rules, StandsBy, UpToDate
 from manager.reconfigurable_group import Reconfigurable
 from manager.stall_watch import StallWatch

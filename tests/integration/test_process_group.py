@@ -18,7 +18,7 @@ from quorum_threads import run_replicas
 from torch.distributed import AllreduceOptions, TCPStore
 
 from manager.gloo_sockets import GlooSockets
-from manager.process_group import GlooProcessGroup, ManagedWork, WatchedWork
+from manager.process_group import GlooProcessGroup, WatchedWork
 
 LONG = timedelta(seconds=60)
 AT_ONCE_S = 20.0
@@ -223,31 +223,3 @@ def test_every_connection_of_a_group_is_found_and_no_other(met: Callable[[int], 
 def test_an_address_that_cannot_be_read_finds_nothing() -> None:
     assert len(GlooSockets(b"", [])) == 0
     assert len(GlooSockets(b"\xff" * 40, [b"\0" * 80])) == 0
-
-
-def test_a_work_reports_what_went_wrong_and_runs_callbacks_where_it_is_waited_for() -> None:
-    class Failing:
-        def wait(self) -> bool:
-            raise RuntimeError("lost")
-
-    reported: list[Exception] = []
-    value = torch.ones(2)
-    finished: list[str] = []
-    work = ManagedWork(Failing(), value, lambda: finished.append("finished"), reported.append)
-    assert not work.get_future().done()
-    chained = work.get_future().then(lambda done: done.value().sum())
-    assert not work.wait()
-    assert [str(error) for error in reported] == ["lost"]
-    assert not finished
-    assert chained.wait() == 2.0
-    late = work.get_future().then(lambda done: "late")
-    assert late.wait() == "late"
-
-    def fail(_: object) -> None:
-        raise ValueError("callback")
-
-    done = ManagedWork(None, value, lambda: None, reported.append)
-    done.get_future().add_done_callback(fail)
-    done.synchronize()
-    assert str(reported[-1]) == "callback"
-    assert done.is_completed()
