@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any, Final, TypedDict
 
 from manager.errors import ConfigError
 from manager.quorum import WorldSizeMode
+
+logger = logging.getLogger(__name__)
 
 LIGHTHOUSE_ENV: Final = "TORCHFT_LIGHTHOUSE"
 TIMEOUT_ENV: Final = "TORCHFT_TIMEOUT_SEC"
@@ -20,6 +24,30 @@ QUORUM_RETRIES_ENV: Final = "TORCHFT_QUORUM_RETRIES"
 _DEFAULT_TIMEOUT: Final = timedelta(seconds=60)
 _DEFAULT_CONNECT_TIMEOUT: Final = timedelta(seconds=10)
 _DURATIONS: Final = ("timeout", "quorum_timeout", "connect_timeout", "heartbeat_interval", "heartbeat_timeout")
+
+
+_TORCHFT_ORDER: Final = (
+    "min_replica_size",
+    "use_async_quorum",
+    "timeout",
+    "quorum_timeout",
+    "connect_timeout",
+    "rank",
+    "world_size",
+    "world_size_mode",
+    "store_addr",
+    "store_port",
+    "lighthouse_addr",
+    "replica_id",
+    "port",
+    "hostname",
+    "heartbeat_interval",
+    "checkpoint_transport",
+    "init_sync",
+    "max_retries",
+    "quorum_retries",
+)
+"""The arguments of torchft's ``Manager`` that follow ``state_dict``."""
 
 
 class TorchftKeywords(TypedDict, total=False):
@@ -45,6 +73,36 @@ class TorchftKeywords(TypedDict, total=False):
     init_sync: bool
     max_retries: int | None
     quorum_retries: int
+
+
+def named_arguments(
+    positional: Sequence[Any], keywords: Mapping[str, Any], *, others: Collection[str]
+) -> dict[str, Any]:
+    """Name the positional arguments of a manager, in torchft's order, and refuse keywords that nobody takes.
+
+    Args:
+        positional: What followed ``state_dict``.
+        keywords: What was given by name, without the names in ``others`` that were not given.
+        others: Further keywords that the manager takes.
+
+    Raises:
+        ConfigError: A keyword is unknown or given twice, or there are too many arguments.
+    """
+    if len(positional) > len(_TORCHFT_ORDER):
+        raise ConfigError(
+            f"expected at most {3 + len(_TORCHFT_ORDER)} positional arguments, as torchft's Manager takes, got "
+            f"{3 + len(positional)}"
+        )
+    named = dict(zip(_TORCHFT_ORDER, positional, strict=False))
+    known = {*_TORCHFT_ORDER, *(each.name for each in fields(ManagerConfig)), *others}
+    for name in keywords:
+        if name in named:
+            raise ConfigError(f"expected {name} once, got it by position and by name")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1, 0.5)
+            advice = f"did you mean {close[0]!r}?" if close else f"the keywords are {', '.join(sorted(known))}"
+            raise ConfigError(f"expected a keyword of Manager, got {name!r}; {advice}")
+    return {**named, **keywords}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +207,7 @@ class ManagerConfig:
         ):
             if variable in environment:
                 changes[name] = timedelta(seconds=_number_from(environment, variable))
+        changes.update(self._fitted_to(changes))
         if QUORUM_RETRIES_ENV in environment:
             changes["quorum_retries"] = _number_from(environment, QUORUM_RETRIES_ENV)
         for name, variable, default in (("rank", "RANK", 0), ("world_size", "WORLD_SIZE", 1)):
@@ -176,6 +235,22 @@ class ManagerConfig:
                 "MASTER_ADDR and MASTER_PORT (torchrun sets them)"
             )
         return filled
+
+    def _fitted_to(self, environment: Mapping[str, timedelta]) -> dict[str, timedelta]:
+        """Return the timeouts that have to change because of others, which the environment sets."""
+        if not environment:
+            return {}
+        fitted: dict[str, timedelta] = {}
+        quorum_timeout = environment.get("quorum_timeout")
+        if quorum_timeout is None:
+            fitted["quorum_timeout"] = quorum_timeout = max(self.quorum_timeout, *environment.values())
+        for name in ("timeout", "connect_timeout"):
+            if name not in environment:
+                fitted[name] = min(getattr(self, name), quorum_timeout)
+        changed = {name: value for name, value in fitted.items() if value != getattr(self, name)}
+        for name, value in changed.items():
+            logger.info("%s is set to %s, to fit the timeouts that the environment sets", name, value)
+        return changed
 
     def _check_ladder(self) -> None:
         """Each wait has to end before the one that contains it, or else the outer one hides the inner one's reason."""

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final, cast
 
 import torch
 from torch.distributed import ReduceOp
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from ft_transport import CheckpointStore, HTTPTransport
-from manager.config import ManagerConfig, TorchftKeywords
+from manager.config import ManagerConfig, TorchftKeywords, named_arguments
 from manager.deadline import Deadline
 from manager.errors import CommitFailedError, ConfigError, ManagerError, StateTornError
 from manager.managed_work import ManagedWork, forget_frames, wait_all
@@ -25,6 +25,9 @@ from manager.quorum_participant import QuorumParticipant, Request, Round, said
 from manager.reconfigurable_group import Reconfigurable
 
 logger = logging.getLogger(__name__)
+
+_OTHER_KEYWORDS: Final = ("pg", "load_state_dict", "state_dict", "config", "checkpoint_store", "save_every")
+"""For advice where a keyword has a typo: those that are neither torchft's nor settings."""
 
 
 class Manager(QuorumParticipant):
@@ -55,7 +58,7 @@ class Manager(QuorumParticipant):
         pg: ReplicaProcessGroup | Reconfigurable | None = None,
         load_state_dict: Callable[[Any], object] | None = None,
         state_dict: Callable[[], object] | None = None,
-        *,
+        *positional: Any,
         config: ManagerConfig | None = None,
         checkpoint_transport: HTTPTransport[Any] | None = None,
         timeout: timedelta | None = None,
@@ -71,6 +74,7 @@ class Manager(QuorumParticipant):
                 reconfigured, will do. Default: gloo.
             load_state_dict: With ``state_dict``, registered under the key ``default`` (as in torchft).
             state_dict: See ``load_state_dict``.
+            *positional: What follows in torchft's ``Manager``, in its order: ``min_replica_size`` and so on.
             config: How to take part in the quorum.
             checkpoint_transport: Serves this replica's snapshots and receives others'. The manager owns it and shuts
                 it down. For a quorum there is a default one.
@@ -82,16 +86,21 @@ class Manager(QuorumParticipant):
                 the manager joins the job at once; else with the first `start_quorum`.
 
         Raises:
-            ConfigError: The settings cannot work, or ``config`` was given beside them.
+            ConfigError: The settings cannot work, a keyword is unknown, or ``config`` was given beside them.
             QuorumError: The Lighthouse or the replica's store cannot be reached.
             TransportError: The address that peers are told does not lead to this transport.
         """
-        if config is not None and (keywords or timeout is not None):
-            given = sorted({*keywords, *(["timeout"] if timeout is not None else [])})
-            raise ConfigError(f"expected the settings in config or one by one, got both: config and {given}")
-        wants_quorum = config is not None or bool(keywords) or pg is not None
+        also: dict[str, Any] = {"timeout": timeout, "checkpoint_transport": checkpoint_transport}
+        also = {name: value for name, value in also.items() if value is not None}
+        given = named_arguments(positional, {**also, **keywords}, others=_OTHER_KEYWORDS)
+        timeout = given.pop("timeout", None)
+        checkpoint_transport = given.pop("checkpoint_transport", None)
+        if config is not None and (given or timeout is not None):
+            names = sorted({*given, *(["timeout"] if timeout is not None else [])})
+            raise ConfigError(f"expected the settings in config or one by one, got both: config and {names}")
+        wants_quorum = config is not None or bool(given) or pg is not None
         if config is None:
-            config = ManagerConfig.from_keywords(keywords, timeout=timeout)
+            config = ManagerConfig.from_keywords(cast("TorchftKeywords", given), timeout=timeout)
         if wants_quorum:
             config = config.with_environment()
             if checkpoint_transport is None:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import inspect
 from dataclasses import FrozenInstanceError
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from manager.config import ManagerConfig
+from manager import Manager
+from manager.config import ManagerConfig, named_arguments
 from manager.errors import ConfigError
 from manager.quorum import WorldSizeMode
 
@@ -86,7 +88,6 @@ def test_the_environment_has_the_last_word_under_torchfts_names() -> None:
     ("environment", "pattern"),
     [
         ({"TORCHFT_TIMEOUT_SEC": "soon"}, "whole number in TORCHFT_TIMEOUT_SEC, got 'soon'"),
-        ({"TORCHFT_TIMEOUT_SEC": "61"}, "quorum_timeout of at least timeout"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "rank below world_size 2, got 2"),
         ({"WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
         ({"MASTER_ADDR": "host"}, "both store_addr and store_port"),
@@ -95,6 +96,54 @@ def test_the_environment_has_the_last_word_under_torchfts_names() -> None:
 def test_an_environment_that_cannot_work_is_refused(environment: dict[str, str], pattern: str) -> None:
     with pytest.raises(ConfigError, match=pattern):
         ManagerConfig().with_environment(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"TORCHFT_TIMEOUT_SEC": "120"}, (120, 120, 10)),
+        ({"TORCHFT_QUORUM_TIMEOUT_SEC": "8"}, (8, 8, 8)),
+        ({"TORCHFT_CONNECT_TIMEOUT_SEC": "90"}, (60, 90, 90)),
+        ({"TORCHFT_TIMEOUT_SEC": "120", "TORCHFT_QUORUM_TIMEOUT_SEC": "300"}, (120, 300, 10)),
+        ({}, (60, 60, 10)),
+    ],
+)
+def test_timeouts_are_fitted_to_those_that_the_environment_sets(
+    environment: dict[str, str], expected: tuple[int, int, int]
+) -> None:
+    config = ManagerConfig().with_environment(environment)
+    assert (config.timeout, config.quorum_timeout, config.connect_timeout) == tuple(each * S for each in expected)
+
+
+def test_an_environment_that_contradicts_itself_is_refused() -> None:
+    environment = {"TORCHFT_TIMEOUT_SEC": "120", "TORCHFT_QUORUM_TIMEOUT_SEC": "60"}
+    with pytest.raises(ConfigError, match="quorum_timeout of at least timeout, got 60 s and 120 s"):
+        ManagerConfig().with_environment(environment)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "pattern"),
+    [
+        ((), {"min_replicas": 2}, r"got 'min_replicas'; did you mean 'min_replica_size'\?"),
+        ((), {"lighthouse_address": "http://here:1"}, r"did you mean 'lighthouse_addr'\?"),
+        ((), {"colour": "red"}, r"got 'colour'; the keywords are checkpoint_store, "),
+        ((2,), {"min_replica_size": 2}, "min_replica_size once, got it by position and by name"),
+        ((2, True, S), {"timeout": S}, "timeout once"),
+        (tuple(range(20)), {}, "at most 22 positional arguments, as torchft's Manager takes, got 23"),
+    ],
+)
+def test_arguments_that_the_manager_does_not_take_are_refused_by_name(
+    arguments: tuple[Any, ...], keywords: dict[str, Any], pattern: str
+) -> None:
+    with pytest.raises(ConfigError, match=pattern):
+        Manager(None, None, None, *arguments, **keywords)
+
+
+def test_positional_arguments_follow_torchfts_order() -> None:
+    upstream = pytest.importorskip("torchft.manager").Manager
+    parameters = list(inspect.signature(upstream).parameters.values())[3:]
+    given = named_arguments(range(len(parameters)), {}, others=())
+    assert given == {parameter.name: position for position, parameter in enumerate(parameters)}
 
 
 def test_torchfts_own_enumeration_is_understood() -> None:
