@@ -6,6 +6,7 @@ TransportError
 ├── SnapshotError               a state that cannot be captured
 │   ├── UnsupportedLeafError    a leaf with no safe encoding, named by its path
 │   ├── CollectiveRefusedError  a state function that other ranks would have to take part in
+│   ├── StateMovedError         tensors changed in place between the step boundary and their copy
 │   └── SnapshotLimitError      as many snapshots alive as are allowed, and each one still read
 ├── RestoreError                a received tensor or leaf that cannot be put where it belongs
 ├── IntegrityError              bytes that differ from their digest
@@ -110,6 +111,13 @@ class UnsupportedLeafError(SnapshotError, TypeError):
 
 class CollectiveRefusedError(SnapshotError):
     """A state function runs a collective, which would wait for ranks that are not asked for their state."""
+
+
+class StateMovedError(SnapshotError):
+    """Tensors changed in place after the step boundary, outside of an optimizer's step; nothing was published."""
+
+    retryable = True
+    http_status = 503
 
 
 class SnapshotLimitError(SnapshotError):

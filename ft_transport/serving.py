@@ -14,7 +14,7 @@ from ft_transport.errors import SnapshotError, TransportError
 from ft_transport.net.shelf import Shelf
 from ft_transport.settings import check_number
 from ft_transport.tensors.lending import LentMemory
-from ft_transport.tensors.snapshot import HeldState, PendingSnapshot, SnapshotTaker
+from ft_transport.tensors.snapshot import HeldState, PendingSnapshot, SnapshotTaker, nothing_moved
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.served import MemoryFile
 
@@ -26,13 +26,11 @@ class _Loan:
     """Live memory that a snapshot is served from, until the owner recalls it.
 
     Attributes:
-        memory: It.
-        survived: The last version of changes (`SnapshotServing.recall`) that did not touch it.
+        memory: The memory.
         snapshot_id: Its name, once it is served.
     """
 
     memory: LentMemory
-    survived: object = None
     snapshot_id: SnapshotId | None = None
 
 
@@ -133,6 +131,8 @@ class SnapshotServing:
         *,
         deferrable: Callable[[torch.Tensor], bool] | None = None,
         lendable: Callable[[torch.Tensor], bool] | None = None,
+        check_deferred: Callable[[], None] = nothing_moved,
+        check_lent: Callable[[], None] = nothing_moved,
     ) -> SnapshotInProgress:
         """Begins a snapshot on the thread that owns the state; the caller holds the read lock.
 
@@ -143,6 +143,10 @@ class SnapshotServing:
                 ``SnapshotInProgress.copy_deferred`` may copy it later.
             lendable: Says of a live tensor that the owner calls `recall` before he changes it. It is served from where
                 it lies, without a copy.
+            check_deferred: Raises a ``SnapshotError`` if what was deferred has changed all the same; asked when it has
+                been copied. The snapshot fails then.
+            check_lent: Raises one if what is lent has changed without a `recall`; asked before any receiver can rely on
+                what was sent. The snapshot is gone then.
 
         Raises:
             SnapshotError: The state cannot be captured, or too many snapshots are still being fetched.
@@ -150,7 +154,14 @@ class SnapshotServing:
         step = check_number("step", step, at_least=0)
         self._shelf.reserve()
         try:
-            pending = self._taker.begin(step, state, deferrable=deferrable, lendable=lendable)
+            pending = self._taker.begin(
+                step,
+                state,
+                deferrable=deferrable,
+                lendable=lendable,
+                check_deferred=check_deferred,
+                check_lent=check_lent,
+            )
             return self._in_progress(pending)
         except BaseException as error:
             self._shelf.cancel_reservation()
@@ -159,7 +170,13 @@ class SnapshotServing:
             raise
 
     def hold_state(
-        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool], max_bytes: int
+        self,
+        step: int,
+        state: object,
+        *,
+        deferrable: Callable[[torch.Tensor], bool],
+        max_bytes: int,
+        check: Callable[[], None] = nothing_moved,
     ) -> HeldState | None:
         """Copies what is not ``deferrable``, so that a snapshot of this step can be begun by ``begin_held``.
 
@@ -172,6 +189,7 @@ class SnapshotServing:
             state: Any nesting of supported kinds.
             deferrable: Says of a live tensor that it stays as it is while the read lock is held.
             max_bytes: Copy no more than this.
+            check: Raises a ``SnapshotError`` if what was not copied here has changed since.
 
         Returns:
             What to begin the snapshot with; ``None`` if more would have to be copied.
@@ -180,7 +198,7 @@ class SnapshotServing:
             SnapshotError: The state cannot be captured.
         """
         return self._taker.hold(
-            check_number("step", step, at_least=0), state, deferrable=deferrable, max_bytes=max_bytes
+            check_number("step", step, at_least=0), state, deferrable=deferrable, max_bytes=max_bytes, check=check
         )
 
     def begin_held(self, held: HeldState) -> SnapshotInProgress:
@@ -215,7 +233,7 @@ class SnapshotServing:
             self._shelf.cancel_reservation()
             raise
 
-    def recall(self, changing: Callable[[], Set[int]] | None = None, *, version: object = None) -> None:
+    def recall(self, changing: Callable[[], Set[int]] | None = None) -> None:
         """Makes the live memory that is lent the caller's own again; he is about to change it.
 
         What is still being read, or has been asked for, is copied first. Anything else is no longer served.
@@ -223,18 +241,17 @@ class SnapshotServing:
         Args:
             changing: Returns the addresses of the storages that will change; asked only where something is lent.
                 ``None`` stands for all.
-            version: Of what ``changing`` returns, which is asked once for each loan and version.
         """
+        if not self._loans:
+            return
         with self._loans_mutex:
             loans = list(self._loans)
         changed: Set[int] | None = None
         for loan in loans:
-            if changing is not None:
-                if version is not None and loan.survived == version:
-                    continue
+            # One that is not lent any more may still be read where it lay: another thread recalls it.
+            if changing is not None and loan.memory.is_lent:
                 changed = changed if changed is not None else changing()
-                if not changed & loan.memory.storages:
-                    loan.survived = version
+                if changed.isdisjoint(loan.memory.storages):
                     continue
             if loan.snapshot_id is not None:
                 self._shelf.retire(loan.snapshot_id, even_if_needed=False)

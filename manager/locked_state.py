@@ -260,11 +260,6 @@ class LockedState:
         self.load_state_dict(parts[MANAGER_KEY])
         self._torn = None
 
-    def _stable_part(self, state: object) -> list[object]:
-        """Of what `replica_state` returned, what changes only inside write sections."""
-        assert isinstance(state, Mapping), "it is our own"
-        return [state[USER_KEY][entry.key] for entry in self._registry.entries("replicated") if entry.is_stable]
-
     def _require_training_thread(self) -> None:
         if self._training_thread in (None, threading.get_ident()):
             return

@@ -62,7 +62,7 @@ class Manager(QuorumParticipant):
         config: ManagerConfig | None = None,
         checkpoint_transport: HTTPTransport[Any] | None = None,
         timeout: timedelta | None = None,
-        prepare_memory: bool = True,
+        prepare_memory: bool = False,
         checkpoint_store: CheckpointStore | None = None,
         save_every: int | None = None,
         **keywords: Unpack[TorchftKeywords],

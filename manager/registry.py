@@ -47,6 +47,11 @@ class StateEntry:
     on_training_thread: bool
     is_stable: bool = False
 
+    @property
+    def holder(self) -> object:
+        """The object whose method takes the state; ``None`` for a function of its own."""
+        return getattr(self.load_state_dict, "__self__", None)
+
 
 class StateRegistry:
     """Keeps the state functions of one replica.
@@ -59,6 +64,8 @@ class StateRegistry:
         """Start empty."""
         self._entries: dict[str, StateEntry] = {}
         self._num_calls: dict[str, int] = {}
+        self.num_changes = 0
+        """How often something was registered or replaced."""
 
     def register(
         self,
@@ -108,6 +115,7 @@ class StateRegistry:
             raise RegistryError(
                 f"expected a new key, got {key!r}, which is registered already as {taken.scope} state", keys=(key,)
             )
+        self.num_changes += 1
 
     def register_object(
         self,
@@ -158,6 +166,7 @@ class StateRegistry:
         if key not in self._entries:
             raise RegistryError(f"expected a registered key to replace, got {key!r}", keys=(key,))
         self._entries[key] = dataclasses.replace(self._entries[key], state_dict=state_dict, is_stable=is_stable)
+        self.num_changes += 1
 
     def entries(self, scope: Scope | None = None) -> tuple[StateEntry, ...]:
         """Return the entries of one scope, or of both, in the order of registration."""
@@ -169,30 +178,36 @@ class StateRegistry:
         The caller holds the state lock for reading, and keeps holding it until it has copied what it got: the
         values are whatever the functions return, live tensors as a rule.
 
-        A collective in a function, which would wait for ranks that are not asked for their state, is found in its first
-        calls, and refused.
-
         Returns:
             What each function returned, by key, in the order of registration.
 
         Raises:
             RegistryError: A function failed; its exception is the cause.
         """
-        state: dict[str, object] = {}
-        for entry in self.entries(scope):
-            try:
-                num_calls = self._num_calls.get(entry.key, 0)
-                is_known = num_calls >= _NUM_GUARDED_CALLS
-                with nullcontext() if is_known else refusing_collectives():
-                    state[entry.key] = entry.state_dict()
-                self._num_calls[entry.key] = num_calls + 1
-            except Exception as error:
-                raise RegistryError(
-                    f"expected state_dict of {entry.key!r} to return its state, got {type(error).__name__}: {error}"
-                    f"{_swap_advice(error)}",
-                    keys=(entry.key,),
-                ) from error
-        return state
+        return {entry.key: self.call(entry) for entry in self.entries(scope)}
+
+    def call(self, entry: StateEntry) -> object:
+        """Call one state function; the lock as for `state_dict`.
+
+        A collective in a function, which would wait for ranks that are not asked for their state, is found in its first
+        calls, and refused.
+
+        Raises:
+            RegistryError: The function failed; its exception is the cause.
+        """
+        try:
+            num_calls = self._num_calls.get(entry.key, 0)
+            is_known = num_calls >= _NUM_GUARDED_CALLS
+            with nullcontext() if is_known else refusing_collectives():
+                state = entry.state_dict()
+            self._num_calls[entry.key] = num_calls + 1
+            return state
+        except Exception as error:
+            raise RegistryError(
+                f"expected state_dict of {entry.key!r} to return its state, got {type(error).__name__}: {error}"
+                f"{_swap_advice(error)}",
+                keys=(entry.key,),
+            ) from error
 
     def parameter_finder(self) -> Callable[[tuple[str | int, ...]], torch.Tensor | None]:
         """Return a function that knows how the states are divided of an optimizer which has not stepped yet.
@@ -203,7 +218,7 @@ class StateRegistry:
         """
         parameters: dict[str, list[torch.Tensor]] = {}
         for entry in self.entries("replicated"):
-            holder = getattr(entry.load_state_dict, "__self__", None)
+            holder = entry.holder
             if isinstance(holder, Optimizer):
                 parameters[entry.key] = [each for group in holder.param_groups for each in group["params"]]
 

@@ -27,7 +27,13 @@ class SnapshotSink(Protocol):
     """Where snapshots go; ``ft_transport.HTTPTransport`` is one. The last three methods answer at once."""
 
     def hold_state(
-        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool], max_bytes: int
+        self,
+        step: int,
+        state: object,
+        *,
+        deferrable: Callable[[torch.Tensor], bool],
+        max_bytes: int,
+        check: Callable[[], None],
     ) -> HeldState | None:
         """Copies what is not deferrable."""
 
@@ -47,6 +53,8 @@ class SnapshotSink(Protocol):
         *,
         deferrable: Callable[[torch.Tensor], bool] | None = None,
         lendable: Callable[[torch.Tensor], bool] | None = None,
+        check_deferred: Callable[[], None],
+        check_lent: Callable[[], None],
     ) -> SnapshotInProgress:
         """Copies what is neither deferrable nor lendable."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import logging
 import threading
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 
 # Not the builtin one before Python 3.11.
@@ -24,15 +24,17 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
-from ft_transport import CollectiveRefusedError, HeldState
+from ft_transport import CollectiveRefusedError, HeldState, TransportError
+from manager.boundary_keeper import BoundaryKeeper, KeptBoundary
 from manager.errors import LockTimeoutError, ManagerError
 from manager.guarded_memory import (
     Memory,
     belongs_to,
-    memory_of,
-    memory_of_optimizers,
+    memory_at,
+    parameters_of,
     storage_of,
     storages_of_optimizers,
+    tensors_in,
 )
 from manager.rwlock import Section, StateLock
 from manager.snapshot_sink import SnapshotInProgress, SnapshotSink
@@ -43,7 +45,7 @@ _PREPARED_AT_BOUNDARIES: Final = (2, 4)
 """First and last attempt. One step has been taken by then as a rule, so that the optimizers have made their states."""
 
 _MAX_HELD_BYTES: Final = 16 << 20
-"""The most that is copied at every boundary for a snapshot that perhaps nobody needs: about 2 ms."""
+"""The most that is copied for a snapshot that is then served from where the state lies."""
 
 _MAX_WANTED_STEPS: Final = 16
 """Steps to come that receivers may have asked for; more are forgotten, the latest first."""
@@ -77,7 +79,7 @@ class _Held:
     """A state that a snapshot can still be taken of, and the read section that keeps it."""
 
     run: _Run
-    state: HeldState
+    state: HeldState | KeptBoundary
     section: Section
 
 
@@ -91,7 +93,7 @@ class Snapshotter:
         lock: The lock around the state.
         sink: Where snapshots go. Those of the replica's state come from here alone.
         state: Calls the state functions.
-        stable_part: Of what ``state`` returned, the parts whose tensors change only inside write sections.
+        keeper: Knows what only optimizers and write sections change.
         prepare_memory: Whether the memory for snapshots is made ready before the first is asked for.
     """
 
@@ -101,14 +103,14 @@ class Snapshotter:
         lock: StateLock,
         sink: SnapshotSink,
         state: Callable[[], object],
-        stable_part: Callable[[object], list[object]] = lambda _: [],
-        prepare_memory: bool = True,
+        keeper: BoundaryKeeper,
+        prepare_memory: bool = False,
     ) -> None:
         """Take none yet."""
         self._lock = lock
         self._sink = sink
         self._state = state
-        self._stable_part = stable_part
+        self._keeper = keeper
         self._mutex = threading.Lock()
         self._step: int | None = None
         # Counts whatever may have changed the state: the same step number can stand for two states.
@@ -160,7 +162,7 @@ class Snapshotter:
             self._wanted_after = max(self._wanted_after, after)
             return after
 
-    def boundary(self, step: int, optimizers: Iterable[Optimizer], *, hold: bool = False) -> bool:
+    def boundary(self, step: int, optimizers: Sequence[Optimizer], *, hold: bool = False) -> bool:
         """Note that ``step`` is committed, and begin a snapshot of it if one was asked for.
 
         After the first step, the memory for snapshots is made ready before anybody asks. A failure is logged and not
@@ -203,7 +205,7 @@ class Snapshotter:
             is_to_lend = self._is_to_lend
             run = self._run = _Run(step, self._epoch, num_published)
         if not is_wanted:
-            return self._hold(run, optimizers)
+            return self._keep(run, optimizers)
         if is_to_lend and self._hold(run, optimizers) and self.settle():
             return True
         with self._mutex:
@@ -248,24 +250,27 @@ class Snapshotter:
             if held is None:
                 return False
             is_wanted = self._wanted_after >= held.run.num_before and not self._is_closed
-            is_to_lend = self._is_to_lend and held.state.is_lendable
+            is_to_lend = self._is_to_lend
             # Who asks next may be somebody whom the optimizer does not wait for.
             self._is_to_lend = False
             if not is_wanted:
                 self._run = None
         if not is_wanted:
+            if isinstance(held.state, KeptBoundary):
+                held.state.let_go()
             held.section.release()
             held.run.future.set_result(None)
             return False
         try:
             section: Section | None = held.section
-            if is_to_lend:
-                unfinished = [self._sink.lend_held(held.state)]
+            state = held.state if isinstance(held.state, HeldState) else self._hold_kept(held.run.step, held.state)
+            if is_to_lend and state.is_lendable:
+                unfinished = [self._sink.lend_held(state)]
                 # From here on a writer calls back what is lent.
                 held.section.release()
                 section = None
             else:
-                unfinished = [self._sink.begin_held(held.state)]
+                unfinished = [self._sink.begin_held(state)]
             try:
                 self._pool.submit(self._complete, held.run, unfinished, section)
             except BaseException:
@@ -285,20 +290,50 @@ class Snapshotter:
             return False
         return True
 
-    def _hold(self, run: _Run, optimizers: Iterable[Optimizer]) -> bool:
+    def _keep(self, run: _Run, optimizers: Sequence[Optimizer]) -> bool:
+        """Copy what may change before anybody says that a snapshot is needed."""
+        return self._hold_back(run, lambda: self._keeper.keep(optimizers))
+
+    def _hold(self, run: _Run, optimizers: Sequence[Optimizer]) -> bool:
+        """Copy what cannot be served from where it lies."""
+
+        def hold() -> HeldState | None:
+            live = self._state()
+            guarded = self._keeper.guarded(optimizers) | self._keeper.stable(live)
+            watched = _parameters_in(live, optimizers, guarded)
+            return self._sink.hold_state(
+                run.step,
+                live,
+                deferrable=belongs_to(guarded, at_least_bytes=0),
+                max_bytes=_MAX_HELD_BYTES,
+                check=self._keeper.watch(watched),
+            )
+
+        return self._hold_back(run, hold)
+
+    def _hold_kept(self, step: int, kept: KeptBoundary) -> HeldState:
+        state = self._sink.hold_state(
+            step,
+            kept.state(),
+            # What is not guarded has been copied.
+            deferrable=lambda _: True,
+            max_bytes=0,
+            check=kept.check,
+        )
+        assert state is not None, "nothing is copied"
+        return state
+
+    def _hold_back(self, run: _Run, make: Callable[[], HeldState | KeptBoundary | None]) -> bool:
         section: Section | None = None
-        state: HeldState | None = None
+        state: HeldState | KeptBoundary | None = None
         try:
             # Inside the caller's own write section nothing may be left for later.
             if not self._lock.write_owned():
                 section = self._lock.acquire_read(f"state of step {run.step}", _BOUNDARY_PATIENCE, detached=True)
-                live = self._state()
-                guarded = memory_of_optimizers(optimizers) | memory_of(self._stable_part(live))
-                state = self._sink.hold_state(
-                    run.step, live, deferrable=belongs_to(guarded, at_least_bytes=0), max_bytes=_MAX_HELD_BYTES
-                )
+                state = make()
         except Exception as error:
-            logger.debug("step %d: the state could not be held: %s", run.step, error)
+            level = logging.DEBUG if isinstance(error, (ManagerError, TransportError)) else logging.ERROR
+            logger.log(level, "step %d: the state could not be held: %s: %s", run.step, type(error).__name__, error)
         finally:
             if state is None:
                 if section is not None:
@@ -314,7 +349,7 @@ class Snapshotter:
     def take(
         self,
         step: int,
-        optimizers: Iterable[Optimizer],
+        optimizers: Sequence[Optimizer],
         timeout: timedelta,
         *,
         may_lend: bool = True,
@@ -361,7 +396,7 @@ class Snapshotter:
         return run.future
 
     def take_whole(
-        self, step: int, optimizers: Iterable[Optimizer], timeout: timedelta, *, when_published: Callable[[], None]
+        self, step: int, optimizers: Sequence[Optimizer], timeout: timedelta, *, when_published: Callable[[], None]
     ) -> Future[None]:
         """As `take`, for a reader that needs a copy; where the state is held already, without another look at it.
 
@@ -422,7 +457,7 @@ class Snapshotter:
             level = logging.DEBUG if self._num_boundaries > _PREPARED_AT_BOUNDARIES[0] else logging.WARNING
             logger.log(level, "the memory for snapshots could not be prepared: %s", error)
 
-    def _begin(self, run: _Run, optimizers: Iterable[Optimizer], timeout: timedelta, *, may_lend: bool = True) -> None:
+    def _begin(self, run: _Run, optimizers: Sequence[Optimizer], timeout: timedelta, *, may_lend: bool = True) -> None:
         section: Section | None = None
         try:
             # Inside the caller's own write section nothing may be left for later: the section ends when he says.
@@ -430,12 +465,25 @@ class Snapshotter:
                 section = self._lock.acquire_read(f"snapshot of step {run.step}", timeout, detached=True)
             state = self._state()
             deferrable = lendable = None
+            deferred: list[torch.Tensor] = []
+            lent: list[torch.Tensor] = []
             if section is not None:
-                optimizers = list(optimizers)
-                deferrable = belongs_to(memory_of_optimizers(optimizers))
-                if may_lend:
-                    lendable = _lendable(memory_of(self._stable_part(state)), storages_of_optimizers(optimizers))
-            unfinished = [self._sink.begin_snapshot(run.step, state, deferrable=deferrable, lendable=lendable)]
+                guarded = self._keeper.guarded(optimizers)
+                deferrable = belongs_to(guarded)
+                deferred = [each for each in parameters_of(optimizers) if memory_at(each) in guarded]
+                if may_lend and (stable := self._keeper.stable(state)):
+                    lendable = _lendable(stable, storages_of_optimizers(optimizers))
+                    lent = [each for each in tensors_in(state) if lendable(each)]
+            unfinished = [
+                self._sink.begin_snapshot(
+                    run.step,
+                    state,
+                    deferrable=deferrable,
+                    lendable=lendable,
+                    check_deferred=self._keeper.watch(deferred),
+                    check_lent=self._keeper.watch(lent),
+                )
+            ]
             try:
                 self._pool.submit(self._complete, run, unfinished, section)
             except BaseException:
@@ -480,6 +528,17 @@ class Snapshotter:
                 self._run = None
                 self._published_epoch = run.epoch
             run.future.set_result(None)
+
+
+def _parameters_in(state: object, optimizers: Sequence[Optimizer], guarded: Set[Memory]) -> list[torch.Tensor]:
+    """The guarded tensors that count their changes: the optimizers' parameters themselves, and what is stable."""
+    parameters = parameters_of(optimizers)
+    own = {memory_at(parameter) for parameter in parameters}
+    return [
+        tensor
+        for tensor in (*parameters, *(each for each in tensors_in(state) if memory_at(each) not in own))
+        if memory_at(tensor) in guarded
+    ]
 
 
 def _lendable(stable: Set[Memory], stepped: Set[int]) -> Callable[[torch.Tensor], bool]:

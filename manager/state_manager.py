@@ -16,6 +16,7 @@ from ft_transport import (
     SnapshotLimitError,
     TransportError,
 )
+from manager.boundary_keeper import BoundaryKeeper
 from manager.errors import ManagerError
 from manager.guarded_memory import storages_of_optimizers
 from manager.locked_state import checked_step
@@ -53,7 +54,7 @@ class StateManager(RecoverableState):
         *,
         checkpoint_transport: HTTPTransport[Any] | None = None,
         timeout: timedelta = timedelta(seconds=60),
-        prepare_memory: bool = True,
+        prepare_memory: bool = False,
         checkpoint_store: CheckpointStore | None = None,
         save_every: int | None = None,
     ) -> None:
@@ -66,8 +67,9 @@ class StateManager(RecoverableState):
                 it down.
             timeout: Deadline of every wait for the lock.
             prepare_memory: Whether host memory for as many snapshots as the transport may hold is made ready after
-                the first step; otherwise the first ones wait for it, inside `start_step`. The state functions are
-                called once for that.
+                the first step: as much as the state, each time. Otherwise the first copy waits for its memory, inside
+                `start_step` or `save`. Turn it on where that pause matters: a manager without a quorum that is
+                recovered from, or one with a ``checkpoint_store``. In a quorum the state is served without a copy.
             checkpoint_store: Where durable checkpoints go, made for all ranks of this replica. The manager owns it and
                 closes it.
             save_every: Save a checkpoint at the beginning of every step whose number this divides.
@@ -87,12 +89,14 @@ class StateManager(RecoverableState):
             save_every=save_every,
         )
         self._snapshotter: Snapshotter | None = None
+        self._keeper: BoundaryKeeper | None = None
         if checkpoint_transport is not None:
+            self._keeper = BoundaryKeeper(self._registry, self.state_dict)
             self._snapshotter = Snapshotter(
                 lock=self._lock,
                 sink=checkpoint_transport,
                 state=self.replica_state,
-                stable_part=self._stable_part,
+                keeper=self._keeper,
                 prepare_memory=prepare_memory,
             )
             checkpoint_transport.serve_fresh(self._snapshotter.request)
@@ -212,18 +216,15 @@ class StateManager(RecoverableState):
         return await_lease
 
     def _before_change(self, is_optimizer_step: bool) -> None:
-        """Whoever reads the state from where it lies, gets a copy of it before it changes."""
+        """Readers of the state from where it lies get a copy of it before it changes."""
+        if is_optimizer_step and self._keeper is not None:
+            self._keeper.learn()
         if self._transport is not None:
             if not is_optimizer_step:
                 self._transport.recall()
                 return
-            optimizers = self._attached_optimizers()
-            # One that has got no further tensors steps what it stepped before.
-            version = tuple(
-                (id(optimizer), sum(len(group["params"]) for group in optimizer.param_groups), len(optimizer.state))
-                for optimizer in optimizers
-            )
-            self._transport.recall(lambda: storages_of_optimizers(optimizers), version=version)
+            # Which tensors these are is looked at only where something is lent: they may be others at every step.
+            self._transport.recall(lambda: storages_of_optimizers(self._attached_optimizers()))
 
     def _note_replaced(self) -> None:
         if self._snapshotter is not None:

@@ -49,6 +49,8 @@ class LentMemory:
         give_back: Takes the arena at the end.
         copier: Copies and digests.
         chunk_bytes: Size of the chunks that are digested.
+        check: Raises if the live memory has changed without a `recall`. Asked before a copy of it is made, and before
+            the digests are told: no receiver relies on bytes without these.
 
     Attributes:
         storages: Addresses of the storages that are lent; a change of any other leaves it as it is.
@@ -68,6 +70,7 @@ class LentMemory:
         give_back: Callable[[Arena], None],
         copier: HostCopier,
         chunk_bytes: int,
+        check: Callable[[], None],
     ) -> None:
         filled = np.flatnonzero(num_bytes)
         order = filled[np.argsort(starts[filled], kind="stable")]
@@ -86,6 +89,7 @@ class LentMemory:
         self._take_arena = take_arena
         self._give_back = give_back
         self._copier = copier
+        self._check = check
         self._header = b""
         self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
         self._digests: list[int | None] = [None] * self._chunks.num_chunks
@@ -147,6 +151,7 @@ class LentMemory:
                     start, _ = self._chunks.range_of(chunk, chunk + 1)
                     with self.borrow(len(self._header) + start, len(self._header) + start + 1):
                         pass
+            self._refuse_moved()
         return encode_digests([digest for digest in self._digests if digest is not None])
 
     def recall(self) -> None:
@@ -176,7 +181,7 @@ class LentMemory:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it was recalled, and there was no memory for the copy."""
+        """Whether it changed without a recall, or was recalled and there was no memory for the copy."""
         return self._is_lost
 
     @property
@@ -198,10 +203,29 @@ class LentMemory:
             arena, self._arena = self._arena, None
             self._give_back(arena)
 
+    def _refuse_moved(self) -> None:
+        """Gives the snapshot up if its memory has changed while it was lent.
+
+        Raises:
+            SnapshotError: It has.
+        """
+        with self._copying:
+            # What was copied has been checked before, and may have changed since.
+            if self._is_lent:
+                try:
+                    self._check()
+                except SnapshotError:
+                    with self._changed:
+                        self._is_lost, self._is_lent = True, False
+                    raise
+            if self._is_lost:
+                raise SnapshotError("expected a snapshot of memory that can still be read, and it is gone")
+
     def _copy(self) -> None:
         """Copies what is lent into the arena; from then on that is what is borrowed."""
         arena, taken = self._arena, None
         try:
+            self._check()
             if arena is None:
                 arena = taken = self._take_arena(self._data_bytes)
             indices = self._to_copy
@@ -213,7 +237,7 @@ class LentMemory:
                     self._blocks = _views_of(addresses, self._num_bytes)
                     self._arena, taken, self._is_lent = arena, None, False
         except SnapshotError as error:
-            logger.warning("a snapshot that is being read is lost, because its memory will change: %s", error)
+            logger.warning("a snapshot that is being read is lost, because its memory changes: %s", error)
             with self._changed:
                 self._is_lost, self._is_lent = True, False
         finally:

@@ -30,6 +30,11 @@ from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.served import MemoryFile
 
+
+def nothing_moved() -> None:
+    """The check of a state that nobody watches."""
+
+
 _DATA_ALIGN_BYTES: Final = 4096
 """The data begins on a page of the file, so that the kernel sends whole pages of it."""
 
@@ -65,6 +70,7 @@ class HeldState:
     step: int
     flat: FlatState
     marks: Marks
+    check: Callable[[], None]
 
     @property
     def is_lendable(self) -> bool:
@@ -120,6 +126,8 @@ class SnapshotTaker:
         *,
         deferrable: Callable[[torch.Tensor], bool] | None = None,
         lendable: Callable[[torch.Tensor], bool] | None = None,
+        check_deferred: Callable[[], None] = nothing_moved,
+        check_lent: Callable[[], None] = nothing_moved,
     ) -> PendingSnapshot:
         """Flattens ``state`` and copies everything that is not ``deferrable``.
 
@@ -131,13 +139,15 @@ class SnapshotTaker:
             deferrable: Says of a live tensor that nothing changes it before the read lock is released.
             lendable: Says of a live tensor that it is not to be copied at all: its owner calls ``LentMemory.recall``
                 before he changes it. One that does not lie in host memory as the file wants it is copied nevertheless.
+            check_deferred: Raises if what was deferred has changed before it was copied.
+            check_lent: Raises if what is lent has changed without a recall; asked before a receiver may rely on it.
 
         Raises:
             SnapshotError: The state cannot be captured; nothing is held.
         """
         with collector_paused():
             flat = flatten(state)
-        pending = self._prepare_to_copy(step, flat, self._mark(flat))
+        pending = self._prepare_to_copy(step, flat, self._mark(flat), check_deferred, check_lent)
         try:
             pending.copy_now(deferrable, lendable)
             return pending
@@ -146,7 +156,13 @@ class SnapshotTaker:
             raise
 
     def hold(
-        self, step: int, state: object, *, deferrable: Callable[[torch.Tensor], bool], max_bytes: int
+        self,
+        step: int,
+        state: object,
+        *,
+        deferrable: Callable[[torch.Tensor], bool],
+        max_bytes: int,
+        check: Callable[[], None] = nothing_moved,
     ) -> HeldState | None:
         """Copies what is not ``deferrable``, so that a snapshot of this step can be begun later.
 
@@ -157,6 +173,7 @@ class SnapshotTaker:
             state: Any nesting of supported kinds.
             deferrable: Says of a live tensor that nothing changes it before the read lock is released.
             max_bytes: Copy no more than this.
+            check: Raises if what was not copied here has changed since.
 
         Returns:
             The held state; ``None`` if more would have to be copied.
@@ -175,7 +192,7 @@ class SnapshotTaker:
             blocks.sources[index] = copy
             if blocks.addresses[index]:
                 blocks.addresses[index] = copy.data_ptr()
-        return HeldState(step=step, flat=flat, marks=self._mark(flat))
+        return HeldState(step=step, flat=flat, marks=self._mark(flat), check=check)
 
     def begin_held(self, held: HeldState) -> PendingSnapshot:
         """Begins the snapshot of a held state, once; everything is left to ``copy_deferred``. On any thread.
@@ -183,7 +200,7 @@ class SnapshotTaker:
         Raises:
             SnapshotError: There is no memory for it.
         """
-        pending = self._prepare_to_copy(held.step, held.flat, held.marks)
+        pending = self._prepare_to_copy(held.step, held.flat, held.marks, held.check, held.check)
         pending.defer_all()
         return pending
 
@@ -195,7 +212,7 @@ class SnapshotTaker:
         Args:
             held: One that ``is_lendable``.
         """
-        pending = self._pending(held.step, held.flat, held.marks, arena=None)
+        pending = self._pending(held.step, held.flat, held.marks, held.check, held.check, arena=None)
         pending.lend_all()
         return pending
 
@@ -208,15 +225,31 @@ class SnapshotTaker:
         }
         return self._device_copier.mark(sorted(devices, key=str)) if devices else {}
 
-    def _prepare_to_copy(self, step: int, flat: FlatState, marks: Marks) -> PendingSnapshot:
+    def _prepare_to_copy(
+        self,
+        step: int,
+        flat: FlatState,
+        marks: Marks,
+        check_deferred: Callable[[], None],
+        check_lent: Callable[[], None],
+    ) -> PendingSnapshot:
         arena = self._pool.take(_data_bytes(flat))
         try:
-            return self._pending(step, flat, marks, arena=arena)
+            return self._pending(step, flat, marks, check_deferred, check_lent, arena=arena)
         except BaseException:
             self._pool.give_back(arena)
             raise
 
-    def _pending(self, step: int, flat: FlatState, marks: Marks, *, arena: Arena | None) -> PendingSnapshot:
+    def _pending(
+        self,
+        step: int,
+        flat: FlatState,
+        marks: Marks,
+        check_deferred: Callable[[], None],
+        check_lent: Callable[[], None],
+        *,
+        arena: Arena | None,
+    ) -> PendingSnapshot:
         return PendingSnapshot(
             step=step,
             flat=flat,
@@ -227,6 +260,8 @@ class SnapshotTaker:
             marks=marks,
             chunk_bytes=self._chunk_bytes,
             is_digested=self._is_digested,
+            check_deferred=check_deferred,
+            check_lent=check_lent,
         )
 
     def close(self) -> None:
@@ -255,6 +290,8 @@ class PendingSnapshot:
         marks: Marks,
         chunk_bytes: int,
         is_digested: bool,
+        check_deferred: Callable[[], None],
+        check_lent: Callable[[], None],
     ) -> None:
         self.step = step
         self.lent: LentMemory | None = None
@@ -272,6 +309,8 @@ class PendingSnapshot:
         self._is_held = True
         self._marks = marks
         self._is_digested = is_digested
+        self._check_deferred = check_deferred
+        self._check_lent = check_lent
 
     def copy_now(
         self,
@@ -299,6 +338,8 @@ class PendingSnapshot:
         deferred, self._deferred = self._deferred, self._deferred[:0]
         try:
             self._copy(deferred)
+            if len(deferred):
+                self._check_deferred()
         except BaseException:
             self.abandon()
             raise
@@ -376,6 +417,7 @@ class PendingSnapshot:
             give_back=self._pool.give_back,
             copier=self._copier,
             chunk_bytes=self._chunks.chunk_bytes,
+            check=self._check_lent,
         )
 
     def _digests(self) -> list[int] | None:

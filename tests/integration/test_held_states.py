@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from state_equality import exact
 
-from ft_transport import HTTPTransport, StepNotServedError, TransportError
+from ft_transport import HTTPTransport, StateMovedError, StepNotServedError, TransportError
 from manager import RandomState, StateManager
 
 LONG_S = 20.0
@@ -147,3 +150,168 @@ def test_a_state_that_would_have_to_be_copied_whole_is_not_held(
     finally:
         manager.shutdown()
     assert not manager._lock.holders()
+
+
+class _Clipped(torch.nn.Linear):
+    """Clips its own weight in every forward, as some critics do."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.01, 0.01)
+        return super().forward(values)
+
+
+def _embedding() -> torch.nn.Module:
+    return torch.nn.Embedding(LARGE // 4, 4, max_norm=0.1)
+
+
+def _clipped() -> torch.nn.Module:
+    return _Clipped(4, LARGE // 4)
+
+
+class ChangingTraining:
+    """A model whose forward changes its parameters in place."""
+
+    def __init__(self, transport: HTTPTransport[Any], model: torch.nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.manager = StateManager(checkpoint_transport=transport, timeout=timedelta(seconds=5))
+        self.manager.register("model", model)
+        self.manager.register("optimizer", self.optimizer)
+        self.manager.attach(self.optimizer)
+        assert self.manager._snapshotter is not None
+        self.snapshotter = self.manager._snapshotter
+
+    def forward(self) -> torch.Tensor:
+        is_embedding = isinstance(self.model, torch.nn.Embedding)
+        values = torch.arange(1000) if is_embedding else torch.randn(8, 4)
+        result: torch.Tensor = self.model(values)
+        return result.square().mean()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.forward().backward()
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("make_model", [_embedding, _clipped])
+@pytest.mark.parametrize("num_steps_before", [0, 3])
+def test_parameters_that_forward_changes_are_served_as_at_the_boundary_or_not_at_all(
+    transports: tuple[HTTPTransport[Any], HTTPTransport[Any]],
+    make_model: Callable[[], torch.nn.Module],
+    num_steps_before: int,
+) -> None:
+    sender, receiver = transports
+    training = ChangingTraining(sender, make_model())
+    try:
+        for step in range(num_steps_before):
+            training.manager.start_step(step, hold=True)
+            training.snapshotter.settle()
+            training.step()
+        served = 0
+        for step in range(num_steps_before, num_steps_before + 3):
+            assert training.manager.start_step(step, hold=True)
+            expected = exact(training.manager.replica_state())
+            training.forward()
+            training.snapshotter.request(lend=True)
+            training.snapshotter.settle()
+            if training.snapshotter.shows_present_state():
+                training.forward()
+                try:
+                    received = receiver.fetch(sender.metadata(), step, timeout=LONG)
+                except TransportError:
+                    served -= 1
+                else:
+                    assert exact(received.state) == expected
+                served += 1
+            training.step()
+        assert served >= 2, "one boundary is enough to learn which parameters forward changes"
+    finally:
+        training.manager.shutdown()
+
+
+def test_a_copy_in_the_background_that_forward_runs_into_is_not_served(
+    transports: tuple[HTTPTransport[Any], HTTPTransport[Any]],
+) -> None:
+    sender, receiver = transports
+    training = ChangingTraining(sender, _clipped())
+    may_copy = threading.Event()
+    begin = sender.begin_snapshot
+
+    def begin_slowly(*arguments: Any, **keywords: Any) -> Any:
+        in_progress = begin(*arguments, **keywords)
+        copy_deferred = in_progress.copy_deferred
+        in_progress.copy_deferred = lambda: (may_copy.wait(LONG_S), copy_deferred())  # type: ignore[method-assign]
+        return in_progress
+
+    sender.begin_snapshot = begin_slowly  # type: ignore[method-assign]
+    try:
+        taken = training.manager.snapshot(0)
+        training.forward()
+        may_copy.set()
+        with pytest.raises(StateMovedError, match=r"model\.weight changed in place"):
+            taken.result(LONG_S)
+        expected = exact(training.manager.replica_state())
+        taken = training.manager.snapshot(0)
+        training.model.weight.data.neg_()  # type: ignore[union-attr, operator]
+        taken.result(LONG_S)
+        assert exact(receiver.fetch(sender.metadata(), 0, timeout=LONG).state) == expected
+    finally:
+        training.manager.shutdown()
+
+
+def _num_calls(function: Callable[[], object]) -> int:
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_boundary_that_nobody_needs_does_the_same_whatever_the_number_of_parameters(
+    new_transport: Callable[[], HTTPTransport[Any]],
+) -> None:
+    calls: list[int] = []
+    for num_parameters in (4, 1000):
+        parameters = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(3)) for _ in range(num_parameters))
+        model = torch.nn.ModuleDict({"weights": parameters, "norm": torch.nn.BatchNorm1d(8, affine=False)})
+        optimizer = torch.optim.AdamW(parameters)
+        manager = StateManager(checkpoint_transport=new_transport())
+        try:
+            manager.register("model", model)
+            manager.register("optimizer", optimizer)
+            manager.register("scheduler", torch.optim.lr_scheduler.StepLR(optimizer, 10))
+            manager.attach(optimizer)
+            snapshotter = manager._snapshotter
+            assert snapshotter is not None
+            for step in range(6):
+                for parameter in parameters:
+                    parameter.grad = torch.ones_like(parameter)
+                calls.append(_num_calls(partial(manager.start_step, step, hold=True)))
+                snapshotter.settle()
+                optimizer.step()
+        finally:
+            manager.shutdown()
+    assert calls[5] == calls[11]
+    assert calls[10] == calls[11]
+
+
+def test_no_memory_is_taken_for_copies_before_anybody_needs_one(
+    new_transport: Callable[[], HTTPTransport[Any]],
+) -> None:
+    training = ChangingTraining(new_transport(), torch.nn.Linear(4, LARGE))
+    try:
+        for step in range(6):
+            assert training.manager.start_step(step, hold=True)
+            training.snapshotter.settle()
+            training.step()
+        assert "ft-transport-snapshot" not in Path("/proc/self/maps").read_text()
+    finally:
+        training.manager.shutdown()

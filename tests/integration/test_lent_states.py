@@ -12,7 +12,7 @@ import pytest
 import torch
 from state_equality import exact
 
-from ft_transport import FetchProgress, HTTPTransport, Received, SnapshotError
+from ft_transport import FetchProgress, HTTPTransport, Received, SnapshotError, TransportError
 from ft_transport.net import server
 from manager import StateManager
 
@@ -232,3 +232,35 @@ def test_bytes_that_were_damaged_before_their_digests_came_are_fetched_again(
     assert received.state["user"]["frozen"]["w"].data_ptr() == damaged.data_ptr()
     assert exact(received.state) == expected
     assert received.differences(training.manager.replica_state()) == ()
+
+
+def test_a_parameter_group_that_was_switched_to_other_tensors_is_copied_before_its_step(
+    training: Training, fetch: Callable[[], Fetch]
+) -> None:
+    # As BAdam and LISA do: the same number of parameters, and others.
+    other = torch.nn.Parameter(training.frozen[: training.model.weight.numel()].view_as(training.model.weight))
+    training.manager.snapshot(1).result(LONG_S)
+    expected = exact(training.manager.replica_state())
+    reading = fetch()
+    assert reading.has_begun.wait(LONG_S)
+    training.step()
+    training.optimizer.param_groups[0]["params"] = [other]
+    other.grad = torch.ones_like(other)
+    before = training.frozen[0].item()
+    training.optimizer.step()
+    assert training.frozen[0].item() != before
+    assert exact(reading.result().state) == expected
+
+
+def test_stable_tensors_that_forward_changes_in_place_are_not_served(
+    training: Training, new_transport: Callable[..., HTTPTransport[Any]]
+) -> None:
+    training.manager.snapshot(1).result(LONG_S)
+    training.frozen.mul_(1.5)  # no write section: a hook that nobody knows of
+    with pytest.raises(TransportError):
+        new_transport().fetch(training.transport.metadata(), 1, timeout=timedelta(seconds=2))
+    training.manager.snapshot(2).result(LONG_S)
+    training.frozen.mul_(1.5)
+    expected = training.frozen / 1.5
+    received = new_transport().fetch(training.transport.metadata(), 2, timeout=LONG)
+    assert torch.allclose(received.state["user"]["frozen"]["w"], expected), "it is copied at the boundary now"

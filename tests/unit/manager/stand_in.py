@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from manager.boundary_keeper import BoundaryKeeper
 from manager.guarded_memory import MIN_DEFERRED_BYTES
 from manager.hooks import OptimizerAttachment, attach_optimizers
+from manager.registry import StateRegistry
 from manager.rwlock import StateLock
 from manager.snapshots import Snapshotter
 
@@ -78,6 +80,8 @@ class StandInTransport:
         *,
         deferrable: Callable[[torch.Tensor], bool] | None = None,
         lendable: Callable[[torch.Tensor], bool] | None = None,
+        check_deferred: Callable[[], None],
+        check_lent: Callable[[], None],
     ) -> _StandInSnapshot:
         self.before_begin()
         tensors = flat(state)
@@ -108,7 +112,13 @@ class Replica:
         self.attachment: OptimizerAttachment = attach_optimizers(self.lock, [self.optimizer])
         self.state: Callable[[], object] = lambda: {"model": self.model.state_dict(), "more": self.more}
         self.more: dict[str, torch.Tensor] = {}
-        self.snapshotter = Snapshotter(lock=self.lock, sink=self.sink, state=self._call_state)
+        self.snapshotter = Snapshotter(
+            lock=self.lock,
+            sink=self.sink,
+            state=self._call_state,
+            keeper=BoundaryKeeper(StateRegistry(), dict),
+            prepare_memory=True,
+        )
 
     def _call_state(self) -> object:
         return self.state()

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_transport import SnapshotError, SnapshotLimitError
+from manager.boundary_keeper import BoundaryKeeper
+from manager.registry import StateRegistry
 from manager.rwlock import StateLock
 from manager.snapshots import Snapshotter
 
@@ -38,6 +40,8 @@ class StandInTransport:
         *,
         deferrable: Callable[[torch.Tensor], bool] | None = None,
         lendable: Callable[[torch.Tensor], bool] | None = None,
+        check_deferred: Callable[[], None],
+        check_lent: Callable[[], None],
     ) -> StandInTransport:
         if self.begin_error is not None:
             raise self.begin_error
@@ -75,7 +79,9 @@ class Requests:
     def __init__(self) -> None:
         self.sink = StandInTransport()
         lock = StateLock(timeout=timedelta(seconds=_LONG_S))
-        self.snapshotter = Snapshotter(lock=lock, sink=self.sink, state=dict)
+        self.snapshotter = Snapshotter(
+            lock=lock, sink=self.sink, state=dict, keeper=BoundaryKeeper(StateRegistry(), dict)
+        )
         self.request = self.snapshotter.request
 
     def boundary(self, step: int) -> None:
