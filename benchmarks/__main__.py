@@ -118,7 +118,7 @@ def _measure(arguments: argparse.Namespace, progress: Console) -> Iterator[Group
         names = arguments.state or loop.MODEL_NAMES
         yield from loop.run(names, arguments.samples, say, settle, is_full=arguments.full)
     if arguments.benchmark in ("heal", "all"):
-        yield from heal.run(scale, arguments.samples, say, settle)
+        yield from heal.run(arguments.state or heal.STATE_NAMES, scale, arguments.samples, say, settle)
     if arguments.benchmark in ("checkpoint", "all"):
         checkpoint_specs = [StateSpec(name, scale) for name in arguments.state or CHECKPOINT_STATE_NAMES]
         yield from checkpoint.run(checkpoint_specs, arguments.samples, arguments.directory, say, settle)

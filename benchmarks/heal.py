@@ -1,189 +1,152 @@
-"""Heal: how fast a replica that joins is trained again, with our manager and with torchft's.
+"""Heal: how long a replica that joins needs until it trains with the others, with our manager and with torchft's.
 
-Replicas are processes (``benchmarks.replica``) under a Lighthouse of their own; ours and torchft's by turns. One
-replica trains, another one joins. Measured from the first quorum that has it among its members to the end of
-its first committed step, and what the healthy replica's longest step took meanwhile.
+One replica trains, another one joins it; both are fresh processes under a Lighthouse of their own, the managers by
+turns. Measured from the first quorum that has both to the end of the newcomer's first committed step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from benchmarks import peers
 from benchmarks.machine import Watch, is_busy
+from benchmarks.replicas.healing import Report, Step, join, train
 from benchmarks.replicas.lighthouse import lighthouse
-from benchmarks.report import Group, Role, Sample, Verdict
-
-_HEAL_STATE_BYTES: Final = 1_000_000_000
-_HEALTHY_STEPS: Final = 40
-_STEPS_AFTER: Final = 4
-_TIMEOUT_S: Final = 300.0
-_REPOSITORY: Final = Path(__file__).resolve().parent.parent
-_LABELS: Final = {"ours": "ft_transport", "torchft": "torchft"}
+from benchmarks.replicas.managers import OURS, TORCHFT, ManagerVariant
+from benchmarks.replicas.processes import Child
+from benchmarks.replicas.training import Model
+from benchmarks.report import Group, Sample, Verdict
 
 MS: Final = "ms"
-_HEALED: Final = "quorum to first commit"
+HEALED: Final = "quorum to first commit"
+_LIMIT: Final = 0.9
+_VARIANTS: Final = (OURS, TORCHFT)
+_NUM_TENSORS: Final = 16
+_STATE_BYTES: Final = 1_000_000_000
+_ADAPTER_SHARE: Final = 0.01
+"""About as much as low-rank adapters train of a model (Hu et al., LoRA, 2021)."""
+_TITLES: Final = {"adapter": "frozen weights and an adapter under AdamW", "adamw": "all under AdamW"}
+STATE_NAMES: Final = tuple(_TITLES)
+_NUM_STEPS_BEFORE: Final = {False: 6, True: 30}
+"""Of the replica that trains, by whether the run is a full one."""
+_NUM_STEPS_AFTER: Final = 2
 
 
-class _Replica:
-    """A replica's process and what it has reported."""
+def run(
+    names: Sequence[str],
+    scale: float,
+    num_samples: int,
+    say: Callable[[str], None],
+    settle: Callable[[], None],
+    *,
+    is_full: bool = False,
+) -> Iterator[Group]:
+    """Measures one state after the other.
 
-    def __init__(self, kind: str, name: str, lighthouse: str, arguments: list[str]) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.replica", kind, name, *arguments],
-            cwd=_REPOSITORY,
-            env={**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "error", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def go(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-
-    def find(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["event"] == name]
-
-    def committed(self) -> list[dict[str, Any]]:
-        return [event for event in self.find("step") if event["committed"]]
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + _TIMEOUT_S
-        while not condition():
-            if self.process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"expected a replica that trains, its process: {self.process.poll()}")
-            time.sleep(0.02)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._thread.join()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                with contextlib.suppress(json.JSONDecodeError):
-                    self.events.append(json.loads(line))
-
-
-@contextlib.contextmanager
-def _replicas(kind: str, min_replicas: int, arguments: list[str]) -> Iterator[list[_Replica]]:
-    with lighthouse(min_replicas) as address:
-        yield from _replicas_under(address, kind, arguments)
-
-
-def _replicas_under(address: str, kind: str, arguments: list[str]) -> Iterator[list[_Replica]]:
-    made: list[_Replica] = []
-    try:
-        made.extend(_Replica(kind, name, address, arguments) for name in ("a", "b"))
-        for replica in made:
-            replica.wait_for(lambda replica=replica: bool(replica.find("ready")))  # type: ignore[misc]
-        yield made
-    finally:
-        for replica in made:
-            replica.close()
-
-
-@dataclass(frozen=True)
-class _Tools:
-    """How often to measure, how to tell of it, and how to wait for a quiet machine."""
-
-    num_samples: int
-    say: Callable[[str], None]
-    settle: Callable[[], None]
-
-    def rounds(self, what: str) -> Iterator[tuple[int, str]]:
-        for number in range(self.num_samples):
-            for kind, label in _LABELS.items():
-                self.settle()
-                self.say(f"{what} {number + 1}/{self.num_samples} {label}")
-                yield number, kind
-
-
-@dataclass(frozen=True)
-class _Notes:
-    """Where the samples of one run of one kind go."""
-
-    group: Group
-    round_number: int
-    kind: str
-    others_share: float | None
-
-    def take(self, what: str, seconds: float) -> None:
-        role: Role = "ours" if self.kind == "ours" else "peer"
-        sample = Sample(self.round_number, seconds * 1e3, is_busy(self.others_share), self.others_share)
-        self.group.add(f"{self.kind}, {what}", sample, label=what, role=role, phase="warm", unit=MS)
-
-
-def run(scale: float, num_samples: int, say: Callable[[str], None], settle: Callable[[], None]) -> Iterator[Group]:
-    """Measures ours and torchft's by turns."""
+    Args:
+        names: Of the states.
+        scale: Of their size.
+        num_samples: Replicas that join, of each variant.
+        say: Takes a line about the progress.
+        settle: Called before each sample; returns when it may be taken.
+        is_full: Whether the replica that trains makes more steps before the other one joins.
+    """
     if not peers.torchft_is_installed():
         group = Group("heal", "replica", "a replica joins")
         group.notes.append("it needs the Lighthouse of torchft, which is not installed")
         yield group
         return
-    tools = _Tools(num_samples, say, settle)
-    yield _run_heal("adapter", ["--adapter"], scale, tools)
-    yield _run_heal("adamw", [], scale, tools)
+    for name in names:
+        model = _model(name, scale)
+        group = Group("heal", name, f"a replica of {model.state_bytes / 1e6:.0f} MB joins, {_TITLES[name]}")
+        for round_number in range(num_samples):
+            first = round_number % len(_VARIANTS)
+            for variant in _VARIANTS[first:] + _VARIANTS[:first]:
+                settle()
+                say(f"heal {name} {round_number + 1}/{num_samples} {variant.label}")
+                _measure(group, model, variant, round_number, num_steps_before=_NUM_STEPS_BEFORE[is_full])
+        group.verdicts = [judge(group)]
+        group.notes.append("ours compares every bit of the loaded state with the source's, and torchft does not")
+        group.notes.append("torchft receives beside forward and backward; ours before them")
+        yield group
 
 
-def _run_heal(state: str, flags: list[str], scale: float, tools: _Tools) -> Group:
-    state_bytes = int(_HEAL_STATE_BYTES * scale)
-    what = "frozen weights and an adapter under AdamW" if flags else "all under AdamW"
-    group = Group("heal", state, f"a replica of {state_bytes / 1e6:.0f} MB joins, {what}")
-    for round_number, kind in tools.rounds(f"heal {state}"):
-        with _replicas(kind, 1, ["--state-bytes", str(state_bytes), *flags]) as (healthy, joining):
-            watch = Watch([os.getpid(), healthy.process.pid, joining.process.pid])
-            healthy.go()
-            healthy.wait_for(lambda healthy=healthy: len(healthy.committed()) >= _HEALTHY_STEPS)  # type: ignore[misc]
-            watch.start()
-            joining.go()
-            joining.wait_for(lambda joining=joining: len(joining.committed()) >= _STEPS_AFTER)  # type: ignore[misc]
-            _note_heal(_Notes(group, round_number, kind, watch.stop()), healthy, joining)
-    group.verdicts = [_verdict(group, _HEALED, 0.5)]
-    group.notes.append("ours compares every bit of the loaded state with the source's, and torchft does not")
-    return group
+def _model(name: str, scale: float) -> Model:
+    num_items = int(_STATE_BYTES * scale) // 4 // _NUM_TENSORS
+    is_adapter = name == "adapter"
+    num_trained = int(num_items * _ADAPTER_SHARE) if is_adapter else num_items // 3
+    return Model(
+        name=name,
+        num_tensors=_NUM_TENSORS,
+        num_items=num_trained,
+        num_frozen_items=num_items - 3 * num_trained if is_adapter else 0,
+        is_foreach=False,
+    )
 
 
-def _note_heal(notes: _Notes, healthy: _Replica, joining: _Replica) -> None:
-    quorum_s = joining.find("quorum")[0]["at_s"]
-    first = joining.committed()[0]
-    notes.take(_HEALED, first["ended_s"] - quorum_s)
-    for part in joining.find("part"):
-        if part["at_s"] <= first["ended_s"]:
-            notes.take(f"of it: {part['name']}", part["seconds"])
-    steps = healthy.find("step")
-    before = [_seconds(step) for step in steps if step["ended_s"] < quorum_s][-_HEALTHY_STEPS // 2 :]
-    during = [_seconds(step) for step in steps if step["ended_s"] >= quorum_s and step["began_s"] <= first["ended_s"]]
-    notes.take("healthy replica's median step before", statistics.median(before))
-    notes.take("healthy replica's longest step meanwhile", max(during))
+def _measure(group: Group, model: Model, variant: ManagerVariant, round_number: int, *, num_steps_before: int) -> None:
+    """Takes one sample."""
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(lighthouse(1))
+        training = Child(train, variant.key, model, address, num_steps_before)
+        stack.callback(training.close)
+        joining = Child(join, variant.key, model, address, _NUM_STEPS_AFTER)
+        stack.callback(joining.close)
+        watch = Watch([os.getpid(), training.process_id, joining.process_id])
+        joining.receive()
+        for answer in ("fill", "go", "stays"):
+            training.receive()
+            if answer != "stays":
+                training.say(answer)
+        joining.say("fill")
+        joining.receive()
+        watch.start()
+        joining.say("go")
+        joined: Report = joining.receive()
+        training.say("stop")
+        trained: Report = training.receive()
+        share = watch.stop()
+    for label, seconds in quantities(trained, joined).items():
+        sample = Sample(round_number, seconds * 1e3, is_busy(share), share)
+        group.add(f"{variant.key}, {label}", sample, label=label, role=variant.role, phase="warm", unit=MS)
 
 
-def _verdict(group: Group, what: str, limit: float) -> Verdict:
-    ratio = group.ratio(group.find(f"ours, {what}", "warm", MS), group.find(f"torchft, {what}", "warm", MS))
-    text = f"{what}: ours / torchft"
-    if ratio is None:
-        return Verdict(text, None, limit, "at most")
-    return Verdict(text, ratio.of_medians, limit, "at most", spread=(ratio.paired_low, ratio.paired_high))
+def quantities(trained: Report, joined: Report) -> dict[str, float]:
+    """What took how long, in seconds."""
+    first = joined.committed[0]
+    quorum_s = first_common_quorum(trained, joined)
+    found = {HEALED: first.ended_s - quorum_s}
+    parts = [part for part in joined.parts if quorum_s <= part.ended_s and part.began_s <= first.ended_s]
+    if parts:
+        found["of it: before the first part"] = max(0.0, min(part.began_s for part in parts) - quorum_s)
+    for name in dict.fromkeys(part.name for part in sorted(parts, key=lambda part: part.began_s)):
+        found[f"of it: {name}"] = sum(part.seconds for part in parts if part.name == name)
+    for name in ("backward", "allreduce", "should_commit", "optimizer"):
+        found[f"of it: first {name}"] = getattr(first.times, f"{name}_s")
+    before = [step.times.whole_s for step in trained.steps if step.ended_s < quorum_s]
+    # The very first steps make the optimizer's state and the process group.
+    found["the other's median step before"] = statistics.median(before[len(before) // 2 :])
+    during = [step for step in trained.steps if step.ended_s >= quorum_s and step.began_s <= first.ended_s]
+    found["the other's longest step meanwhile"] = max(step.times.whole_s for step in during)
+    return found
 
 
-def _seconds(step: dict[str, Any]) -> float:
-    return float(step["ended_s"] - step["began_s"])
+def first_common_quorum(trained: Report, joined: Report) -> float:
+    """When the first quorum that has both was asked for by the later of the two.
+
+    The Lighthouse answers both as soon as both have asked, within a millisecond.
+    """
+    asked_s = joined.steps[0].began_s
+    common = joined.committed[0].committed_step
+    last: Step = next(step for step in trained.steps if step.committed_step == common)
+    return min((step.began_s for step in trained.steps if asked_s <= step.began_s <= last.began_s), default=asked_s)
+
+
+def judge(group: Group) -> Verdict:
+    """The target."""
+    ours, theirs = (group.find(f"{variant.key}, {HEALED}", "warm", MS) for variant in _VARIANTS)
+    return Verdict.at_most(f"{HEALED}: ours / torchft", Group.ratio(ours, theirs), _LIMIT)

@@ -30,4 +30,4 @@ def _serve(channel: Channel, min_replicas: int) -> None:
         heartbeat_timeout_ms=5000,
     )
     channel.say(f"http://127.0.0.1:{urlsplit(server.address()).port}")
-    channel.wait()
+    channel.wait_for_end()

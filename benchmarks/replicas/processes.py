@@ -19,7 +19,7 @@ TIMEOUT_S: Final = 300.0
 _POLL_S: Final = 0.2
 _SHOWN_LOG_CHARACTERS: Final = 4000
 # What is missing is left out, as torchft on most platforms.
-_PRELOADED: Final = ("torch", "manager", "torchft.manager", "benchmarks.replicas.stepping")
+_PRELOADED: Final = ("torch", "manager", "torchft.manager", "benchmarks.replicas.healing")
 
 
 def _context() -> multiprocessing.context.ForkServerContext:
@@ -44,6 +44,13 @@ class Channel:
     def wait(self) -> Any:
         """Returns the next message of the parent's."""
         return self._received.get()
+
+    def wait_for_end(self) -> None:
+        """Waits until the parent lets go of this process."""
+        threading.Event().wait()
+
+    def has_message(self) -> bool:
+        return not self._received.empty()
 
     def _receive(self) -> None:
         with contextlib.suppress(EOFError, OSError):

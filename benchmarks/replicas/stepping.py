@@ -49,30 +49,36 @@ def step_replica(channel: Channel, variant: str, name: str, lighthouse: str, pla
     channel.say(READY)
     channel.wait()
     channel.say(list(_step(training, loop, plan.num_warmup_steps + plan.num_steps))[-plan.num_steps :])
-    channel.wait()
+    channel.wait_for_end()
 
 
 def _step(training: Training, loop: Loop, num_steps: int) -> Iterator[StepTimes]:
     # Replicas that heal make other iterations than those that do not, and end with the same step.
     while loop.current_step() < num_steps:
-        began_s = time.perf_counter()
-        loop.start_quorum()
-        quorum_s = time.perf_counter()
-        training.backward()
-        backward_s = time.perf_counter()
-        works = [loop.allreduce(parameter.grad) for parameter in training.trained]  # type: ignore[arg-type]
-        for work in works:
-            work.wait()
-        reduced_s = time.perf_counter()
-        committed = loop.should_commit()
-        committed_s = time.perf_counter()
-        if committed:
-            training.optimizer.step()
-        ended_s = time.perf_counter()
-        yield StepTimes(
-            start_quorum_s=quorum_s - began_s,
-            backward_s=backward_s - quorum_s,
-            allreduce_s=reduced_s - backward_s,
-            should_commit_s=committed_s - reduced_s,
-            optimizer_s=ended_s - committed_s,
-        )
+        times, _ = step_once(training, loop)
+        yield times
+
+
+def step_once(training: Training, loop: Loop) -> tuple[StepTimes, bool]:
+    """One iteration: how long its parts took, and whether it was committed."""
+    began_s = time.perf_counter()
+    loop.start_quorum()
+    quorum_s = time.perf_counter()
+    training.backward()
+    backward_s = time.perf_counter()
+    works = [loop.allreduce(parameter.grad) for parameter in training.trained]  # type: ignore[arg-type]
+    for work in works:
+        work.wait()
+    reduced_s = time.perf_counter()
+    is_committed = loop.should_commit()
+    committed_s = time.perf_counter()
+    if is_committed:
+        training.optimizer.step()
+    times = StepTimes(
+        start_quorum_s=quorum_s - began_s,
+        backward_s=backward_s - quorum_s,
+        allreduce_s=reduced_s - backward_s,
+        should_commit_s=committed_s - reduced_s,
+        optimizer_s=time.perf_counter() - committed_s,
+    )
+    return times, is_committed

@@ -16,12 +16,19 @@ class Model:
         num_tensors: How many parameters are trained.
         num_items: Numbers in each.
         num_frozen_items: Numbers beside each that are not trained.
+        is_foreach: Whether the optimizer steps all tensors at once.
     """
 
     name: str
     num_tensors: int
     num_items: int
     num_frozen_items: int = 0
+    is_foreach: bool = True
+
+    @property
+    def state_bytes(self) -> int:
+        """Of model and optimizer: AdamW keeps two numbers for each one that is trained."""
+        return 4 * self.num_tensors * (3 * self.num_items + self.num_frozen_items)
 
     @property
     def title(self) -> str:
@@ -38,7 +45,7 @@ class Training:
             for _ in range(model.num_tensors if model.num_frozen_items else 0)
         ]
         self.model = torch.nn.ParameterList([*self.trained, *frozen])
-        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3, foreach=True)
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-3, foreach=model.is_foreach)
 
     def backward(self) -> None:
         self.optimizer.zero_grad()

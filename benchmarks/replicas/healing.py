@@ -1,0 +1,95 @@
+"""The two replicas of the benchmark ``heal``: one that trains, and one that joins it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from benchmarks.machine import back_free_memory
+from benchmarks.replicas.managers import VARIANTS
+from benchmarks.replicas.parts import LOAD, Part, PartRecorder
+from benchmarks.replicas.processes import Channel
+from benchmarks.replicas.stepping import READY, StepTimes, step_once
+from benchmarks.replicas.training import Model, Training
+
+WARM: Final = "warm"
+_FILLED_TIMES: Final = 3
+"""A replica's state, its gradients, and what a transport receives into."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One iteration: when it began, on the monotonic clock of the machine, and its parts."""
+
+    began_s: float
+    times: StepTimes
+    committed_step: int | None
+
+    @property
+    def ended_s(self) -> float:
+        return self.began_s + self.times.whole_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a replica has done."""
+
+    steps: list[Step]
+    parts: list[Part]
+
+    @property
+    def committed(self) -> list[Step]:
+        return [step for step in self.steps if step.committed_step is not None]
+
+
+def train(channel: Channel, variant: str, model: Model, lighthouse: str, num_steps: int) -> None:
+    """Steps without pause, says `WARM` after ``num_steps``, and its `Report` when it is told to."""
+    replica = _Replica(channel, variant, model, "trains", lighthouse)
+    replica.commit(num_steps)
+    channel.say(WARM)
+    while not channel.has_message():
+        replica.step()
+    channel.say(replica.report)
+    channel.wait_for_end()
+
+
+def join(channel: Channel, variant: str, model: Model, lighthouse: str, num_steps: int) -> None:
+    """Steps, says its `Report` after ``num_steps`` were committed, and goes on."""
+    replica = _Replica(channel, variant, model, "joins", lighthouse)
+    replica.commit(num_steps)
+    channel.say(replica.report)
+    while True:
+        replica.step()
+
+
+class _Replica:
+    """Says `READY` twice: before it fills memory, and when only the manager is missing. With it others wait for it."""
+
+    def __init__(self, channel: Channel, variant: str, model: Model, name: str, lighthouse: str) -> None:
+        torch.set_num_threads(1)
+        recorder = PartRecorder()
+        recorder.wrap_variant(variant)
+        self._training = Training(model)
+        for stateful in (self._training.model, self._training.optimizer):
+            recorder.wrap(stateful, "load_state_dict", LOAD)
+        channel.say(READY)
+        channel.wait()
+        # What a process touches first, the host has to find; found pages are filled at ten times the speed.
+        back_free_memory(_FILLED_TIMES * model.state_bytes)
+        channel.say(READY)
+        channel.wait()
+        self._loop = VARIANTS[variant].make(self._training, name, lighthouse)
+        self.report = Report(steps=[], parts=recorder.parts)
+
+    def commit(self, num_steps: int) -> None:
+        while len(self.report.committed) < num_steps:
+            self.step()
+
+    def step(self) -> None:
+        began_s = time.monotonic()
+        times, committed = step_once(self._training, self._loop)
+        step = self._loop.current_step() if committed else None
+        self.report.steps.append(Step(began_s=began_s, times=times, committed_step=step))
