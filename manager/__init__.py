@@ -16,6 +16,7 @@ from manager.errors import (
     QuorumError,
     RecoveryFailedError,
     RegistryError,
+    ReportedError,
     StateTornError,
 )
 from manager.hooks import OptimizerAttachment
@@ -49,6 +50,7 @@ __all__ = [
     "RecoveryFailedError",
     "RegistryError",
     "ReplicaProcessGroup",
+    "ReportedError",
     "StateManager",
     "StateTornError",
     "WorldSizeMode",

@@ -11,6 +11,7 @@
     │   └── LighthouseUnavailableError   torchft is not installed, or the Lighthouse does not answer
     ├── RecoveryFailedError no live peer and no checkpoint has a state to recover
     ├── HealFailedError     the replica could not be healed, however often it was tried
+    ├── ReportedError       (never raised) what spoiled a step, as Manager.errored returns it
     └── CommitFailedError   so many steps in a row were not committed that the run is given up
 
 The fields are attributes, the sentence is made by ``str()``, and every error survives pickling, so that one can
@@ -19,6 +20,7 @@ cross a process boundary without losing what it knows.
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from typing import Literal
 
@@ -201,6 +203,25 @@ class HealFailedError(ManagerError):
     def __str__(self) -> str:
         """List the reasons."""
         return f"healing for step {self.step} failed {len(self.reasons)} times: " + "; ".join(self.reasons)
+
+
+class ReportedError(ManagerError):
+    """What spoiled a step, as ``Manager.errored`` returns it; torchft's name for it is ``ExceptionWithTraceback``.
+
+    Attributes:
+        original_exception: What was reported.
+        stack_trace: Where it came from, formatted.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        """Keep the error; see the class."""
+        super().__init__(error)
+        self.original_exception = error
+        self.stack_trace = "".join(traceback.format_exception(error))
+
+    def __str__(self) -> str:
+        """Say what it is in one line."""
+        return f"{type(self.original_exception).__name__}: {self.original_exception}"
 
 
 class CommitFailedError(ManagerError, RuntimeError):

@@ -101,6 +101,12 @@ def attach_optimizers(
     for optimizer in attached:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"expected torch optimizers to attach, got {type(optimizer).__name__}")
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            # Of torchft's OptimizerWrapper nothing but the methods is an optimizer's.
+            raise TypeError(
+                f"expected optimizers that run step hooks, got {type(optimizer).__name__}, which does not; attach the "
+                "optimizer inside it, before or after it is wrapped: manager.attach(wrapper.optim)"
+            )
     waits_s: deque[float] = deque(maxlen=_MAX_WAITS)
     guards = [
         _Guard(

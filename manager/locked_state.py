@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,6 +19,8 @@ from manager.registry import Scope, StateRegistry
 from manager.rwlock import StateLock
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class LockedState:
@@ -132,6 +135,15 @@ class LockedState:
             on_training_thread=on_training_thread,
             is_stable=is_stable,
         )
+
+    def set_state_dict_fns(self, load_state_dict: Callable[[T], object], state_dict: Callable[[], T]) -> None:
+        """Register under the key ``set_state_dict_fns``; torchft's older name for `register_state_dict_fn`.
+
+        Raises:
+            RegistryError: They have been set already.
+        """
+        logger.warning("set_state_dict_fns is torchft's older name; call register_state_dict_fn")
+        self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
 
     def register(
         self,

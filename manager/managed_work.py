@@ -10,14 +10,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from manager.deadline import Deadline
 from manager.errors import ManagerError
+
+T = TypeVar("T")
 
 _NO_DEADLINE: Final = Deadline()
 
@@ -138,6 +141,45 @@ def forget_frames(error: BaseException) -> None:
             known.add(id(link))
             link.__traceback__ = None
             chain += [link.__cause__, link.__context__]
+
+
+def never_failing(
+    future: torch.futures.Future[T], default: T, timeout: timedelta, report_error: Callable[[Exception], object]
+) -> torch.futures.Future[T]:
+    """Return a future with the result of another one, or with ``default`` if that fails or takes too long.
+
+    Args:
+        future: Any; callbacks on it run on whatever thread completes it.
+        default: The result in the end if there is none.
+        timeout: The longest wait.
+        report_error: Called once if ``default`` is used.
+    """
+    result: torch.futures.Future[T] = torch.futures.Future()
+    stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
+    is_first = threading.Lock()
+
+    def expire() -> None:
+        if is_first.acquire(blocking=False):
+            report_error(TimeoutError(f"expected a future to be done within {timeout.total_seconds():g} s"))
+            result.set_result(default)
+
+    def settle(done: torch.futures.Future[T]) -> None:
+        timer.cancel()
+        if not is_first.acquire(blocking=False):
+            return
+        with stream if stream is not None else nullcontext():
+            try:
+                value = done.value()
+            except Exception as error:
+                report_error(error)
+                value = default
+            result.set_result(value)
+
+    timer = threading.Timer(timeout.total_seconds(), expire)
+    timer.name, timer.daemon = "ft-transport-future", True
+    timer.start()
+    future.add_done_callback(settle)
+    return result
 
 
 class _Promise:

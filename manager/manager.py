@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch.distributed import ReduceOp
@@ -17,12 +17,14 @@ from ft_transport import CheckpointStore, HTTPTransport
 from manager.config import ManagerConfig, TorchftKeywords, named_arguments
 from manager.deadline import Deadline
 from manager.errors import CommitFailedError, ConfigError, ManagerError, StateTornError
-from manager.managed_work import ManagedWork, forget_frames, wait_all
+from manager.managed_work import ManagedWork, forget_frames, never_failing, wait_all
 from manager.membership import Membership
 from manager.process_group import ReplicaProcessGroup
 from manager.quorum import Decision, Rules, commit_refusals, next_lineage
 from manager.quorum_participant import QuorumParticipant, Request, Round, said
 from manager.reconfigurable_group import Reconfigurable
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +119,7 @@ class Manager(QuorumParticipant):
         )
         # torchft's DiLoCo reads it under this name.
         self._use_async_quorum = config.use_async_quorum
+        self._has_participated = False
         self._num_refused_commits = 0
         self._num_steps_since_commit = 0
         if wants_quorum:
@@ -152,6 +155,7 @@ class Manager(QuorumParticipant):
         membership = self._joined()
         if self._round is not None:
             self._leave(self._round, deadline)
+        self._has_participated = self.is_participating()
         self._training_thread = threading.get_ident()
         rules = Rules(
             min_replica_size=self._config.min_replica_size,
@@ -206,9 +210,15 @@ class Manager(QuorumParticipant):
 
         Raises:
             QuorumError: There was no quorum.
+            TypeError: It is no tensor.
             ValueError: The average of integers was asked for.
         """
         del should_quantize
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"expected a tensor to reduce, got {type(tensor).__name__}; a parameter that the loss does not depend "
+                "on has no gradient: leave it out on all replicas, or give all of them one of zeros"
+            )
         is_average = reduce_op == ReduceOp.AVG
         if is_average and not (torch.is_floating_point(tensor) or torch.is_complex(tensor)):
             raise ValueError(f"expected a floating-point tensor to average, got {tensor.dtype}")
@@ -265,7 +275,7 @@ class Manager(QuorumParticipant):
         refusals = commit_refusals(
             num_participants=self.num_participants(),
             min_replica_size=self._config.min_replica_size,
-            errors=[said(current.error)] if current.error is not None else [],
+            errors=[str(current.error)] if current.error is not None else [],
             has_lapsed=membership.num_lapses() != current.num_lapses,
         )
         with self._stall_watch.waiting(f"{self._name()}: waiting for the other ranks of this replica to agree"):
@@ -298,6 +308,19 @@ class Manager(QuorumParticipant):
         )
         return True
 
+    def wrap_future(
+        self, fut: torch.futures.Future[T], default: T, timeout: timedelta | None = None
+    ) -> torch.futures.Future[T]:
+        """Return a future that never fails: where ``fut`` does, it is reported. As in torchft.
+
+        Args:
+            fut: A future of a collective that did not go through `allreduce`.
+            default: The result if it fails or does not come.
+            timeout: How long to wait for it. Default: ``timeout`` of the configuration.
+        """
+        timeout = timeout if timeout is not None else self._config.timeout
+        return never_failing(fut, default, timeout, self.report_error)
+
     # --------------------------------------------------------------------------------------------- what is known
 
     def batches_committed(self) -> int:
@@ -315,8 +338,17 @@ class Manager(QuorumParticipant):
         return decision.participating_rank if decision is not None else None
 
     def is_participating(self) -> bool:
-        """Whether this replica contributes to this step. As in torchft."""
-        return self.participating_rank() is not None
+        """Whether this replica contributes to this step; does not wait. As in torchft.
+
+        Until the quorum is there, the answer is that of the step before.
+        """
+        current = self._round
+        if current is None:
+            return False
+        decision = current.decision
+        if decision is None:
+            return self._has_participated and not current.quorum.done()
+        return decision.participating_rank is not None
 
     def replica_id(self) -> str:
         """Return the name of this start of the replica: the configured one and a random part.
@@ -351,6 +383,17 @@ class Manager(QuorumParticipant):
             self._torn = StateTornError(
                 step=self._step, reason=f"the step was committed, and the optimizer did not make it: {said(error)}"
             )
+
+    # ------------------------------------------------------------------------- what torchft's classes read besides
+
+    @property
+    def _pg(self) -> Any:
+        """The process group between replicas: ``ManagedProcessGroup``, and so HSDP, wraps it."""
+        return self._process_group if self._process_group is not None else self._joined().process_group
+
+    def _manager_state_dict(self) -> dict[str, object]:
+        with self.reading("the state of the manager"):
+            return self.replica_state()
 
     def _decision(self) -> Decision | None:
         if self._round is None:

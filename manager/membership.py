@@ -281,6 +281,11 @@ class Membership:
         """How often the Lighthouse may have taken this replica for dead. Its rank 0 alone knows."""
         return self._session.num_lapses() if self._session is not None else 0
 
+    @property
+    def process_group(self) -> ReplicaProcessGroup:
+        """What runs the collectives between replicas."""
+        return self._process_group
+
     def close(self) -> None:
         """Leave: end the signs of life and the process group."""
         if self._session is not None:

@@ -143,6 +143,10 @@ class GlooProcessGroup:
         if held[0] is not None:
             _let_go(held)
 
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name under which torchft's ``ManagedProcessGroup`` registers a backend of its own."""
+        return "ft-transport-gloo"
+
     def errored(self) -> Exception | None:
         """Return ``None``: gloo tells of its errors where a collective is waited for."""
         return None

@@ -15,7 +15,7 @@ from typing import Any, Final
 from ft_transport import CheckpointStore, HTTPTransport
 from manager.config import ManagerConfig
 from manager.deadline import Deadline
-from manager.errors import ManagerError, QuorumError
+from manager.errors import ManagerError, QuorumError, ReportedError
 from manager.healing import Healer
 from manager.managed_work import ManagedWork
 from manager.membership import Membership
@@ -49,7 +49,7 @@ class Round:
     num_lapses: int
     decision: Decision | None = None
     quorum: Future[None] = field(default_factory=Future)
-    error: Exception | None = None
+    error: ReportedError | None = None
     works: list[ManagedWork] = field(default_factory=list)
     has_works: bool = False
     is_over: bool = False
@@ -122,13 +122,13 @@ class QuorumParticipant(StateManager):
         with self._error_mutex:
             if current is None or current.error is not None:
                 return
-            current.error = e
+            current.error = ReportedError(e)
         logger.warning("%s: this step will not be committed: %s", self._name(), said(e))
         if self._membership is not None:
             self._membership.break_up()
 
-    def errored(self) -> Exception | None:
-        """Return the first thing that went wrong in this step. As in torchft."""
+    def errored(self) -> ReportedError | None:
+        """Return the first thing that went wrong in this step, with its ``original_exception``. As in torchft."""
         return self._round.error if self._round is not None else None
 
     def shutdown(self, wait: bool = True) -> None:

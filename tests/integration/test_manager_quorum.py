@@ -205,7 +205,9 @@ def test_an_error_before_the_collective_frees_the_others_at_once() -> None:
         gradient = torch.ones(4)
         assert replica.manager.allreduce(gradient).wait() is False
         assert not replica.manager.should_commit()
-        assert isinstance(replica.manager.errored(), RuntimeError)
+        error = replica.manager.errored()
+        assert error is not None
+        assert isinstance(error.original_exception, RuntimeError)
         replica.commit(1.0)
         return replica.state()
 
@@ -495,7 +497,8 @@ def test_methods_and_arguments_are_torchfts() -> None:
     for name in (
         "start_quorum", "wait_quorum", "allreduce", "should_commit", "report_error", "errored", "current_step",
         "batches_committed", "num_participants", "participating_rank", "is_participating", "state_dict",
-        "load_state_dict", "allow_state_dict_read", "disallow_state_dict_read", "shutdown",
+        "load_state_dict", "allow_state_dict_read", "disallow_state_dict_read", "shutdown", "wrap_future",
+        "set_state_dict_fns",
     ):  # fmt: skip
         ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (Manager, Upstream))
         assert list(ours.parameters) == list(theirs.parameters), name

@@ -1,0 +1,197 @@
+"""What torchft's classes and its users' programs call on its Manager, called on ours."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
+from torch import nn
+
+from manager import GlooProcessGroup, Manager, ReportedError
+
+pytest.importorskip("torchft")
+
+pytestmark = pytest.mark.usefixtures("quorum_ready")
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse(min_replicas=2) as at:
+        yield at
+
+
+@pytest.fixture
+def alone() -> Iterator[Manager]:
+    with lighthouse() as at:
+        manager = make_manager(at, "replica_0")
+        manager.register_state_dict_fn("part", lambda part: None, dict)
+        yield manager
+        manager.shutdown()
+
+
+@pytest.mark.usefixtures("one_rank_group")
+@pytest.mark.parametrize("kind", ["ours", "torchft's"])
+def test_torchfts_managed_process_group_averages_what_hsdp_reduces(kind: str, address: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torchft.process_group import ManagedProcessGroup, ProcessGroupGloo
+
+    # As torchtitan does: sharded within the replica, averaged between replicas by the hook.
+    mesh = init_device_mesh("cpu", (1,))
+    groups: dict[int, Any] = {}
+
+    def reduce_between_replicas(reduced: torch.Tensor) -> None:
+        dist.all_reduce(reduced, group=groups[threading.get_ident()], op=dist.ReduceOp.AVG)
+
+    def local_gradient(model: nn.Module) -> torch.Tensor:
+        gradient = next(model.parameters()).grad
+        assert isinstance(gradient, DTensor)
+        return gradient.to_local()
+
+    def replica(index: int) -> tuple[torch.Tensor, int, str]:
+        group = ProcessGroupGloo() if kind == "torchft's" else None
+        manager = make_manager(address, f"replica_{index}", pg=group, min_replica_size=2)
+        manager.register_state_dict_fn("part", lambda part: None, dict)
+        managed = groups[threading.get_ident()] = ManagedProcessGroup(manager)
+        model = nn.Linear(4, 1, bias=False)
+        with one_at_a_time:
+            sharded: Any = fully_shard(model, mesh=mesh)
+        sharded.set_all_reduce_hook(reduce_between_replicas)
+        manager.start_quorum()
+        manager.wait_quorum()
+        with one_at_a_time:
+            # Autograd runs the hook on this thread; the other replica reduces at the same time.
+            loss = sharded(torch.full((1, 4), float(index))).sum()
+        loss.backward()
+        found = local_gradient(model)
+        assert manager.should_commit()
+        size = managed.size()
+        leaving.wait(LONG_S)
+        manager.shutdown()
+        return found, size, managed.getBackendName()
+
+    one_at_a_time = threading.Lock()
+    leaving = threading.Barrier(2)
+    outcomes = run_replicas(lambda: replica(0), lambda: replica(1))
+    for gradient, size, backend in outcomes:
+        assert torch.equal(gradient, torch.full((1, 4), 0.5))
+        assert size == 2
+        assert backend == ("torchft-gloo" if kind == "torchft's" else "ft-transport-gloo")
+
+
+def test_a_future_is_wrapped_such_that_it_never_fails(alone: Manager) -> None:
+    def failure(future: torch.futures.Future[Any]) -> Any:
+        wrapped = alone.wrap_future(future, "default")
+        future.set_exception(ConnectionError("lost"))
+        return wrapped.wait()
+
+    alone.start_quorum()
+    alone.wait_quorum()
+    good: torch.futures.Future[str] = torch.futures.Future()
+    wrapped = alone.wrap_future(good, "default")
+    good.set_result("good")
+    assert wrapped.wait() == "good"
+    assert alone.errored() is None
+    assert failure(torch.futures.Future()) == "default"
+    assert str(alone.errored()) == "ConnectionError: lost"
+    assert not alone.should_commit()
+
+    alone.start_quorum()
+    alone.wait_quorum()
+    never: torch.futures.Future[str] = torch.futures.Future()
+    assert alone.wrap_future(never, "default", timedelta(milliseconds=10)).wait() == "default"
+    assert "within 0.01 s" in str(alone.errored())
+    assert not alone.should_commit()
+    # Too late to change anything.
+    never.set_result("late")
+
+
+def test_an_error_is_returned_as_torchft_wraps_it(alone: Manager) -> None:
+    assert alone.errored() is None
+    alone.start_quorum()
+    alone.wait_quorum()
+    try:
+        raise ConnectionError("lost")
+    except ConnectionError as error:
+        alone.report_error(error)
+        first = error
+    alone.report_error(ValueError("too late"))
+    reported = alone.errored()
+    assert isinstance(reported, ReportedError)
+    assert reported.original_exception is first
+    assert "test_an_error_is_returned_as_torchft_wraps_it" in reported.stack_trace
+    assert not alone.should_commit()
+
+
+def test_the_older_way_to_register_functions(caplog: pytest.LogCaptureFixture) -> None:
+    manager = Manager()
+    with caplog.at_level(logging.WARNING):
+        manager.set_state_dict_fns(lambda state: None, lambda: {"weight": 1})
+    assert manager._manager_state_dict()["user"] == {"set_state_dict_fns": {"weight": 1}}
+    assert "call register_state_dict_fn" in caplog.text
+    manager.shutdown()
+
+
+def test_attaching_torchfts_wrapper_is_refused_with_what_to_attach(alone: Manager) -> None:
+    from torchft.optim import OptimizerWrapper
+
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    wrapper = OptimizerWrapper(alone, inner)
+    with pytest.raises(TypeError, match=r"got OptimizerWrapper, which does not; .* manager\.attach\(wrapper\.optim\)"):
+        alone.attach(wrapper)
+    with alone.attach(wrapper.optim) as attachment:
+        assert attachment.optimizers == (inner,)
+
+
+def test_a_missing_gradient_is_refused_with_what_to_do(alone: Manager) -> None:
+    alone.start_quorum()
+    parameter = nn.Parameter(torch.ones(1))
+    with pytest.raises(TypeError, match="tensor to reduce, got NoneType; a parameter that the loss does not depend on"):
+        alone.allreduce(parameter.grad)  # type: ignore[arg-type]
+    assert alone.should_commit()
+
+
+def test_whether_a_replica_participates_is_said_without_waiting(address: str) -> None:
+    def replica(index: int) -> list[bool]:
+        manager = make_manager(address, f"replica_{index}", min_replica_size=2)
+        manager.register_state_dict_fn("part", lambda part: None, dict)
+        found = [manager.is_participating()]
+        manager.start_quorum()
+        found.append(manager.is_participating())
+        assert manager.should_commit()
+        if index == 0:
+            # The other one asks for its quorum only after this.
+            manager.start_quorum()
+            found.append(manager.is_participating())
+            assert manager._round is not None
+            assert not manager._round.quorum.done()
+        asked.wait(LONG_S)
+        if index == 1:
+            manager.start_quorum()
+        assert manager.should_commit()
+        found.append(manager.is_participating())
+        leaving.wait(LONG_S)
+        manager.shutdown()
+        return found
+
+    asked, leaving = threading.Barrier(2), threading.Barrier(2)
+    first, second = run_replicas(lambda: replica(0), lambda: replica(1))
+    assert first == [False, True, True, True]
+    assert second == [False, True, True]
+
+
+def test_the_process_group_is_the_one_that_was_passed_in(alone: Manager) -> None:
+    assert isinstance(alone._pg, GlooProcessGroup)
+    group = GlooProcessGroup()
+    with lighthouse() as at:
+        manager = make_manager(at, "replica_0", pg=group)
+        assert manager._pg is group
+        manager.shutdown()
