@@ -8,7 +8,6 @@ any more, the replica is dead.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from collections.abc import Sequence
@@ -16,17 +15,17 @@ from datetime import timedelta
 from typing import Final
 from urllib.parse import urlsplit
 
-from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined] # exported, undeclared
-
 from manager.errors import QuorumError
+from manager.stores import StoreConnection
 
 _KNOCK_AFTER: Final = timedelta(milliseconds=200)
 _KNOCK_TIMEOUT_S: Final = 1.0
+_SHORTEST_S: Final = 0.001
 
 
 def meet(
     *,
-    store_address: str,
+    store: StoreConnection,
     prefix: str,
     rank: int,
     names: Sequence[str],
@@ -36,7 +35,7 @@ def meet(
     """Return when all members have called this.
 
     Args:
-        store_address: ``host:port`` of the store.
+        store: Where they meet.
         prefix: Of the keys; never used before.
         rank: Of this replica.
         names: The members, by rank; for messages.
@@ -47,35 +46,33 @@ def meet(
         QuorumError: One of them is dead, the store does not answer, or somebody did not come in time.
     """
     deadline_s = time.monotonic() + timeout.total_seconds()
-    others = [other for other in range(len(names)) if other != rank]
+    keys = {other: f"{prefix}/{other}" for other in range(len(names)) if other != rank}
+    missing = list(keys)
     # One of them may have the store.
-    _refuse_dead(others, names, addresses)
-    host, _, port = store_address.rpartition(":")
-    try:
-        store = PrefixStore(
-            prefix, TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-        )
-        store.set(str(rank), names[rank])
-        missing = others
-        while missing:
-            with contextlib.suppress(DistError):
-                store.wait([str(other) for other in missing], _KNOCK_AFTER)
-                return
-            missing = [other for other in missing if not store.check([str(other)])]
-            _refuse_dead(missing, names, addresses)
-            if missing and time.monotonic() >= deadline_s:
-                raise QuorumError(
-                    f"expected {[names[other] for other in missing]} to come within {timeout.total_seconds():g} s"
-                )
-    except DistError as error:
-        raise QuorumError(f"expected the store at {store_address} to answer: {error}") from error
+    _refuse_dead(missing, names, addresses, deadline_s)
+    store.set(f"{prefix}/{rank}", names[rank], _left(deadline_s))
+    while not store.wait([keys[other] for other in missing], min(_KNOCK_AFTER, _left(deadline_s))):
+        unset = store.missing([keys[other] for other in missing], _left(deadline_s))
+        missing = [other for other in missing if keys[other] in unset]
+        _refuse_dead(missing, names, addresses, deadline_s)
+        if missing and time.monotonic() >= deadline_s:
+            raise QuorumError(
+                f"expected {[names[other] for other in missing]} to come within {timeout.total_seconds():g} s"
+            )
 
 
-def _refuse_dead(others: Sequence[int], names: Sequence[str], addresses: Sequence[str]) -> None:
+def _left(deadline_s: float) -> timedelta:
+    return timedelta(seconds=max(_SHORTEST_S, deadline_s - time.monotonic()))
+
+
+def _refuse_dead(others: Sequence[int], names: Sequence[str], addresses: Sequence[str], deadline_s: float) -> None:
     for other in others:
         parts = urlsplit(addresses[other])
+        patience_s = min(_KNOCK_TIMEOUT_S, deadline_s - time.monotonic())
+        if patience_s <= 0:
+            return
         try:
-            with socket.create_connection((parts.hostname or "", parts.port or 80), _KNOCK_TIMEOUT_S):
+            with socket.create_connection((parts.hostname or "", parts.port or 80), patience_s):
                 pass
         except ConnectionRefusedError as error:
             raise QuorumError(f"{names[other]} is dead: nobody listens at {addresses[other]}") from error

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import torch
-from torch.distributed import AllreduceOptions, Store  # type: ignore[attr-defined] # exported, undeclared
+from torch.distributed import AllreduceOptions, TCPStore  # type: ignore[attr-defined] # exported, undeclared
 
 from manager.config import ManagerConfig
 from manager.deadline import Deadline
@@ -27,11 +27,11 @@ from manager.meeting import meet
 from manager.process_group import GlooProcessGroup, ReplicaProcessGroup
 from manager.quorum import Decision, Member, Rules, decide
 from manager.reconfigurable_group import Reconfigurable, ReconfigurableGroup
-from manager.replica_group import RankReport, ReplicaGroup, connect_store, own_store, report_of_group
+from manager.replica_group import Incarnation, RankReport, ReplicaGroup, own_store, report_of_group
+from manager.stores import StoreConnection, StoreConnections
 
 logger = logging.getLogger(__name__)
 
-_REPLICA_ID_KEY: Final = "replica_id"
 _PREFIX: Final = "ft_transport"
 _GRACE: Final = timedelta(milliseconds=200)
 """By how much the other ranks wait longer than rank 0, so that they hear its reason."""
@@ -61,25 +61,43 @@ class Membership:
         self._config = config
         self._address = address
         self.group_rank = config.rank
-        self._process_group: ReplicaProcessGroup
-        if process_group is None:
-            self._process_group = GlooProcessGroup(timeout=config.timeout, connect_timeout=config.connect_timeout)
-        elif hasattr(process_group, "configure"):
-            self._process_group = cast("ReplicaProcessGroup", process_group)
-        else:
-            self._process_group = ReconfigurableGroup(process_group, config.connect_timeout)
+        self._stores = StoreConnections()
+        self._process_group = self._wrap(process_group)
         self._mutex = threading.Lock()
         self._held = ""
         self._begun = ""
         self._is_closed = False
         self._num_groups = 0
         self._session: LighthouseSession | None = None
-        store, self._store_address = self._find_store()
+        self._incarnation: Incarnation | None = None
         # A store in this process lives as long as it is referred to.
-        self._store: Store | None = store
-        self._group = ReplicaGroup(store if config.world_size > 1 else None, config.rank, config.world_size)
-        self.replica_id = self._agree_on_id(store)
-        if config.rank == 0:
+        self._own_store: TCPStore | None = None
+        try:
+            self._start(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wrap(self, process_group: ReplicaProcessGroup | Reconfigurable | None) -> ReplicaProcessGroup:
+        config = self._config
+        if process_group is None:
+            process_group = GlooProcessGroup(timeout=config.timeout, connect_timeout=config.connect_timeout)
+        elif not hasattr(process_group, "configure"):
+            process_group = ReconfigurableGroup(process_group, config.connect_timeout)
+        if isinstance(process_group, (GlooProcessGroup, ReconfigurableGroup)):
+            process_group.stores = self._stores
+        return cast("ReplicaProcessGroup", process_group)
+
+    def _start(self, config: ManagerConfig) -> None:
+        assert config.world_size is not None, "the environment has been asked"
+        store, self._store_address = self._find_store()
+        self.replica_id = f"{config.replica_id or NAMELESS}:{uuid.uuid4()}"
+        prefix = ""
+        if config.world_size > 1:
+            self._incarnation = Incarnation(store, self.group_rank, self.replica_id, config.timeout)
+            self.replica_id, prefix = self._incarnation.replica_id, self._incarnation.prefix
+        self._group = ReplicaGroup(store if config.world_size > 1 else None, prefix, self.group_rank, config.world_size)
+        if self.group_rank == 0:
             lighthouse = config.lighthouse_addr or embedded_lighthouse(
                 min_replicas=config.min_replica_size,
                 heartbeat_timeout=config.heartbeat_timeout,
@@ -162,10 +180,9 @@ class Membership:
                     num_retries=self._config.quorum_retries,
                 )
             except QuorumError as error:
-                self._group.publish(error)
+                self._group.publish_failure(error)
                 raise
-            if self._config.world_size != 1:
-                self._group.publish(msgspec.json.encode(members))
+            self._group.publish(msgspec.json.encode(members))
         return decide(members, self.replica_id, rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals)
 
     def set_up(self, decision: Decision, deadline: Deadline) -> float:
@@ -195,7 +212,7 @@ class Membership:
         prefix = f"{_PREFIX}/{decision.group}/{self.group_rank}"
         if len(decision.group_members) > 1:
             meet(
-                store_address=decision.store_address,
+                store=self._stores.at_address(decision.store_address),
                 prefix=f"{prefix}/meeting",
                 rank=decision.rank,
                 names=decision.group_members,
@@ -294,19 +311,25 @@ class Membership:
             self._is_closed = True
             self._held = ""
         self._process_group.shutdown()
-        self._group.close()
-        self._store = None
+        if self._incarnation is not None:
+            self._incarnation.close()
+        self._stores.close()
+        self._own_store = None
 
-    def _find_store(self) -> tuple[Store, str]:
+    def _find_store(self) -> tuple[StoreConnection, str]:
         config = self._config
         if config.store_addr is not None and config.store_port is not None:
-            store = connect_store(config.store_addr, config.store_port, config.connect_timeout)
+            try:
+                store = self._reach_store(config.store_addr, config.store_port)
+            except QuorumError as error:
+                raise QuorumError(
+                    f"{error} (store_addr and store_port of the configuration, or MASTER_ADDR and MASTER_PORT)"
+                ) from error
             return store, _join(self._host_for_peers(config.store_addr, config.store_port), config.store_port)
-        own, port = own_store(config.connect_timeout)
+        self._own_store = own_store(config.connect_timeout)
         # Peers reach this host where they fetch its state.
-        host = config.hostname or urlsplit(self._address).hostname or "localhost"
-        connect_store(host, port, config.connect_timeout)
-        return own, _join(host, port)
+        host, port = config.hostname or urlsplit(self._address).hostname or "localhost", self._own_store.port
+        return self._reach_store(host, port), _join(host, port)
 
     def _host_for_peers(self, host: str, port: int) -> str:
         """A launcher may name its store by the loopback interface, where peers on other machines find their own."""
@@ -314,23 +337,16 @@ class Membership:
         if not (host == "localhost" or host.startswith("127.") or host == "::1") or own == host:
             return host
         try:
-            connect_store(own, port, self._config.connect_timeout)
+            self._reach_store(own, port)
         except QuorumError as error:
             logger.warning("replicas on other machines will not find the store at %s:%d: %s", host, port, error)
             return host
         return own
 
-    def _agree_on_id(self, store: Store) -> str:
-        if self._group.rank == 0:
-            replica_id = f"{self._config.replica_id or NAMELESS}:{uuid.uuid4()}"
-            if self._group.world_size > 1:
-                store.set(_REPLICA_ID_KEY, replica_id)
-            return replica_id
-        try:
-            store.wait([_REPLICA_ID_KEY], self._config.timeout)
-            return bytes(store.get(_REPLICA_ID_KEY)).decode()
-        except RuntimeError as error:
-            raise QuorumError(f"rank {self._group.rank}: expected rank 0 of this replica to start: {error}") from error
+    def _reach_store(self, host: str, port: int) -> StoreConnection:
+        store = self._stores.at(host, port)
+        store.missing([_PREFIX], self._config.connect_timeout)
+        return store
 
 
 def _join(host: str, port: int) -> str:

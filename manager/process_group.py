@@ -13,9 +13,10 @@ from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined] # exported, undeclared
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined] # exported, undeclared
 
 from manager.gloo_sockets import GlooSockets
+from manager.stores import StoreConnections
 
 _LOOK_AFTER_S: Final = 1.0
 """How long gloo is trusted to notice the end of a connection by itself."""
@@ -61,6 +62,7 @@ class GlooProcessGroup:
 
     Attributes:
         connect_timeout: As given; the next `configure` reads it.
+        stores: The connections that it uses.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class GlooProcessGroup:
     ) -> None:
         self._timeout = timeout
         self.connect_timeout = connect_timeout
+        self.stores = StoreConnections()
         # Any, because torch declares a few of its methods only.
         self._group: Any = None
         self._sockets: GlooSockets | None = None
@@ -98,7 +101,8 @@ class GlooProcessGroup:
             global_ranks: Not used.
 
         Raises:
-            RuntimeError: The others did not come in time. (torch's ``DistError`` is one.)
+            QuorumError: The store does not answer.
+            RuntimeError: The others did not come in time.
         """
         del replica_id, quorum_id, group_rank, group_world_size, global_ranks
         self.abort()
@@ -106,14 +110,17 @@ class GlooProcessGroup:
         if world_size == 1:
             return
         place, _, prefix = store_addr.partition("/")
-        host, _, port = place.rpartition(":")
-        store = TCPStore(
-            host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self.connect_timeout
-        )
-        meeting = PrefixStore(prefix, store)
-        group: Any = ProcessGroupGloo(meeting, rank, world_size, self.connect_timeout)
-        group.set_timeout(self._timeout)
-        said = [bytes(meeting.get(f"{_GLOO_CONTEXT}/{other}")) for other in range(world_size)]
+        connection, timeout = self.stores.at_address(place), self.connect_timeout
+        # A connection that has broken since its last use is made anew by this one.
+        connection.missing([prefix], timeout)
+
+        def meet(store: Any) -> tuple[Any, list[bytes]]:
+            meeting = PrefixStore(prefix, store)
+            group: Any = ProcessGroupGloo(meeting, rank, world_size, timeout)
+            group.set_timeout(self._timeout)
+            return group, [bytes(meeting.get(f"{_GLOO_CONTEXT}/{other}")) for other in range(world_size)]
+
+        group, said = connection.call(meet, timeout, may_repeat=False)
         own = said.pop(rank)
         with self._mutex:
             self._group, self._sockets = group, GlooSockets(own, said)
@@ -152,8 +159,9 @@ class GlooProcessGroup:
         return None
 
     def shutdown(self) -> None:
-        """As `abort`."""
+        """As `abort`, and close the connections to stores."""
         self.abort()
+        self.stores.close()
 
 
 class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it

@@ -12,7 +12,9 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # exported, undeclared
+
+from manager.errors import QuorumError
+from manager.stores import StoreConnections
 
 
 class Reconfigurable(Protocol):
@@ -53,11 +55,13 @@ class ReconfigurableGroup:
 
     Attributes:
         connect_timeout: As given; the next `configure` reads it.
+        stores: The connections that it uses.
     """
 
     def __init__(self, group: Reconfigurable, connect_timeout: timedelta) -> None:
         self._group = group
         self.connect_timeout = connect_timeout
+        self.stores = StoreConnections()
 
     def configure(  # noqa: PLR0917 - torchft's signature
         self,
@@ -73,7 +77,7 @@ class ReconfigurableGroup:
         """Exchange handles at ``store_addr`` (``host:port/prefix``) and reconfigure the group.
 
         Raises:
-            RuntimeError: The others did not come in time. (torch's ``DistError`` is one.)
+            QuorumError: The others did not come in time, or the store does not answer.
         """
         del global_ranks
         set_rank_info = getattr(self._group, "set_rank_info", None)
@@ -102,20 +106,17 @@ class ReconfigurableGroup:
     def shutdown(self) -> None:
         """Give everything back."""
         self._group.shutdown()
+        self.stores.close()
 
     def _exchange(self, store_addr: str, rank: int, world_size: int) -> list[str]:
         handle = self._group.get_reconfigure_handle()
         if world_size == 1:
             return [handle]
         place, _, prefix = store_addr.partition("/")
-        host, _, port = place.rpartition(":")
-        store = PrefixStore(
-            prefix,
-            TCPStore(
-                host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self.connect_timeout
-            ),
-        )
-        store.set(f"handle/{rank}", handle)
-        keys = [f"handle/{member}" for member in range(world_size)]
-        store.wait(keys, self.connect_timeout)
-        return [bytes(store.get(key)).decode() for key in keys]
+        store, timeout = self.stores.at_address(place), self.connect_timeout
+        store.set(f"{prefix}/handle/{rank}", handle, timeout)
+        keys = [f"{prefix}/handle/{member}" for member in range(world_size)]
+        handles = store.get(keys, timeout)
+        if handles is None:
+            raise QuorumError(f"expected all of {keys} within {timeout.total_seconds():g} s")
+        return [each.decode() for each in handles]

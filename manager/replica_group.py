@@ -7,22 +7,31 @@ does not fill the store.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+import uuid
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
 import msgspec
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # exported, undeclared
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, undeclared
 
+from manager.deadline import Deadline
 from manager.errors import QuorumError
 from manager.quorum import NO_WHOLE_STATE
+from manager.stores import StoreConnection
 
-_INCARNATION_ENV: Final = "TORCHELASTIC_RESTART_COUNT"
+_RESTART_ENV: Final = "TORCHELASTIC_RESTART_COUNT"
 _RUN_ENV: Final = "TORCHELASTIC_RUN_ID"
 _FAILED: Final = b"!"
+_NOBODY: Final = ""
+_NUM_KEPT: Final = 2
+_LOOK_AGAIN_S: Final = 0.02
+_PARTING: Final = timedelta(milliseconds=200)
+"""For what is said after a timeout is over, or to somebody who may be gone."""
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,28 +56,69 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     refusals: tuple[str, ...] = ()
 
 
-def connect_store(host: str, port: int, timeout: timedelta) -> Store:
-    """Connect to the replica's store.
+def own_store(timeout: timedelta) -> TCPStore:
+    """Start a store inside this process, for a replica of one rank without a launcher."""
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
+class Incarnation:
+    """What the ranks of one replica share from when rank 0 makes its manager until it closes it.
+
+    A launcher's store outlives its workers, and a process may make one manager after the other: what an earlier one
+    left in the store must not be taken for an answer of this one. So rank 0 publishes a new name for itself, and each
+    other rank claims a name that this rank, in whichever process, has not claimed before.
+
+    Args:
+        store: Shared by the ranks.
+        rank: Rank within the replica.
+        replica_id: Of this start of the replica, as rank 0 says; the others learn it.
+        timeout: For rank 0 to publish its name.
+
+    Attributes:
+        prefix: Of all keys that the ranks exchange.
+        replica_id: As rank 0 said.
 
     Raises:
-        QuorumError: Nobody answers there in time.
+        QuorumError: Rank 0 did not come in time, or the store does not answer.
     """
-    try:
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    except DistError as error:
+
+    def __init__(self, store: StoreConnection, rank: int, replica_id: str, timeout: timedelta) -> None:
+        run = f"{os.environ.get(_RUN_ENV, '')}/{os.environ.get(_RESTART_ENV, '0')}"
+        self._base = f"ft_transport/{run}"
+        self._key = f"{self._base}/current"
+        self._store = store
+        self._published = ""
+        if rank == 0:
+            self._published = f"{uuid.uuid4()} {replica_id}"
+            store.set(self._key, self._published, timeout)
+            name = self._published
+        else:
+            name = self._claim(rank, timeout)
+        unique, _, self.replica_id = name.partition(" ")
+        self.prefix = f"{self._base}/{unique}"
+
+    def close(self) -> None:
+        """Let no rank take this incarnation for a living one. Rank 0 does it; where the store is gone, nobody can."""
+        if self._published:
+            with contextlib.suppress(QuorumError):
+                self._store.replace(self._key, self._published, _NOBODY, _PARTING)
+
+    def _claim(self, rank: int, timeout: timedelta) -> str:
+        deadline = Deadline.after(timeout)
+        earlier: set[str] = set()
+        while not deadline.is_over():
+            found = self._store.get([self._key], deadline.cap(timeout))
+            name = found[0].decode() if found else _NOBODY
+            if name != _NOBODY and name not in earlier:
+                claim = f"{self._base}/{name.partition(' ')[0]}/claims/{rank}"
+                if self._store.add(claim, 1, deadline.cap(timeout)) == 1:
+                    return name
+                earlier.add(name)
+            time.sleep(min(_LOOK_AGAIN_S, deadline.cap(timeout).total_seconds()))
         raise QuorumError(
-            f"expected a store at {host}:{port} within {timeout.total_seconds():g} s (store_addr and store_port, or "
-            f"MASTER_ADDR and MASTER_PORT): {error}"
-        ) from error
-    # A launcher's store outlives its workers; what those before left there must not be taken for ours.
-    incarnation = f"{os.environ.get(_RUN_ENV, '')}/{os.environ.get(_INCARNATION_ENV, '0')}"
-    return PrefixStore(f"ft_transport/{incarnation}", store)
-
-
-def own_store(timeout: timedelta) -> tuple[TCPStore, int]:
-    """Start a store inside this process, for a replica of one rank without a launcher. Returns it and its port."""
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    return store, store.port
+            f"rank {rank}: expected rank 0 of this replica to start within {timeout.total_seconds():g} s"
+            + (f", found only what it left when it started before: {sorted(earlier)}" if earlier else "")
+        )
 
 
 class ReplicaGroup:
@@ -76,13 +126,15 @@ class ReplicaGroup:
 
     Args:
         store: Shared by the ranks; ``None`` for a replica of one rank, which needs nobody's agreement.
+        prefix: Of the keys in it; never used before.
         rank: Rank within the replica.
         world_size: Number of ranks.
     """
 
-    def __init__(self, store: Store | None, rank: int, world_size: int) -> None:
+    def __init__(self, store: StoreConnection | None, prefix: str, rank: int, world_size: int) -> None:
         assert store is not None or world_size == 1, "ranks need a store to agree"
         self._store = store
+        self._prefix = prefix
         self.rank = rank
         self.world_size = world_size
         self._num_exchanges = 0
@@ -100,29 +152,40 @@ class ReplicaGroup:
         Raises:
             QuorumError: A rank did not report in time.
         """
-        if self.world_size == 1:
+        if self._store is None:
             return (report,)
         self._num_exchanges += 1
         self._kind = kind
-        self._set(self._key(self.rank), msgspec.json.encode(report))
+        deadline = Deadline.after(timeout)
+        self._store.set(self._key(self.rank), msgspec.json.encode(report), timeout)
         if self.rank != 0:
             return (report,)
-        deadline_s = time.monotonic() + timeout.total_seconds()
-        encoded = [
-            self._get(self._key(rank), timedelta(seconds=max(0.001, deadline_s - time.monotonic())), f"rank {rank}")
-            for rank in range(self.world_size)
-        ]
+        keys = {self._key(rank): rank for rank in range(self.world_size)}
+        encoded = self._store.get(list(keys), deadline.cap(timeout))
+        if encoded is None:
+            missing = [f"rank {keys[key]}" for key in self._store.missing(list(keys), _PARTING)]
+            raise QuorumError(
+                f"rank 0: expected {', '.join(missing)} of this replica within {timeout.total_seconds():g} s"
+            )
         return tuple(msgspec.json.decode(each, type=RankReport) for each in encoded)
 
-    def publish(self, answer: bytes | QuorumError) -> None:
-        """Pass on the answer that follows a `gather`, or the reason why there is none. Group rank 0 calls this."""
-        if self.world_size == 1:
+    def publish(self, answer: bytes) -> None:
+        """Pass on the answer that follows a `gather`. Group rank 0 calls this.
+
+        Raises:
+            QuorumError: The store does not answer.
+        """
+        if self._store is None:
             return
-        self._set(self._key("answer"), _FAILED + str(answer).encode() if isinstance(answer, QuorumError) else answer)
-        self._old_keys.append([self._key(name) for name in (*range(self.world_size), "answer")])
-        if len(self._old_keys) > 2:
-            for key in self._old_keys.popleft():
-                self._delete(key)
+        keys = [self._key(name) for name in (*range(self.world_size), "answer")]
+        self._old_keys.append(keys)
+        old = self._old_keys.popleft() if len(self._old_keys) > _NUM_KEPT else []
+        self._store.set(keys[-1], answer, _PARTING, remove=old)
+
+    def publish_failure(self, error: QuorumError) -> None:
+        """Pass on why there is no answer. Group rank 0 calls this, and has the error to raise in any case."""
+        with contextlib.suppress(QuorumError):
+            self.publish(_FAILED + str(error).encode())
 
     def await_answer(self, timeout: timedelta) -> bytes:
         """Wait for what group rank 0 publishes. The other ranks call this.
@@ -130,10 +193,13 @@ class ReplicaGroup:
         Raises:
             QuorumError: It failed, or did not answer in time.
         """
-        answer = self._get(self._key("answer"), timeout, "rank 0")
-        if answer.startswith(_FAILED):
-            raise QuorumError(f"rank 0 of this replica: {answer[len(_FAILED) :].decode()}")
-        return answer
+        assert self._store is not None, "one rank alone exchanges nothing"
+        answers = self._store.get([self._key("answer")], timeout)
+        if answers is None:
+            raise QuorumError(f"rank {self.rank}: expected rank 0 of this replica within {timeout.total_seconds():g} s")
+        if answers[0].startswith(_FAILED):
+            raise QuorumError(f"rank 0 of this replica: {answers[0][len(_FAILED) :].decode()}")
+        return answers[0]
 
     def agree(self, kind: str, report: RankReport, *, gathering: timedelta, answering: timedelta) -> tuple[str, ...]:
         """Tell why the replica does not commit: every rank's refusals, the same for all. Empty if it commits.
@@ -147,12 +213,12 @@ class ReplicaGroup:
         Raises:
             QuorumError: A rank did not answer in time.
         """
-        if self.world_size == 1:
+        if self._store is None:
             return report.refusals
         try:
             reports = self.gather(kind, report, gathering)
         except QuorumError as error:
-            self.publish(error)
+            self.publish_failure(error)
             raise
         if self.rank != 0:
             return tuple(msgspec.json.decode(self.await_answer(answering), type=list[str]))
@@ -160,38 +226,8 @@ class ReplicaGroup:
         self.publish(msgspec.json.encode(refusals))
         return tuple(refusals)
 
-    def close(self) -> None:
-        """Let go of the store; what is called afterwards raises."""
-        self._store = None
-
-    def _open_store(self) -> Store:
-        if self._store is None:
-            raise QuorumError(f"rank {self.rank}: has been shut down")
-        return self._store
-
     def _key(self, name: int | str) -> str:
-        return f"{self._num_exchanges}/{self._kind}/{name}"
-
-    def _set(self, key: str, value: bytes) -> None:
-        try:
-            self._open_store().set(key, value)  # type: ignore[arg-type] # bytes are taken as they are
-        except DistError as error:
-            raise QuorumError(f"rank {self.rank}: expected this replica's store to answer: {error}") from error
-
-    def _get(self, key: str, timeout: timedelta, who: str) -> bytes:
-        try:
-            self._open_store().wait([key], timeout)
-            return bytes(self._open_store().get(key))
-        except DistError as error:
-            raise QuorumError(
-                f"rank {self.rank}: expected {who} of this replica within {timeout.total_seconds():g} s: {error}"
-            ) from error
-
-    def _delete(self, key: str) -> None:
-        try:
-            self._open_store().delete_key(key)
-        except DistError as error:
-            raise QuorumError(f"rank {self.rank}: expected this replica's store to answer: {error}") from error
+        return f"{self._prefix}/{self._num_exchanges}/{self._kind}/{name}"
 
 
 def report_of_group(reports: Sequence[RankReport]) -> RankReport:

@@ -13,6 +13,7 @@ from torch.distributed import TCPStore
 
 from manager.errors import QuorumError
 from manager.meeting import meet
+from manager.stores import StoreConnections
 
 LONG = timedelta(seconds=60)
 AT_ONCE_S = 20.0
@@ -41,7 +42,12 @@ def dead() -> str:
 
 def arrive(store_address: str, rank: int, addresses: list[str], timeout: timedelta = LONG) -> None:
     names = [f"replica_{other}" for other in range(len(addresses))]
-    meet(store_address=store_address, prefix="here", rank=rank, names=names, addresses=addresses, timeout=timeout)
+    stores = StoreConnections()
+    store = stores.at_address(store_address)
+    try:
+        meet(store=store, prefix="here", rank=rank, names=names, addresses=addresses, timeout=timeout)
+    finally:
+        stores.close()
 
 
 def test_members_who_all_come_meet(store_address: str, listening: str) -> None:

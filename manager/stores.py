@@ -1,0 +1,252 @@
+"""Connections to torch's ``TCPStore``: one to each store, made when it is first needed and kept.
+
+A client of a ``TCPStore`` looks its host's name up in its constructor, which takes seconds where the resolver is slow;
+so nobody connects anew for each process group. Its calls have no deadline of their own: one that is sent to a process
+that is stopped returns when that process goes on. So a thread of the connection makes them, and the caller waits for
+the thread no longer than its timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Final, TypeAlias, TypeVar
+
+from torch.distributed import (  # type: ignore[attr-defined] # exported, undeclared
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    TCPStore,
+)
+
+from manager.errors import QuorumError
+
+T = TypeVar("T")
+_Job: TypeAlias = tuple["Future[Any]", Callable[[Any], Any]]
+
+_GRACE_S: Final = 0.1
+"""For the answer to come back: the store counts the timeout itself."""
+_SHORTEST_CONNECT_S: Final = 1.0
+"""A resolver may be slower than one caller is patient; the next caller then finds the connection made."""
+
+
+class StoreConnections:
+    """One connection to each store. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._connections: dict[tuple[str, int], StoreConnection] = {}
+        self._is_closed = False
+
+    def at(self, host: str, port: int) -> StoreConnection:
+        """Return the connection to this store. Connects with the first call of one of its methods.
+
+        Raises:
+            QuorumError: The connections have been closed.
+        """
+        with self._mutex:
+            if self._is_closed:
+                raise QuorumError(f"expected no more need of the store at {host}:{port}: has been shut down")
+            return self._connections.setdefault((host, port), StoreConnection(host, port))
+
+    def at_address(self, address: str) -> StoreConnection:
+        """As `at`, for ``host:port``."""
+        host, _, port = address.rpartition(":")
+        return self.at(host.strip("[]"), int(port))
+
+    def close(self) -> None:
+        """Close every connection."""
+        with self._mutex:
+            self._is_closed = True
+            connections, self._connections = list(self._connections.values()), {}
+        for connection in connections:
+            connection.close()
+
+
+class StoreConnection:
+    """A connection to one store. A broken one is made anew once per call. Any thread may call it, one after the other.
+
+    Args:
+        host: Of the store.
+        port: Of the store.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._mutex = threading.Lock()
+        self._worker: _Worker | None = None
+        self._is_closed = False
+
+    def set(self, key: str, value: str | bytes, timeout: timedelta, *, remove: Sequence[str] = ()) -> None:
+        """Set a key, and remove others."""
+
+        def set_and_remove(store: Any) -> None:
+            store.set(key, value)
+            # A store does not answer to `set`; only this shows that it is still there.
+            store.check([key])
+            for each in remove:
+                store.delete_key(each)
+
+        self.call(set_and_remove, timeout)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> bool:
+        """Wait until all keys are set. Returns whether they are."""
+
+        def wait(store: Any) -> bool:
+            try:
+                store.wait(list(keys), timeout)
+            except DistStoreError:
+                return False
+            return True
+
+        return self.call(wait, timeout)
+
+    def get(self, keys: Sequence[str], timeout: timedelta) -> list[bytes] | None:
+        """Wait until all keys are set. Returns their values, or ``None`` if they are not."""
+
+        def get(store: Any) -> list[bytes] | None:
+            try:
+                store.wait(list(keys), timeout)
+            except DistStoreError:
+                return None
+            return [bytes(store.get(key)) for key in keys]
+
+        return self.call(get, timeout)
+
+    def missing(self, keys: Sequence[str], timeout: timedelta) -> list[str]:
+        """Return those of the keys that are not set."""
+        return self.call(lambda store: [key for key in keys if not store.check([key])], timeout)
+
+    def add(self, key: str, number: int, timeout: timedelta) -> int:
+        """Add to a counter, and return what it is then."""
+        return int(self.call(lambda store: store.add(key, number), timeout, may_repeat=False))
+
+    def replace(self, key: str, old: str, new: str, timeout: timedelta) -> None:
+        """Set a key if it has the old value."""
+        self.call(lambda store: store.compare_set(key, old, new), timeout)
+
+    def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
+        """Call ``function`` with the store, on the thread of the connection.
+
+        Args:
+            function: What to do; a ``TCPStore`` is passed to it.
+            timeout: For everything.
+            may_repeat: Whether ``function`` may be called once more if the connection turns out to be broken.
+
+        Raises:
+            QuorumError: The store did not answer in time, or the connection has been closed.
+            Exception: Whatever ``function`` raises.
+        """
+        deadline_s = time.monotonic() + timeout.total_seconds() + _GRACE_S
+        while True:
+            worker = self._running_worker(timeout)
+            was_connected = worker.is_connected
+            future = worker.submit(function)
+            try:
+                return future.result(max(0.0, deadline_s - time.monotonic()))
+            except TimeoutError as error:
+                # Where it only waits for its turn, or for the connection, the thread goes on.
+                if not future.cancel() and worker.is_connected:
+                    self._drop(worker)
+                raise self._unanswered(f"no answer in {timeout.total_seconds():g} s") from error
+            except DistNetworkError as error:
+                self._drop(worker)
+                if not (was_connected and may_repeat):
+                    raise self._unanswered(str(error)) from error
+            except DistError as error:
+                raise self._unanswered(str(error)) from error
+            finally:
+                # It refers to the error, and the error to this frame.
+                del future
+
+    def close(self) -> None:
+        """Close the connection; what waits for it raises."""
+        with self._mutex:
+            self._is_closed = True
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end()
+
+    def _unanswered(self, reason: str) -> QuorumError:
+        return QuorumError(f"expected the store at {self._host}:{self._port} to answer: {reason}")
+
+    def _running_worker(self, timeout: timedelta) -> _Worker:
+        with self._mutex:
+            if self._is_closed:
+                raise self._unanswered("has been shut down")
+            if self._worker is None:
+                self._worker = _Worker(self._host, self._port, max(timeout.total_seconds(), _SHORTEST_CONNECT_S))
+            return self._worker
+
+    def _drop(self, worker: _Worker) -> None:
+        with self._mutex:
+            if self._worker is worker:
+                self._worker = None
+        worker.end()
+
+
+class _Worker:
+    """The thread of one connection: connects, and then does one job after the other."""
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        self.is_connected = False
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._current: Future[Any] | None = None
+        # A daemon: where the store's process is stopped, its call does not return.
+        self._thread = threading.Thread(
+            target=self._run, args=(host, port, timeout_s), name="ft-transport-store", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, function: Callable[[Any], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._jobs.put((future, function))
+        return future
+
+    def end(self) -> None:
+        """Let nobody wait any longer; the thread ends when the call does that it is in."""
+        self._jobs.put(None)
+        current = self._current
+        if current is not None and not current.cancel():
+            with contextlib.suppress(InvalidStateError):
+                current.set_exception(DistNetworkError("the connection was closed"))
+        self._thread.join(_GRACE_S)
+
+    def _run(self, host: str, port: int, timeout_s: float) -> None:
+        store: Any = None
+        while (job := self._jobs.get()) is not None:
+            self._current, function = job
+            try:
+                if store is None and not self._current.cancelled():
+                    store = TCPStore(
+                        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+                    )
+                    self.is_connected = True
+                if self._current.set_running_or_notify_cancel():
+                    _finish(self._current, function(store))
+            except BaseException as error:
+                current = self._current
+                if current.running() or (not current.done() and current.set_running_or_notify_cancel()):
+                    _finish(current, error)
+                del current
+            # What waits for the next job refers to nothing of the last one.
+            self._current = None
+            del job, function
+        while not self._jobs.empty():
+            if (job := self._jobs.get()) is not None and job[0].set_running_or_notify_cancel():
+                _finish(job[0], DistNetworkError("the connection was closed"))
+
+
+def _finish(future: Future[Any], outcome: Any) -> None:
+    # Whoever closed the connection may have been first.
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

@@ -1,0 +1,105 @@
+"""Managers that are made again in the same processes, with the same store: nothing of an earlier one is believed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
+from torch.distributed import TCPStore
+
+from manager import Manager, QuorumError
+from manager.stores import StoreConnection
+
+pytestmark = [pytest.mark.usefixtures("quorum_ready"), pytest.mark.timeout(60)]
+
+
+class Ranks:
+    """The two ranks of one replica, as often as they are made."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self._address = address
+        self._port = port
+        self.managers: list[Manager] = []
+
+    def make(self, rank: int, **keywords: Any) -> Manager:
+        manager = make_manager(
+            self._address,
+            "replica_0",
+            rank=rank,
+            world_size=2,
+            store_addr="127.0.0.1",
+            store_port=self._port,
+            **keywords,
+        )
+        self.managers.append(manager)
+        manager.register_state_dict_fn("part", lambda part: None, dict)
+        return manager
+
+    def step(self, manager: Manager, *, fails: bool = False) -> bool:
+        manager.start_quorum()
+        manager.wait_quorum()
+        if fails:
+            manager.report_error(RuntimeError("for the test"))
+        return manager.should_commit()
+
+    def lead(self, first: Manager, second: Manager, *, fails: bool) -> list[bool]:
+        return run_replicas(lambda: self.step(first, fails=fails), lambda: self.step(second))
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    with lighthouse(heartbeat_timeout_ms=200) as address:
+        ranks = Ranks(address, stores[0].port)
+        yield ranks
+        for manager in ranks.managers:
+            manager.shutdown()
+    stores.clear()
+
+
+def when_rank_1_has_looked(patch: pytest.MonkeyPatch) -> threading.Event:
+    """Tells when rank 1 has seen what the store has of rank 0."""
+    has_looked = threading.Event()
+    get = StoreConnection.get
+
+    def get_and_tell(self: StoreConnection, keys: Sequence[str], timeout: timedelta) -> list[bytes] | None:
+        values = get(self, keys, timeout)
+        has_looked.set()
+        return values
+
+    patch.setattr(StoreConnection, "get", get_and_tell)
+    return has_looked
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "abandoned"])
+def test_ranks_of_a_remade_replica_decide_together(
+    ranks: Ranks, is_closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = run_replicas(lambda: ranks.make(0), lambda: ranks.make(1))
+    assert ranks.lead(earlier[0], earlier[1], fails=True) == [False, False]
+    if is_closed:
+        for manager in earlier:
+            manager.shutdown()
+    else:
+        # Rank 0 has died: nobody tells the store.
+        earlier[0]._membership._session.close()  # type: ignore[union-attr]
+    has_looked = when_rank_1_has_looked(monkeypatch)
+
+    def make_later() -> Manager:
+        assert has_looked.wait(LONG_S)
+        return ranks.make(0)
+
+    first, second = run_replicas(make_later, lambda: ranks.make(1))
+    assert first.replica_id() == second.replica_id() != earlier[0].replica_id()
+    assert ranks.lead(first, second, fails=False) == [True, True]
+
+
+def test_a_rank_that_is_remade_alone_says_that_rank_0_was_not(ranks: Ranks) -> None:
+    _, alone = run_replicas(lambda: ranks.make(0), lambda: ranks.make(1))
+    alone.shutdown()
+    with pytest.raises(QuorumError, match=r"rank 1: expected rank 0 of this replica to start .* started before"):
+        ranks.make(1, timeout=timedelta(seconds=0.3))

@@ -1,0 +1,157 @@
+"""A store is connected to once, however slow its name is looked up, and nobody waits longer for it than asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from quorum_threads import lighthouse, make_manager, run_replicas
+from torch.distributed import TCPStore
+
+from manager import Manager, QuorumError
+from manager.stores import StoreConnections
+
+LONG = timedelta(seconds=30)
+SLOW_S = 1.0
+
+pytestmark = [pytest.mark.usefixtures("quorum_ready"), pytest.mark.timeout(60)]
+
+_SERVE = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def stores() -> Iterator[StoreConnections]:
+    stores = StoreConnections()
+    yield stores
+    stores.close()
+
+
+@pytest.fixture
+def servers() -> Iterator[list[TCPStore]]:
+    """A store; it ends when the list is emptied."""
+    servers = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    yield servers
+    servers.clear()
+
+
+def test_a_stopped_store_is_not_waited_for_longer_than_asked(stores: StoreConnections) -> None:
+    brief = timedelta(milliseconds=50)
+    command = [sys.executable, "-c", _SERVE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        connection = stores.at("127.0.0.1", port)
+        connection.set("key", "value", LONG)
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            for call in (
+                lambda: connection.get(["other"], brief),
+                lambda: connection.missing(["key"], brief),
+                lambda: connection.add("number", 1, brief),
+            ):
+                start_s = time.monotonic()
+                with pytest.raises(QuorumError, match=rf"the store at 127.0.0.1:{port} to answer"):
+                    call()
+                assert time.monotonic() - start_s < brief.total_seconds() + 0.5
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        assert connection.get(["key"], LONG) == [b"value"]
+        process.kill()
+
+
+def test_a_store_that_was_started_again_is_connected_to_again(
+    stores: StoreConnections, servers: list[TCPStore]
+) -> None:
+    port = servers[0].port
+    connection = stores.at("127.0.0.1", port)
+    connection.set("key", "value", LONG)
+    servers.clear()
+    servers.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+    connection.set("key", "another", LONG)
+    assert connection.get(["key"], LONG) == [b"another"]
+
+
+def test_a_store_that_is_gone_is_named(stores: StoreConnections, servers: list[TCPStore]) -> None:
+    port = servers[0].port
+    connection = stores.at("127.0.0.1", port)
+    connection.set("key", "value", LONG)
+    servers.clear()
+    with pytest.raises(QuorumError, match=rf"the store at 127.0.0.1:{port} to answer"):
+        connection.set("key", "another", timedelta(seconds=0.2))
+
+
+def test_closing_frees_whoever_waits(stores: StoreConnections, servers: list[TCPStore]) -> None:
+    connection = stores.at("127.0.0.1", servers[0].port)
+    timer = threading.Timer(0.1, connection.close)
+    timer.start()
+    start_s = time.monotonic()
+    with pytest.raises(QuorumError):
+        connection.get(["never"], timedelta(seconds=2))
+    timer.join()
+    assert time.monotonic() - start_s < 1.0
+
+
+class Lookups:
+    """Counts the clients that are made, and holds each up as a slow look-up of its host's name does."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.num_lookups = 0
+        holders = [module for name, module in list(sys.modules.items()) if name.startswith("manager.")]
+        for holder in holders:
+            if hasattr(holder, "TCPStore"):
+                patch.setattr(holder, "TCPStore", self._make)
+
+    def _make(self, *arguments: Any, is_master: bool, **keywords: Any) -> TCPStore:
+        if not is_master:
+            self.num_lookups += 1
+            time.sleep(SLOW_S)
+        return TCPStore(*arguments, is_master=is_master, **keywords)
+
+
+def test_a_slow_resolver_costs_no_quorum_after_the_first_contact(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups = Lookups(monkeypatch)
+
+    def train(manager: Manager) -> float:
+        manager.start_quorum()
+        manager.allreduce(torch.ones(1)).wait()
+        assert manager.should_commit()
+        # Both give the group up, and meet in another one.
+        manager.start_quorum()
+        manager.wait_quorum()
+        manager.report_error(RuntimeError("for the test"))
+        assert not manager.should_commit()
+        start_s = time.monotonic()
+        manager.start_quorum()
+        manager.allreduce(torch.ones(1)).wait()
+        assert manager.should_commit()
+        return time.monotonic() - start_s
+
+    with lighthouse(min_replicas=2) as address:
+        managers = run_replicas(
+            *(lambda name=name: make_manager(address, name, min_replica_size=2) for name in "ab")  # type: ignore[misc]
+        )
+        try:
+            for manager in managers:
+                manager.register_state_dict_fn("part", lambda part: None, dict)
+            durations_s = run_replicas(*(lambda manager=manager: train(manager) for manager in managers))
+        finally:
+            for manager in managers:
+                manager.shutdown()
+    # Each replica has a store, and both meet in the one of the first.
+    assert lookups.num_lookups == 3
+    assert max(durations_s) < SLOW_S
