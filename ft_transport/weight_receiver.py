@@ -14,13 +14,13 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from aiohttp import web
-from torch.distributed.tensor import DTensor
 
 from ft_transport.errors import RestoreError, TransportError
 from ft_transport.net.address import advertised_host, listen
 from ft_transport.net.token import JobToken
 from ft_transport.publish.pulling import ROUTE
 from ft_transport.settings import TransportSettings, check_duration
+from ft_transport.tensors.dtensors import is_dtensor
 from ft_transport.tensors.dtypes import overlaps_itself
 from ft_transport.tensors.matching import Incoming
 from ft_transport.tensors.views import extent_bytes, has_own_memory
@@ -192,7 +192,7 @@ def _own_weights(weights: Mapping[str, object]) -> _Own:
     own: dict[tuple[object, ...], tuple[list[str], torch.Tensor]] = {}
     for name, value in weights.items():
         plain: object = value
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+        if isinstance(value, torch.Tensor) and not is_dtensor(value):
             plain = value.detach().as_subclass(torch.Tensor)
         if not has_own_memory(plain) or (not plain.is_contiguous() and overlaps_itself(plain.shape, plain.stride())):
             kind = (

@@ -9,12 +9,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from ft_transport import CheckpointStore, Incoming, LoadedCheckpoint, SaveHandle, SnapshotLease, TransportError
+import ft_transport
+from ft_transport import TransportError
 from manager.errors import ConfigError, ManagerError, RegistryError, StateTornError
 from manager.fit import check_fit
 from manager.locked_state import LockedState
+
+if TYPE_CHECKING:
+    from ft_transport import CheckpointStore, Incoming, LoadedCheckpoint, SaveHandle, SnapshotLease
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +75,7 @@ class CheckpointedState(LockedState):
                 f"expected a checkpoint_store and a positive number with save_every, got {save_every} and "
                 f"{checkpoint_store}"
             )
-        if checkpoint_store is not None and not isinstance(checkpoint_store, CheckpointStore):
+        if checkpoint_store is not None and not isinstance(checkpoint_store, ft_transport.CheckpointStore):
             raise TypeError(f"expected a CheckpointStore of ft_transport, got {type(checkpoint_store).__name__}")
         self._store = checkpoint_store
         self._save_every = save_every

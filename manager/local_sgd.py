@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.tensor import DTensor
-
+from ft_transport import is_dtensor
 from manager.errors import ManagerError
 from manager.state_manager import StateManager
 
@@ -39,6 +38,6 @@ def guard_local_sgd(manager: StateManager, local_sgd: Any) -> None:
         with manager.writing("LocalSGD's sync"):
             for parameter, average in zip(local_sgd._model.parameters(), averages, strict=True):
                 data = parameter.data
-                (data.to_local() if isinstance(data, DTensor) else data).copy_(average)
+                (data.to_local() if is_dtensor(data) else data).copy_(average)
 
     local_sgd._perform_sync = perform_sync

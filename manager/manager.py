@@ -6,14 +6,14 @@ import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 from torch.distributed import ReduceOp
-from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
-from ft_transport import CheckpointStore, HTTPTransport
+import ft_transport
+from ft_transport import is_dtensor
 from manager.config import ManagerConfig, TorchftKeywords, named_arguments
 from manager.deadline import Deadline
 from manager.errors import CommitFailedError, ConfigError, ManagerError, StateTornError
@@ -23,6 +23,9 @@ from manager.process_group import ReplicaProcessGroup
 from manager.quorum import Decision, Rules, commit_refusals, next_lineage
 from manager.quorum_participant import QuorumParticipant, Request, Round, said
 from manager.reconfigurable_group import Reconfigurable
+
+if TYPE_CHECKING:
+    from ft_transport import CheckpointStore, HTTPTransport
 
 T = TypeVar("T")
 
@@ -106,7 +109,7 @@ class Manager(QuorumParticipant):
         if wants_quorum:
             config = config.with_environment()
             if checkpoint_transport is None:
-                checkpoint_transport = HTTPTransport(config.timeout)
+                checkpoint_transport = ft_transport.HTTPTransport(config.timeout)
         super().__init__(
             config,
             load_state_dict,
@@ -231,7 +234,7 @@ class Manager(QuorumParticipant):
             return managed
         current.has_works = True
         num_participants = self.num_participants()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if is_dtensor(tensor) else tensor
         if not self.is_participating():
             local.zero_()
 

@@ -10,9 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from ft_transport import CheckpointStore, HTTPTransport
 from manager.config import ManagerConfig
 from manager.deadline import Deadline
 from manager.errors import ManagerError, QuorumError, ReportedError
@@ -24,6 +23,9 @@ from manager.quorum import NO_WHOLE_STATE, Decision, Heals, Rules, StandsBy, UpT
 from manager.reconfigurable_group import Reconfigurable
 from manager.stall_watch import StallWatch
 from manager.state_manager import StateManager
+
+if TYPE_CHECKING:
+    from ft_transport import CheckpointStore, HTTPTransport
 
 logger = logging.getLogger(__name__)
 

@@ -7,16 +7,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch.distributed as dist
 
-from ft_transport import CheckpointStore, HTTPTransport, Incoming, PeerError, Received, TransportError, spans_ranks
+from ft_transport import PeerError, TransportError, spans_ranks
 from manager.checkpointed_state import CheckpointedState, Recovery
 from manager.errors import ManagerError, RecoveryFailedError, RegistryError, StateTornError
 from manager.fit import check_fit
 from manager.locked_state import checked_step
 from manager.sources import agree_on_step, checked_addresses, failures_elsewhere
+
+if TYPE_CHECKING:
+    from ft_transport import CheckpointStore, HTTPTransport, Incoming, Received
 
 logger = logging.getLogger(__name__)
 

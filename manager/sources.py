@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
-from ft_transport import HTTPTransport, TransportError
+from ft_transport import TransportError
 from manager.errors import ManagerError
+
+if TYPE_CHECKING:
+    from ft_transport import HTTPTransport
 
 _MAX_SHOWN_CHARACTERS: Final = 500
 

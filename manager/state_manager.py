@@ -7,21 +7,18 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ft_transport import (
-    CheckpointStore,
-    HTTPTransport,
-    SnapshotLease,
-    SnapshotLimitError,
-    TransportError,
-)
+from ft_transport import SnapshotLimitError, TransportError
 from manager.boundary_keeper import BoundaryKeeper
 from manager.errors import ManagerError
 from manager.guarded_memory import storages_of_optimizers
 from manager.locked_state import checked_step
 from manager.recoverable_state import RecoverableState
 from manager.snapshots import Snapshotter
+
+if TYPE_CHECKING:
+    from ft_transport import CheckpointStore, HTTPTransport, SnapshotLease
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from typing import Final
 import msgspec
 import torch
 from msgspec import Struct
-from torch.distributed.tensor import DTensor
 
 from ft_transport.errors import PublishError
 from ft_transport.publish.engine import Kind
@@ -27,6 +26,7 @@ from ft_transport.storage.digested_file import write_small
 from ft_transport.storage.exchange import Exchange
 from ft_transport.storage.items import Described, Item, describe
 from ft_transport.storage.plan import SavePlan, Share, find_diverged, make_plan
+from ft_transport.tensors.dtensors import is_dtensor
 from ft_transport.tensors.snapshot import Snapshot, SnapshotTaker
 from ft_transport.tensors.views import has_own_memory
 from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
@@ -270,10 +270,10 @@ def _untied(tensors: Mapping[str, object]) -> dict[str, object]:
     taken: set[tuple[torch.device, int]] = set()
     untied: dict[str, object] = {}
     for name, value in tensors.items():
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = value.to_local() if is_dtensor(value) else value
         if has_own_memory(local) and local.numel():
             key = (local.device, local.untyped_storage().data_ptr())
-            if key in taken and not isinstance(value, DTensor):
+            if key in taken and not is_dtensor(value):
                 untied[name] = local.detach().clone()
                 continue
             taken.add(key)

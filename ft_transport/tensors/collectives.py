@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft_transport.errors import CollectiveRefusedError
+from ft_transport.tensors.dtensors import dtensor_type
 
 _NAMESPACES: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 """Where torch registers its collectives; every process group's pass through there (``torch/distributed``)."""
@@ -42,7 +42,8 @@ class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        dtensor = dtensor_type()
+        if dtensor is not None and any(issubclass(each, dtensor) for each in types):
             return NotImplemented  # What the operation runs comes here again (as in torch's CommDebugMode).
         if isinstance(func, torch._ops.OpOverload) and func.namespace in _NAMESPACES:
             name = func._schema.name.rpartition("::")[2]

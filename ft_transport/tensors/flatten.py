@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from ft_transport.errors import SnapshotError, UnsupportedLeafError
 from ft_transport.tensors import encodings
 from ft_transport.tensors.blocks import Blocks, FlatState
+from ft_transport.tensors.dtensors import dtensor_type
 from ft_transport.tensors.dtypes import QUANTIZED, SAFETENSORS_NAMES, carrier_of, is_dense, name_of
 from ft_transport.tensors.placements import LayoutEncoder
 from ft_transport.tensors.views import Base, ViewKey, find_views, view_key
@@ -39,6 +39,9 @@ from ft_transport.wire.nodes import (
     TensorNode,
     ViewNode,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 MAX_DEPTH: Final = 100
 """Deepest nesting accepted: a level takes up to seven frames of Python's default thousand."""
@@ -97,7 +100,6 @@ class _Flattener:
         self.encoders: dict[type[Any], Callable[[Any, str], Node]] = {
             torch.Tensor: self._tensor,
             torch.nn.Parameter: self._parameter,
-            DTensor: self._dtensor,
             dict: lambda value, path: self._mapping("dict", value, path),
             OrderedDict: lambda value, path: self._mapping("ordered", value, path),
             Counter: lambda value, path: self._mapping("counter", value, path),
@@ -125,6 +127,8 @@ class _Flattener:
 
     def _other(self, value: object, path: str) -> Node:
         type_ = type(value)
+        if type_ is dtensor_type():
+            return self._dtensor(value, path)  # type: ignore[arg-type]
         custom = encodings.encoding_for_type(type_)
         if custom is not None:
             return CustomNode(custom.name, self._nested(value, path, lambda: self._custom(custom, value, path)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from ft_transport.tensors import placements
+from ft_transport.tensors.dtensors import is_dtensor
 from ft_transport.tensors.dtypes import DTYPES_BY_SAFETENSORS_NAME, name_of, overlaps_itself
 from ft_transport.tensors.unflatten import as_plain
 from ft_transport.tensors.views import ViewKey, extent_bytes, has_own_memory, view_key
@@ -27,6 +27,9 @@ from ft_transport.wire.nodes import (
     SequenceNode,
     TensorNode,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Mismatch(NamedTuple):
@@ -135,7 +138,7 @@ class Matcher:
             case None | bool() | int() | float() | str():
                 return
             case TensorNode():
-                if isinstance(into, DTensor):
+                if is_dtensor(into):
                     self._note_other_division(node, into, "a plain tensor")
                 elif isinstance(into, torch.Tensor):
                     self._consider(node, into)
@@ -150,12 +153,12 @@ class Matcher:
                 if isinstance(into, torch.Tensor):
                     self._collect(node.value, into.detach())
             case DTensorNode():
-                if isinstance(into, DTensor):
+                if is_dtensor(into):
                     self._collect_part(node, into)
                 elif isinstance(into, torch.Tensor):
                     self._note_other_division(node.local, into, "a part of a DTensor")
             case LayoutNode():
-                if isinstance(into, torch.Tensor) and not isinstance(into, DTensor):
+                if isinstance(into, torch.Tensor) and not is_dtensor(into):
                     self._consider_layout(node, into)
             case _:
                 return
@@ -186,7 +189,7 @@ class Matcher:
     def _note_other_division(self, node: Node, into: torch.Tensor, received: str) -> None:
         if isinstance(node, (TensorNode, LayoutNode)) and node.index < len(self._manifest.tensors):
             own = f"a plain tensor of {list(into.shape)}"
-            if isinstance(into, DTensor):
+            if is_dtensor(into):
                 mesh = into.device_mesh
                 at = mesh.get_coordinate()
                 own = f"the part of coordinate {tuple(at or ())} of {tuple(mesh.mesh.shape)} by {into.placements}"

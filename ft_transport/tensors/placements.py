@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from ft_transport.errors import ManifestError, RestoreError, UnsupportedLeafError
+from ft_transport.tensors.dtensors import is_dtensor
 from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, Placement
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+# torch.distributed.tensor takes half a second to import, so a function that needs it does: a state with a DTensor has
+# imported it already.
 
 
 def encode_placements(dtensor: DTensor, path: str) -> list[Placement]:
@@ -23,6 +28,9 @@ def encode_placements(dtensor: DTensor, path: str) -> list[Placement]:
     Raises:
         UnsupportedLeafError: A partial placement: its value is only known after a reduction over the mesh.
     """
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
+
     encoded = []
     for placement in dtensor.placements:
         match placement:
@@ -44,6 +52,9 @@ def encode_placements(dtensor: DTensor, path: str) -> list[Placement]:
 
 def decode_placements(placements: Sequence[Placement]) -> tuple[TorchPlacement, ...]:
     """The inverse of ``encode_placements``."""
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
+
     decoded: list[TorchPlacement] = []
     for placement in placements:
         match placement.kind:
@@ -193,6 +204,8 @@ def rebuild(local: torch.Tensor, layout: Layout, described: Mesh, mesh: DeviceMe
         ManifestError: The layout contradicts the local shard.
         RestoreError: The receiver stands elsewhere in the mesh, where another part belongs.
     """
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
     _check(local, layout, described, path)
     here = mesh.get_coordinate()
     if not _is_same_place(here, described.coordinate, layout.placements):
@@ -248,7 +261,7 @@ def _dtensors(state: object) -> Iterator[DTensor]:
     seen: set[int] = set()
     while pending:
         value = pending.pop()
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             yield value
         elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
             seen.add(id(value))

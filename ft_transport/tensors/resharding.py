@@ -10,15 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.tensors.collector import collector_paused
+from ft_transport.tensors.dtensors import is_dtensor
 from ft_transport.tensors.dtypes import (
     DTYPES_BY_SAFETENSORS_NAME,
     WHOLE_BYTE_DTYPES_BY_NAME,
@@ -33,6 +33,9 @@ from ft_transport.wire.merging import Path, StoredLeaf, TensorLike, merge_trees,
 from ft_transport.wire.nodes import DTensorNode, LayoutNode, Node, TensorNode, ViewNode
 from ft_transport.wire.reshard import StoredNode, Wanted
 from ft_transport.wire.slices import row_major_strides
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _MAX_DATA_BYTES: Final = 2**62
 
@@ -172,7 +175,7 @@ class _Builder:
         first = nodes[0]
         if type(first) is ViewNode and not any(type(node) is DTensorNode for node in nodes):
             own = self._counterpart(path)
-            if not isinstance(own, DTensor):
+            if not is_dtensor(own):
                 return self._view(path, sources, nodes, first)
         layouts = tuple([node.layout if type(node) is DTensorNode else None for node in nodes])
         stored: Any = tuple([node.local if type(node) is DTensorNode else node for node in nodes])
@@ -263,7 +266,7 @@ class _Builder:
             own = self._like(tuple(step for step in path if isinstance(step, (str, int))))
             if isinstance(own, torch.Tensor) and own.shape != shape:
                 own = None
-        if isinstance(own, DTensor):
+        if is_dtensor(own):
             where = self._where_is(own, shape, path)
         elif isinstance(own, torch.Tensor):
             where = None
@@ -369,7 +372,7 @@ class _Builder:
             stride = described.stride
         dtype = described.torch_dtype
         own = self._counterpart(path) if is_part else None
-        if isinstance(own, DTensor):
+        if is_dtensor(own):
             local = own._local_tensor
             if tuple(local.shape) == shape and not local.is_contiguous() and is_dense(shape, local.stride()):
                 stride = tuple(local.stride())

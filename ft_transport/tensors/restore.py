@@ -17,11 +17,11 @@ from typing import Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.tensors import placements
 from ft_transport.tensors.collector import collector_paused
+from ft_transport.tensors.dtensors import is_dtensor
 from ft_transport.tensors.dtypes import DTYPES_BY_SAFETENSORS_NAME, carrier_of
 from ft_transport.tensors.matching import Incoming, Matcher
 from ft_transport.tensors.unflatten import Unflattener, as_plain
@@ -171,7 +171,7 @@ class Restore:
             case LeafNode():
                 return self.fills(node.value, into.detach())
             case DTensorNode():
-                return not isinstance(into, DTensor) or self.fills(node.local, into.to_local().detach())
+                return not is_dtensor(into) or self.fills(node.local, into.to_local().detach())
             case TensorNode() | LayoutNode():
                 return (
                     not has_own_memory(into)

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from ft_transport.errors import ManifestError, RestoreError, TransportError
 from ft_transport.tensors import encodings
+from ft_transport.tensors.dtensors import is_dtensor
 from ft_transport.tensors.dtypes import DTYPES_BY_NAME, QUANTIZED, WHOLE_BYTE_DTYPES_BY_NAME, carrier_of, is_dense
 from ft_transport.tensors.placements import MeshResolver, matches, rebuild
 from ft_transport.tensors.views import has_own_memory, view_key
@@ -331,11 +331,11 @@ class Unflattener:
             raise ManifestError(f"expected a layout of the table, got index {node.layout}", path=path)
         layout = self._manifest.layouts[node.layout]
         described = self._manifest.meshes[layout.mesh]
-        receiver = into.to_local().detach() if isinstance(into, DTensor) and matches(into, layout, described) else None
+        receiver = into.to_local().detach() if is_dtensor(into) and matches(into, layout, described) else None
         local = self.build(node.local, receiver, path)
-        if isinstance(into, DTensor) and receiver is not None and local is receiver:
+        if is_dtensor(into) and receiver is not None and local is receiver:
             return as_plain(into)
-        if not isinstance(local, torch.Tensor) or isinstance(local, DTensor):
+        if not isinstance(local, torch.Tensor) or is_dtensor(local):
             raise ManifestError(f"expected a local shard, got {type(local).__name__}", path=path)
         return rebuild(local.detach(), layout, described, self._meshes.resolve(described, path), path)
 

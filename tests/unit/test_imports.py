@@ -1,0 +1,157 @@
+"""What an import brings along: in processes of their own, because this one has imported everything long ago."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import ft_transport
+import manager
+
+EXPENSIVE = (
+    "aiohttp",
+    "ft_transport.checkpoint_store",
+    "ft_transport.net",
+    "ft_transport.publish",
+    "ft_transport.publisher",
+    "ft_transport.storage",
+    "ft_transport.transport",
+    "sympy",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+)
+
+
+def run(program: str) -> Any:
+    """What the program prints, from JSON."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_manager_does_without_what_is_expensive_until_it_is_used() -> None:
+    loaded = run("""
+import json, sys
+from manager import Manager, ManagerConfig, StateManager, guard_local_sgd
+print(json.dumps(sorted(sys.modules)))
+""")
+    assert "manager.manager" in loaded
+    assert [name for name in EXPENSIVE if name in loaded] == []
+
+
+def test_a_fetch_and_a_step_of_plain_tensors_import_nothing() -> None:
+    """What the transport needs comes with its constructor: not on its event loop, in a step or while others wait."""
+    constructed, fetched, attached, stepped = run("""
+import json, sys
+from datetime import timedelta
+import torch
+from ft_transport import HTTPTransport, TransportSettings
+from manager import StateManager
+
+loaded = []
+transport = HTTPTransport(settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
+loaded.append(sorted(sys.modules))
+transport.send_checkpoint([1], 1, {"weight": torch.ones(3)}, timedelta(seconds=30))
+transport.fetch(transport.metadata(), 1, into={"weight": torch.zeros(3)})
+loaded.append(sorted(sys.modules))
+
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(2)).sum().backward()
+manager = StateManager(checkpoint_transport=transport)
+manager.register("model", model)
+manager.register("optimizer", optimizer)
+with manager.attach(optimizer):
+    loaded.append(sorted(sys.modules))
+    manager.start_step(0)
+    optimizer.step()
+    manager.start_step(1)
+    loaded.append(sorted(sys.modules))
+manager.shutdown()
+transport.shutdown()
+print(json.dumps(loaded))
+""")
+    assert "aiohttp" in constructed
+    assert "torch.distributed.tensor" not in fetched
+    ours = ("ft_transport", "manager", "aiohttp", "msgspec", "numpy", "xxhash")
+    late = (set(fetched) - set(constructed)) | (set(stepped) - set(attached))
+    assert [name for name in late if name.startswith(ours)] == []
+
+
+def test_wire_imports_on_a_python_without_torch_and_aiohttp() -> None:
+    imported = run("""
+import json, pkgutil, sys
+sys.modules["torch"] = sys.modules["aiohttp"] = None
+import ft_transport.wire
+names = [each.name for each in pkgutil.walk_packages(ft_transport.wire.__path__, "ft_transport.wire.")]
+for name in names:
+    __import__(name)
+print(json.dumps(names))
+""")
+    assert "ft_transport.wire.manifest" in imported
+
+
+def test_many_threads_may_be_the_first_to_use_a_name() -> None:
+    kinds = run("""
+import json, threading
+import ft_transport, manager
+
+uses = [
+    lambda: ft_transport.Publisher,
+    lambda: ft_transport.HTTPTransport,
+    lambda: ft_transport.WeightReceiver,
+    lambda: ft_transport.CheckpointStore,
+    lambda: ft_transport.HTTPTransport,
+    lambda: manager.Manager,
+    lambda: manager.StateManager,
+]
+found = [None] * len(uses)
+together = threading.Barrier(len(uses))
+
+def use(index):
+    together.wait()
+    found[index] = uses[index]().__name__
+
+threads = [threading.Thread(target=use, args=(index,)) for index in range(len(uses))]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(json.dumps(found))
+""")
+    assert kinds == [
+        "Publisher",
+        "HTTPTransport",
+        "WeightReceiver",
+        "CheckpointStore",
+        "HTTPTransport",
+        "Manager",
+        "StateManager",
+    ]
+
+
+@pytest.mark.parametrize("package", [ft_transport, manager], ids=["ft_transport", "manager"])
+def test_a_facade_gives_the_names_that_type_checkers_see(package: ModuleType) -> None:
+    declared = {"import_on_use", "TYPE_CHECKING"}
+    for statement in ast.walk(ast.parse(inspect.getsource(package))):
+        if isinstance(statement, ast.ImportFrom):
+            assert statement.module is not None
+            for alias in statement.names:
+                declared.add(alias.name)
+                assert getattr(package, alias.name) is getattr(import_module(statement.module), alias.name)
+    assert set(package.__all__) == declared - {"import_on_use", "TYPE_CHECKING"}
+    assert set(package.__all__) <= set(dir(package))
+
+
+@pytest.mark.parametrize("package", [ft_transport, manager], ids=["ft_transport", "manager"])
+def test_a_name_that_a_facade_does_not_have_is_refused(package: ModuleType) -> None:
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'Sender'"):
+        _ = package.Sender
