@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 
 import ft_transport
 from ft_transport import is_dtensor
+from manager import events
 from manager.config import ManagerConfig, TorchftKeywords, named_arguments
 from manager.deadline import Deadline
 from manager.errors import CommitFailedError, ConfigError, ManagerError, StateTornError
@@ -23,6 +24,7 @@ from manager.process_group import ReplicaProcessGroup
 from manager.quorum import Decision, Rules, commit_refusals, next_lineage
 from manager.quorum_participant import QuorumParticipant, Request, Round, said
 from manager.reconfigurable_group import Reconfigurable
+from manager.spans import span, spanned
 
 if TYPE_CHECKING:
     from ft_transport import CheckpointStore, HTTPTransport
@@ -186,6 +188,7 @@ class Manager(QuorumParticipant):
             current.quorum.set_exception(error)
             raise
 
+    @spanned("wait_quorum")
     def wait_quorum(self) -> None:
         """Wait until the quorum is there and its process group is set up. As in torchft.
 
@@ -194,6 +197,7 @@ class Manager(QuorumParticipant):
         """
         self._wait_for_round(self._current_round())
 
+    @spanned("allreduce")
     def allreduce(
         self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
     ) -> ManagedWork:
@@ -240,7 +244,8 @@ class Manager(QuorumParticipant):
 
         def finish() -> None:
             if is_average and num_participants > 1:
-                local.div_(num_participants)
+                with span("allreduce::callback"):
+                    local.div_(num_participants)
 
         try:
             managed.begin(self._joined().allreduce(local, ReduceOp.SUM if is_average else reduce_op), finish)
@@ -249,6 +254,7 @@ class Manager(QuorumParticipant):
             forget_frames(error)
         return managed
 
+    @spanned("should_commit")
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Whether to step the optimizer; ends the step. As in torchft, and called once per step on every rank.
 
@@ -271,7 +277,8 @@ class Manager(QuorumParticipant):
         current.works.clear()
         current.is_over = True
         if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+            with span("should_commit::current_stream::synchronize"):
+                torch.accelerator.synchronize()
         error = membership.group_error()
         if error is not None:
             self.report_error(error)
@@ -293,6 +300,9 @@ class Manager(QuorumParticipant):
                 deadline=deadline,
             )
         self._is_settled = not refusals
+        self._record(
+            events.COMMITS, "a step is over", current.decision, step=self._step, commit_result=self._is_settled
+        )
         if refusals:
             self._refuse_commit(membership, refusals)
             return False

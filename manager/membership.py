@@ -225,8 +225,7 @@ class Membership:
             self.replica_id,
             decision.rank,
             len(decision.group_members),
-            # A number for torchft's process groups, which use it in names and logs.
-            int(decision.group.rpartition("-")[2], 16) >> 1,
+            group_number(decision.group),
             self.group_rank,
             self._config.world_size,
             None,
@@ -347,6 +346,11 @@ class Membership:
         store = self._stores.at(host, port)
         store.missing([_PREFIX], self._config.connect_timeout)
         return store
+
+
+def group_number(group: str) -> int:
+    """Return a number for the key of a process group: torchft's use it in names and logs as the id of a quorum."""
+    return int(group.rpartition("-")[2], 16) >> 1
 
 
 def _join(host: str, port: int) -> str:

@@ -12,15 +12,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from manager import events
 from manager.config import ManagerConfig
 from manager.deadline import Deadline
 from manager.errors import ManagerError, QuorumError, ReportedError
 from manager.healing import Healer
 from manager.managed_work import ManagedWork
-from manager.membership import Membership
+from manager.membership import Membership, group_number
 from manager.process_group import ReplicaProcessGroup
 from manager.quorum import NO_WHOLE_STATE, Decision, Heals, Rules, StandsBy, UpToDate
 from manager.reconfigurable_group import Reconfigurable
+from manager.spans import span, spanned
 from manager.stall_watch import StallWatch
 from manager.state_manager import StateManager
 
@@ -128,6 +130,7 @@ class QuorumParticipant(StateManager):
         logger.warning("%s: this step will not be committed: %s", self._name(), said(e))
         if self._membership is not None:
             self._membership.break_up()
+            self._record(events.ERRORS, "a step will not be committed", current.decision, error=said(e))
 
     def errored(self) -> ReportedError | None:
         """Return the first thing that went wrong in this step, with its ``original_exception``. As in torchft."""
@@ -171,6 +174,19 @@ class QuorumParticipant(StateManager):
         self._membership = Membership(config, address=self.metadata(), process_group=self._process_group)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-quorum")
 
+    def _record(self, log: logging.Logger, what: str, decision: Decision | None, **fields: int | bool | str) -> None:
+        membership = self._membership
+        if membership is not None:
+            quorum_id = group_number(decision.group) if decision is not None else -1
+            events.record(
+                log,
+                what,
+                replica_id=membership.replica_id,
+                rank=membership.group_rank,
+                quorum_id=quorum_id,
+                **fields,
+            )
+
     def _name(self) -> str:
         who = self._membership.replica_id if self._membership is not None else "?"
         return f"replica {who} step {self._step}"
@@ -210,6 +226,7 @@ class QuorumParticipant(StateManager):
 
     # ----------------------------------------------------------------------------------------------------- the quorum
 
+    @spanned("_async_quorum")
     def _form_quorum_in_background(self, current: Round, request: Request, can_serve: bool) -> None:
         """On the quorum thread, while ``forward`` runs."""
         try:
@@ -231,6 +248,7 @@ class QuorumParticipant(StateManager):
         else:
             current.quorum.set_result(None)
 
+    @spanned("_async_quorum")
     def _form_quorum_and_heal(self, current: Round, request: Request) -> None:
         """On the training thread, before ``forward``. Returns when this replica is up to date, or cannot be."""
         num_stand_bys = 0
@@ -274,7 +292,7 @@ class QuorumParticipant(StateManager):
 
     def _ask(self, request: Request, *, can_serve: bool, is_waiting: bool) -> Decision:
         start_s = time.monotonic()
-        with self._stall_watch.waiting(f"{self._name()}: waiting for a quorum"):
+        with self._stall_watch.waiting(f"{self._name()}: waiting for a quorum"), span("_client::_quorum"):
             decision = self._joined().decide(
                 step=self._step if self._torn is None else NO_WHOLE_STATE,
                 lineage=self._lineage,
@@ -304,7 +322,8 @@ class QuorumParticipant(StateManager):
         logger.info("%s: serves %s now, %s next", self._name(), role.serves_now, role.serves_next)
         if self._snapshotter is not None:
             # They wait for each other: nobody's optimizer steps before the newcomer is healed.
-            self._snapshotter.request(lend=True)
+            with span("_checkpoint_transport::send_checkpoint"):
+                self._snapshotter.request(lend=True)
 
     def _check_serving(self, role: UpToDate) -> None:
         """Do not let everybody wait for a snapshot that does not come: the step is repeated instead."""
@@ -316,14 +335,16 @@ class QuorumParticipant(StateManager):
             # What was broken up in this step is not set up again under the same key.
             return
         try:
-            with self._stall_watch.waiting(
-                f"{self._name()}: waiting for the members of process group {decision.group}"
+            with (
+                self._stall_watch.waiting(f"{self._name()}: waiting for the members of process group {decision.group}"),
+                span("_pg::configure"),
             ):
                 seconds = self._joined().set_up(decision, deadline)
         except Exception as error:
             self.report_error(error)
             return
         if seconds:
+            self._record(events.QUORUMS, "a new quorum", decision, step=decision.step)
             logger.info(
                 "%s: process group %s of %s set up in %.1f ms",
                 self._name(),
@@ -344,7 +365,8 @@ class QuorumParticipant(StateManager):
         membership, healer = self._joined(), self._healer
         # The others wait for this replica there, so it meets them while the state arrives.
         meeting = self._executor.submit(self._set_up, decision)
-        failures = healer.receive(decision, role.sources, group_rank=membership.group_rank, name=self._name())
+        with span("_checkpoint_transport::recv_checkpoint"):
+            failures = healer.receive(decision, role.sources, group_rank=membership.group_rank, name=self._name())
         meeting.result()
         # All ranks of the replica are healed, or none counts as healed.
         refusals = membership.agree(
