@@ -6,7 +6,8 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 try:
@@ -16,9 +17,13 @@ except ImportError:
 
 from benchmarks import checkpoint, clone, fetch, heal, loop, reshard, stall
 from benchmarks.machine import describe, wait_until_quiet
+from benchmarks.options import QUICK, Benchmark, Options
 from benchmarks.report import Group, as_json, write_json
-from benchmarks.states import CHECKPOINT_STATE_NAMES, QUICK_SCALE, STATE_NAMES, StateSpec
 from benchmarks.tables import make_console, print_group, print_machine
+
+BENCHMARKS = {
+    module.BENCHMARK.name: module.BENCHMARK for module in (clone, fetch, reshard, stall, loop, heal, checkpoint)
+}
 
 
 def main() -> None:
@@ -47,22 +52,17 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measures ft_transport beside the machine's ceilings and, if it is installed, torchft.",
+        description="Measures ft_transport beside the machine's ceilings and, if it is installed, torchft. One "
+        "benchmark gives its verdict within two minutes on two cores.",
     )
+    parser.add_argument("benchmark", nargs="?", choices=[*BENCHMARKS, "all"], default="all")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--full", action="store_true", help="whole size, more samples, and what no verdict needs")
+    length.add_argument("--quick", action="store_true", help="a tenth of the size, one sample, to see that it runs")
+    parser.add_argument("--samples", type=int, metavar="N", help="samples of each kind")
+    states = dict.fromkeys(state for benchmark in BENCHMARKS.values() for state in benchmark.states)
     parser.add_argument(
-        "benchmark",
-        nargs="?",
-        choices=["clone", "fetch", "reshard", "stall", "loop", "heal", "checkpoint", "all"],
-        default="all",
-    )
-    parser.add_argument("--full", action="store_true", help="also what no verdict needs (loop: two replicas, parts)")
-    parser.add_argument("--quick", action="store_true", help="a quarter of the size, two samples")
-    parser.add_argument("--samples", type=int, metavar="N", help="samples of each kind (default: 5, quick: 2)")
-    parser.add_argument(
-        "--state",
-        choices=list(dict.fromkeys(STATE_NAMES + CHECKPOINT_STATE_NAMES + loop.MODEL_NAMES)),
-        action="append",
-        help="only this state, or this model of the loop; may be given again",
+        "--state", choices=list(states), action="append", help="only this state or model; may be given again"
     )
     parser.add_argument(
         "--directory",
@@ -81,12 +81,12 @@ def _parse() -> argparse.Namespace:
         help="before each sample wait so long at most until nothing else uses the machine (default: do not wait)",
     )
     arguments = parser.parse_args()
-    if arguments.samples is None:
-        arguments.samples = 2 if arguments.quick else 5
-    if arguments.samples < 1:
+    if arguments.samples is not None and arguments.samples < 1:
         parser.error("expected at least one sample")
+    if arguments.state is not None and not any(states_of(each, arguments.state) for each in chosen(arguments)):
+        parser.error(f"expected a state of {arguments.benchmark}, got {', '.join(arguments.state)}")
     arguments.directory = arguments.directory.absolute()
-    if arguments.benchmark in ("checkpoint", "all"):
+    if checkpoint.BENCHMARK in chosen(arguments):
         if not arguments.directory.is_dir():
             parser.error(f"expected a directory, got {arguments.directory}")
         if not checkpoint.is_on_disk(arguments.directory):
@@ -96,32 +96,34 @@ def _parse() -> argparse.Namespace:
     return arguments
 
 
+def chosen(arguments: argparse.Namespace) -> list[Benchmark]:
+    """The benchmarks that were asked for."""
+    return [each for each in BENCHMARKS.values() if arguments.benchmark in (each.name, "all")]
+
+
+def states_of(benchmark: Benchmark, names: Sequence[str] | None) -> tuple[str, ...]:
+    """Its own states of those that were asked for; of none, all."""
+    return tuple(state for state in benchmark.states if names is None or state in names)
+
+
 def _measure(arguments: argparse.Namespace, progress: Console) -> Iterator[Group]:
-    scale = QUICK_SCALE if arguments.quick else 1.0
-    specs = [StateSpec(name, scale) for name in arguments.state or STATE_NAMES]
-
-    def say(text: str) -> None:
-        progress.print(text)
-
-    def settle() -> None:
-        wait_until_quiet(arguments.wait_quiet)
-
-    if arguments.benchmark in ("clone", "all"):
-        yield from clone.run(specs, arguments.samples, say, settle)
-    if arguments.benchmark in ("fetch", "all"):
-        yield from fetch.run(specs, arguments.samples, say, settle)
-    if arguments.benchmark in ("reshard", "all"):
-        yield reshard.run(scale, arguments.samples, say, settle)
-    if arguments.benchmark in ("stall", "all"):
-        yield stall.run(scale, arguments.samples, say, settle)
-    if arguments.benchmark in ("loop", "all"):
-        names = arguments.state or loop.MODEL_NAMES
-        yield from loop.run(names, arguments.samples, say, settle, is_full=arguments.full)
-    if arguments.benchmark in ("heal", "all"):
-        yield from heal.run(arguments.state or heal.STATE_NAMES, scale, arguments.samples, say, settle)
-    if arguments.benchmark in ("checkpoint", "all"):
-        checkpoint_specs = [StateSpec(name, scale) for name in arguments.state or CHECKPOINT_STATE_NAMES]
-        yield from checkpoint.run(checkpoint_specs, arguments.samples, arguments.directory, say, settle)
+    for benchmark in chosen(arguments):
+        states = states_of(benchmark, arguments.state)
+        if benchmark.states and not states:
+            continue
+        size = QUICK if arguments.quick else benchmark.full if arguments.full else benchmark.default
+        if arguments.samples is not None:
+            size = replace(size, num_samples=arguments.samples)
+        yield from benchmark.run(
+            Options(
+                size=size,
+                is_full=arguments.full,
+                states=states,
+                directory=arguments.directory,
+                say=progress.print,
+                settle=lambda: wait_until_quiet(arguments.wait_quiet),
+            )
+        )
 
 
 def _plain(arguments: argparse.Namespace) -> dict[str, object]:

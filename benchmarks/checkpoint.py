@@ -14,14 +14,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.machine import is_busy
+from benchmarks.options import Benchmark, Options, Size, turns
 from benchmarks.report import Group, Role, Sample, Series, Verdict
-from benchmarks.states import StateSpec
+from benchmarks.states import CHECKPOINT_STATE_NAMES, StateSpec
 
 MS: Final = "ms"
 RATE: Final = "GB/s"
@@ -58,6 +59,7 @@ _MEASURED: Final = {
     "dcp": _Measured("DCP load of ours", "peer"),
 }
 _COPIES: Final = ("memmove", "copy")
+_KEPT_PEERS: Final = ("thread_kept", "process_kept")
 _PEERS: Final = ("thread", "thread_kept", "process", "process_kept")
 
 
@@ -81,50 +83,43 @@ def is_on_disk(directory: Path) -> bool:
     return file_system_of(directory) not in _IN_MEMORY
 
 
-def run(
-    specs: Sequence[StateSpec],
-    num_samples: int,
-    directory: Path,
-    say: Callable[[str], None],
-    settle: Callable[[], None],
-) -> Iterator[Group]:
-    """Measures one state after the other, in a new directory beneath ``directory``, which is removed."""
-    for spec in specs:
-        yield _run_state(spec, num_samples, directory, say, settle)
+def run(options: Options) -> Iterator[Group]:
+    """Measures one state after the other, in a new directory beneath the given one, which is removed.
+
+    Of DCP's writers a full run measures those, too, that copy into new memory at each save: they are slower.
+    """
+    for name in options.states:
+        yield _run_state(StateSpec(name, options.scale), options)
 
 
-def _run_state(
-    spec: StateSpec, num_samples: int, directory: Path, say: Callable[[str], None], settle: Callable[[], None]
-) -> Group:
+def _run_state(spec: StateSpec, options: Options) -> Group:
     group = Group("checkpoint", spec.name, spec.title)
     failures: dict[str, str] = {}
-    for round_number in range(num_samples):
-        first = round_number % (1 + len(_PEERS))
-        kinds = ("ours", *_PEERS)
-        for kind in kinds[first:] + kinds[:first]:
-            if kind in failures:
-                continue
-            settle()
-            say(f"checkpoint {spec.name} {round_number + 1}/{num_samples} {_MEASURED[kind].label}")
-            try:
-                outcome = _save(kind, spec, round_number, directory)
-            except RuntimeError as error:
-                if kind == "ours":
-                    raise
-                failures[kind] = str(error)
-                continue
-            _take_note(group, round_number, outcome)
-            gigabytes = outcome["num_bytes"] / 1e9
-            group.title = f"{spec.title}, {gigabytes:.2f} GB, {outcome['num_tensors']} tensors"
-            for note in outcome["notes"]:
-                if note not in group.notes:
-                    group.notes.append(note)
+    kinds = ("ours", *(_PEERS if options.is_full else _KEPT_PEERS))
+    for round_number, kind in turns(kinds, options.num_samples):
+        if kind in failures:
+            continue
+        options.settle()
+        options.say(f"checkpoint {spec.name} {round_number + 1}/{options.num_samples} {_MEASURED[kind].label}")
+        try:
+            outcome = _save(kind, spec, round_number, options.directory)
+        except RuntimeError as error:
+            if kind == "ours":
+                raise
+            failures[kind] = str(error)
+            continue
+        _take_note(group, round_number, outcome)
+        gigabytes = outcome["num_bytes"] / 1e9
+        group.title = f"{spec.title}, {gigabytes:.2f} GB, {outcome['num_tensors']} tensors"
+        for note in outcome["notes"]:
+            if note not in group.notes:
+                group.notes.append(note)
     order = list(_MEASURED)
     group.series.sort(key=lambda series: order.index(series.key.rpartition("_")[0]))
     for kind, text in failures.items():
         group.notes.append(f"{_MEASURED[kind].label} could not be measured: {text.splitlines()[-1]}")
     group.notes += [
-        f"on {file_system_of(directory)}, in {directory}; loads from the page cache",
+        f"on {file_system_of(options.directory)}; loads from the page cache",
         "pause: until the call returns; durable: from the call until everything is on disk and has its name",
         "DCP: FileSystemWriter as it is by default (sync_files), which copies into new memory at each save; "
         "kept stager: a DefaultStager that keeps its copy's memory, shared memory for a process",
@@ -197,3 +192,8 @@ def judge(group: Group) -> list[Verdict]:
         verdicts.append(Verdict.at_least(f"time to durable, DCP with a {name} / ours", ratio, 1.0))
     verdicts.append(Verdict.at_least("time to load, DCP / ours", group.ratio(found("dcp", LOAD), load), 1.0))
     return verdicts
+
+
+BENCHMARK: Final = Benchmark(
+    name="checkpoint", run=run, states=CHECKPOINT_STATE_NAMES, default=Size(scale=0.25, num_samples=1)
+)

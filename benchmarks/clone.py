@@ -13,8 +13,9 @@ import torch
 from benchmarks import peers
 from benchmarks.ceilings import MemoryCopy
 from benchmarks.machine import Watch, is_busy, return_free_memory
+from benchmarks.options import Benchmark, Options, Size, turns
 from benchmarks.report import Group, Phase, Role, Sample, Verdict
-from benchmarks.states import State, StateSpec, build_source, num_bytes_of, tensors_of
+from benchmarks.states import STATE_NAMES, State, StateSpec, build_source, num_bytes_of, tensors_of
 from ft_transport import HTTPTransport, SnapshotInProgress, TransportSettings
 
 _WARM_PER_ROUND: Final = 2
@@ -44,34 +45,32 @@ class _Clock:
         return outcome
 
 
-def run(
-    specs: Sequence[StateSpec], num_samples: int, say: Callable[[str], None], settle: Callable[[], None]
-) -> Iterator[Group]:
+def run(options: Options) -> Iterator[Group]:
     """Measures one state after the other."""
-    for spec in specs:
-        yield _run_state(spec, num_samples, say, settle)
+    for name in options.states:
+        yield _run_state(StateSpec(name, options.scale), options)
 
 
-def _run_state(spec: StateSpec, num_samples: int, say: Callable[[str], None], settle: Callable[[], None]) -> Group:
+def _run_state(spec: StateSpec, options: Options) -> Group:
     state = build_source(spec)
     tensors = list(tensors_of(state))
     num_bytes = num_bytes_of(state)
     group = Group("clone", spec.name, f"{spec.title}, {num_bytes / 1e9:.2f} GB, {len(tensors)} tensors")
     plain = MemoryCopy(tensors)
     try:
-        for round_number in range(num_samples):
-            clock = _Clock(group, num_bytes, round_number)
-            steps = [
-                lambda clock=clock: _measure_ours(clock, state),
-                lambda clock=clock: _measure_plain(clock, plain),
-                lambda clock=clock: _measure_fresh(clock, tensors),
-                lambda clock=clock: _measure_torchft(clock, state),
-            ]
-            first = round_number % len(steps)
-            for step in steps[first:] + steps[:first]:
-                settle()
-                step()
-            say(f"clone {spec.name} {round_number + 1}/{num_samples}")
+        measured: tuple[Callable[[_Clock], None], ...] = (
+            lambda clock: _measure_ours(clock, state, is_full=options.is_full),
+            lambda clock: _measure_plain(clock, plain),
+        )
+        if options.is_full:
+            measured += (
+                lambda clock: _measure_fresh(clock, tensors),
+                lambda clock: _measure_torchft(clock, state),
+            )
+        for round_number, measure in turns(measured, options.num_samples):
+            options.settle()
+            measure(_Clock(group, num_bytes, round_number))
+            options.say(f"clone {spec.name} {round_number + 1}/{options.num_samples}")
     finally:
         plain.close()
     torchft = group.find("torchft", "warm", "ms")
@@ -80,14 +79,14 @@ def _run_state(spec: StateSpec, num_samples: int, say: Callable[[str], None], se
             f"torchft's HTTPTransport.send_checkpoint takes {torchft.summary.median:.2f} ms, because it copies no CPU "
             "tensor: it serves the live ones, and so states torn between steps"
         )
-    else:
+    elif options.is_full:
         group.notes.append("torchft is not installed, so its row is missing")
     group.notes.append("under the lock: flatten and copy; digests and header follow without it")
     group.verdicts = judge(group)
     return group
 
 
-def _measure_ours(clock: _Clock, state: State) -> None:
+def _measure_ours(clock: _Clock, state: State, *, is_full: bool) -> None:
     """One snapshot into an arena that has to be made, and some into the same arena."""
     transport: HTTPTransport[State] = HTTPTransport(
         settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1", max_snapshots=1)
@@ -99,6 +98,9 @@ def _measure_ours(clock: _Clock, state: State) -> None:
             snapshot = clock.measure(
                 lambda: _clone(transport, state), "ours_lock", "ft_transport, under the lock", "ours", phase
             )
+            if not is_full:
+                snapshot.abandon()
+                continue
             clock.measure(snapshot.publish, "ours_publish", "ft_transport, digests and header", "other", phase)
             seconds = time.perf_counter() - began_s
             whole = Sample(clock.round_number, clock.num_bytes / seconds / 1e9)
@@ -151,3 +153,6 @@ def judge(group: Group) -> list[Verdict]:
     ours = group.find("ours_lock", "warm", RATE)
     ceiling = group.best("ceiling", "warm", RATE)
     return [Verdict.at_least("warm clone under the lock / memory copy", group.ratio(ours, ceiling), 0.8)]
+
+
+BENCHMARK: Final = Benchmark(name="clone", run=run, states=STATE_NAMES, default=Size(scale=0.5, num_samples=5))

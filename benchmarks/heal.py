@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 from benchmarks import peers
 from benchmarks.machine import Watch, is_busy
+from benchmarks.options import Benchmark, Options, Size, turns
 from benchmarks.replicas.healing import Report, Step, join, train
 from benchmarks.replicas.lighthouse import lighthouse
 from benchmarks.replicas.managers import OURS, TORCHFT, ManagerVariant
@@ -30,45 +31,25 @@ _STATE_BYTES: Final = 1_000_000_000
 _ADAPTER_SHARE: Final = 0.01
 """About as much as low-rank adapters train of a model (Hu et al., LoRA, 2021)."""
 _TITLES: Final = {"adapter": "frozen weights and an adapter under AdamW", "adamw": "all under AdamW"}
-STATE_NAMES: Final = tuple(_TITLES)
 _NUM_STEPS_BEFORE: Final = {False: 6, True: 30}
 """Of the replica that trains, by whether the run is a full one."""
 _NUM_STEPS_AFTER: Final = 2
 
 
-def run(
-    names: Sequence[str],
-    scale: float,
-    num_samples: int,
-    say: Callable[[str], None],
-    settle: Callable[[], None],
-    *,
-    is_full: bool = False,
-) -> Iterator[Group]:
-    """Measures one state after the other.
-
-    Args:
-        names: Of the states.
-        scale: Of their size.
-        num_samples: Replicas that join, of each variant.
-        say: Takes a line about the progress.
-        settle: Called before each sample; returns when it may be taken.
-        is_full: Whether the replica that trains makes more steps before the other one joins.
-    """
+def run(options: Options) -> Iterator[Group]:
+    """Measures one state after the other. In a full run the replica that trains makes more steps alone."""
     if not peers.torchft_is_installed():
         group = Group("heal", "replica", "a replica joins")
         group.notes.append("it needs the Lighthouse of torchft, which is not installed")
         yield group
         return
-    for name in names:
-        model = _model(name, scale)
+    for name in options.states:
+        model = _model(name, options.scale)
         group = Group("heal", name, f"a replica of {model.state_bytes / 1e6:.0f} MB joins, {_TITLES[name]}")
-        for round_number in range(num_samples):
-            first = round_number % len(_VARIANTS)
-            for variant in _VARIANTS[first:] + _VARIANTS[:first]:
-                settle()
-                say(f"heal {name} {round_number + 1}/{num_samples} {variant.label}")
-                _measure(group, model, variant, round_number, num_steps_before=_NUM_STEPS_BEFORE[is_full])
+        for round_number, variant in turns(_VARIANTS, options.num_samples):
+            options.settle()
+            options.say(f"heal {name} {round_number + 1}/{options.num_samples} {variant.label}")
+            _measure(group, model, variant, round_number, num_steps_before=_NUM_STEPS_BEFORE[options.is_full])
         group.verdicts = [judge(group)]
         group.notes.append("ours compares every bit of the loaded state with the source's, and torchft does not")
         group.notes.append("torchft receives beside forward and backward; ours before them")
@@ -150,3 +131,6 @@ def judge(group: Group) -> Verdict:
     """The target."""
     ours, theirs = (group.find(f"{variant.key}, {HEALED}", "warm", MS) for variant in _VARIANTS)
     return Verdict.at_most(f"{HEALED}: ours / torchft", Group.ratio(ours, theirs), _LIMIT)
+
+
+BENCHMARK: Final = Benchmark(name="heal", run=run, states=tuple(_TITLES), default=Size(scale=1.0, num_samples=3))

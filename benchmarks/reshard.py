@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import peers, planning
 from benchmarks.layouts import ShardedSpec, build, ensure_process_group
 from benchmarks.machine import is_busy
+from benchmarks.options import Benchmark, Options, Size, turns
+from benchmarks.replicas.processes import Child
 from benchmarks.report import Group, Sample, Verdict
+from benchmarks.reshard_receiver import Rank, Received, receive
 from ft_transport import HTTPTransport, TransportSettings
 
-_REPOSITORY: Final = Path(__file__).resolve().parent.parent
-_TIMEOUT_S: Final = 300.0
 _RANK: Final = 1
 _RATE: Final = "GB/s"
 _MOVED: Final = "× of its part"
@@ -54,42 +51,33 @@ _OF_DIM_0: Final = ("dim_0_fewer", "dim_0_more", "dim_0_uneven")
 _OF_OTHERS: Final = ("dim_0_to_1", "dim_1_to_0", "dim_1_fewer")
 
 
-def run(scale: float, num_samples: int, say: Callable[[str], None], settle: Callable[[], None]) -> Group:
-    """Measures all variants by turns.
-
-    Args:
-        scale: Of the state.
-        num_samples: Fresh receivers for each variant.
-        say: Takes a line about the progress.
-        settle: Called before each sample; returns when it may be taken.
-    """
+def run(options: Options) -> Iterator[Group]:
+    """Measures all variants by turns."""
     ensure_process_group()
     group = Group("reshard", "sharded", "a rank's part of a transformer, fresh receivers, 4 connections, verified")
     with contextlib.ExitStack() as stack:
         addresses: dict[ShardedSpec, list[str]] = {}
         for source in dict.fromkeys(variant.source for variant in _VARIANTS):
-            addresses[source] = [_serve(source, rank, scale, stack) for rank in range(source.num_ranks)]
+            addresses[source] = [_serve(source, rank, options.scale, stack) for rank in range(source.num_ranks)]
         num_bytes = 0
-        for round_number in range(num_samples):
-            first = round_number % len(_VARIANTS)
-            for variant in _VARIANTS[first:] + _VARIANTS[:first]:
-                settle()
-                outcome = _receive(variant, addresses[variant.source], scale)
-                num_bytes = outcome["num_bytes"]
-                _take_note(group, variant, round_number, outcome)
-                rate = num_bytes / outcome["seconds"] / 1e9
-                say(f"reshard {round_number + 1}/{num_samples} {variant.label}: {rate:.2f} GB/s")
+        for round_number, variant in turns(_VARIANTS, options.num_samples):
+            options.settle()
+            outcome = _receive(variant, addresses[variant.source], options.scale)
+            num_bytes = outcome.num_bytes
+            _take_note(group, variant, round_number, outcome)
+            rate = num_bytes / outcome.seconds / 1e9
+            options.say(f"reshard {round_number + 1}/{options.num_samples} {variant.label}: {rate:.2f} GB/s")
         group.title = f"{num_bytes / 1e6:.0f} MB, {group.title}"
-    for change, round_number in itertools.product(planning.CHANGES, range(num_samples)):
-        settle()
+    for change, round_number in itertools.product(planning.CHANGES, range(options.num_samples)):
+        options.settle()
         seconds = planning.seconds_of(change)
         label = f"plan {planning.NUM_TENSORS} tensors: {change.label}"
         group.add(change.key, Sample(round_number, seconds), label=label, role="ours", phase="cold", unit=_SECONDS)
-        say(f"reshard {label}: {seconds:.2f} s")
+        options.say(f"reshard {label}: {seconds:.2f} s")
     order = [*(variant.key for variant in _VARIANTS), *(change.key for change in planning.CHANGES)]
     group.series.sort(key=lambda series: order.index(series.key))
     group.verdicts = _judge(group)
-    return group
+    yield group
 
 
 def _serve(source: ShardedSpec, rank: int, scale: float, stack: contextlib.ExitStack) -> str:
@@ -102,35 +90,31 @@ def _serve(source: ShardedSpec, rank: int, scale: float, stack: contextlib.ExitS
     return transport.metadata()
 
 
-def _receive(variant: _Variant, addresses: list[str], scale: float) -> dict[str, Any]:
+def _receive(variant: _Variant, addresses: list[str], scale: float) -> Received:
     """Runs one fresh receiver and returns what it measured."""
-    command = [
-        sys.executable, "-m", "benchmarks.reshard_receiver",
-        "--layout", str(variant.receiver),
-        "--rank", str(_RANK),
-        "--scale", str(scale),
-        *(["--same", addresses[_RANK]] if variant.is_same else addresses),
-    ]  # fmt: skip
-    with subprocess.Popen(
-        command, cwd=_REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
-    ) as process:
-        try:
-            output, errors = process.communicate(timeout=_TIMEOUT_S)
-        finally:
-            process.kill()
-    if process.returncode != 0:
-        raise RuntimeError(f"the receiver of {variant.label!r} failed:\n{errors[-4000:]}")
-    outcome: dict[str, Any] = json.loads(output.splitlines()[-1])
-    if not outcome["is_right"]:
+    told = Rank(
+        layout=variant.receiver,
+        rank=_RANK,
+        scale=scale,
+        addresses=(addresses[_RANK],) if variant.is_same else tuple(addresses),
+        is_same=variant.is_same,
+        sender_id=os.getpid(),
+    )
+    child = Child(receive, told)
+    try:
+        outcome: Received = child.receive()
+    finally:
+        child.close()
+    if not outcome.is_right:
         raise RuntimeError(f"{variant.label!r} delivered another state than was sent")
     return outcome
 
 
-def _take_note(group: Group, variant: _Variant, round_number: int, outcome: dict[str, Any]) -> None:
-    share = outcome["others_share"]
+def _take_note(group: Group, variant: _Variant, round_number: int, outcome: Received) -> None:
+    share = outcome.others_share
     for unit, value in (
-        (_RATE, outcome["num_bytes"] / outcome["seconds"] / 1e9),
-        (_MOVED, outcome["moved_bytes"] / outcome["num_bytes"]),
+        (_RATE, outcome.num_bytes / outcome.seconds / 1e9),
+        (_MOVED, outcome.moved_bytes / outcome.num_bytes),
     ):
         sample = Sample(round_number, value, is_busy(share), share)
         group.add(variant.key, sample, label=variant.label, role="ours", phase="cold", unit=unit)
@@ -161,3 +145,6 @@ def _judge(group: Group) -> list[Verdict]:
 
 def _label(key: str) -> str:
     return next(variant.label for variant in _VARIANTS if variant.key == key)
+
+
+BENCHMARK: Final = Benchmark(name="reshard", run=run, default=Size(scale=1.0, num_samples=3))

@@ -23,6 +23,7 @@ import torch
 
 from benchmarks import peers
 from benchmarks.machine import Watch, is_busy
+from benchmarks.options import Benchmark, Options, Size
 from benchmarks.report import Group, Phase, Ratio, Role, Sample, Verdict
 from ft_transport import HTTPTransport, SnapshotInProgress, TransportSettings
 from manager import Manager
@@ -30,8 +31,10 @@ from manager import Manager
 _STATE_BYTES: Final = 256_000_000
 _NUM_TENSORS: Final = 4
 _BYTES_PER_S: Final = 50e6
-_QUIET_S: Final = 2.0
+_QUIET_S: Final = 0.5
 """How long the trainer is watched before and after the transfer."""
+_FULL_QUIET_S: Final = 2.0
+"""The same in a full run."""
 _NUM_WARMUP_STEPS: Final = 3
 _STEPS_AHEAD: Final = 5
 """The receiver is told of a step so long before it, because torchft's asks for the step that the quorum agreed on."""
@@ -218,25 +221,26 @@ def _reader(bytes_per_s: float) -> Iterator[_Reader]:
             process.kill()
 
 
-def run(scale: float, num_samples: int, say: Callable[[str], None], settle: Callable[[], None]) -> Group:
+def run(options: Options) -> Iterator[Group]:
     """Measures ours and torchft's by turns."""
-    size = _STATE_BYTES * scale
+    size = _STATE_BYTES * options.scale
+    quiet_s = _FULL_QUIET_S if options.is_full else _QUIET_S
     group = Group("stall", "trainer", f"{size / 1e6:.0f} MB under AdamW, a receiver at {_BYTES_PER_S / 1e6:.0f} MB/s")
-    for round_number in range(num_samples):
-        settle()
-        say(f"stall {round_number + 1}/{num_samples} ft_transport")
-        _run_side(group, round_number, scale, "ours", _Ours, num_transfers=2)
+    for round_number in range(options.num_samples):
+        options.settle()
+        options.say(f"stall {round_number + 1}/{options.num_samples} ft_transport")
+        _run_side(group, round_number, options.scale, "ours", _Ours, num_transfers=2, quiet_s=quiet_s)
         if peers.torchft_is_installed():
-            settle()
-            say(f"stall {round_number + 1}/{num_samples} torchft")
-            _run_side(group, round_number, scale, "peer", _Torchft, num_transfers=1)
+            options.settle()
+            options.say(f"stall {round_number + 1}/{options.num_samples} torchft")
+            _run_side(group, round_number, options.scale, "peer", _Torchft, num_transfers=1, quiet_s=quiet_s)
     if not peers.torchft_is_installed():
         group.notes.append("torchft is not installed, so its rows are missing")
     group.notes.append(
         "lost: at the step boundary and before the optimizer's step together, the longest of any one step"
     )
     group.verdicts = judge(group)
-    return group
+    yield group
 
 
 def _run_side(
@@ -247,6 +251,7 @@ def _run_side(
     make_side: Callable[[_Training], _Side],
     *,
     num_transfers: int,
+    quiet_s: float,
 ) -> None:
     """Trains through some transfers: the first one with an arena that has to be made, the second with a warm one."""
     training = _Training(scale)
@@ -259,7 +264,7 @@ def _run_side(
             if index:
                 side.warm_up()
             with _reader(_BYTES_PER_S) as reader:
-                outcome = _transfer(trainer, reader, side)
+                outcome = _transfer(trainer, reader, side, quiet_s)
             _take_note(group, round_number, role, phase, outcome)
     finally:
         side.close()
@@ -309,9 +314,9 @@ class _Outcome:
     clone_s: float | None
 
 
-def _transfer(trainer: _Trainer, reader: _Reader, side: _Side) -> _Outcome:
+def _transfer(trainer: _Trainer, reader: _Reader, side: _Side, quiet_s: float) -> _Outcome:
     first = trainer.next_step
-    quiet_until_s = time.monotonic() + _QUIET_S
+    quiet_until_s = time.monotonic() + quiet_s
     trainer.train_until(lambda: time.monotonic() >= quiet_until_s)
     watch = Watch([os.getpid(), reader.process.pid])
     watch.start()
@@ -322,7 +327,7 @@ def _transfer(trainer: _Trainer, reader: _Reader, side: _Side) -> _Outcome:
     if not reader.outcome:
         raise RuntimeError("the receiver failed; its message is above")
     end = trainer.next_step
-    quiet_until_s = time.monotonic() + _QUIET_S
+    quiet_until_s = time.monotonic() + quiet_s
     trainer.train_until(lambda: time.monotonic() >= quiet_until_s)
     return _Outcome(
         before=trainer.steps[first:go],
@@ -365,3 +370,6 @@ def judge(group: Group) -> list[Verdict]:
         share = Ratio.between(wait, transfer).of_medians
         group.notes.append(f"torchft's trainer waited for {share:.0%} of the transfer")
     return verdicts
+
+
+BENCHMARK: Final = Benchmark(name="stall", run=run, default=Size(scale=0.5, num_samples=3))

@@ -15,7 +15,6 @@ from torch import nn
 
 State = dict[str, object]
 
-QUICK_SCALE: Final = 0.25
 _BIG_TENSOR_BYTES: Final = 3_000_000  # what torchft's own benchmark moves
 _BIG_TOTAL_BYTES: Final = 2_000_000_000
 _SMALL_TENSOR_BYTES: Final = 64 << 10

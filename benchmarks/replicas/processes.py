@@ -19,7 +19,13 @@ TIMEOUT_S: Final = 300.0
 _POLL_S: Final = 0.2
 _SHOWN_LOG_CHARACTERS: Final = 4000
 # What is missing is left out, as torchft on most platforms.
-_PRELOADED: Final = ("torch", "manager", "torchft.manager", "benchmarks.replicas.healing")
+_PRELOADED: Final = (
+    "manager",
+    "torchft.manager",
+    "benchmarks.replicas.healing",
+    "benchmarks.receiver",
+    "benchmarks.reshard_receiver",
+)
 
 
 def _context() -> multiprocessing.context.ForkServerContext:

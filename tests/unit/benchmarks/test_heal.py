@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.heal import HEALED, MS, STATE_NAMES, first_common_quorum, judge, quantities, run
+from benchmarks.heal import BENCHMARK, HEALED, MS, first_common_quorum, judge, quantities
+from benchmarks.options import Options, Size
 from benchmarks.replicas.healing import Report, Step
 from benchmarks.replicas.parts import Part, PartRecorder
 from benchmarks.replicas.stepping import StepTimes
@@ -80,7 +81,7 @@ def test_verdict(ours: float, met: bool) -> None:
 @pytest.mark.usefixtures("fork_server")
 def test_measures_both_and_what_it_consists_of() -> None:
     pytest.importorskip("torchft")
-    (group,) = run(STATE_NAMES[:1], 0.01, 1, lambda _: None, lambda: None)
+    (group,) = BENCHMARK.run(Options(size=Size(scale=0.01, num_samples=1), states=BENCHMARK.states[:1]))
     assert group.verdicts[0].value is not None
     for key in ("ours", "torchft"):
         for part in ("transfer", "process group is set up", "first optimizer"):

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.loop import MODEL_NAMES, MS, OVERHEAD, START_QUORUM, STEP, judge, note_overheads, run
+from benchmarks.loop import BENCHMARK, BUCKET_STEP, MS, OVER, START_QUORUM, STEP, judge, note_overheads, quantities
+from benchmarks.options import Options, Size
+from benchmarks.replicas.stepping import StepTimes
 from benchmarks.report import Group, Sample
 
 ROLES = {"ours": "ours", "torchft": "peer", "none": "ceiling"}
@@ -16,12 +18,33 @@ def group_of(label: str, **values: list[float]) -> Group:
     return group
 
 
+def step(seconds: float, *, is_bucketed: bool) -> StepTimes:
+    return StepTimes(
+        start_quorum_s=seconds / 2,
+        backward_s=0.0,
+        allreduce_s=seconds / 2,
+        should_commit_s=0.0,
+        optimizer_s=0.0,
+        is_bucketed=is_bucketed,
+    )
+
+
+class TestQuantities:
+    def test_tell_the_two_kinds_of_steps_apart(self) -> None:
+        times = [step(4.0, is_bucketed=False), step(2.0, is_bucketed=True)] * 3
+        assert quantities(times, is_full=False) == {START_QUORUM: 1.5, STEP: 4.0, BUCKET_STEP: 2.0}
+
+    def test_parts_only_where_they_are_asked_for(self) -> None:
+        times = [step(4.0, is_bucketed=False), step(2.0, is_bucketed=True)] * 3
+        assert quantities(times, is_full=True)[f"{BUCKET_STEP}: allreduce"] == 1.0
+
+
 class TestOverheads:
     def test_are_above_the_same_round_without_a_manager(self) -> None:
         group = group_of(STEP, ours=[12.0, 25.0], torchft=[11.0, 24.0], none=[10.0, 20.0])
         note_overheads(group)
         for key, expected in (("ours", [2.0, 5.0]), ("torchft", [1.0, 4.0])):
-            series = group.find(f"{key}, {OVERHEAD}", "warm", MS)
+            series = group.find(f"{key}, {STEP}{OVER}", "warm", MS)
             assert series is not None
             assert [sample.value for sample in series.samples] == expected
 
@@ -32,20 +55,22 @@ class TestOverheads:
 
 
 class TestJudge:
+    @pytest.mark.parametrize("label", [STEP, BUCKET_STEP])
     @pytest.mark.parametrize(("ours", "met"), [(39.0, True), (41.0, False)])
-    def test_overhead_against_torchfts(self, ours: float, met: bool) -> None:
-        (verdict,) = judge(group_of(STEP, ours=[ours], torchft=[40.0], none=[34.0]), is_start_quorum_judged=False)
-        assert verdict.met is met
+    def test_overhead_against_torchfts(self, label: str, ours: float, met: bool) -> None:
+        group = group_of(label, ours=[ours], torchft=[40.0], none=[34.0])
+        found = {label in verdict.text: verdict.met for verdict in judge(group, is_start_quorum_judged=False)}
+        assert found == {True: met, False: None}
 
     @pytest.mark.parametrize(("ours", "met"), [(0.9, True), (1.1, False)])
     def test_start_quorum_by_its_median(self, ours: float, met: bool) -> None:
         group = group_of(START_QUORUM, ours=[0.1, ours, 37.0], torchft=[0.1, 0.1, 0.1])
-        verdict, _ = judge(group, is_start_quorum_judged=True)
+        verdict, *_ = judge(group, is_start_quorum_judged=True)
         assert (verdict.met, verdict.unit, verdict.spread) == (met, MS, (0.1, 37.0))
 
     def test_what_was_not_measured_has_no_verdict(self) -> None:
         verdicts = judge(group_of(STEP, ours=[1.0]), is_start_quorum_judged=True)
-        assert [verdict.met for verdict in verdicts] == [None, None]
+        assert [verdict.met for verdict in verdicts] == [None] * 3
 
 
 @pytest.mark.slow  # torch is imported twice
@@ -53,9 +78,10 @@ class TestJudge:
 def test_measures_all_three_beside_each_other(capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torchft")
     said: list[str] = []
-    (group,) = run(MODEL_NAMES[:1], 1, said.append, lambda: None)
+    options = Options(size=Size(scale=1.0, num_samples=1), states=BENCHMARK.states[:1], say=said.append)
+    (group,) = BENCHMARK.run(options)
     assert {series.key.partition(",")[0] for series in group.series if series.label == STEP} == set(ROLES)
     assert len(said) == len(ROLES)
-    assert [verdict.met for verdict in group.verdicts] != [None]
+    assert None not in [verdict.met for verdict in group.verdicts]
     # Neither the Lighthouse nor a manager writes between the figures.
     assert capfd.readouterr() == ("", "")
