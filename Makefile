@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-slow check format bench bench-quick clean
+.PHONY: help env demo test test-slow torchft-tests check format bench bench-quick clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -37,6 +37,9 @@ test: $(STAMP) ## run the tests (ARGS="-k name" to choose)
 
 test-slow: $(STAMP) ## run the tests marked slow
 	@$(VENV)/bin/python -m pytest -m "slow and not gpu" $(ARGS)
+
+torchft-tests: $(STAMP) ## time the tests that torchft ships with our Manager and with theirs (by hand: minutes)
+	@PYTHONPATH=tests $(VENV)/bin/python tests/torchft_upstream.py compare $(ARGS)
 
 check: $(STAMP) ## lint, format, types and layers
 	@$(VENV)/bin/ruff check .

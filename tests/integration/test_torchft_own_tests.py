@@ -1,0 +1,34 @@
+"""The tests that torchft ships pass with our Manager, transport and lock in the place of torchft's."""
+
+from __future__ import annotations
+
+import pytest
+from torchft_upstream import LEFT_OUT, MODULES, run_apart
+
+pytest.importorskip("torchft")
+pytest.importorskip("parameterized")  # which they need
+
+_DILOCO = "torchft.local_sgd_integ_test"
+_MANAGER = "torchft.manager_integ_test"
+# Its replica waits for the heartbeats of two others that have died, with torchft's Manager too.
+_MULTI_RANK = f"-{_MANAGER}.ManagerIntegTest.test_ddp_recovery_multi_rank"
+
+
+def _check(*modules: str) -> None:
+    outcomes = run_apart("ours", modules, 110.0)
+    failed = {test: outcome["why"] for test, outcome in outcomes.items() if outcome["outcome"] == "failed"}
+    assert not failed, "\n".join(f"{test}: {why}" for test, why in failed.items())
+    # Each that is not run is listed with its reason, and none is listed that is not there.
+    left_out = {test for test, outcome in outcomes.items() if outcome["outcome"] != "passed"}
+    assert left_out == {test for test in LEFT_OUT if test.startswith(modules)}
+    assert len(outcomes) > len(left_out)
+
+
+def test_those_of_manager_wrappers_transport_and_lock_pass() -> None:
+    _check(*(module for module in MODULES if module != _DILOCO), _MULTI_RANK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [_DILOCO, _MANAGER])
+def test_those_that_take_longer_pass(module: str) -> None:
+    _check(module)
