@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from manager.errors import ManagerError
 from manager.hooks import OptimizerAttachment
+from manager.local_sgd import GUARD_MARK
 from manager.state_manager import StateManager
 
 _CHANGING_METHODS: Final = ("restore_parameters", "save_parameters", "_merge_parameters")
@@ -57,6 +58,7 @@ def guard_diloco(manager: StateManager, diloco: Any) -> OptimizerAttachment:
         manager.replace_state_dict_fn(
             f"StreamingDiLoCoFragment_{fragment._fragment_id}", functools.partial(_live_state, fragment), is_stable=True
         )
+    setattr(diloco, GUARD_MARK, "guard_diloco")
     attachment: OptimizerAttachment = manager.attach(*outer_optimizers.values())
     return attachment
 

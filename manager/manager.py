@@ -18,6 +18,7 @@ from manager import events
 from manager.config import ManagerConfig, TorchftKeywords, named_arguments
 from manager.deadline import Deadline
 from manager.errors import CommitFailedError, ConfigError, ManagerError, StateTornError
+from manager.local_sgd import warn_of_unguarded
 from manager.managed_work import ManagedWork, forget_frames, never_failing, wait_all
 from manager.membership import Membership
 from manager.process_group import ReplicaProcessGroup
@@ -160,6 +161,7 @@ class Manager(QuorumParticipant):
         membership = self._joined()
         if self._round is not None:
             self._leave(self._round, deadline)
+        warn_of_unguarded(self._attached_optimizers())
         self._has_participated = self.is_participating()
         self._training_thread = threading.get_ident()
         rules = Rules(

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from manager import events
@@ -374,6 +375,7 @@ class QuorumParticipant(StateManager):
         )
         if not refusals:
             healer.succeeded()
+            self._forget_gradients()
             self.start_step(self._step)
             return True
         membership.break_up()
@@ -381,6 +383,21 @@ class QuorumParticipant(StateManager):
         if self._round is not None:
             self._round.error = None
         return False
+
+    def _forget_gradients(self) -> None:
+        """Let what is left of gradients count for nothing: they belong to the state that has been replaced.
+
+        They are set to zero where they are, as a training loop may be about to reduce them.
+        """
+        attached = (
+            parameter
+            for optimizer in self._attached_optimizers()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+        for parameter in chain(self._registry.parameters(), attached):
+            if parameter.grad is not None:
+                parameter.grad.detach().zero_()
 
 
 def said(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -230,6 +230,16 @@ class StateRegistry:
                     return None
 
         return find
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters of the modules and optimizers that are registered; one may come several times."""
+        for entry in self.entries():
+            holder = getattr(entry.load_state_dict, "__self__", None)
+            if isinstance(holder, torch.nn.Module):
+                yield from holder.parameters()
+            elif isinstance(holder, Optimizer):
+                for group in holder.param_groups:
+                    yield from group["params"]
 
     def check_keys(self, keys: Collection[str], scope: Scope = "replicated") -> None:
         """Compare the keys of a received state with those that are registered.

@@ -1,7 +1,7 @@
 """Runs tests that torchft ships (``torchft/*_test.py`` in its wheel), with classes of ours in the place of torchft's.
 
-``python torchft_upstream.py ours|torchft MODULE... -TEST...`` runs the modules without the tests that follow a dash, and
-prints one JSON object: by test, its outcome, why, and how many seconds it took.
+``python torchft_upstream.py ours|torchft MODULE... -TEST...`` runs modules without the tests after a dash, and prints
+one JSON object: by test, its outcome, why, and how many seconds it took.
 ``python torchft_upstream.py compare [ROUNDS]`` runs all with either, in turns, and says which of them takes longer with
 ours than with torchft's.
 """

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
 from torch import nn
 
-from manager import GlooProcessGroup, Manager, ReportedError
+from manager import GlooProcessGroup, Manager, ReportedError, guard_diloco, guard_local_sgd
 
 pytest.importorskip("torchft")
 
@@ -195,3 +195,66 @@ def test_the_process_group_is_the_one_that_was_passed_in(alone: Manager) -> None
         manager = make_manager(at, "replica_0", pg=group)
         assert manager._pg is group
         manager.shutdown()
+
+
+@pytest.mark.parametrize("holder", ["module", "optimizer", "attached optimizer"])
+def test_what_is_left_of_a_gradient_when_a_replica_heals_is_not_averaged_in(holder: str) -> None:
+    def replica(index: int, address: str) -> tuple[float, float]:
+        manager = make_manager(address, f"replica_{index}")
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, float(index))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if holder == "attached optimizer":
+            # Which parameters belong to this function is not to be seen.
+            load = lambda state: model.load_state_dict(state)  # noqa: E731, PLW0108
+            manager.register_state_dict_fn("model", load, model.state_dict)
+            manager.attach(optimizer)
+        else:
+            manager.register(holder, {"module": model, "optimizer": optimizer}[holder])
+        # Computed from the weights that healing replaces, as a loop does that accumulates gradients.
+        model.weight.grad = torch.full((1, 1), 1000.0 * index)
+        manager.start_quorum()
+        if index == 0:
+            model.weight.grad = torch.full((1, 1), 8.0)
+        manager.allreduce(model.weight.grad).wait()
+        assert manager.should_commit()
+        found = model.weight.grad.item()
+        leaving.wait(LONG_S)
+        manager.shutdown()
+        return found, manager.num_participants()
+
+    leaving = threading.Barrier(2)
+    with lighthouse(min_replicas=2) as address:
+        outcomes = run_replicas(*(lambda index=index: replica(index, address) for index in range(2)))
+    assert outcomes == [(4.0, 2), (4.0, 2)]
+
+
+@pytest.mark.parametrize("is_guarded", [False, True])
+@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo"])
+def test_torchfts_wrappers_of_an_attached_optimizer_are_warned_of_without_their_guard(
+    kind: str, is_guarded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torchft.local_sgd import DiLoCo, LocalSGD
+
+    with lighthouse() as address:
+        manager = make_manager(address, "replica_0", use_async_quorum=False)
+        model = nn.Linear(2, 2)
+        inner, outer = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+        manager.register("model", model)
+        wrapper: Any = (
+            LocalSGD(manager, model, inner, sync_every=1)
+            if kind == "LocalSGD"
+            else DiLoCo(manager, [model], inner, outer, sync_every=1)
+        )
+        if is_guarded:
+            (guard_local_sgd if kind == "LocalSGD" else guard_diloco)(manager, wrapper)
+        with manager.attach(inner), wrapper:
+            while manager.current_step() < 2:
+                inner.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                inner.step()
+        manager.shutdown()
+    warnings = [record.getMessage() for record in caplog.records if "outside the lock" in record.getMessage()]
+    assert len(warnings) == (0 if is_guarded else 1)
+    guard = "guard_local_sgd" if kind == "LocalSGD" else "guard_diloco"
+    assert all(f"torchft's {kind} changes" in said and guard in said for said in warnings)
