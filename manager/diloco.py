@@ -15,8 +15,8 @@ import torch
 from torch.optim import Optimizer
 
 from manager.errors import ManagerError
+from manager.guard_marks import GUARD_MARK
 from manager.hooks import OptimizerAttachment
-from manager.local_sgd import GUARD_MARK
 from manager.state_manager import StateManager
 
 _CHANGING_METHODS: Final = ("restore_parameters", "save_parameters", "_merge_parameters")

@@ -6,37 +6,12 @@ readers are let in.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
-from typing import Any, Final
-
-from torch.optim import Optimizer
+from typing import Any
 
 from ft_transport import is_dtensor
 from manager.errors import ManagerError
+from manager.guard_marks import GUARD_MARK
 from manager.state_manager import StateManager
-
-logger = logging.getLogger(__name__)
-
-GUARD_MARK: Final = "_ft_transport_guard"
-"""What a guard leaves on the object that it guards."""
-
-
-def warn_of_unguarded(optimizers: Iterable[Optimizer]) -> None:
-    """Warn, once for each, of LocalSGDs and DiLoCos of torchft that step an attached optimizer without their guard."""
-    for optimizer in optimizers:
-        for hook in optimizer._optimizer_step_post_hooks.values():
-            owner = getattr(hook, "__self__", None)
-            if type(owner).__module__ != "torchft.local_sgd" or hasattr(owner, GUARD_MARK):
-                continue
-            kind = type(owner).__name__
-            logger.warning(
-                "torchft's %s changes the model outside the lock when it synchronizes, and a snapshot that is taken "
-                "meanwhile may mix two steps; after making it, call manager.%s(manager, ...)",
-                kind,
-                "guard_local_sgd" if kind == "LocalSGD" else "guard_diloco",
-            )
-            setattr(owner, GUARD_MARK, "none, and that has been said")
 
 
 def guard_local_sgd(manager: StateManager, local_sgd: Any) -> None:

@@ -18,7 +18,7 @@ from manager import events
 from manager.config import ManagerConfig, TorchftKeywords, named_arguments
 from manager.deadline import Deadline
 from manager.errors import CommitFailedError, ConfigError, ManagerError, StateTornError
-from manager.local_sgd import warn_of_unguarded
+from manager.guard_marks import warn_of_unguarded
 from manager.managed_work import ManagedWork, forget_frames, never_failing, wait_all
 from manager.membership import Membership
 from manager.process_group import ReplicaProcessGroup
