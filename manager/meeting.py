@@ -51,7 +51,11 @@ def meet(
     # One of them may have the store.
     _refuse_dead(missing, names, addresses, deadline_s)
     store.set(f"{prefix}/{rank}", names[rank], _left(deadline_s))
-    while not store.wait([keys[other] for other in missing], min(_KNOCK_AFTER, _left(deadline_s))):
+    while not store.wait(
+        [keys[other] for other in missing],
+        min(_KNOCK_AFTER, _left(deadline_s)),
+        patience=max(_KNOCK_AFTER, _left(deadline_s)),
+    ):
         unset = store.missing([keys[other] for other in missing], _left(deadline_s))
         missing = [other for other in missing if keys[other] in unset]
         _refuse_dead(missing, names, addresses, deadline_s)

@@ -182,7 +182,7 @@ class Membership:
             except QuorumError as error:
                 self._group.publish_failure(error)
                 raise
-            self._group.publish(msgspec.json.encode(members))
+            self._group.publish(msgspec.json.encode(members), deadline.cap(self._config.connect_timeout))
         return decide(members, self.replica_id, rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals)
 
     def set_up(self, decision: Decision, deadline: Deadline) -> float:

@@ -169,8 +169,12 @@ class ReplicaGroup:
             )
         return tuple(msgspec.json.decode(each, type=RankReport) for each in encoded)
 
-    def publish(self, answer: bytes) -> None:
+    def publish(self, answer: bytes, timeout: timedelta) -> None:
         """Pass on the answer that follows a `gather`. Group rank 0 calls this.
+
+        Args:
+            answer: For all the others.
+            timeout: For the store to take it.
 
         Raises:
             QuorumError: The store does not answer.
@@ -180,12 +184,12 @@ class ReplicaGroup:
         keys = [self._key(name) for name in (*range(self.world_size), "answer")]
         self._old_keys.append(keys)
         old = self._old_keys.popleft() if len(self._old_keys) > _NUM_KEPT else []
-        self._store.set(keys[-1], answer, _PARTING, remove=old)
+        self._store.set(keys[-1], answer, timeout, remove=old)
 
     def publish_failure(self, error: QuorumError) -> None:
         """Pass on why there is no answer. Group rank 0 calls this, and has the error to raise in any case."""
         with contextlib.suppress(QuorumError):
-            self.publish(_FAILED + str(error).encode())
+            self.publish(_FAILED + str(error).encode(), _PARTING)
 
     def await_answer(self, timeout: timedelta) -> bytes:
         """Wait for what group rank 0 publishes. The other ranks call this.
@@ -223,7 +227,7 @@ class ReplicaGroup:
         if self.rank != 0:
             return tuple(msgspec.json.decode(self.await_answer(answering), type=list[str]))
         refusals = [f"rank {rank}: {reason}" for rank, each in enumerate(reports) for reason in each.refusals]
-        self.publish(msgspec.json.encode(refusals))
+        self.publish(msgspec.json.encode(refusals), gathering)
         return tuple(refusals)
 
     def _key(self, name: int | str) -> str:

@@ -29,7 +29,7 @@ from manager.errors import QuorumError
 T = TypeVar("T")
 _Job: TypeAlias = tuple["Future[Any]", Callable[[Any], Any]]
 
-_GRACE_S: Final = 0.1
+_GRACE_S: Final = 0.25
 """For the answer to come back: the store counts the timeout itself."""
 _SHORTEST_CONNECT_S: Final = 1.0
 """A resolver may be slower than one caller is patient; the next caller then finds the connection made."""
@@ -95,8 +95,14 @@ class StoreConnection:
 
         self.call(set_and_remove, timeout)
 
-    def wait(self, keys: Sequence[str], timeout: timedelta) -> bool:
-        """Wait until all keys are set. Returns whether they are."""
+    def wait(self, keys: Sequence[str], timeout: timedelta, *, patience: timedelta) -> bool:
+        """Wait until all keys are set. Returns whether they are.
+
+        Args:
+            keys: What to wait for.
+            timeout: For the keys to be set.
+            patience: For the store to answer; a busy machine may need longer than a short timeout.
+        """
 
         def wait(store: Any) -> bool:
             try:
@@ -105,7 +111,7 @@ class StoreConnection:
                 return False
             return True
 
-        return self.call(wait, timeout)
+        return self.call(wait, patience)
 
     def get(self, keys: Sequence[str], timeout: timedelta) -> list[bytes] | None:
         """Wait until all keys are set. Returns their values, or ``None`` if they are not."""
@@ -172,6 +178,7 @@ class StoreConnection:
             worker, self._worker = self._worker, None
         if worker is not None:
             worker.end()
+            worker.join(_GRACE_S)
 
     def _unanswered(self, reason: str) -> QuorumError:
         return QuorumError(f"expected the store at {self._host}:{self._port} to answer: {reason}")
@@ -216,7 +223,9 @@ class _Worker:
         if current is not None and not current.cancel():
             with contextlib.suppress(InvalidStateError):
                 current.set_exception(DistNetworkError("the connection was closed"))
-        self._thread.join(_GRACE_S)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
 
     def _run(self, host: str, port: int, timeout_s: float) -> None:
         store: Any = None
