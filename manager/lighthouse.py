@@ -4,7 +4,8 @@ The Lighthouse (torchft's ``src/lighthouse.rs``) is one server per job. A replic
 quorum and is answered when all that show signs of life have asked; what each says of itself travels along. A replica
 without a sign of life for ``heartbeat_timeout_ms`` is left out.
 
-What is used is the public low-level interface ``torchft.coordination``: ``LighthouseServer`` and ``LighthouseClient``.
+What is used is the public low-level interface ``torchft.coordination``: ``LighthouseServer``, ``LighthouseClient``, and
+of ``ManagerServer`` the signs of life.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import msgspec
 
 from manager.deadline import Deadline
 from manager.errors import LighthouseUnavailableError, QuorumError
+from manager.heartbeat import Heartbeat
 from manager.quorum import Member
 
 logger = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ def embedded_lighthouse(
 
 
 class LighthouseSession:
-    """One replica's dealings with the Lighthouse. Gives signs of life from its own thread until it is closed.
+    """One replica's dealings with the Lighthouse. Gives signs of life until it is closed.
 
     A Lighthouse that was restarted knows nobody, and gives a quorum to whoever asks first. Trained in halves, the
     replicas would hold different states under one step number. So when the Lighthouse was out of reach, or counts its
@@ -119,20 +121,20 @@ class LighthouseSession:
         self._address = address
         self._replica_id = replica_id
         self._connect_timeout = connect_timeout
-        self._heartbeat_interval_s = heartbeat_interval.total_seconds()
-        self._heartbeat_timeout = heartbeat_timeout
-        self._mutex = threading.Lock()
-        self._sign_of_life_s = time.monotonic()
-        self._num_lapses = 0
+        self._heartbeat_interval = heartbeat_interval
         self._closed = threading.Event()
         self._quorum_id = -1
         self._members: frozenset[str] = frozenset()
         self._is_suspect = False
-        self._client: Any = None
         self._heartbeat_client = self._connect(connect_timeout)
-        self._client = self._heartbeat_client
-        self._thread = threading.Thread(target=self._give_signs_of_life, name="ft-transport-heartbeat", daemon=True)
-        self._thread.start()
+        self._client: Any = self._heartbeat_client
+        self._heartbeat = Heartbeat(
+            start=self._start_native_heartbeat,
+            beat=self._beat,
+            whom=self._whom(),
+            interval=heartbeat_interval,
+            timeout=heartbeat_timeout,
+        )
 
     def quorum(
         self, member: Member, *, timeout: timedelta, deadline: Deadline, shrink_only: bool, num_retries: int
@@ -182,7 +184,7 @@ class LighthouseSession:
                     continue
                 self._quorum_id = quorum.quorum_id
                 self._members = frozenset(each.replica_id for each in members)
-                self._is_suspect = False
+                self._is_suspect = self._heartbeat.was_unreachable = False
                 return members
         error_type = QuorumError if self._client is not None else LighthouseUnavailableError
         waited_s = time.monotonic() - began_s
@@ -193,16 +195,36 @@ class LighthouseSession:
 
     def num_lapses(self) -> int:
         """How often so far the Lighthouse may have taken this replica for dead, because it was silent for too long."""
-        with self._mutex:
-            self._note_silence(time.monotonic())
-            return self._num_lapses
+        return self._heartbeat.lapses.count()
 
     def close(self) -> None:
         """End the signs of life, so that the others need not wait for this replica any longer than they must."""
         self._closed.set()
-        self._thread.join()
+        self._heartbeat.close()
         # Each has threads and sockets for as long as it is referred to.
         self._heartbeat_client = self._client = None
+
+    def _start_native_heartbeat(self) -> Any:
+        try:
+            return _coordination().ManagerServer(
+                replica_id=self._replica_id,
+                lighthouse_addr=self._address,
+                # It serves torchft's managers besides, of which this replica has none.
+                hostname="127.0.0.1",
+                bind="127.0.0.1:0",
+                store_addr="",
+                world_size=1,
+                heartbeat_interval=self._heartbeat_interval,
+                connect_timeout=self._connect_timeout,
+                quorum_retries=0,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise LighthouseUnavailableError(
+                f"expected to send signs of life to the Lighthouse at {self._address}: {error}"
+            ) from error
+
+    def _beat(self, timeout: timedelta) -> None:
+        self._heartbeat_client.heartbeat(self._replica_id, timeout=timeout)
 
     def _connect(self, timeout: timedelta) -> Any:
         coordination = _coordination()
@@ -226,12 +248,12 @@ class LighthouseSession:
         # One that was started again has its old name.
         missing = sorted(replica_id for replica_id in self._members if _name_of(replica_id) not in names)
         starts_again = quorum_id < self._quorum_id or (quorum_id == self._quorum_id and bool(missing))
-        return missing if self._is_suspect or starts_again else []
+        return missing if self._is_suspect or self._heartbeat.was_unreachable or starts_again else []
 
     def _ask(self, member: Member, timeout: timedelta, shrink_only: bool) -> Any:
         if self._client is None:
             self._client = self._connect(min(timeout, self._connect_timeout))
-        asked_s = time.monotonic()
+        sign = self._heartbeat.lapses.now()
         quorum = self._client.quorum(
             replica_id=self._replica_id,
             timeout=timeout,
@@ -252,34 +274,8 @@ class LighthouseSession:
                 )
             ),
         )
-        self._note_sign_of_life(asked_s)
+        self._heartbeat.lapses.note(sign)
         return quorum
-
-    def _give_signs_of_life(self) -> None:
-        is_silenced = False
-        while not self._closed.wait(self._heartbeat_interval_s):
-            sent_s = time.monotonic()
-            try:
-                self._heartbeat_client.heartbeat(self._replica_id, timeout=self._heartbeat_timeout)
-            except (RuntimeError, TimeoutError) as error:
-                self._is_suspect = self._is_suspect or not isinstance(error, TimeoutError)
-                if not is_silenced:
-                    logger.warning("%s: no sign of life reaches it: %s", self._whom(), error)
-                is_silenced = True
-            else:
-                is_silenced = False
-                self._note_sign_of_life(sent_s)
-
-    def _note_sign_of_life(self, sent_s: float) -> None:
-        with self._mutex:
-            self._note_silence(sent_s)
-            self._sign_of_life_s = max(self._sign_of_life_s, sent_s)
-
-    def _note_silence(self, now_s: float) -> None:
-        if now_s - self._sign_of_life_s >= self._heartbeat_timeout.total_seconds():
-            self._num_lapses += 1
-            # One silence counts once, however often somebody asks.
-            self._sign_of_life_s = now_s
 
 
 def _coordination() -> Any:
