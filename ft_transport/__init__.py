@@ -45,6 +45,7 @@ from ft_transport.lazy_names import import_on_use
 
 if TYPE_CHECKING:
     from ft_transport.checkpoint_store import CheckpointStore
+    from ft_transport.net.forking import close_in_children, delaying_forks
     from ft_transport.net.workers import FetchProgress
     from ft_transport.publish.adapter import LoRAAdapter
     from ft_transport.publish.engine import Answer, Delivery, Engine, EngineConnection
@@ -74,6 +75,7 @@ else:
         globals(),
         {
             "ft_transport.checkpoint_store": ("CheckpointStore",),
+            "ft_transport.net.forking": ("close_in_children", "delaying_forks"),
             "ft_transport.net.workers": ("FetchProgress",),
             "ft_transport.publish.adapter": ("LoRAAdapter",),
             "ft_transport.publish.engine": ("Answer", "Delivery", "Engine", "EngineConnection"),
@@ -163,6 +165,8 @@ __all__ = [
     "VLLMEngine",
     "WeightReceiver",
     "WriterFailedError",
+    "close_in_children",
+    "delaying_forks",
     "is_dtensor",
     "refusing_collectives",
     "register_encoding",

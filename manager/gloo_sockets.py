@@ -8,11 +8,15 @@ gloo keeps its sockets to itself. They are found by the address that each rank p
 (gloo/rendezvous/context.cc, ``Rank``: length and name of the host, then length and bytes of each address, which begin
 with a ``sockaddr``): of one rank, all connections end or begin there. Where this cannot be read, nothing is found, and
 the group's timeout is what remains.
+
+gloo makes its sockets such that every child inherits them, forked or started otherwise. A peer would not see the end of
+a replica that is killed while such a child lives, so children are kept from them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import socket
@@ -20,7 +24,9 @@ import stat
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
+
+from ft_transport import close_in_children
 
 _OPEN_FILES: Final = Path("/proc/self/fd")
 _ESTABLISHED: Final = 1
@@ -45,16 +51,30 @@ class GlooSockets:
     def __init__(self, own: bytes, others: Sequence[bytes]) -> None:
         self._sockets: list[tuple[int, int]] = []
         self._is_shut_down = False
+        self._own: Endpoint | None = None
+        self._others: frozenset[Endpoint] = frozenset()
         try:
-            listening = _endpoint_in(own)
-            peers = {_endpoint_in(other) for other in others}
+            self._own = _endpoint_in(own)
+            self._others = frozenset(_endpoint_in(other) for other in others)
         except (ValueError, struct.error):
             return
+        close_in_children(self)
         for descriptor in _descriptors():
             inode = _inode_of(descriptor)
-            ends = _ends_of(descriptor) if inode is not None else None
-            if inode is not None and ends is not None and (ends[0] == listening or ends[1] in peers):
-                self._sockets.append((descriptor, inode))
+            if inode is None:
+                continue
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
+                if not self.is_mine(duplicate):
+                    continue
+                fcntl.fcntl(descriptor, fcntl.F_SETFD, fcntl.fcntl(descriptor, fcntl.F_GETFD) | fcntl.FD_CLOEXEC)
+                if _other_end_of(duplicate) is not None:
+                    self._sockets.append((descriptor, inode))
+
+    def is_mine(self, candidate: socket.socket) -> bool:
+        """Whether a socket is a connection of this group, or where its members connect to."""
+        if self._own is None or candidate.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        return _endpoint(candidate.getsockname()) == self._own or _other_end_of(candidate) in self._others
 
     def __len__(self) -> int:
         """How many were found."""
@@ -121,12 +141,12 @@ def _inode_of(descriptor: int) -> int | None:
     return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
 
 
-def _ends_of(descriptor: int) -> tuple[Endpoint, Endpoint] | None:
+def _endpoint(name: tuple[Any, ...]) -> Endpoint:
+    return _normal(name[0]), name[1]
+
+
+def _other_end_of(connection: socket.socket) -> Endpoint | None:
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as duplicate:
-            if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
-                return None
-            own, other = duplicate.getsockname(), duplicate.getpeername()
-            return (_normal(own[0]), own[1]), (_normal(other[0]), other[1])
+        return _endpoint(connection.getpeername())
     except OSError:  # a listener, or closed meanwhile
         return None

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined] # exported, undeclared
 
+from ft_transport import delaying_forks
 from manager.gloo_sockets import GlooSockets
 from manager.stores import StoreConnections
 
@@ -120,10 +121,13 @@ class GlooProcessGroup:
             group.set_timeout(self._timeout)
             return group, [bytes(meeting.get(f"{_GLOO_CONTEXT}/{other}")) for other in range(world_size)]
 
-        group, said = connection.call(meet, timeout, may_repeat=False)
-        own = said.pop(rank)
+        # A child that is forked before gloo's sockets are known would keep them.
+        with delaying_forks():
+            group, said = connection.call(meet, timeout, may_repeat=False)
+            own = said.pop(rank)
+            sockets = GlooSockets(own, said)
         with self._mutex:
-            self._group, self._sockets = group, GlooSockets(own, said)
+            self._group, self._sockets = group, sockets
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Begin an allreduce in place.

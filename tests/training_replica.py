@@ -10,6 +10,7 @@ import argparse
 import faulthandler
 import json
 import logging
+import os
 import sys
 import time
 from datetime import timedelta
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, Dataset
 
 from ft_transport import FetchProgress, HTTPTransport, TransportSettings, state_digest
 from manager import Manager, ManagerConfig, Recovery
@@ -57,6 +59,33 @@ class ReportingManager(Manager):
         return super().recover(metadata, *arguments, **keywords)
 
 
+class SlowData(Dataset[int]):
+    """Its worker does not look after its parent while it draws anything but the first item."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(30 if index else 0)
+        return index
+
+
+def leave_children() -> object:
+    """A program that is started as a shell does it, and a worker of a data loader, which is forked."""
+    # Of what the replica's reader waits for the end of, no child keeps anything.
+    null = os.open(os.devnull, os.O_RDWR)
+    files = [(os.POSIX_SPAWN_DUP2, null, number) for number in (1, 2)]
+    os.posix_spawn("/bin/sleep", ["sleep", "30"], os.environ, file_actions=files)
+
+    def begin(_worker: int) -> None:
+        for number in (1, 2):
+            os.dup2(null, number)
+
+    drawing = iter(DataLoader(SlowData(), num_workers=1, worker_init_fn=begin))
+    next(drawing)
+    return drawing
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
@@ -69,6 +98,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--receive-bytes-per-s", type=float)
     parser.add_argument("--sync-quorum", action="store_true")
+    parser.add_argument("--leave-children", action="store_true", help="once there are two replicas")
     arguments = parser.parse_args()
     faulthandler.enable()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -100,6 +130,7 @@ def main() -> None:
     manager.register_state_dict_fn("data", local.update, lambda: dict(local), scope="local")
     manager.attach(optimizer)
     report("ready", replica=manager.replica_id(), address=manager.metadata())
+    children: object = None
     while manager.current_step() < arguments.steps:
         started_s = time.monotonic()
         manager.start_quorum()
@@ -118,6 +149,8 @@ def main() -> None:
         loss = (model(inputs) - inputs.flip(1)).square().mean()
         loss.backward()
         time.sleep(max(0.0, arguments.step_s - (time.monotonic() - started_s)))
+        if children is not None:
+            report("reducing", step=step)
         works = [manager.allreduce(parameter.grad) for parameter in model.parameters()]
         for work in works:
             work.wait()
@@ -125,6 +158,9 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             report("committed", step=manager.current_step(), participants=manager.num_participants())
+            if arguments.leave_children and children is None and manager.num_participants() > 1:
+                children = leave_children()
+                report("left children")
     report(
         "end", step=manager.current_step(), digest=f"{state_digest(manager.replica_state()):016x}", drawn=local["drawn"]
     )

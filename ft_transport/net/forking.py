@@ -13,10 +13,12 @@ import resource
 import socket
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final, Protocol
 
 _DESCRIPTORS: Final = "/dev/fd"
+_LONGEST_DELAY_S: Final = 5.0
+"""A fork that has waited as long for `delaying_forks` goes on, and its child may keep a socket."""
 
 
 class SocketHolder(Protocol):
@@ -31,13 +33,68 @@ making_socket: Final = threading.RLock()
 _holders: weakref.WeakSet[SocketHolder] = weakref.WeakSet()
 
 
+class _Gate:
+    """Lets a fork wait until nobody makes sockets that have no holder yet."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_inside = 0
+
+    def enter(self) -> None:
+        with self._changed:
+            self._num_inside += 1
+
+    def leave(self) -> None:
+        with self._changed:
+            self._num_inside -= 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        self._changed.acquire()
+        self._changed.wait_for(lambda: not self._num_inside, timeout=_LONGEST_DELAY_S)
+
+    def open(self) -> None:
+        self._changed.release()
+
+
+_gate = _Gate()
+
+
+@contextlib.contextmanager
+def delaying_forks() -> Iterator[None]:
+    """Lets forks of other threads wait, for a while, until the end of the block.
+
+    For code that makes sockets inside a library, where they are found only when the library is done. Several threads
+    may be inside at once.
+    """
+    gate = _gate
+    gate.enter()
+    try:
+        yield
+    finally:
+        gate.leave()
+
+
 def close_in_children(holder: SocketHolder) -> None:
     """Closes the holder's sockets in every child that is forked from now on, for as long as the holder lives."""
     _holders.add(holder)
 
 
-def _close_all() -> None:
+def _before_fork() -> None:
+    # The gate first: who waits for a library must not keep others from making sockets.
+    _gate.close()
+    making_socket.acquire()
+
+
+def _after_fork() -> None:
     making_socket.release()
+    _gate.open()
+
+
+def _close_all() -> None:
+    global _gate  # noqa: PLW0603 - nobody inside the parent's ever leaves it here
+    making_socket.release()
+    _gate = _Gate()
     holders = list(_holders)
     mine = [number for number in _open_descriptors() if _is_of_any(holders, number)] if holders else []
     if not mine:
@@ -74,4 +131,4 @@ def _is_of_any(holders: list[SocketHolder], number: int) -> bool:
     return False
 
 
-os.register_at_fork(before=making_socket.acquire, after_in_parent=making_socket.release, after_in_child=_close_all)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_close_all)

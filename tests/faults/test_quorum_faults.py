@@ -9,11 +9,12 @@ import random
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from replica_fleet import ReplicaFleet
+from replica_fleet import Event, ReplicaFleet
 
 pytest.importorskip("torchft")
 
@@ -148,6 +149,30 @@ def test_replicas_go_on_when_the_lighthouse_was_killed_and_started_again(
         fleet.run_for(1.0)
         lighthouse.start()
         all_pass(fleet, before + 5)
+    check_history(fleet)
+
+
+def test_a_killed_replica_that_leaves_children_is_missed_at_once(new_fleet: Callable[..., ReplicaFleet]) -> None:
+    # The others have to wait for b.
+    fleet = new_fleet("--timeout-s", "20", "--leave-children", names=("a",))
+    fleet.start("b", "--step-s", "1")
+
+    def is_waited_for() -> bool:
+        """Whether a is in a collective that b has not come to yet; the quorum before it needs both of them."""
+        reducing = [each.fields["step"] for each in fleet.events if (each.name, each.event) == ("a", "reducing")]
+        return len(reducing) > 1 and fleet.newest_step_of("b") == reducing[-1]
+
+    fleet.wait_for("a to wait for b", is_waited_for, LONG_S)
+    killed_s = time.monotonic()
+    fleet.kill("b")
+
+    def is_alone(event: Event) -> bool:
+        is_commit = (event.name, event.event, event.fields.get("participants")) == ("a", "committed", 1)
+        return is_commit and event.at_s > killed_s
+
+    fleet.wait_for("a to go on alone", lambda: any(map(is_alone, fleet.events)), LONG_S)
+    # It waits for the other's heartbeat to run out, and neither for the collective's timeout nor for the children.
+    assert next(filter(is_alone, fleet.events)).at_s - killed_s < 10.0
     check_history(fleet)
 
 

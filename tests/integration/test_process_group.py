@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -9,7 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +49,21 @@ def met() -> Iterator[Callable[[int], list[GlooProcessGroup]]]:
     for group in groups:
         group.shutdown()
     stores.clear()
+
+
+@pytest.fixture
+def stores() -> Iterator[list[TCPStore]]:
+    made = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    yield made
+    made.clear()
+
+
+@pytest.fixture
+def groups() -> Iterator[list[GlooProcessGroup]]:
+    made = [GlooProcessGroup(LONG, LONG) for _ in range(2)]
+    yield made
+    for group in made:
+        group.shutdown()
 
 
 def reduce(group: GlooProcessGroup) -> Any:
@@ -105,6 +123,50 @@ def test_a_member_may_come_late(met: Callable[[int], list[GlooProcessGroup]]) ->
     reduce(second).wait()
     waiting.join(AT_ONCE_S)
     assert outcome == [True]
+
+
+def sockets(is_wanted: Callable[[socket.socket], bool] = lambda _: True) -> set[int]:
+    """Inodes of this process's sockets."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):
+            candidate = socket.socket(fileno=int(name))
+            if is_wanted(candidate):
+                found.add(os.fstat(int(name)).st_ino)
+            candidate.detach()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_that_is_forked_while_members_meet_has_none_of_their_connections(
+    stores: list[TCPStore], groups: list[GlooProcessGroup], tmp_path: Path
+) -> None:
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            (tmp_path / "sockets").write_text(json.dumps(list(sockets())))
+            os._exit(0)
+        os.waitpid(child, 0)
+
+    members = [
+        threading.Thread(target=group.configure, args=(f"127.0.0.1:{stores[0].port}/here", f"r{rank}", rank, 2))
+        for rank, group in enumerate(groups)
+    ]
+    forking = threading.Thread(target=fork)
+    members[0].start()
+    # Where it listens; it waits for the other one now.
+    stores[0].wait(["here/0/0"], LONG)
+    forking.start()
+    forking.join(0.3)
+    assert forking.is_alive()
+    members[1].start()
+    for thread in (*members, forking):
+        thread.join(AT_ONCE_S)
+    held = [group._sockets for group in groups]
+    ours = sockets(lambda each: any(known is not None and known.is_mine(each) for known in held))
+    # Where each member listens, and both ends of the connection.
+    assert len(ours) == 4
+    assert ours.isdisjoint(json.loads((tmp_path / "sockets").read_text()))
 
 
 class NeverDone:
@@ -183,7 +245,7 @@ store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 groups = [GlooProcessGroup(timedelta(seconds=60)) for _ in range(2)]
 
 def train(rank):
-    groups[rank].configure(f"127.0.0.1:{store.port}/here", f"r{rank}", rank, 2)
+    groups[rank].configure(f"127.0.0.1:{stores[0].port}/here", f"r{rank}", rank, 2)
     groups[rank].allreduce([torch.ones(3)], AllreduceOptions()).wait()
 
 threads = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
