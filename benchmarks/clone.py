@@ -155,4 +155,4 @@ def judge(group: Group) -> list[Verdict]:
     return [Verdict.at_least("warm clone under the lock / memory copy", group.ratio(ours, ceiling), 0.8)]
 
 
-BENCHMARK: Final = Benchmark(name="clone", run=run, states=STATE_NAMES, default=Size(scale=0.5, num_samples=5))
+BENCHMARK: Final = Benchmark(name="clone", run=run, states=STATE_NAMES, default=Size(scale=1.0, num_samples=5))

@@ -147,4 +147,4 @@ def _label(key: str) -> str:
     return next(variant.label for variant in _VARIANTS if variant.key == key)
 
 
-BENCHMARK: Final = Benchmark(name="reshard", run=run, default=Size(scale=1.0, num_samples=3))
+BENCHMARK: Final = Benchmark(name="reshard", run=run, default=Size(scale=0.5, num_samples=3))
