@@ -74,9 +74,9 @@ def attach_optimizers(
     lock: StateLock,
     optimizers: Iterable[Optimizer],
     *,
-    before_step: Callable[[], None] | None = None,
-    on_step_end: Callable[[], None] | None = None,
-    on_step_failed: Callable[[BaseException], None] | None = None,
+    before_step: Callable[[Optimizer], None] | None = None,
+    on_step_end: Callable[[Optimizer], None] | None = None,
+    on_step_failed: Callable[[Optimizer, BaseException], None] | None = None,
 ) -> OptimizerAttachment:
     """Make every ``step()`` of the optimizers a write section of the lock.
 
@@ -89,7 +89,8 @@ def attach_optimizers(
         before_step: Called on the stepping thread before the lock is taken. If it raises, there is no step.
         on_step_end: Called on the stepping thread after a successful update while the section is still open, e.g. to
             record a device event that readers wait for. If it raises, ``step()`` does, and the section is closed.
-        on_step_failed: Called on the stepping thread with what ``step()`` raised, a pre-step hook included.
+        on_step_failed: Called on the stepping thread with what ``step()`` raised once its section was open: the update
+            may have been made in part. What is raised before, a timeout of the lock included, has changed nothing.
 
     Returns:
         The handle; who drops it leaves the optimizers attached.
@@ -125,6 +126,7 @@ def attach_optimizers(
 class _PerThread(threading.local):
     def __init__(self) -> None:
         self.sections: list[Section] = []
+        self.num_begun = 0
 
 
 class _Guard:
@@ -135,9 +137,9 @@ class _Guard:
         lock: StateLock,
         optimizer: Optimizer,
         *,
-        before_step: Callable[[], None] | None,
-        on_step_end: Callable[[], None] | None,
-        on_step_failed: Callable[[BaseException], None] | None,
+        before_step: Callable[[Optimizer], None] | None,
+        on_step_end: Callable[[Optimizer], None] | None,
+        on_step_failed: Callable[[Optimizer, BaseException], None] | None,
         waits_s: deque[float],
     ) -> None:
         self._lock = lock
@@ -180,11 +182,12 @@ class _Guard:
                 return self._step_unguarded(stepping, args, kwargs)
             lock = self._lock
             mark = lock.mark()
+            num_begun = self._per_thread.num_begun
             try:
                 return self._step_unguarded(stepping, args, kwargs)
             except BaseException as error:
-                if self._on_step_failed is not None:
-                    self._on_step_failed(error)
+                if self._on_step_failed is not None and self._per_thread.num_begun > num_begun:
+                    self._on_step_failed(stepping, error)
                 try:
                     lock.close_sections_opened_since(mark)
                 except BaseException:
@@ -202,16 +205,17 @@ class _Guard:
             return self._previous(*args, **kwargs)
         return type(optimizer).step(optimizer, *args, **kwargs)
 
-    def _open_section(self, *_hook_arguments: Any) -> None:
+    def _open_section(self, optimizer: Optimizer, *_hook_arguments: Any) -> None:
         if self._before_step is not None:
-            self._before_step()
+            self._before_step(optimizer)
         start_s = time.monotonic()
         self._per_thread.sections.append(self._lock.acquire_write(self._what, is_optimizer_step=True))
+        self._per_thread.num_begun += 1
         self._waits_s.append(time.monotonic() - start_s)
 
-    def _close_section(self, *_hook_arguments: Any) -> None:
+    def _close_section(self, optimizer: Optimizer, *_hook_arguments: Any) -> None:
         if self._on_step_end is not None:
-            self._on_step_end()
+            self._on_step_end(optimizer)
         self._per_thread.sections.pop().release()
 
     def _forget_closed_sections(self) -> None:

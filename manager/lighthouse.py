@@ -50,6 +50,8 @@ class _MemberData(msgspec.Struct, frozen=True):
     can_serve: bool
     may_heal: bool
     announced_to: tuple[str, ...]
+    rules: tuple[str, ...]
+    is_irregular: bool
 
 
 def embedded_lighthouse(
@@ -271,6 +273,8 @@ class LighthouseSession:
                     can_serve=member.can_serve,
                     may_heal=member.may_heal,
                     announced_to=tuple(sorted(member.announced_to)),
+                    rules=member.rules,
+                    is_irregular=member.is_irregular,
                 )
             ),
         )
@@ -311,4 +315,6 @@ def _member_of(participant: Any) -> Member:
         can_serve=data.can_serve,
         may_heal=data.may_heal,
         announced_to=frozenset(data.announced_to),
+        rules=data.rules,
+        is_irregular=data.is_irregular,
     )

@@ -17,6 +17,7 @@ from manager.fit import MANAGER_KEY, USER_KEY
 from manager.hooks import OptimizerAttachment, attach_optimizers
 from manager.registry import Scope, StateRegistry
 from manager.rwlock import StateLock
+from manager.step_ledger import StepLedger
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ class LockedState:
         self._lock = StateLock(timeout=timeout, before_change=self._before_change)
         self._registry = StateRegistry()
         self._attachments: list[OptimizerAttachment] = []
+        self._ledger = StepLedger()
         self._step = 0
         self._batches_committed = 0
         self._lineage = ""
@@ -174,7 +176,7 @@ class LockedState:
         """
         self._registry.replace(key, state_dict, is_stable=is_stable)
 
-    def attach(self, *optimizers: Optimizer) -> OptimizerAttachment:
+    def attach(self, *optimizers: Optimizer, every_commit: bool = True) -> OptimizerAttachment:
         """Make every ``step()`` of the optimizers a write section, so that nobody copies a state in the middle of one.
 
         Their parameters and states are then cloned in the background when a snapshot is taken, from the step boundary
@@ -182,16 +184,24 @@ class LockedState:
         section; where something does, leave the optimizer unattached, and its state is copied at the boundary
         instead. torchft's LocalSGD and DiLoCo need ``guard_local_sgd`` and ``guard_diloco``.
 
+        Args:
+            *optimizers: Registered as well, under keys of their own.
+            every_commit: Whether each optimizer steps once for each commit of a quorum; a replica in which one does not
+                is healed. Turn it off where steps and commits do not go together (local updates between rare
+                synchronisations of one's own, optimizers by turns). torchft's LocalSGD and DiLoCo are recognised.
+
         Returns:
             A handle that detaches them; also a context manager.
         """
         attachment = attach_optimizers(
             self._lock,
             optimizers,
-            before_step=self._refuse_torn_state,
-            on_step_end=self._note_change,
+            before_step=self._before_step,
+            on_step_end=self._note_step,
             on_step_failed=self._note_failed_step,
         )
+        if not every_commit:
+            self._ledger.let_step_freely(optimizers)
         # What is lent as something that no optimizer's step changes, may be theirs.
         self._before_change(False)
         self._attachments = [*(earlier for earlier in self._attachments if earlier.optimizers), attachment]
@@ -263,6 +273,7 @@ class LockedState:
                 keys=(MANAGER_KEY,),
             )
         before, self._torn = self._torn, StateTornError(step=step, reason="loading it was interrupted")
+        self._ledger.replaced()
         self._note_replaced()
         try:
             self._registry.load_state_dict(parts[USER_KEY], "replicated")
@@ -279,17 +290,25 @@ class LockedState:
         if keys:
             raise ManagerError(f"expected the training thread to call the state functions of {keys}, got another one")
 
-    def _note_failed_step(self, error: BaseException) -> None:
-        """For ``Manager``: without a quorum nobody relies on the step having been made."""
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """Called before an attached optimizer takes the lock; may refuse the step."""
+        del optimizer
+        self._refuse_torn_state()
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        """Called inside the write section of a step that succeeded."""
+        if not self._registry.is_calling():
+            self._is_past_step = True
+            self._ledger.stepped(optimizer)
+
+    def _note_failed_step(self, optimizer: Optimizer, error: BaseException) -> None:
+        """Called when a step failed that may have changed something. Without a quorum nobody relies on it."""
 
     def _before_change(self, is_optimizer_step: bool) -> None:
         """Called inside every write section, before anything is changed."""
 
     def _note_replaced(self) -> None:
         """Called before another state is loaded."""
-
-    def _note_change(self) -> None:
-        self._is_past_step = True
 
     def _refuse_torn_state(self) -> None:
         torn = self._torn

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 from torch.distributed import ReduceOp
+from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 import ft_transport
@@ -91,7 +92,8 @@ class Manager(QuorumParticipant):
             checkpoint_store: See `StateManager`.
             save_every: See `StateManager`.
             **keywords: Instead of ``config``, its fields under torchft's names. With any of them, or with ``config``,
-                the manager joins the job at once; else with the first `start_quorum`.
+                the manager joins the job at once. Without, it joins with the first `start_quorum` if
+                ``TORCHFT_LIGHTHOUSE`` is set, and has no quorum otherwise.
 
         Raises:
             ConfigError: The settings cannot work, a keyword is unknown, or ``config`` was given beside them.
@@ -127,7 +129,6 @@ class Manager(QuorumParticipant):
         self._use_async_quorum = config.use_async_quorum
         self._has_participated = False
         self._num_refused_commits = 0
-        self._num_steps_since_commit = 0
         if wants_quorum:
             try:
                 self._join(config)
@@ -162,6 +163,8 @@ class Manager(QuorumParticipant):
         if self._round is not None:
             self._leave(self._round, deadline)
         warn_of_unguarded(self._attached_optimizers())
+        self._note_irregular_steps()
+        self._check_registered()
         self._has_participated = self.is_participating()
         self._training_thread = threading.get_ident()
         rules = Rules(
@@ -179,7 +182,7 @@ class Manager(QuorumParticipant):
         try:
             if self._is_settled and self._use_async_quorum and self._torn is None:
                 # The quorum tells only later who needs a snapshot of this boundary.
-                can_serve = self.start_step(self._step, hold=True)
+                can_serve = self._begin_step(self._step, hold=True)
                 assert self._executor is not None, "there is one since the manager joined"
                 self._executor.submit(self._form_quorum_in_background, current, request, can_serve)
             else:
@@ -187,7 +190,7 @@ class Manager(QuorumParticipant):
         except BaseException as error:
             if self._snapshotter is not None:
                 self._snapshotter.settle()
-            current.quorum.set_exception(error)
+            current.end_quorum(error)
             raise
 
     @spanned("wait_quorum")
@@ -301,14 +304,14 @@ class Manager(QuorumParticipant):
                 timeout=self._config.timeout,
                 deadline=deadline,
             )
-        self._is_settled = not refusals
-        self._record(
-            events.COMMITS, "a step is over", current.decision, step=self._step, commit_result=self._is_settled
-        )
+        current.is_voted = True
+        self._record(events.COMMITS, "a step is over", current.decision, step=self._step, commit_result=not refusals)
         if refusals:
             self._refuse_commit(membership, refusals)
             return False
-        # From here on the caller may change what a newcomer has been lent, also where he takes no lock for it.
+        # First of all: where a signal handler raises below, the state goes by another name than the others'.
+        self._ledger.committed()
+        # From here on the caller may change what a newcomer has been lent, also where no lock is taken for it.
         self._before_change(True)
         decision = current.decision
         assert decision is not None, "a replica without a decision has an error"
@@ -316,8 +319,10 @@ class Manager(QuorumParticipant):
         self._step += 1
         self._batches_committed += decision.num_participants
         self._is_past_step = True
-        self._num_steps_since_commit = 0
+        self._irregularity = ""
         self._num_refused_commits = 0
+        current.is_committed = True
+        self._is_settled = True
         logger.info(
             "%s: committed with %d participants, lineage %s", self._name(), decision.num_participants, self._lineage
         )
@@ -386,18 +391,36 @@ class Manager(QuorumParticipant):
         if max_retries is not None and self._num_refused_commits > max_retries:
             raise CommitFailedError(step=self._step, num_failures=self._num_refused_commits, reasons=refusals)
 
-    def _note_change(self) -> None:
-        super()._note_change()
-        self._num_steps_since_commit += 1
+    def _before_step(self, optimizer: Optimizer) -> None:
+        super()._before_step(optimizer)
+        current = self._round
+        if current is None or self._registry.is_calling() or not self._ledger.steps_with_commits(optimizer):
+            return
+        if not current.is_committed:
+            happened = "the step was not committed" if current.is_over else "it was not called since start_quorum"
+            raise ManagerError(
+                f"expected should_commit() to return True before {type(optimizer).__name__}.step(), and {happened}; "
+                "call step only `if manager.should_commit():`. Optimizers that do not step with each commit: "
+                "attach(..., every_commit=False)"
+            )
+        if self._ledger.num_steps(optimizer):
+            raise ManagerError(
+                f"expected one step of {type(optimizer).__name__} for each should_commit(), got another one; "
+                "optimizers that do not step with each commit: attach(..., every_commit=False)"
+            )
 
-    def _note_failed_step(self, error: BaseException) -> None:
+    def _note_failed_step(self, optimizer: Optimizer, error: BaseException) -> None:
         """The others count on this replica having made the step that it committed."""
         current = self._round
-        has_stepped = self._num_steps_since_commit >= len(self._attached_optimizers())
-        if current is not None and current.is_over and self._is_settled and not has_stepped:
+        if current is not None and current.is_committed:
             self._torn = StateTornError(
-                step=self._step, reason=f"the step was committed, and the optimizer did not make it: {said(error)}"
+                step=self._step,
+                reason=f"the step was committed, and {type(optimizer).__name__} did not make it: {said(error)}",
             )
+
+    def _note_replaced(self) -> None:
+        super()._note_replaced()
+        self._irregularity = ""
 
     # ------------------------------------------------------------------------- what torchft's classes read besides
 

@@ -120,6 +120,7 @@ class Membership:
         rules: Rules,
         can_serve: bool,
         may_heal: bool,
+        is_irregular: bool,
         announced_to: frozenset[str],
         num_failed_heals: int,
         deadline: Deadline,
@@ -132,7 +133,8 @@ class Membership:
             lineage: Its lineage.
             rules: See ``quorum.decide``.
             can_serve: See ``quorum.Member``.
-            may_heal: See ``quorum.Member``.
+            may_heal: See ``quorum.Member``; the replica heals only if all of its ranks may.
+            is_irregular: See ``quorum.Member``.
             announced_to: See ``quorum.Member``.
             num_failed_heals: See ``quorum.decide``.
             deadline: For everything. Without one each wait has a timeout of the configuration.
@@ -148,6 +150,8 @@ class Membership:
             num_groups=self._num_groups,
             address=self._address,
             can_serve=can_serve,
+            may_heal=may_heal,
+            is_irregular=is_irregular,
         )
         # A rank that is just leaving a failed collective comes later by as much.
         gathering = self._config.timeout + self._config.connect_timeout
@@ -171,8 +175,10 @@ class Membership:
                         group=whole.group,
                         num_groups=whole.num_groups,
                         can_serve=whole.can_serve,
-                        may_heal=may_heal,
+                        may_heal=whole.may_heal,
                         announced_to=announced_to,
+                        rules=rules.told(),
+                        is_irregular=whole.is_irregular,
                     ),
                     timeout=self._config.quorum_timeout,
                     deadline=deadline,

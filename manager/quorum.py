@@ -51,6 +51,8 @@ class Member:
         can_serve: It can take a snapshot of the step boundary that it is at.
         may_heal: It waits for the decision, and heals if it is behind; otherwise it takes no part then.
         announced_to: The replicas that know since the quorum before that it needs a snapshot.
+        rules: What it says of `Rules`; the same on all members.
+        is_irregular: Its optimizers did not each make one step for the last commit.
     """
 
     replica_id: str
@@ -63,6 +65,8 @@ class Member:
     can_serve: bool = True
     may_heal: bool = True
     announced_to: frozenset[str] = frozenset()
+    rules: tuple[str, ...] = ()
+    is_irregular: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +98,12 @@ class StandsBy:
     """The replica takes no part in this step: those who could serve it train already.
 
     Attributes:
-        announced_to: Who knows now, and takes a snapshot at the next step boundary.
+        announced_to: Replicas that know now, and take a snapshot at the next step boundary.
+        may_heal: Whether all of its ranks wait; otherwise none of them asks again in this step.
     """
 
     announced_to: frozenset[str]
+    may_heal: bool
 
 
 Role: TypeAlias = UpToDate | Heals | StandsBy
@@ -134,7 +140,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What all replicas of a job agree on.
+    """What all replicas of a job agree on, because it changes what a step computes or who takes part.
 
     Attributes:
         min_replica_size: Fewer replicas than this do not commit.
@@ -145,6 +151,14 @@ class Rules:
     min_replica_size: int
     world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
     init_sync: bool = True
+
+    def told(self) -> tuple[str, ...]:
+        """Return the rules as members tell them to each other, each by its name."""
+        return (
+            f"min_replica_size={self.min_replica_size}",
+            f"world_size_mode={self.world_size_mode.name}",
+            f"init_sync={self.init_sync}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +209,8 @@ def decide(
         first = healing.index(own_id) + group_rank + num_failed_heals
         role = Heals(sources=_rotated(sources[own_id], first))
     else:
-        role = StandsBy(announced_to=frozenset(holding))
+        own = next(member for member in ordered if member.replica_id == own_id)
+        role = StandsBy(announced_to=frozenset(holding), may_heal=own.may_heal)
     return Decision(
         step=target.step,
         lineage=target.lineage,
@@ -246,6 +261,21 @@ def _check(ordered: Sequence[Member], own_id: str) -> None:
     sizes = {member.replica_id: len(member.addresses) for member in ordered}
     if len(set(sizes.values())) > 1:
         raise QuorumError(f"expected replicas with the same number of ranks, got {sizes}")
+    _check_rules(ordered)
+
+
+def _check_rules(ordered: Sequence[Member]) -> None:
+    """Refuses replicas that would compute different steps from the same gradients."""
+    common = set(ordered[0].rules).intersection(*(member.rules for member in ordered))
+    differing = {
+        member.replica_id: ", ".join(rule for rule in member.rules if rule not in common) or "none of these"
+        for member in ordered
+        if set(member.rules) != common
+    }
+    if differing:
+        raise QuorumError(
+            f"expected replicas with the same rules, got {differing}; give all of them the same arguments of Manager"
+        )
 
 
 def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
@@ -264,7 +294,9 @@ def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
             return _Target(step, next_lineage("", first.replica_id, 0), (first,))
         newest = synchronised
     numbers = Counter(member.lineage for member in newest)
-    lineage = min(numbers, key=lambda lineage: (-numbers[lineage], lineage))
+    irregular = {member.lineage for member in newest if member.is_irregular}
+    # Between as many replicas, one that made the step as it was committed is better than one that did not.
+    lineage = min(numbers, key=lambda lineage: (-numbers[lineage], lineage in irregular, lineage))
     return _Target(step, lineage, tuple(member for member in newest if member.lineage == lineage))
 
 

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from manager import events
-from manager.config import ManagerConfig
+from manager.config import LIGHTHOUSE_ENV, ManagerConfig
 from manager.deadline import Deadline
 from manager.errors import ManagerError, QuorumError, ReportedError
 from manager.healing import Healer
 from manager.managed_work import ManagedWork
 from manager.membership import Membership, group_number
 from manager.process_group import ReplicaProcessGroup
-from manager.quorum import NO_WHOLE_STATE, Decision, Heals, Rules, StandsBy, UpToDate
+from manager.quorum import NO_WHOLE_STATE, Decision, Heals, Rules, StandsBy, UpToDate, next_lineage
 from manager.reconfigurable_group import Reconfigurable
+from manager.registration_check import check_registered
 from manager.spans import span, spanned
 from manager.stall_watch import StallWatch
 from manager.state_manager import StateManager
@@ -49,6 +52,8 @@ class Round:
         works: The collectives begun.
         has_works: Whether any was.
         is_over: Whether `Manager.should_commit` has been called.
+        is_voted: Whether the ranks of the replica have agreed on the commit.
+        is_committed: Whether they committed.
     """
 
     num_lapses: int
@@ -58,6 +63,16 @@ class Round:
     works: list[ManagedWork] = field(default_factory=list)
     has_works: bool = False
     is_over: bool = False
+    is_voted: bool = False
+    is_committed: bool = False
+
+    def end_quorum(self, error: BaseException | None) -> None:
+        """Let those who wait for the quorum go on, once; a handler may have raised after it had ended."""
+        with suppress(InvalidStateError):
+            if error is not None:
+                self.quorum.set_exception(error)
+            else:
+                self.quorum.set_result(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +130,8 @@ class QuorumParticipant(StateManager):
         self._round: Round | None = None
         self._error_mutex = threading.Lock()
         self._is_settled = False
+        self._irregularity = ""
+        self._checked_registration: tuple[int, ...] = ()
         self._announced_to: frozenset[str] = frozenset()
         self._healer = self._new_healer()
 
@@ -159,15 +176,25 @@ class QuorumParticipant(StateManager):
 
     def _joined(self) -> Membership:
         if self._membership is None:
-            self._config = self._config.with_environment()
-            self._healer = self._new_healer()
-            if self._transport is None:
-                raise ManagerError(
-                    "expected a checkpoint_transport to heal with, or settings for a quorum; got neither"
-                )
-            self._join(self._config)
-        assert self._membership is not None, "it has just been made"
+            is_told = bool(self._config.lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV))
+            if is_told and self._transport is not None and self._training_thread is None:
+                self._config = self._config.with_environment()
+                self._healer = self._new_healer()
+                self._join(self._config)
+                return self._joined()
+            raise ManagerError(
+                "expected a manager that takes part in a quorum, and this one was made without: give Manager "
+                "min_replica_size=... or a config, or set TORCHFT_LIGHTHOUSE, to use start_quorum and what belongs to "
+                "it; without a quorum, call start_step at each boundary"
+            )
         return self._membership
+
+    def _refuse_start_step(self) -> None:
+        if self._membership is not None:
+            raise ManagerError(
+                "expected start_quorum at the step boundary, got start_step: this manager takes part in a quorum, "
+                "which counts the steps; a manager made without min_replica_size and config has no quorum"
+            )
 
     def _join(self, config: ManagerConfig) -> None:
         assert self._transport is not None, "a quorum needs a transport"
@@ -224,6 +251,47 @@ class QuorumParticipant(StateManager):
             self._joined().break_up()
         if failed or not earlier.is_over:
             self._is_settled = False
+        if not failed and not earlier.is_voted:
+            # The other ranks of this replica may be voting on the step, and wait for this one.
+            earlier.is_voted = True
+            self._joined().agree(
+                "commit",
+                ("the step was abandoned",),
+                step=self._step,
+                lineage=self._lineage,
+                timeout=self._config.timeout,
+                deadline=deadline,
+            )
+
+    def _check_registered(self) -> None:
+        """Before the first step, and after each change: what is trained has to be registered.
+
+        Raises:
+            RegistryError: It is not.
+        """
+        optimizers = self._attached_optimizers()
+        signature = (self._registry.num_changes, *map(id, optimizers))
+        if signature != self._checked_registration:
+            check_registered(self._registry, optimizers)
+            self._checked_registration = signature
+
+    def _note_irregular_steps(self) -> None:
+        """Give a state that was not stepped as it was committed a name of its own."""
+        irregularity = self._ledger.irregularity(self._attached_optimizers())
+        if not irregularity:
+            return
+        self._ledger.replaced()
+        self._is_settled = False
+        self._lineage = next_lineage(self._lineage, f"stepped {irregularity}", self._step)
+        if irregularity != self._irregularity:
+            logger.warning(
+                "%s: expected each attached optimizer to make one step for the commit, got %s; unless all replicas did "
+                "the same, this one heals now. Optimizers that do not step with each commit: attach(..., "
+                "every_commit=False)",
+                self._name(),
+                irregularity,
+            )
+        self._irregularity = irregularity
 
     # ----------------------------------------------------------------------------------------------------- the quorum
 
@@ -245,9 +313,9 @@ class QuorumParticipant(StateManager):
             else:
                 self.report_error(QuorumError(f"this replica is behind step {decision.step}, and heals next"))
         except BaseException as error:
-            current.quorum.set_exception(error)
+            current.end_quorum(error)
         else:
-            current.quorum.set_result(None)
+            current.end_quorum(None)
 
     @spanned("_async_quorum")
     def _form_quorum_and_heal(self, current: Round, request: Request) -> None:
@@ -265,7 +333,7 @@ class QuorumParticipant(StateManager):
                     case UpToDate() as role:
                         self._lineage = decision.lineage
                         self._request_snapshot(role)
-                        self.start_step(self._step)
+                        self._begin_step(self._step)
                         self._check_serving(role)
                         self._set_up(decision, request.deadline)
                         break
@@ -276,6 +344,14 @@ class QuorumParticipant(StateManager):
                         if not request.may_heal:
                             self._refuse_torn_state()
                             self.report_error(QuorumError(f"this replica is behind step {decision.step}"))
+                            break
+                        if not role.may_heal:
+                            self.report_error(
+                                QuorumError(
+                                    f"this replica is behind step {decision.step}, and heals next: its other ranks "
+                                    "have begun the step already"
+                                )
+                            )
                             break
                         num_stand_bys += 1
                         if num_stand_bys > _MAX_STAND_BYS:
@@ -289,7 +365,7 @@ class QuorumParticipant(StateManager):
         except BaseException:
             self._is_settled = False
             raise
-        current.quorum.set_result(None)
+        current.end_quorum(None)
 
     def _ask(self, request: Request, *, can_serve: bool, is_waiting: bool) -> Decision:
         start_s = time.monotonic()
@@ -300,6 +376,7 @@ class QuorumParticipant(StateManager):
                 rules=request.rules,
                 can_serve=can_serve,
                 may_heal=request.may_heal and is_waiting,
+                is_irregular=bool(self._irregularity),
                 announced_to=self._announced_to,
                 num_failed_heals=self._healer.num_failures,
                 deadline=request.deadline,
@@ -376,7 +453,7 @@ class QuorumParticipant(StateManager):
         if not refusals:
             healer.succeeded()
             self._forget_gradients()
-            self.start_step(self._step)
+            self._begin_step(self._step)
             return True
         membership.break_up()
         healer.failed(decision.step, failures or refusals)

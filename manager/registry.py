@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -64,6 +65,7 @@ class StateRegistry:
         """Start empty."""
         self._entries: dict[str, StateEntry] = {}
         self._num_calls: dict[str, int] = {}
+        self._calling: set[int] = set()
         self.num_changes = 0
         """How often something was registered or replaced."""
 
@@ -198,7 +200,7 @@ class StateRegistry:
         try:
             num_calls = self._num_calls.get(entry.key, 0)
             is_known = num_calls >= _NUM_GUARDED_CALLS
-            with nullcontext() if is_known else refusing_collectives():
+            with self._noted(), nullcontext() if is_known else refusing_collectives():
                 state = entry.state_dict()
             self._num_calls[entry.key] = num_calls + 1
             return state
@@ -208,6 +210,19 @@ class StateRegistry:
                 f"{_swap_advice(error)}",
                 keys=(entry.key,),
             ) from error
+
+    def is_calling(self) -> bool:
+        """Whether this thread is inside a registered function. DCP's make an optimizer's states by a step of it."""
+        return threading.get_ident() in self._calling
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._calling.add(thread)
+        try:
+            yield
+        finally:
+            self._calling.discard(thread)
 
     def parameter_finder(self) -> Callable[[tuple[str | int, ...]], torch.Tensor | None]:
         """Return a function that knows how the states are divided of an optimizer which has not stepped yet.
@@ -276,7 +291,8 @@ class StateRegistry:
         loaded: list[str] = []
         for entry in entries:
             try:
-                entry.load_state_dict(state[entry.key])
+                with self._noted():
+                    entry.load_state_dict(state[entry.key])
             except Exception as error:
                 raise RegistryError(
                     f"expected load_state_dict of {entry.key!r} to take the received state, got "

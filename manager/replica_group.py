@@ -44,6 +44,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
         num_groups: How many process groups it has begun to set up.
         address: Where it serves its state.
         can_serve: Whether it can take a snapshot of the step boundary that it is at.
+        may_heal: Whether it waits for the quorum, and heals if the replica is behind.
+        is_irregular: Its optimizers did not each make one step for the last commit.
         refusals: Why it does not want to commit.
     """
 
@@ -53,6 +55,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     num_groups: int
     address: str
     can_serve: bool = True
+    may_heal: bool = True
+    is_irregular: bool = False
     refusals: tuple[str, ...] = ()
 
 
@@ -235,26 +239,22 @@ class ReplicaGroup:
 
 
 def report_of_group(reports: Sequence[RankReport]) -> RankReport:
-    """What the replica as a whole holds: no more than its worst rank.
-
-    Raises:
-        QuorumError: Ranks hold the same step with different histories, which only a fault of ours can bring about.
-    """
-    step = min(report.step for report in reports)
-    at_step = [report for report in reports if report.step == step]
-    # A rank that is behind has another lineage than those which healed without it; all of them heal again.
-    lineages = {report.lineage for report in at_step} if step != NO_WHOLE_STATE else {""}
-    if step == 0 and len(lineages) > 1:
+    """What the replica as a whole holds and does: ranks that hold different states hold no whole one together."""
+    states = {(report.step, report.lineage, report.is_irregular) for report in reports}
+    step, lineage, is_irregular = states.pop()
+    if states and step == 0 and all(other == 0 for other, _, _ in states):
         # One rank was given the state of another replica, one was not: both begin again.
-        lineages = {""}
-    if len(lineages) > 1:
-        raise QuorumError(f"expected ranks of one replica with one history at step {step}, got {sorted(lineages)}")
+        lineage, is_irregular = "", False
+    elif states:
+        step, lineage, is_irregular = NO_WHOLE_STATE, "", False
     groups = {report.group for report in reports}
     return RankReport(
         step=step,
-        lineage=lineages.pop(),
+        lineage=lineage,
         group=groups.pop() if len(groups) == 1 else "",
         num_groups=sum(report.num_groups for report in reports),
         address=reports[0].address,
         can_serve=all(report.can_serve for report in reports),
+        may_heal=all(report.may_heal for report in reports),
+        is_irregular=is_irregular,
     )

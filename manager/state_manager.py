@@ -123,13 +123,26 @@ class StateManager(RecoverableState):
 
         Raises:
             StateTornError: This replica holds part of a state.
-            ManagerError: The step is no whole number from 0.
+            ManagerError: The step is no whole number from 0, or below the one before; or a quorum is used.
             RegistryError: A state function runs a collective (found at the first step).
             TransportError: More checkpoints in a row could not be saved than the store allows.
         """
+        self._refuse_start_step()
+        number = checked_step(step)
+        if number < self._step:
+            raise ManagerError(
+                f"expected start_step with a step from {self._step} on, which this replica shows, got {number}; to go "
+                "back, load an earlier state first (recover, resume, load or load_state_dict)"
+            )
+        return self._begin_step(number, hold=hold)
+
+    def _refuse_start_step(self) -> None:
+        """For ``Manager``, whose steps may begin in another way."""
+
+    def _begin_step(self, step: int, *, hold: bool = False) -> bool:
         self._refuse_torn_state()
         self._training_thread = threading.get_ident()
-        self._step = checked_step(step)
+        self._step = step
         self._is_past_step = False
         is_kept = False
         if self._snapshotter is not None:

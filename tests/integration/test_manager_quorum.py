@@ -472,7 +472,7 @@ def test_calls_out_of_order_say_what_is_missing(address: str) -> None:
         for call in (replica.manager.wait_quorum, replica.manager.should_commit):
             with pytest.raises(ManagerError, match="expected start_quorum before this"):
                 call()
-    with pytest.raises(ManagerError, match="checkpoint_transport"):
+    with pytest.raises(ManagerError, match="give Manager min_replica_size"):
         Manager().start_quorum()
 
 

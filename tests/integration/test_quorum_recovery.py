@@ -35,7 +35,7 @@ def with_part(manager: Manager, part: dict[str, Any]) -> Manager:
 def test_a_quorum_that_failed_can_be_asked_for_again() -> None:
     with lighthouse(min_replicas=2) as address:
         keywords: dict[str, Any] = {"quorum_timeout": SHORT, "timeout": SHORT, "connect_timeout": SHORT}
-        first = with_part(make_manager(address, "a", **keywords), {})
+        first = with_part(make_manager(address, "a", min_replica_size=2, **keywords), {})
         second = None
         try:
             with pytest.raises(QuorumError):
@@ -126,6 +126,7 @@ def test_a_step_that_was_committed_and_not_made_has_to_be_healed(address: str) -
     optimizer = torch.optim.SGD([weight], lr=1.0)
     manager = make_manager(address, "a")
     try:
+        manager.register("weights", torch.nn.ParameterList([weight]))
         manager.register("optimizer", optimizer)
         manager.attach(optimizer)
         manager.start_quorum()
@@ -136,7 +137,7 @@ def test_a_step_that_was_committed_and_not_made_has_to_be_healed(address: str) -
         # Nobody else holds the step that this replica says it has.
         with pytest.raises(QuorumError, match="holds a whole state"):
             manager.start_quorum()
-        with pytest.raises(StateTornError, match="the optimizer did not make it: MemoryError"):
+        with pytest.raises(StateTornError, match="SGD did not make it: MemoryError"):
             optimizer.step()
     finally:
         manager.shutdown()

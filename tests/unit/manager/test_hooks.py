@@ -145,7 +145,7 @@ def test_check_before_the_step_runs_without_the_lock_and_can_refuse(lock: StateL
     optimizer = _optimizer()
     held: list[bool] = []
 
-    def check() -> None:
+    def check(_optimizer: torch.optim.Optimizer) -> None:
         held.append(lock.write_owned())
         if len(held) == 2:
             raise StateTornError(step=3, reason="the source died")
@@ -163,7 +163,7 @@ def test_check_before_the_step_runs_without_the_lock_and_can_refuse(lock: StateL
 def test_end_of_the_step_is_told_while_the_section_is_open(lock: StateLock) -> None:
     optimizer = _optimizer()
     seen: list[tuple[bool, float]] = []
-    attach_optimizers(lock, [optimizer], on_step_end=lambda: seen.append((lock.write_owned(), _value(optimizer))))
+    attach_optimizers(lock, [optimizer], on_step_end=lambda _: seen.append((lock.write_owned(), _value(optimizer))))
     optimizer.step()
     with pytest.raises(RuntimeError):
         optimizer.step(_fail)
@@ -173,7 +173,7 @@ def test_end_of_the_step_is_told_while_the_section_is_open(lock: StateLock) -> N
 def test_error_at_the_end_of_the_step_releases(lock: StateLock) -> None:
     optimizer = _optimizer()
 
-    def fail() -> None:
+    def fail(_optimizer: torch.optim.Optimizer) -> None:
         raise RuntimeError("event")
 
     attach_optimizers(lock, [optimizer], on_step_end=fail)

@@ -105,7 +105,7 @@ def test_at_step_0_without_init_sync_nobody_heals() -> None:
 def test_who_trains_already_serves_at_the_next_boundary() -> None:
     busy = [member(name, can_serve=False) for name in "ab"]
     first = decisions([*busy, member("x", 0)])
-    assert first["x"].role == StandsBy(announced_to=frozenset("ab"))
+    assert first["x"].role == StandsBy(announced_to=frozenset("ab"), may_heal=True)
     assert first["x"].rank is None
     assert first["a"].role == UpToDate(serves_now=(), serves_next=("x",))
     assert first["a"].group_members == ("a", "b")
@@ -118,7 +118,7 @@ def test_who_trains_already_serves_at_the_next_boundary() -> None:
 
     # Those who knew are gone.
     third = decisions([member("c", can_serve=False), announced])
-    assert third["x"].role == StandsBy(announced_to=frozenset("c"))
+    assert third["x"].role == StandsBy(announced_to=frozenset("c"), may_heal=True)
 
 
 def test_who_is_behind_and_trains_already_stands_by() -> None:
