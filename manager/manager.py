@@ -178,8 +178,9 @@ class Manager(QuorumParticipant):
             shrink_only=shrink_only,
             may_heal=allow_heal,
         )
-        self._round = current = Round(membership.num_lapses())
+        current = Round(membership.num_lapses())
         try:
+            self._round = current
             if self._is_settled and self._use_async_quorum and self._torn is None:
                 # The quorum tells only later who needs a snapshot of this boundary.
                 can_serve = self._begin_step(self._step, hold=True)

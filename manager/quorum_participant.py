@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -154,18 +154,15 @@ class QuorumParticipant(StateManager):
         """Return the first thing that went wrong in this step, with its ``original_exception``. As in torchft."""
         return self._round.error if self._round is not None else None
 
-    def shutdown(self, wait: bool = True) -> None:
-        """Leave the job, end the threads and the transport. May be called twice.
-
-        Args:
-            wait: Whether to return only when the server has ended.
-        """
-        if self._membership is not None:
-            self._membership.close()
-        if self._executor is not None:
-            self._executor.shutdown(wait=wait)
-        self._stall_watch.close()
-        super().shutdown(wait)
+    def _shut_down(self, wait: bool) -> None:
+        """Leave the job as well."""
+        with ExitStack() as closing:
+            closing.callback(super()._shut_down, wait)
+            closing.callback(self._stall_watch.close)
+            if self._executor is not None:
+                closing.callback(self._executor.shutdown, wait=wait)
+            if self._membership is not None:
+                closing.callback(self._membership.close)
 
     # -------------------------------------------------------------------------------------------------------- joining
 
@@ -246,6 +243,9 @@ class QuorumParticipant(StateManager):
         failed = earlier.quorum.exception() is not None
         if failed:
             self._announced_to = frozenset()
+            # Where a handler raised in start_quorum, what that had begun may still be under way.
+            assert self._executor is not None, "there is one since the manager joined"
+            self._await(self._executor.submit(_do_nothing), "what an interrupted start_quorum had begun", deadline)
         if earlier.has_works and not earlier.is_over:
             logger.warning("%s: the step before was abandoned with collectives under way", self._name())
             self._joined().break_up()
@@ -475,6 +475,10 @@ class QuorumParticipant(StateManager):
         for parameter in chain(self._registry.parameters(), attached):
             if parameter.grad is not None:
                 parameter.grad.detach().zero_()
+
+
+def _do_nothing() -> None:
+    """Comes after all that was submitted before."""
 
 
 def said(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import heapq
 import logging
 import threading
 from collections.abc import Callable, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 
 # Not the builtin one before Python 3.11.
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -192,6 +192,7 @@ class Snapshotter:
             self._prepare()
         with self._mutex:
             if self._is_closed or self._run is not None:
+                self._forget_if_interrupted()
                 return False
             num_published = self._sink.newest_sequence()
             if num_published > self._wanted_after:
@@ -378,6 +379,7 @@ class Snapshotter:
                 raise ManagerError("expected a manager that serves snapshots, and this one has been shut down")
             self._step = step
             self._epoch += 1
+            self._forget_if_interrupted()
             before = self._run
         if before is not None:
             try:
@@ -428,6 +430,23 @@ class Snapshotter:
             self._is_closed = True
         self.settle()
         self._pool.shutdown(wait=True)
+
+    def _forget_if_interrupted(self) -> None:
+        """Let a snapshot be begun again where a handler raised while one was. Under the mutex, on the training thread.
+
+        A snapshot that was begun is under way on the pool's thread; what that thread does next finds it there no more.
+        """
+        run = self._run
+        if run is not None and self._held is None and not self._is_closed:
+            self._pool.submit(self._forget, run)
+
+    def _forget(self, run: _Run) -> None:
+        with self._mutex:
+            if self._run is not run:
+                return
+            self._run = None
+        with suppress(InvalidStateError):
+            run.future.set_exception(ManagerError(f"the snapshot of step {run.step} was interrupted as it began"))
 
     def _call_unlocked(self) -> None:
         """The first call of the state functions, outside of every section.

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from manager.errors import ManagerError
 from manager.guarded_memory import storages_of_optimizers
 from manager.locked_state import checked_step
 from manager.recoverable_state import RecoverableState
+from manager.reentrancy import interrupts_own_call
 from manager.snapshots import Snapshotter
 
 if TYPE_CHECKING:
@@ -183,18 +185,28 @@ class StateManager(RecoverableState):
     # -------------------------------------------------------------------------------------------------------- the end
 
     def shutdown(self, wait: bool = True) -> None:
-        """End the threads and the transport. May be called twice.
+        """Leave the job, end the threads and the transport. May be called twice, and from a signal handler.
+
+        In a handler that has interrupted another call of this package it returns at once, and the end is made when the
+        handler has returned: that call may hold locks that the end needs.
 
         Args:
             wait: Whether to return only when the server has ended.
         """
-        if self._snapshotter is not None:
-            self._snapshotter.close()
-        # It may still be saving a snapshot of the transport's.
-        self._close_store()
-        if self._transport is not None:
-            self._transport.serve_fresh(None)
-            self._transport.shutdown(wait=wait)
+        if interrupts_own_call():
+            threading.Thread(target=self._shut_down, args=(wait,), name="ft-transport-shutdown").start()
+        else:
+            self._shut_down(wait)
+
+    def _shut_down(self, wait: bool) -> None:
+        with ExitStack() as closing:
+            if self._transport is not None:
+                closing.callback(self._transport.shutdown, wait=wait)
+                closing.callback(self._transport.serve_fresh, None)
+            # It may still be saving a snapshot of the transport's.
+            closing.callback(self._close_store)
+            if self._snapshotter is not None:
+                closing.callback(self._snapshotter.close)
 
     def _snapshot_lease(self) -> Callable[[], SnapshotLease] | None:
         """See `CheckpointedState`."""

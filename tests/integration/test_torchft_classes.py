@@ -175,6 +175,7 @@ def test_a_guarded_sync_of_local_sgd_is_a_write_section(address: str) -> None:
         manager_of[id(model)] = manager
         optimizer = torch.optim.SGD(list(model.parameters()), lr=0.1)
         manager.register("model", model)
+        manager.register("optimizer", optimizer)
         local_sgd = LocalSGD(manager, model, optimizer, sync_every=2)
         guard_local_sgd(manager, local_sgd)
         model.held = ()

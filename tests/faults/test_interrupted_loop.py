@@ -1,0 +1,255 @@
+"""A signal handler that raises anywhere in a training step: the replica goes on exactly, or says that it is torn."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from quorum_threads import LONG_S, lighthouse, make_manager
+
+from manager import Manager, ManagerError
+
+pytest.importorskip("torchft")
+
+pytestmark = pytest.mark.usefixtures("quorum_ready")
+
+_INTERRUPTIBLE = ("manager.", "ft_transport.", "concurrent.futures", "threading", "contextlib", "readerwriterlock")
+NUM_SAMPLES = int(os.environ.get("FT_TRANSPORT_INTERRUPTIONS", "40"))
+"""A few thousand, by hand, hit every bytecode boundary."""
+
+
+class _HandlerError(Exception):
+    """Raised in the place of a handler."""
+
+
+class _Interruption:
+    """Raises before the n-th bytecode that the calling thread runs in code of these packages and under them."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+        self.was_raised = False
+
+    @property
+    def num_passed(self) -> int:
+        return -self._left
+
+    def __enter__(self) -> _Interruption:
+        sys.settrace(self._enter_frame)
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        sys.settrace(None)
+
+    def _enter_frame(self, frame: FrameType, _event: str, _argument: object) -> Any:
+        if not frame.f_globals.get("__name__", "").startswith(_INTERRUPTIBLE):
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        return self._pass
+
+    def _pass(self, _frame: FrameType, event: str, _argument: object) -> Any:
+        if event == "opcode":
+            self._left -= 1
+            if self._left == 0:
+                self.was_raised = True
+                sys.settrace(None)
+                raise _HandlerError
+        return self._pass
+
+
+class Trainer:
+    """A weight that says how many steps were committed."""
+
+    def __init__(self, address: str, name: str, **keywords: Any) -> None:
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        self.optimizer = torch.optim.SGD([self.weight], lr=1.0)
+        self.manager = make_manager(address, name, **keywords)
+        self.manager.register("weight", torch.nn.ParameterList([self.weight]))
+        self.manager.register("optimizer", self.optimizer)
+        self.manager.attach(self.optimizer)
+
+    def start(self) -> None:
+        self.manager.start_quorum()
+        self.manager.wait_quorum()
+
+    def reduce(self) -> None:
+        self.weight.grad = torch.full_like(self.weight, -1.0)
+        self.manager.allreduce(self.weight.grad).wait()
+
+    def commit(self) -> None:
+        self.is_committed = False
+        self.is_committed = self.manager.should_commit()
+
+    def update(self) -> None:
+        if self.is_committed:
+            self.optimizer.step()
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        return {"start_quorum": self.start, "allreduce": self.reduce, "should_commit": self.commit, "step": self.update}
+
+    def step(self) -> None:
+        for phase in self.phases().values():
+            phase()
+
+    def check(self) -> None:
+        assert self.weight.detach().eq(float(self.manager.current_step())).all(), (
+            f"step {self.manager.current_step()} shows {self.weight.tolist()}"
+        )
+
+
+class Pair:
+    """A trainer that is interrupted on this thread, and a healthy one on another."""
+
+    def __init__(self, address: str) -> None:
+        self.is_over = threading.Event()
+        self.errors: list[BaseException] = []
+        self._address = address
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
+        self.trainer = Trainer(address, "interrupted")
+
+    def _train(self) -> None:
+        try:
+            healthy = Trainer(self._address, "healthy")
+            try:
+                while not self.is_over.is_set():
+                    healthy.step()
+                    healthy.check()
+            finally:
+                healthy.manager.shutdown()
+        except BaseException as error:
+            self.errors.append(error)
+
+    def close(self) -> None:
+        self.is_over.set()
+        self.trainer.manager.shutdown()
+        self._thread.join(LONG_S)
+        assert not self.errors, self.errors
+
+    def step_together(self) -> None:
+        """Until both have committed a step in one quorum."""
+        deadline_s = time.monotonic() + LONG_S
+        while True:
+            self.trainer.step()
+            if self.trainer.is_committed and self.trainer.manager.num_participants() == 2:
+                return
+            assert time.monotonic() < deadline_s
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with lighthouse() as address:
+        made = Pair(address)
+        yield made
+        made.close()
+
+
+def _length_of(pair: Pair, name: str) -> int:
+    """How many places there are in a phase."""
+    interruption = _Interruption(1 << 40)
+    before = interruption._left
+    for phase_name, phase in pair.trainer.phases().items():
+        if phase_name == name:
+            with interruption:
+                phase()
+        else:
+            phase()
+    return before - interruption._left
+
+
+@pytest.mark.parametrize("name", ["start_quorum", "allreduce", "should_commit", "step"])
+@pytest.mark.timeout(3600)
+def test_a_replica_goes_on_exactly_wherever_a_handler_raised(pair: Pair, name: str) -> None:
+    pair.step_together()
+    length = _length_of(pair, name)
+    assert length > 50
+    places = range(1, length + 1)
+    for place in places if len(places) <= NUM_SAMPLES else sorted(random.sample(places, NUM_SAMPLES)):
+        pair.step_together()
+        interruption = _Interruption(place)
+        try:
+            for phase_name, phase in pair.trainer.phases().items():
+                if phase_name == name:
+                    with interruption:
+                        phase()
+                else:
+                    phase()
+        except _HandlerError:
+            assert interruption.was_raised
+        # What was interrupted as it was being reported, may have become an error of the manager's own.
+        except ManagerError:
+            assert interruption.was_raised
+        try:
+            pair.trainer.start()
+            pair.trainer.check()
+            pair.trainer.reduce()
+            pair.trainer.commit()
+            pair.trainer.update()
+            pair.step_together()
+            pair.trainer.start()
+            pair.trainer.check()
+            pair.trainer.reduce()
+            pair.trainer.commit()
+            pair.trainer.update()
+        except BaseException as error:
+            raise AssertionError(f"after an interruption at place {place} of {length} in {name}: {error!r}") from error
+
+
+@pytest.mark.timeout(600)
+def test_shutdown_can_be_interrupted_and_called_again() -> None:
+    with lighthouse() as address:
+        for place in range(1, 2000, max(1, 2000 // NUM_SAMPLES)):
+            trainer = Trainer(address, f"r{place}")
+            interruption = _Interruption(place)
+            try:
+                trainer.step()
+                with interruption:
+                    trainer.manager.shutdown()
+            except _HandlerError:
+                pass
+            finally:
+                trainer.manager.shutdown()
+            if not interruption.was_raised:
+                break
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
+@pytest.mark.timeout(300)
+def test_shutdown_from_a_signal_handler_does_not_wait_for_what_it_has_interrupted() -> None:
+    managers: list[Manager] = []
+
+    def shut_down(_signum: int, _frame: FrameType | None) -> None:
+        for manager in managers:
+            manager.shutdown()
+        managers.clear()
+
+    before = signal.signal(signal.SIGALRM, shut_down)
+    try:
+        with lighthouse() as address:
+            for number in range(12):
+                trainer = Trainer(address, f"r{number}")
+                trainer.step()
+                managers.append(trainer.manager)
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0005, 0.02))
+                start_s = time.monotonic()
+                try:
+                    while managers:
+                        trainer.step()
+                    trainer.step()
+                except (ManagerError, RuntimeError):
+                    pass
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                trainer.manager.shutdown()
+                assert time.monotonic() - start_s < 15
+    finally:
+        signal.signal(signal.SIGALRM, before)
