@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
 
+_LOCAL_UPDATES: Final = "torchft.local_sgd"
 GUARD_MARK: Final = "_ft_transport_guard"
 """What a guard leaves on the object that it guards."""
+
+
+def local_updates_of(optimizer: Optimizer) -> Iterator[Any]:
+    """The LocalSGDs and DiLoCos of torchft that count the optimizer's steps: any number of them for one commit."""
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if type(owner).__module__ == _LOCAL_UPDATES:
+            yield owner
 
 
 def warn_of_unguarded(optimizers: Iterable[Optimizer]) -> None:
     """Warn, once for each, of LocalSGDs and DiLoCos of torchft that step an attached optimizer without their guard."""
     for optimizer in optimizers:
-        for hook in optimizer._optimizer_step_post_hooks.values():
-            owner = getattr(hook, "__self__", None)
-            if type(owner).__module__ != "torchft.local_sgd" or hasattr(owner, GUARD_MARK):
+        for owner in local_updates_of(optimizer):
+            if hasattr(owner, GUARD_MARK):
                 continue
             kind = type(owner).__name__
             logger.warning(

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-LOCAL_UPDATE_MODULE = "torchft.local_sgd"
-"""Its LocalSGD and DiLoCo step an optimizer any number of times for one commit."""
+from manager.guard_marks import local_updates_of
 
 
 class StepLedger:
@@ -31,7 +30,7 @@ class StepLedger:
 
     def steps_with_commits(self, optimizer: Optimizer) -> bool:
         """Whether one step of the optimizer goes with each commit."""
-        return id(optimizer) not in self._free and not _is_driven_by_local_updates(optimizer)
+        return id(optimizer) not in self._free and not any(local_updates_of(optimizer))
 
     def committed(self) -> None:
         """Expect one step of each optimizer from here on."""
@@ -66,10 +65,3 @@ class StepLedger:
             return ""
         names = {id(optimizer): type(optimizer).__name__ for optimizer in attached}
         return ", ".join(f"{names[key]} {index}: {number:g}" for index, (key, number) in enumerate(numbers.items()))
-
-
-def _is_driven_by_local_updates(optimizer: Optimizer) -> bool:
-    return any(
-        type(getattr(hook, "__self__", None)).__module__ == LOCAL_UPDATE_MODULE
-        for hook in optimizer._optimizer_step_post_hooks.values()
-    )

@@ -187,7 +187,8 @@ def test_a_guarded_sync_of_local_sgd_is_a_write_section(address: str) -> None:
         found = exact(model.state_dict())
         leaving.wait(LONG_S)
         manager.shutdown()
-        return model.held, found
+        # One of the two looks at its gradients when it heals.
+        return model.held[-4:], found
 
     leaving = threading.Barrier(2)
     first, second = run_replicas(lambda: replica(0), lambda: replica(1))
