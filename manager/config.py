@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any, Final, TypedDict
+from urllib.parse import urlsplit
 
 from manager.errors import ConfigError
 from manager.quorum import WorldSizeMode
@@ -219,6 +220,8 @@ class ManagerConfig:
             changes["store_port"] = _number_from(environment, "MASTER_PORT")
         if self.lighthouse_addr is None and environment.get(LIGHTHOUSE_ENV):
             changes["lighthouse_addr"] = environment[LIGHTHOUSE_ENV]
+        if lighthouse_addr := changes.get("lighthouse_addr", self.lighthouse_addr):
+            changes["lighthouse_addr"] = _with_scheme(lighthouse_addr)
         filled = replace(self, **changes)
         assert filled.rank is not None, "it has just been filled in"
         assert filled.world_size is not None, "it has just been filled in"
@@ -290,3 +293,23 @@ def _number_from(environment: Mapping[str, str], variable: str) -> int:
         return int(environment[variable])
     except ValueError:
         raise ConfigError(f"expected a whole number in {variable}, got {environment[variable]!r}") from None
+
+
+def _with_scheme(address: str) -> str:
+    """Complete ``host:port`` to the address that torchft expects.
+
+    Raises:
+        ConfigError: It is neither that nor ``http://host:port``.
+    """
+    completed = address if "://" in address else f"http://{address}"
+    try:
+        parts = urlsplit(completed)
+        is_complete = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port is not None
+    except ValueError:
+        is_complete = False
+    if not is_complete:
+        raise ConfigError(
+            f"expected http://host:port as the address of the Lighthouse (lighthouse_addr or {LIGHTHOUSE_ENV}), got "
+            f"{address!r}"
+        )
+    return completed

@@ -11,7 +11,9 @@ of ``ManagerServer`` the signs of life.
 from __future__ import annotations
 
 import logging
+import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -24,6 +26,7 @@ import msgspec
 from manager.deadline import Deadline
 from manager.errors import LighthouseUnavailableError, QuorumError
 from manager.heartbeat import Heartbeat
+from manager.lighthouse_status import read_status
 from manager.quorum import Member
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ NAMELESS: Final = "replica"
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _ASK_AGAIN_S: Final = 0.1
+_STATUS_S: Final = 0.2
 _INSTALL: Final = "expected torchft, which brings the Lighthouse, for a quorum: pip install 'ft-transport[torchft]'"
 
 _embedded: list[Any] = []
@@ -52,6 +56,7 @@ class _MemberData(msgspec.Struct, frozen=True):
     announced_to: tuple[str, ...]
     rules: tuple[str, ...]
     is_irregular: bool
+    process: str = ""
 
 
 def embedded_lighthouse(
@@ -167,7 +172,7 @@ class LighthouseSession:
                 try:
                     quorum = self._ask(member, timedelta(seconds=remaining_s), shrink_only)
                 except TimeoutError as error:
-                    reasons.append(str(error))
+                    reasons.append(self.missing() or str(error))
                     break
                 except (RuntimeError, LighthouseUnavailableError) as error:
                     reasons.append(str(error))
@@ -194,6 +199,11 @@ class LighthouseSession:
             f"{self._whom()}: expected a quorum, got none in {waited_s:.1f} s, asked {num_asked} times; "
             f"the last answer: {reasons[-1] if reasons else 'none'}"
         )
+
+    def missing(self) -> str:
+        """Say whom this replica waits for; empty if the Lighthouse does not tell."""
+        status = read_status(self._address, _STATUS_S)
+        return status.missing(self._replica_id) if status is not None else ""
 
     def num_lapses(self) -> int:
         """How often so far the Lighthouse may have taken this replica for dead, because it was silent for too long."""
@@ -246,9 +256,9 @@ class LighthouseSession:
 
     def _missing(self, quorum_id: int, members: Sequence[Member]) -> list[str]:
         """The members of the last quorum that this one may lack because the Lighthouse has forgotten them."""
-        names = {_name_of(member.replica_id) for member in members}
+        names = {name_of(member.replica_id) for member in members}
         # One that was started again has its old name.
-        missing = sorted(replica_id for replica_id in self._members if _name_of(replica_id) not in names)
+        missing = sorted(replica_id for replica_id in self._members if name_of(replica_id) not in names)
         starts_again = quorum_id < self._quorum_id or (quorum_id == self._quorum_id and bool(missing))
         return missing if self._is_suspect or self._heartbeat.was_unreachable or starts_again else []
 
@@ -275,6 +285,7 @@ class LighthouseSession:
                     announced_to=tuple(sorted(member.announced_to)),
                     rules=member.rules,
                     is_irregular=member.is_irregular,
+                    process=f"{os.getpid()} on {socket.gethostname()}",
                 )
             ),
         )
@@ -290,7 +301,7 @@ def _coordination() -> Any:
     return coordination
 
 
-def _name_of(replica_id: str) -> str:
+def name_of(replica_id: str) -> str:
     """What stays when a replica is started again; the whole id where it was given no name."""
     name, _, start = replica_id.rpartition(":")
     return replica_id if name in ("", NAMELESS) or not start else name
@@ -317,4 +328,5 @@ def _member_of(participant: Any) -> Member:
         announced_to=frozenset(data.announced_to),
         rules=data.rules,
         is_irregular=data.is_irregular,
+        process=data.process,
     )

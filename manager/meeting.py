@@ -71,14 +71,20 @@ def _left(deadline_s: float) -> timedelta:
 
 def _refuse_dead(others: Sequence[int], names: Sequence[str], addresses: Sequence[str], deadline_s: float) -> None:
     for other in others:
-        parts = urlsplit(addresses[other])
         patience_s = min(_KNOCK_TIMEOUT_S, deadline_s - time.monotonic())
         if patience_s <= 0:
             return
-        try:
-            with socket.create_connection((parts.hostname or "", parts.port or 80), patience_s):
-                pass
-        except ConnectionRefusedError as error:
-            raise QuorumError(f"{names[other]} is dead: nobody listens at {addresses[other]}") from error
-        except OSError:
-            continue  # out of reach for the moment, or only slow
+        if nobody_listens(addresses[other], patience_s):
+            raise QuorumError(f"{names[other]} is dead: nobody listens at {addresses[other]}")
+
+
+def nobody_listens(address: str, timeout_s: float) -> bool:
+    """Whether the host says that nobody listens there. One that says nothing may be slow, or out of reach."""
+    parts = urlsplit(address)
+    try:
+        with socket.create_connection((parts.hostname or "", parts.port or 80), timeout_s):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False

@@ -19,11 +19,11 @@ import msgspec
 import torch
 from torch.distributed import AllreduceOptions, TCPStore  # type: ignore[attr-defined] # exported, undeclared
 
-from manager.config import ManagerConfig
+from manager.config import LIGHTHOUSE_ENV, ManagerConfig
 from manager.deadline import Deadline
 from manager.errors import QuorumError
-from manager.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse
-from manager.meeting import meet
+from manager.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse, name_of
+from manager.meeting import meet, nobody_listens
 from manager.process_group import GlooProcessGroup, ReplicaProcessGroup
 from manager.quorum import Decision, Member, Rules, decide
 from manager.reconfigurable_group import Reconfigurable, ReconfigurableGroup
@@ -36,6 +36,7 @@ _PREFIX: Final = "ft_transport"
 _GRACE: Final = timedelta(milliseconds=200)
 """By how much the other ranks wait longer than rank 0, so that they hear its reason."""
 _NO_DEADLINE: Final = Deadline()
+_KNOCK_S: Final = 0.2
 
 
 class Membership:
@@ -68,6 +69,7 @@ class Membership:
         self._begun = ""
         self._is_closed = False
         self._num_groups = 0
+        self._known_namesakes: set[str] = set()
         self._session: LighthouseSession | None = None
         self._incarnation: Incarnation | None = None
         # A store in this process lives as long as it is referred to.
@@ -98,6 +100,13 @@ class Membership:
             self.replica_id, prefix = self._incarnation.replica_id, self._incarnation.prefix
         self._group = ReplicaGroup(store if config.world_size > 1 else None, prefix, self.group_rank, config.world_size)
         if self.group_rank == 0:
+            if config.lighthouse_addr is None:
+                logger.warning(
+                    "replica %s: no other replica will find this one, because it runs a Lighthouse of its own; to "
+                    "train with others, start torchft_lighthouse and set %s=http://host:port (or lighthouse_addr)",
+                    self.replica_id,
+                    LIGHTHOUSE_ENV,
+                )
             lighthouse = config.lighthouse_addr or embedded_lighthouse(
                 min_replicas=config.min_replica_size,
                 heartbeat_timeout=config.heartbeat_timeout,
@@ -188,8 +197,26 @@ class Membership:
             except QuorumError as error:
                 self._group.publish_failure(error)
                 raise
+            self._warn_of_namesakes(members)
             self._group.publish(msgspec.json.encode(members), deadline.cap(self._config.connect_timeout))
         return decide(members, self.replica_id, rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals)
+
+    def _warn_of_namesakes(self, members: Sequence[Member]) -> None:
+        name = name_of(self.replica_id)
+        for member in members:
+            is_known = member.replica_id == self.replica_id or member.replica_id in self._known_namesakes
+            if is_known or name == self.replica_id or name_of(member.replica_id) != name:
+                continue
+            self._known_namesakes.add(member.replica_id)
+            # Of a replica that was killed a moment ago the Lighthouse may still have a request.
+            if not nobody_listens(member.addresses[0], _KNOCK_S):
+                logger.warning(
+                    "replica %s: another live replica has the name %r, process %s: give every replica a replica_id of "
+                    "its own",
+                    self.replica_id,
+                    name,
+                    member.process or f"at {member.addresses[0]}",
+                )
 
     def set_up(self, decision: Decision, deadline: Deadline) -> float:
         """Meet the members of the process group, if this rank does not hold it already.
@@ -298,6 +325,10 @@ class Membership:
         # Rank 0 may wait as long for another one, and then tells which.
         answering = deadline.cap(2 * gathering) + _GRACE
         return self._group.agree(kind, report, gathering=deadline.cap(gathering), answering=answering)
+
+    def missing(self) -> str:
+        """Say whom a quorum waits for, as the Lighthouse tells rank 0; empty if it does not."""
+        return self._session.missing() if self._session is not None else ""
 
     def num_lapses(self) -> int:
         """How often the Lighthouse may have taken this replica for dead. Its rank 0 alone knows."""

@@ -53,6 +53,7 @@ class Member:
         announced_to: The replicas that know since the quorum before that it needs a snapshot.
         rules: What it says of `Rules`; the same on all members.
         is_irregular: Its optimizers did not each make one step for the last commit.
+        process: Its process and host; for messages.
     """
 
     replica_id: str
@@ -67,6 +68,7 @@ class Member:
     announced_to: frozenset[str] = frozenset()
     rules: tuple[str, ...] = ()
     is_irregular: bool = False
+    process: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

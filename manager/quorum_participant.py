@@ -369,8 +369,14 @@ class QuorumParticipant(StateManager):
 
     def _ask(self, request: Request, *, can_serve: bool, is_waiting: bool) -> Decision:
         start_s = time.monotonic()
-        with self._stall_watch.waiting(f"{self._name()}: waiting for a quorum"), span("_client::_quorum"):
-            decision = self._joined().decide(
+        membership = self._joined()
+        with (
+            self._stall_watch.waiting(
+                f"{self._name()}: waiting for a quorum", missing=membership.missing, thread_id=self._training_thread
+            ),
+            span("_client::_quorum"),
+        ):
+            decision = membership.decide(
                 step=self._step if self._torn is None else NO_WHOLE_STATE,
                 lineage=self._lineage,
                 rules=request.rules,
@@ -414,7 +420,10 @@ class QuorumParticipant(StateManager):
             return
         try:
             with (
-                self._stall_watch.waiting(f"{self._name()}: waiting for the members of process group {decision.group}"),
+                self._stall_watch.waiting(
+                    f"{self._name()}: waiting for the members of process group {decision.group}",
+                    thread_id=self._training_thread,
+                ),
                 span("_pg::configure"),
             ):
                 seconds = self._joined().set_up(decision, deadline)

@@ -1,4 +1,4 @@
-"""Stacks of all threads where a wait takes suspiciously long: what one wants to know of a job that hangs."""
+"""What a job that hangs waits for, and where the thread is that waits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Final
 
 logger = logging.getLogger(__name__)
 
 _IDLE_S: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wait:
+    stalled_s: float
+    what: str
+    missing: Callable[[], str] | None
+    thread_id: int
 
 
 class StallWatch:
@@ -26,18 +35,32 @@ class StallWatch:
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
         self._condition = threading.Condition()
-        self._waits: dict[int, tuple[float, str]] = {}
+        self._waits: dict[int, _Wait] = {}
         self._num_waits = 0
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Watch what runs inside; ``what`` names replica, step and the thing waited for."""
+    def waiting(
+        self, what: str, *, missing: Callable[[], str] | None = None, thread_id: int | None = None
+    ) -> Iterator[None]:
+        """Watch what runs inside.
+
+        Args:
+            what: Names replica, step and the thing waited for.
+            missing: Says for whom, if that can be found out; called on the thread of the watch.
+            thread_id: The thread to show the stack of. Default: the calling one.
+        """
+        wait = _Wait(
+            stalled_s=time.monotonic() + self._after_s,
+            what=what,
+            missing=missing,
+            thread_id=thread_id if thread_id is not None else threading.get_ident(),
+        )
         with self._condition:
             self._num_waits += 1
             key = self._num_waits
-            self._waits[key] = (time.monotonic() + self._after_s, what)
+            self._waits[key] = wait
             if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(target=self._run, name="ft-transport-stall-watch", daemon=True)
                 self._thread.start()
@@ -60,19 +83,29 @@ class StallWatch:
         with self._condition:
             while not self._is_closed:
                 now_s = time.monotonic()
-                for key, (stalled_s, what) in list(self._waits.items()):
-                    if stalled_s <= now_s:
-                        self._waits[key] = (now_s + _IDLE_S, what)
-                        logger.warning(
-                            "%s: nothing for %.1f s; the threads are at:\n%s", what, self._after_s, _stacks()
-                        )
+                stalled = {key: wait for key, wait in self._waits.items() if wait.stalled_s <= now_s}
+                self._waits.update({key: replace(wait, stalled_s=now_s + _IDLE_S) for key, wait in stalled.items()})
+                self._condition.release()
+                try:
+                    for wait in stalled.values():
+                        self._tell(wait)
+                finally:
+                    self._condition.acquire()
                 # Waking at least that often finds a wait that began meanwhile at twice its time at the latest.
-                self._condition.wait(self._after_s / 2)
+                if not self._is_closed:
+                    self._condition.wait(self._after_s / 2)
+
+    def _tell(self, wait: _Wait) -> None:
+        missing = wait.missing() if wait.missing is not None else ""
+        logger.warning(
+            "%s: nothing for %.1f s%s; %s", wait.what, self._after_s, f"; {missing}" if missing else "", _stack(wait)
+        )
 
 
-def _stacks() -> str:
+def _stack(wait: _Wait) -> str:
+    frame = sys._current_frames().get(wait.thread_id)
+    if frame is None:
+        return "its thread has ended"
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"thread {names.get(ident, '?')!r}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
-        for ident, frame in sys._current_frames().items()
-    )
+    stack = "".join(traceback.format_stack(frame)).rstrip()
+    return f"thread {names.get(wait.thread_id, '?')!r} is at:\n{stack}"

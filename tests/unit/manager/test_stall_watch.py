@@ -28,12 +28,12 @@ def told() -> Told:
     return Told()
 
 
-def test_a_long_wait_is_told_once_with_the_stacks_of_all_threads(told: Told) -> None:
+def test_a_long_wait_is_told_once_with_whom_it_waits_for_and_the_stack_of_its_thread(told: Told) -> None:
     logger = logging.getLogger("manager.stall_watch")
     logger.addHandler(told)
     watch = StallWatch(0.05)
     try:
-        with watch.waiting("replica a step 3: waiting for b"):
+        with watch.waiting("replica a step 3: waiting for b", missing=lambda: "b is asleep"):
             assert told.event.wait(LONG_S)
             told.event.clear()
             assert not told.event.wait(0.3)
@@ -42,7 +42,8 @@ def test_a_long_wait_is_told_once_with_the_stacks_of_all_threads(told: Told) -> 
         logger.removeHandler(told)
     (text,) = told.texts
     assert text.startswith("replica a step 3: waiting for b: nothing for 0.1 s") or "nothing for 0.0 s" in text
-    assert "thread 'MainThread'" in text
+    assert " s; b is asleep; thread 'MainThread' is at:" in text
+    assert text.count("thread '") == 1
     assert "test_a_long_wait_is_told_once" in text
 
 
