@@ -14,7 +14,7 @@ from typing import Final, Generic, TypeVar, cast
 from ft_transport.errors import ConfigurationError, FetchFailedError, SnapshotReplacedError, TransportError
 from ft_transport.net.asking import fetch_manifest
 from ft_transport.net.client import fetch_data
-from ft_transport.net.connection import Connection, Patience
+from ft_transport.net.connection import Connection, Patience, Progress
 from ft_transport.net.late_digests import digest_chunks, fetch_digests, find_damaged
 from ft_transport.net.peer_address import PeerAddress
 from ft_transport.net.token import JobToken
@@ -113,6 +113,7 @@ class SnapshotReceiving(Generic[T]):
         *,
         timeout: timedelta | None = None,
         unreachable_timeout: timedelta | None = None,
+        progress_timeout: timedelta | None = None,
         into: object = None,
         check: Callable[[Incoming], None] | None = None,
         verify_late: bool = True,
@@ -126,6 +127,8 @@ class SnapshotReceiving(Generic[T]):
             timeout: For everything; the transport's own by default.
             unreachable_timeout: How long a peer may be out of reach before the first byte; by default ``timeout``, so
                 that a receiver can start before its source.
+            progress_timeout: Give up where no data comes for so long, at the start or in the middle, however much of
+                ``timeout`` is left; by default only ``timeout`` ends it.
             into: The receiver's own state to receive into; its tensors must not be used until this returns. Where one
                 has another dtype or shape than what comes, the received one is a new tensor; a warning names it once.
             check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
@@ -147,11 +150,12 @@ class SnapshotReceiving(Generic[T]):
             step = check_number("step", step, at_least=0)
         unreachable_s = (timeout if unreachable_timeout is None else unreachable_timeout).total_seconds()
         peer = PeerAddress.from_url(metadata)
-        settings = self._fetch_settings(deadline_s)
+        settings = self._fetch_settings(deadline_s, progress_timeout)
 
         def receive() -> Received[T]:
             with Connection(peer, token=settings.token, patience=settings.patience) as connection:
                 manifest = fetch_manifest(connection, step, settings, unreachable_s=unreachable_s)
+                settings.patience.note_progress()
                 return self._receive(
                     connection, manifest, settings, into, check, verify_late=verify_late, only_changed=only_changed
                 )
@@ -177,7 +181,7 @@ class SnapshotReceiving(Generic[T]):
                 if not isinstance(last, SnapshotReplacedError):
                     raise
             # At once the first time, and then ever later, in case the peer says so of all that it serves.
-            time.sleep(max(0.0, min(pause_s, settings.patience.deadline_s - time.monotonic())))
+            time.sleep(max(0.0, min(pause_s, settings.patience.end_s() - time.monotonic())))
             pause_s = min(max(_FIRST_RESTART_PAUSE_S, 2 * pause_s), _LONGEST_RESTART_PAUSE_S)
 
     def fetch_sharded(
@@ -189,6 +193,7 @@ class SnapshotReceiving(Generic[T]):
         group_rank: int = 0,
         timeout: timedelta | None = None,
         unreachable_timeout: timedelta | None = None,
+        progress_timeout: timedelta | None = None,
         check: Callable[[Incoming], None] | None = None,
         like: LikeFunction | None = None,
         is_comparable: bool = False,
@@ -215,6 +220,7 @@ class SnapshotReceiving(Generic[T]):
             unreachable_timeout: How long a source may be out of reach before the first byte; by default 5 seconds, or
                 a quarter of ``timeout`` if that is less. Then the others are asked alone, if they have all that is
                 needed; so they are if one hangs.
+            progress_timeout: As for `fetch`.
             check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
                 untouched.
             like: Returns, for the path of a tensor that ``into`` does not have, one of this rank's that is divided in
@@ -228,7 +234,9 @@ class SnapshotReceiving(Generic[T]):
             TransportError: As for `fetch`.
         """
         group_rank = check_number("group_rank", group_rank, at_least=0)
-        request = self._sharded_request(sources, step, timeout, unreachable_timeout, first=group_rank)
+        request = self._sharded_request(
+            sources, step, timeout, unreachable_timeout, first=group_rank, progress_timeout=progress_timeout
+        )
         request = dataclasses.replace(request, into=into, like=like, check=check)
         return self._with_restarts(
             request.settings, lambda: self._receive_sharded(request, is_comparable=is_comparable)
@@ -264,6 +272,7 @@ class SnapshotReceiving(Generic[T]):
         unreachable_timeout: timedelta | None,
         *,
         first: int,
+        progress_timeout: timedelta | None = None,
     ) -> ShardedRequest:
         if isinstance(sources, str) or not sources:
             raise ConfigurationError(f"expected the addresses of one or more sources, got {sources!r}")
@@ -279,7 +288,7 @@ class SnapshotReceiving(Generic[T]):
         return ShardedRequest(
             sources=peers[first:] + peers[:first],
             step=step,
-            settings=self._fetch_settings(time.monotonic() + timeout.total_seconds()),
+            settings=self._fetch_settings(time.monotonic() + timeout.total_seconds(), progress_timeout),
             unreachable_s=unreachable_timeout.total_seconds(),
             meshes=self._settings.meshes,
             max_bytes=self._settings.max_receive_bytes,
@@ -312,11 +321,13 @@ class SnapshotReceiving(Generic[T]):
             if only_changed:
                 manifest = with_digests()
                 chunks = find_damaged(manifest, _Present(restore), num_threads=default_num_threads())
+            settings.patience.note_progress()
             fetch_data([connection.peer], manifest, restore, settings, chunks=chunks)
             if manifest.digests is None:
                 manifest = with_digests()
                 if settings.verify and verify_late:
                     damaged = find_damaged(manifest, restore, num_threads=default_num_threads())
+                    settings.patience.note_progress()
                     fetch_data([connection.peer], manifest, restore, settings, chunks=damaged)
             ranges = [manifest.chunks.range_of(chunk, chunk + 1) for chunk in chunks]
             return Received(
@@ -362,7 +373,7 @@ class SnapshotReceiving(Generic[T]):
             poison(restore, error)
             raise
 
-    def _fetch_settings(self, deadline_s: float) -> FetchSettings:
+    def _fetch_settings(self, deadline_s: float, progress_timeout: timedelta | None = None) -> FetchSettings:
         settings = self._settings
         return FetchSettings(
             num_connections=self._num_connections,
@@ -374,6 +385,7 @@ class SnapshotReceiving(Generic[T]):
                 connect_timeout_s=settings.connect_timeout.total_seconds(),
                 stall_timeout_s=settings.stall_timeout.total_seconds(),
                 min_bytes_per_s=settings.min_bytes_per_s,
+                progress=Progress(progress_timeout.total_seconds()) if progress_timeout is not None else None,
             ),
             on_progress=settings.on_progress,
         )

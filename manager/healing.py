@@ -16,8 +16,9 @@ from manager.stall_watch import StallWatch
 
 logger = logging.getLogger(__name__)
 
-_SHARE_OF_ONE_SOURCE: Final = 0.5
-"""Of the time that is left: one that is too slow must leave some for another, however many there are."""
+_SHARE_WITHOUT_PROGRESS: Final = 0.25
+"""Of the time that is left: a source that sends nothing for as long is given up for the next one. One that sends keeps
+all of the time, or else more sources would leave each too little."""
 
 
 class Recover(Protocol):
@@ -30,6 +31,7 @@ class Recover(Protocol):
         timeout: timedelta,
         *,
         unreachable_timeout: timedelta,
+        progress_timeout: timedelta | None,
         is_fresh: bool,
         verify: bool,
     ) -> object:
@@ -77,10 +79,11 @@ class Healer:
         failures: list[str] = []
         for position, source in enumerate(sources):
             start_s = time.monotonic()
+            left = timedelta(seconds=max(0.0, deadline_s - start_s))
             is_last = position == len(sources) - 1
-            share_s = max(0.0, deadline_s - start_s) * (1.0 if is_last else _SHARE_OF_ONE_SOURCE)
+            progress_timeout = None if is_last else left * _SHARE_WITHOUT_PROGRESS
             try:
-                self._receive_from(source.addresses[group_rank], decision, timedelta(seconds=share_s), name)
+                self._receive_from(source.addresses[group_rank], decision, left, progress_timeout, name)
             except (TransportError, ManagerError) as error:
                 reason = f"{type(error).__name__}: {error}"
                 failures.append(f"{source.replica_id} at {source.addresses[group_rank]}: {reason}")
@@ -114,13 +117,16 @@ class Healer:
             self.succeeded()
             raise HealFailedError(step=step, reasons=every)
 
-    def _receive_from(self, address: str, decision: Decision, timeout: timedelta, name: str) -> None:
+    def _receive_from(
+        self, address: str, decision: Decision, timeout: timedelta, progress_timeout: timedelta | None, name: str
+    ) -> None:
         with self._watch.waiting(f"{name}: receiving step {decision.step} from {address}"):
             self._recover(
                 address,
                 decision.step,
                 timeout,
                 unreachable_timeout=self._config.connect_timeout,
+                progress_timeout=progress_timeout,
                 is_fresh=True,
                 verify=self._config.verify_heal,
             )

@@ -55,6 +55,7 @@ class RecoverableState(CheckpointedState):
         timeout: timedelta | None = None,
         *,
         unreachable_timeout: timedelta | None = None,
+        progress_timeout: timedelta | None = None,
         is_fresh: bool = False,
         verify: bool = True,
         process_group: dist.ProcessGroup | None = None,
@@ -74,6 +75,8 @@ class RecoverableState(CheckpointedState):
             step: The step to receive, or the peer's latest.
             timeout: For all of it.
             unreachable_timeout: How long the peer may be out of reach before the first byte; by default ``timeout``.
+            progress_timeout: How long a transfer may go without a byte of the state, its beginning included; by default
+                ``timeout``.
             is_fresh: Accept ``step`` only as the peer's present state, not as it was at an earlier attempt at it.
             verify: Whether the state is compared with the peer's once it is loaded, every bit of it. Turn it off where
                 a load function changes what it takes on purpose.
@@ -100,6 +103,7 @@ class RecoverableState(CheckpointedState):
             step,
             timeout,
             unreachable_timeout=unreachable_timeout,
+            progress_timeout=progress_timeout,
             is_fresh=is_fresh,
             verify=verify,
             process_group=process_group,
@@ -155,6 +159,7 @@ class RecoverableState(CheckpointedState):
         timeout: timedelta | None,
         *,
         unreachable_timeout: timedelta | None,
+        progress_timeout: timedelta | None,
         is_fresh: bool,
         verify: bool,
         process_group: dist.ProcessGroup | None,
@@ -177,11 +182,18 @@ class RecoverableState(CheckpointedState):
                 step,
                 max(total - timedelta(seconds=time.monotonic() - start_s), timedelta(0)),
                 unreachable_timeout=unreachable_timeout,
+                progress_timeout=progress_timeout,
                 is_fresh=is_fresh,
                 verify=verify,
             )
         return self._recover(
-            metadata, step, total, unreachable_timeout=unreachable_timeout, is_fresh=is_fresh, verify=verify
+            metadata,
+            step,
+            total,
+            unreachable_timeout=unreachable_timeout,
+            progress_timeout=progress_timeout,
+            is_fresh=is_fresh,
+            verify=verify,
         )
 
     def _recover_together(self, process_group: dist.ProcessGroup, *arguments: Any, **keywords: Any) -> Recovery:
@@ -206,6 +218,7 @@ class RecoverableState(CheckpointedState):
         total: timedelta,
         *,
         unreachable_timeout: timedelta | None,
+        progress_timeout: timedelta | None,
         is_fresh: bool,
         verify: bool,
         group_rank: int = 0,
@@ -230,6 +243,7 @@ class RecoverableState(CheckpointedState):
                     group_rank=group_rank,
                     timeout=remaining,
                     unreachable_timeout=unreachable_timeout,
+                    progress_timeout=progress_timeout,
                     check=partial(self._check_incoming, into=into, step=step),
                     verify=verify,
                 )

@@ -64,7 +64,7 @@ def fetch_manifest(
             if last is None:
                 raise
             raise DeadlineExceededError(
-                f"timed out waiting for a snapshot; last: {last}", peer=str(peer), step=step
+                f"timed out waiting for a snapshot: {patience.reason()}; last: {last}", peer=str(peer), step=step
             ) from error
         except (PeerUnreachableError, PeerNotReadyError) as error:
             connection.close()
@@ -87,7 +87,7 @@ def fetch_manifest(
             if error.is_past or not isinstance(step, int) or not error.served or step < max(error.served):
                 raise
             last = error
-        time.sleep(min(_RETRY_PAUSE_S, max(0.0, patience.deadline_s - time.monotonic())))
+        time.sleep(min(_RETRY_PAUSE_S, max(0.0, patience.end_s() - time.monotonic())))
 
 
 def fetch_server_id(connection: Connection) -> str:
@@ -113,7 +113,7 @@ class _Status(msgspec.Struct):
 def _read_manifest(connection: Connection, step: StepSelector, after: int | None, patience: Patience) -> Manifest:
     peer = str(connection.peer)
     # Not all the time that is left: the peer's reason for not answering has to arrive before the deadline.
-    wait_s = min(_HOLD_S, max(0.0, patience.deadline_s - time.monotonic()) * _HELD_SHARE)
+    wait_s = min(_HOLD_S, max(0.0, patience.end_s() - time.monotonic()) * _HELD_SHARE)
     response = connection.get(
         metadata_path(step, wait_s=wait_s, after=after), headers={}, expected_status=200, answer_within_s=wait_s
     )

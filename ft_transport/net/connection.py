@@ -42,6 +42,22 @@ _CLOCK_TOLERANCE_S: Final = 0.001
 """A wait may end this much before its time, because the system counts in milliseconds."""
 
 
+class Progress:
+    """When the data of a fetch last came on. Shared by its connections.
+
+    Args:
+        timeout_s: How long it may stand still, in seconds.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.last_s = time.monotonic()
+
+    def note(self) -> None:
+        """Something has come, or this side was busy by itself."""
+        self.last_s = time.monotonic()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """How long a peer may take.
@@ -51,16 +67,35 @@ class Patience:
         connect_timeout_s: For one connection attempt, in seconds.
         stall_timeout_s: Without a single byte, and on top of what ``min_bytes_per_s`` allows, in seconds.
         min_bytes_per_s: A body that comes slower than this, averaged over the request, is given up.
+        progress: Ends everything where no data comes for too long, however many requests are tried.
     """
 
     deadline_s: float
     connect_timeout_s: float
     stall_timeout_s: float
     min_bytes_per_s: float
+    progress: Progress | None = None
+
+    def end_s(self) -> float:
+        """When the deadline, or the time without progress, is over; the latter moves on with every byte."""
+        if self.progress is None:
+            return self.deadline_s
+        return min(self.deadline_s, self.progress.last_s + self.progress.timeout_s)
 
     def is_over(self) -> bool:
-        """Whether the deadline has passed."""
-        return time.monotonic() >= self.deadline_s - _CLOCK_TOLERANCE_S
+        """Whether no more time is left."""
+        return time.monotonic() >= self.end_s() - _CLOCK_TOLERANCE_S
+
+    def note_progress(self) -> None:
+        """The time without progress begins anew."""
+        if self.progress is not None:
+            self.progress.note()
+
+    def reason(self) -> str:
+        """Why no more time is left."""
+        if self.progress is not None and self.end_s() < self.deadline_s:
+            return f"no data came for {self.progress.timeout_s:.3g} s"
+        return "the deadline passed"
 
     def remaining_s(self, doing: str, peer: PeerAddress) -> float:
         """Seconds left.
@@ -68,9 +103,9 @@ class Patience:
         Raises:
             DeadlineExceededError: None are.
         """
-        remaining_s = self.deadline_s - time.monotonic()
+        remaining_s = self.end_s() - time.monotonic()
         if remaining_s <= 0:
-            raise DeadlineExceededError(f"timed out {doing}", peer=str(peer))
+            raise DeadlineExceededError(f"timed out {doing}: {self.reason()}", peer=str(peer))
         return remaining_s
 
 
@@ -166,7 +201,7 @@ class Connection:
             http = self._connected()
             assert self._socket is not None
             self._socket.read_until_s = min(
-                self._patience.deadline_s, time.monotonic() + answer_within_s + self._patience.stall_timeout_s
+                self._patience.end_s(), time.monotonic() + answer_within_s + self._patience.stall_timeout_s
             )
             self._socket.in_head, self._socket.head_complete = True, False
             self._socket.wake_at(1)
@@ -216,6 +251,8 @@ class Connection:
         assert self._socket is not None
         # What this side did in between is no fault of the peer's.
         self._received_s = time.monotonic()
+        if self._received:
+            self._patience.note_progress()
         try:
             num_later = self._body_bytes - self._received - sum(map(len, views))
             self._socket.wake_at(_WAKE_BYTES if num_later >= _WAKE_BYTES else 1)
@@ -305,6 +342,7 @@ class Connection:
                 )
             self._received += got
             self._received_s = time.monotonic()
+            self._patience.note_progress()
             while got:
                 size = len(views[index])
                 if got < size:
@@ -317,7 +355,7 @@ class Connection:
         """Allows the next read, until the deadline, the stall timeout or the minimum throughput ends it."""
         patience = self._patience
         until_s = min(
-            patience.deadline_s,
+            patience.end_s(),
             self._received_s + patience.stall_timeout_s,
             self._started_s + patience.stall_timeout_s + self._received / patience.min_bytes_per_s,
         )
@@ -333,7 +371,7 @@ class Connection:
     def _timed_out(self, doing: str, what: str) -> TransportError:
         """The error after a wait: the whole deadline is over, or this peer is too slow and another try may help."""
         if self._patience.is_over():
-            return DeadlineExceededError(f"timed out {doing} {what}: the deadline passed", peer=str(self.peer))
+            return DeadlineExceededError(f"timed out {doing} {what}: {self._patience.reason()}", peer=str(self.peer))
         return PeerUnreachableError(
             f"timed out {doing} {what}: nothing came for {self._patience.stall_timeout_s:g} s, or less than "
             f"{self._patience.min_bytes_per_s:.0f} bytes/s",

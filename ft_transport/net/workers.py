@@ -249,7 +249,8 @@ class Fetch(ABC, Generic[_Request]):
 
     def _out_of_time(self, error: TransportError) -> DeadlineExceededError:
         out_of_time = DeadlineExceededError(
-            f"timed out with {self._done_bytes} of {self._total_bytes} bytes received; last: {error.message}",
+            f"timed out with {self._done_bytes} of {self._total_bytes} bytes received: "
+            f"{self._settings.patience.reason()}; last: {error.message}",
             peer=error.peer,
             step=self._step,
         )

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ class Link:
         self._proxy = proxy
         self._to_receiver = to_receiver
         self.num_bytes = 0
+        self.started_s = time.monotonic()
 
     def send(self, data: bytes) -> None:
         self._to_receiver.sendall(data)

@@ -1,0 +1,112 @@
+"""Healing where sources are slow or hang: one that delivers keeps its time, one that does not leaves it to others."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from ft_transport import HTTPTransport, TransportSettings
+from manager import Manager, ManagerConfig
+from manager.healing import Healer
+from manager.quorum import Member
+from manager.stall_watch import StallWatch
+from tests.faults.proxy import Fault, Link, Proxy, proxied, stall
+
+STATE_BYTES = 1 << 20
+TIMEOUT_S = 6.0
+TRANSFER_S = 3.4
+"""More than half of the time, and less than is left once a hanging source was given up."""
+
+
+def throttled(link: Link, data: bytes) -> bool:
+    """Passes the state on at a rate that takes `TRANSFER_S` for all of it."""
+    for start in range(0, len(data), 1 << 12):
+        due_s = TRANSFER_S * link.num_bytes / STATE_BYTES
+        if link.stopping.wait(max(0.0, link.started_s + due_s - time.monotonic())):
+            return False
+        link.send(data[start : start + (1 << 12)])
+    return True
+
+
+class Sources:
+    """Healthy replicas that serve one state, each behind a proxy, and one that heals from them."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self.weight = torch.zeros(STATE_BYTES // 4)
+        self.manager = self._manager(self.weight)
+        watch = StallWatch(60.0)
+        stack.callback(watch.close)
+        self.healer = Healer(
+            ManagerConfig(timeout=timedelta(seconds=TIMEOUT_S), connect_timeout=timedelta(seconds=2)),
+            recover=partial(self.manager.recover, from_checkpoints=False),
+            lineage=lambda: "",
+            watch=watch,
+        )
+
+    def _manager(self, weight: torch.Tensor) -> Manager:
+        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", chunk_bytes=1 << 16)
+        manager = Manager(checkpoint_transport=HTTPTransport(timedelta(seconds=30), 1, settings=settings))
+        self._stack.callback(manager.shutdown)
+        manager.register_state_dict_fn("weight", lambda state: weight.copy_(state["w"]), lambda: {"w": weight})
+        return manager
+
+    def add(self, *faults: tuple[str, Fault]) -> tuple[Member, Proxy]:
+        healthy = self._manager(torch.arange(float(STATE_BYTES // 4)))
+        healthy.start_step(3)
+        healthy.snapshot().result(30)
+        proxy = self._stack.enter_context(proxied(urlsplit(healthy.metadata()).port or 0))
+        for on, fault in faults:
+            proxy.inject(fault, on=on, times=100)
+        member = Member(replica_id=f"on {proxy.port}", step=3, lineage="", store_address="", addresses=(proxy.url,))
+        return member, proxy
+
+    def heal(self, *sources: Member) -> tuple[str, ...]:
+        decision: Any = SimpleNamespace(step=3, lineage="")
+        failures = self.healer.receive(decision, sources, group_rank=0, name="newcomer")
+        assert failures or torch.equal(self.weight, torch.arange(float(STATE_BYTES // 4)))
+        return failures
+
+
+@pytest.fixture
+def sources() -> Iterator[Sources]:
+    with ExitStack() as stack:
+        yield Sources(stack)
+
+
+def test_a_slow_source_that_delivers_keeps_its_time_though_there_are_others(sources: Sources) -> None:
+    slow, _ = sources.add(("/checkpoint", throttled))
+    other, unused = sources.add()
+    started_s = time.monotonic()
+    assert sources.heal(slow, other, other) == ()
+    assert time.monotonic() - started_s > TIMEOUT_S / 2
+    assert not unused.requests
+
+
+def test_a_source_that_hangs_leaves_the_others_the_time_they_need(sources: Sources) -> None:
+    hanging, _ = sources.add(("/metadata", stall(after=0)))
+    slow, _ = sources.add(("/checkpoint", throttled))
+    assert sources.heal(hanging, slow) == ()
+
+
+def test_a_source_that_hangs_is_named_with_how_long_nothing_came(sources: Sources) -> None:
+    first, proxy = sources.add(("/full", stall(after=STATE_BYTES // 2)))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    gone = replace(first, replica_id="gone", addresses=(f"http://127.0.0.1:{port}/checkpoint/",))
+    hung, closed = sources.heal(first, gone)
+    assert f"127.0.0.1:{proxy.port}" in hung
+    assert "no data came for 1.5 s" in hung
+    assert "timed out with" in hung
+    assert "gone" in closed
