@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import threading
 import time
@@ -14,20 +13,27 @@ from typing import Any, Final, Literal
 
 import torch.distributed as dist
 
-from ft_transport.errors import CheckpointDamagedError, CheckpointError, CheckpointExistsError, ConfigurationError
+from ft_transport.errors import CheckpointError, CheckpointExistsError, ConfigurationError
 from ft_transport.serving import SnapshotLease
 from ft_transport.settings import check_number
 from ft_transport.storage.agreement import Agreement, RankGroup
 from ft_transport.storage.background import BackgroundSaver, SaveJob
 from ft_transport.storage.claim import RootClaim
-from ft_transport.storage.common_settings import check_path, checked_keys, checked_root, compare_settings
+from ft_transport.storage.common_settings import (
+    CheckpointSelector,
+    check_path,
+    checked_keys,
+    checked_root,
+    compare_settings,
+)
 from ft_transport.storage.copies import Copies
 from ft_transport.storage.directory import CheckpointDirectory
 from ft_transport.storage.exchange import Exchange
 from ft_transport.storage.handles import SaveHandle, StoreHealth
 from ft_transport.storage.health import Health
-from ft_transport.storage.inventory import CheckpointSelector, Inventory
+from ft_transport.storage.inventory import Inventory
 from ft_transport.storage.loading import LoadedCheckpoint, LoadRequest, load
+from ft_transport.storage.newest_good import load_newest_good
 from ft_transport.storage.saving import Saver, SaveRequest
 from ft_transport.storage.settings import StoreSettings
 from ft_transport.storage.writer_process import WriterProcess
@@ -35,8 +41,6 @@ from ft_transport.tensors.matching import Incoming
 from ft_transport.tensors.resharding import LikeFunction
 from ft_transport.tensors.snapshot import SnapshotTaker
 from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
-
-logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.02
 _COMMON_SETTINGS: Final = ("max_attempts", "max_failed_saves", "busy", "read")
@@ -108,13 +112,14 @@ class CheckpointStore:
             timeout_s=timeout.total_seconds(),
             visible_s=self._settings.visible_timeout.total_seconds(),
             max_attempts=self._settings.max_attempts,
+            after_commit=self._inventory.retire_old,
             consolidated=consolidate,
         )
         self._taker, self._local_taker = self._make_taker(), self._make_taker()
         self._background = BackgroundSaver(
             self._saver,
             self._writer,
-            after_save=self._inventory.prune_after_save,
+            after_save=self._inventory.delete_retired,
             max_failed_saves=self._settings.max_failed_saves,
         )
         self._health = Health(self._agreement, Exchange(group, "health", timeout), self._background)
@@ -139,7 +144,7 @@ class CheckpointStore:
             }
 
         try:
-            compare_settings(self._agreement, check)
+            compare_settings(self._agreement, "compare the settings", check)
             owner = f"ranks {list(group.global_ranks)[:16]} of a group of {group.size}"
             self._agreement.on_first("set up the root", lambda: self._set_up_root(owner, existing))
             self._agreement.together("find the root", self._find_root)
@@ -290,30 +295,16 @@ class CheckpointStore:
             is_comparable: Whether `LoadedCheckpoint.differences` will be called. It costs another look at every byte.
 
         Raises:
-            CheckpointNotFoundError: There is none.
+            CheckpointNotFoundError: There is none, or another process has deleted it while it was read.
             CheckpointDamagedError: A file is not what was written; it is named. What had landed in ``into`` was
                 overwritten with NaN patterns.
+            ConfigurationError: Ranks ask for different steps.
             TransportError: It does not fit, or a rank failed; the same error on all.
         """
-        if step != "latest":
-            if isinstance(step, str):
-                raise ConfigurationError(f"expected a step, or 'latest', got {step!r}")
-            step = check_number("step", step, at_least=0)
         self._check_open()
         self.wait()
-        self._agreement.step = step
-        request = LoadRequest(
-            step=step,
-            choose=lambda: self._inventory.path_of(step),
-            into=into,
-            like=like,
-            check=check,
-            meshes=self._settings.meshes,
-            max_bytes=self._settings.max_load_bytes,
-            is_read_once=self._settings.read == "once",
-            is_comparable=is_comparable,
-        )
-        return load(request, self._agreement, self._exchange)
+        step = self._inventory.agree_on_step(step)
+        return self._load(step, into=into, like=like, check=check, is_comparable=is_comparable)
 
     def load_newest_good(
         self,
@@ -330,20 +321,14 @@ class CheckpointStore:
 
         Raises:
             CheckpointDamagedError: There are some, and all are damaged.
+            CheckpointNotFoundError: Another process deletes them faster than they are read.
             TransportError: As for `load`.
         """
-        error: CheckpointDamagedError | None = None
-        for step in reversed(self.steps()):
-            try:
-                return self.load(step, into=into, like=like, check=check, is_comparable=is_comparable)
-            except CheckpointDamagedError as damaged:
-                logger.warning("step %d: the checkpoint is damaged, an older one is tried: %s", step, damaged)
-                touched = damaged.destination_touched or (error is not None and error.destination_touched)
-                error = error if error is not None else damaged
-                error.destination_touched = touched
-        if error is not None:
-            raise error
-        return None
+
+        def load_step(step: int) -> LoadedCheckpoint[Any]:
+            return self._load(step, into=into, like=like, check=check, is_comparable=is_comparable)
+
+        return load_newest_good(self.steps, load_step)
 
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, ascending."""
@@ -360,8 +345,9 @@ class CheckpointStore:
         """Reads every file of a checkpoint, each on one rank, and compares it with what was written.
 
         Raises:
-            CheckpointNotFoundError: There is none.
+            CheckpointNotFoundError: There is none, or another process has deleted it while it was read.
             CheckpointDamagedError: ``files`` names the damaged ones.
+            ConfigurationError: Ranks ask for different steps.
         """
         self._check_open()
         self.wait()
@@ -375,8 +361,10 @@ class CheckpointStore:
 
         Returns:
             The steps that were deleted.
+
+        Raises:
+            ConfigurationError: Ranks want to keep different numbers.
         """
-        keep = check_number("keep", keep, at_least=1)
         self._check_open()
         if self._is_read_only:
             raise CheckpointError("expected a store that saves, this one is read-only")
@@ -439,6 +427,29 @@ class CheckpointStore:
                 )
             self._agreement.check_others()
             time.sleep(_LOOK_S)
+
+    def _load(
+        self,
+        step: CheckpointSelector,
+        *,
+        into: object,
+        like: LikeFunction | None,
+        check: Callable[[Incoming], None] | None,
+        is_comparable: bool,
+    ) -> LoadedCheckpoint[Any]:
+        found = self._inventory.find(step)
+        request = LoadRequest(
+            directory=found.directory,
+            into=into,
+            like=like,
+            check=check,
+            meshes=self._settings.meshes,
+            max_bytes=self._settings.max_load_bytes,
+            is_read_once=self._settings.read == "once",
+            is_comparable=is_comparable,
+        )
+        with self._inventory.reading(found):
+            return load(request, self._agreement, self._exchange)
 
     def _submit(self, step: int, copies: Copies, *, wait: bool, overwrite: bool) -> SaveHandle:
         request = SaveRequest(step=step, snapshots=[], local_keys=copies.local_keys, overwrite=overwrite)

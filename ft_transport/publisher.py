@@ -171,7 +171,7 @@ class Publisher:
             return {"policy": policy, "engine_timeout": engine_timeout}
 
         try:
-            compare_settings(self._agreement, check)
+            compare_settings(self._agreement, "compare the settings", check)
             self._agreement.on_first("set up the root", self._set_up_root)
         except BaseException:
             self.close()

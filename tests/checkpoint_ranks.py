@@ -473,6 +473,32 @@ def stale(ranks: Ranks) -> dict[str, Any]:
         }
 
 
+def _kept(ranks: Ranks) -> list[list[str]]:
+    """What each rank finds in the directory at the moment in which its handle is done."""
+    root = ranks.root.with_name("kept")
+    found: list[list[str]] = []
+    finish = PendingSnapshot.finish
+    may_begin = threading.Event()
+
+    def late(pending: PendingSnapshot) -> Any:
+        assert may_begin.wait(TIMEOUT_S)
+        return finish(pending)
+
+    with ranks.store(root=root, keep=1) as store:
+        PendingSnapshot.finish = late  # type: ignore[method-assign]
+        for step in (1, 2, 3):
+            may_begin.clear()
+            handle = store.save(step, state_of(step, ranks.rank))
+            handle.future.add_done_callback(
+                lambda _: found.append([path.name for path in root.glob("step-*") if "." not in path.name])
+            )
+            may_begin.set()
+            handle.result()
+            dist.barrier()
+        PendingSnapshot.finish = finish  # type: ignore[method-assign]
+    return found
+
+
 def differing_settings(ranks: Ranks) -> dict[str, Any]:
     differing: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "busy": ({"settings": {"busy": "wait"}}, {"settings": {"busy": "skip"}}),
@@ -489,8 +515,25 @@ def differing_settings(ranks: Ranks) -> dict[str, Any]:
     with ranks.store() as store:
         for step in (1, 2):
             store.save(step, state_of(step, ranks.rank), wait=True)
-        report["load"] = raised(lambda: store.load(1 if ranks.rank else 2))
+        number = 1 if ranks.rank else 2
+        damaged = ranks.root / "step-1" / data_file_name(0)
+        content = damaged.read_bytes()
+        dist.barrier()
+        if not ranks.rank:
+            damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        dist.barrier()
+        report["verify"] = raised(lambda: store.verify(number))
+        report["load"] = raised(lambda: store.load(number))
+        report["prune"] = raised(lambda: store.prune(number))
+        report["refused step"] = raised(lambda: store.verify("first" if ranks.rank == 1 else "latest"))
+        report["refused keep"] = raised(lambda: store.prune(0 if ranks.rank == 1 else 1))
+        report["steps"] = store.steps()
+        dist.barrier()
+        if not ranks.rank:
+            damaged.write_bytes(content)
+        dist.barrier()
         report["is_loaded"] = is_loaded(store, 1, ranks.rank)
+    report["kept"] = _kept(ranks)
     return report
 
 

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, NamedTuple
 
 from ft_transport.errors import CheckpointError, WriterFailedError
@@ -64,12 +63,12 @@ class BackgroundSaver:
     Args:
         saver: Used by this thread alone, once it runs.
         writer: The saver's.
-        after_save: Called with the step after each save that went well.
+        after_save: Called after each save that went well, when its handle is done.
         max_failed_saves: More in a row are fatal.
     """
 
     def __init__(
-        self, saver: Saver, writer: WriterProcess, *, after_save: Callable[[int], None], max_failed_saves: int
+        self, saver: Saver, writer: WriterProcess, *, after_save: Callable[[], None], max_failed_saves: int
     ) -> None:
         self._saver = saver
         self._writer = writer
@@ -179,7 +178,7 @@ class BackgroundSaver:
             self._num_failed = 0
             handle.future.set_result(None)
             self._saver.let_go()
-            self._saver.showing_life(partial(self._after_save, handle.step))
+            self._saver.showing_life(self._after_save)
 
     def _replace_writer(self) -> None:
         if self._writer.number and not self._writer.is_alive():

@@ -1,22 +1,27 @@
-"""What a store is told: refused if it cannot work, and compared between ranks before anything else happens."""
+"""Settings and arguments: refused if they cannot work, and compared between ranks before anything else happens."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from ft_transport.errors import ConfigurationError
+from ft_transport.settings import check_number
 from ft_transport.storage.agreement import Agreement
 
+CheckpointSelector: TypeAlias = int | Literal["latest"]
 
-def compare_settings(agreement: Agreement, settings: Callable[[], Mapping[str, object]]) -> None:
-    """Compares settings between ranks. All of them call it.
+
+def compare_settings(agreement: Agreement, phase: str, settings: Callable[[], Mapping[str, object]]) -> None:
+    """Compares settings or arguments between ranks. All of them call it.
 
     Args:
         agreement: Of the group.
+        phase: What is compared, for errors.
         settings: Returns this rank's, or raises what is wrong with them; compared as text.
 
     Raises:
@@ -27,9 +32,7 @@ def compare_settings(agreement: Agreement, settings: Callable[[], Mapping[str, o
     def say() -> bytes:
         return msgspec.msgpack.encode({name: repr(value) for name, value in settings().items()})
 
-    said = [
-        msgspec.msgpack.decode(each, type=dict[str, str]) for each in agreement.together("compare the settings", say)
-    ]
+    said = [msgspec.msgpack.decode(each, type=dict[str, str]) for each in agreement.together(phase, say)]
     for name, first in said[0].items():
         for rank, each in enumerate(said):
             if each.get(name) != first:
@@ -47,6 +50,19 @@ def checked_root(root: object) -> Path:
     if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
         raise ConfigurationError(f"expected the path of a directory as root, got {root!r}")
     return Path(root).absolute()
+
+
+def checked_selector(step: object) -> CheckpointSelector:
+    """A step, or ``latest``.
+
+    Raises:
+        ConfigurationError: Says what was expected and what came.
+    """
+    if step == "latest":
+        return "latest"
+    if isinstance(step, str):
+        raise ConfigurationError(f"expected a step, or 'latest', got {step!r}")
+    return check_number("step", step, at_least=0)
 
 
 def check_path(consolidate: object, rank_local: Sequence[str]) -> None:

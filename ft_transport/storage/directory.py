@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -136,11 +137,24 @@ class CheckpointDirectory:
         with contextlib.suppress(FileNotFoundError):
             self._remove(self.root / f"step-{step}.incomplete")
 
-    def remove(self, step: int) -> None:
-        """Deletes a checkpoint."""
+    def retire(self, step: int) -> list[Path]:
+        """Takes a checkpoint out of the list of those that there are.
+
+        Returns:
+            What is left to `delete`.
+        """
+        retired = []
         for name in (f"step-{step}", f"step-{step}.replaced"):
             with contextlib.suppress(FileNotFoundError):
-                self._remove(self.root / name)
+                retired.append(self._without_name(self.root / name))
+        return retired
+
+    @staticmethod
+    def delete(retired: Sequence[Path]) -> None:
+        """Deletes what `retire` has left. On any thread."""
+        for path in retired:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(path)
 
     def clear(self) -> None:
         """Deletes all checkpoints, complete or not."""
@@ -185,17 +199,18 @@ class CheckpointDirectory:
 
     def _remove(self, path: Path) -> None:
         """Deletes a directory; it loses its name first, so that nobody takes what is left for a whole."""
+        shutil.rmtree(path if ".deleted" in path.name else self._without_name(path))
+
+    def _without_name(self, path: Path) -> Path:
         base = path.name.split(".")[0]
-        deleted = path
-        if ".deleted" not in path.name:
-            number = 0
-            deleted = self.root / f"{base}.deleted"
-            while deleted.exists():
-                number += 1
-                deleted = self.root / f"{base}.deleted-{number}"
-            os.rename(path, deleted)
-            sync_directory(self.root)
-        shutil.rmtree(deleted)
+        number = 0
+        deleted = self.root / f"{base}.deleted"
+        while deleted.exists():
+            number += 1
+            deleted = self.root / f"{base}.deleted-{number}"
+        os.rename(path, deleted)
+        sync_directory(self.root)
+        return deleted
 
 
 def step_of(path: Path) -> int | None:

@@ -101,8 +101,7 @@ class LoadRequest:
     """What to load, and how.
 
     Attributes:
-        step: Which was asked for; the same on all ranks.
-        choose: Returns the directory of the checkpoint; called on the first rank.
+        directory: Of the checkpoint; the same on all ranks.
         into: This rank's own state.
         like: See ``HTTPTransport.fetch_sharded``.
         check: Called with what will come, before any of it does.
@@ -112,8 +111,7 @@ class LoadRequest:
         is_comparable: Whether `LoadedCheckpoint.differences` will be called.
     """
 
-    step: int | str
-    choose: Callable[[], Path]
+    directory: Path
     into: object
     like: LikeFunction | None
     check: Callable[[Incoming], None] | None
@@ -123,10 +121,9 @@ class LoadRequest:
     is_comparable: bool
 
 
-class _Chosen(Struct, frozen=True):
-    """What the first rank has chosen, and the files that describe it."""
+class _Description(Struct, frozen=True):
+    """The files that describe a checkpoint."""
 
-    directory: str
     manifest: bytes
     ranks: tuple[bytes, ...]
 
@@ -137,24 +134,24 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
     Raises:
         TransportError: The same on every rank. What had landed in ``into`` was overwritten with NaN patterns then.
     """
-    chosen = b""
+    own = b""
     described = b""
 
-    def choose() -> None:
-        nonlocal chosen
-        chosen = msgspec.msgpack.encode(_read_descriptions(request.choose()))
+    def describe() -> None:
+        nonlocal own
+        own = msgspec.msgpack.encode(_read_description(request.directory))
 
-    def receive() -> bytes:
+    def receive() -> None:
         nonlocal described
-        described = exchange.broadcast(chosen if agreement.is_first else None)
-        return str(request.step).encode()
+        described = exchange.broadcast(own if agreement.is_first else None)
 
     loading: _Loading | None = None
 
     def plan() -> None:
         nonlocal loading
         with collector_paused():
-            loading = _Loading(request, msgspec.msgpack.decode(described, type=_Chosen), agreement.rank, agreement.size)
+            description = msgspec.msgpack.decode(described, type=_Description)
+            loading = _Loading(request, description, agreement.rank, agreement.size)
 
     def read() -> None:
         assert loading is not None, "it was planned"
@@ -163,15 +160,8 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
         )
 
     try:
-        agreement.on_first("choose a checkpoint", choose)
-        asked = [
-            each.decode() for each in agreement.together("receive its description", exchange.ending_on_failure(receive))
-        ]
-        for rank, each in enumerate(asked):
-            if each != asked[0]:
-                raise CheckpointError(
-                    f"expected all ranks to load the same step, got {asked[0]} on rank 0 and {each} on rank {rank}"
-                )
+        agreement.on_first("read its description", describe)
+        agreement.together("receive its description", exchange.ending_on_failure(receive))
         agreement.together("plan what to read", plan)
         agreement.together("read", read)
         agreement.together("load", lambda: loading.finish() if loading is not None else None)
@@ -184,7 +174,7 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
     return loading.loaded()
 
 
-def _read_descriptions(directory: Path) -> _Chosen:
+def _read_description(directory: Path) -> _Description:
     manifest = read_manifest(directory)
     damaged = find_missing(directory, manifest.files)
     if damaged:
@@ -202,23 +192,23 @@ def _read_descriptions(directory: Path) -> _Chosen:
         # What is large is verified as it is read, and whole tensors are another program's to read.
         if not entry.name.endswith((DATA_SUFFIX, ".safetensors")):
             read_file(directory, entry)
-    return _Chosen(str(directory), encode_manifest(manifest), tuple(ranks))
+    return _Description(encode_manifest(manifest), tuple(ranks))
 
 
 class _Loading:
     """One rank's part of a load."""
 
-    def __init__(self, request: LoadRequest, chosen: _Chosen, rank: int, num_ranks: int) -> None:
-        manifest = decode_manifest(chosen.manifest, name=MANIFEST_NAME)
+    def __init__(self, request: LoadRequest, description: _Description, rank: int, num_ranks: int) -> None:
+        manifest = decode_manifest(description.manifest, name=MANIFEST_NAME)
         self._manifest = manifest
         self._ranks = [
-            decode_rank_file(encoded, name=rank_file_name(number)) for number, encoded in enumerate(chosen.ranks)
+            decode_rank_file(encoded, name=rank_file_name(number)) for number, encoded in enumerate(description.ranks)
         ]
         self._request = request
         self._rank = rank
         self._num_ranks = num_ranks
         entries: dict[str, FileEntry] = {entry.name: entry for entry in manifest.files}
-        self.files = DataFiles.of(Path(chosen.directory), [entries[each.data_file] for each in self._ranks])
+        self.files = DataFiles.of(request.directory, [entries[each.data_file] for each in self._ranks])
         self.num_bytes_read = 0
         shared_into, local_into = _split(request.into, manifest)
         if isinstance(shared_into, Mapping):

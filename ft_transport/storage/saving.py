@@ -124,6 +124,7 @@ class Saver:
         timeout_s: For the writer's answers; for files, as long again as they take at 1 MiB/s.
         visible_s: How long a directory may take to be seen by all ranks.
         max_attempts: How often a save is tried.
+        after_commit: Called on the first rank with the step of a checkpoint that is complete, before any rank is told.
         consolidated: Path of the part of the state that also goes to consolidated files.
     """
 
@@ -137,6 +138,7 @@ class Saver:
         timeout_s: float,
         visible_s: float,
         max_attempts: int,
+        after_commit: Callable[[int], None],
         consolidated: str | None = None,
     ) -> None:
         self._agreement = agreement
@@ -146,6 +148,7 @@ class Saver:
         self._timeout_s = timeout_s
         self._visible_s = visible_s
         self._max_attempts = max_attempts
+        self._after_commit = after_commit
         self._consolidated = consolidated
         self._plan_key: tuple[object, ...] | None = None
         self._assigned = _Assigned(Share(), False)
@@ -397,6 +400,7 @@ class Saver:
             )
         )
         self._directory.commit(request.step, place.marker)
+        self._after_commit(request.step)
 
     def _clean_up(self, step: int) -> None:
         """What was written of a failed attempt is in nobody's way, but takes room."""

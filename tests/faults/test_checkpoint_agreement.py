@@ -114,9 +114,32 @@ def test_what_ranks_are_told_differently_is_named_at_once(ran: Any) -> None:
         assert f"expected the same {name} on all ranks" in error["text"]
     refused = _the_same([each["refused"] for each in seen])
     assert "expected a whole number as keep, got str 'x'" in refused["text"]
-    error = _the_same([each["load"] for each in seen])
-    assert "expected all ranks to load the same step, got 2 on rank 0 and 1 on rank 1" in error["text"]
     assert [each["is_loaded"] for each in seen] == [True] * _NUM_RANKS
+
+
+@pytest.mark.parametrize(("call", "name"), [("verify", "step"), ("load", "step"), ("prune", "keep")])
+def test_arguments_that_differ_between_ranks_are_refused_on_all(ran: Any, call: str, name: str) -> None:
+    """Rank 0 asks for the sound step 2, the others for step 1, which is damaged."""
+    seen = ran("differing_settings")
+    error = _the_same([each[call] for each in seen])
+    assert error["type"] == "ConfigurationError"
+    assert f"expected the same {name} on all ranks, got 2 on rank 0 and 1 on rank 1" in error["text"]
+    assert [each["steps"] for each in seen] == [[1, 2]] * _NUM_RANKS
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [("refused step", "expected a step, or 'latest', got 'first'"), ("refused keep", "keep of at least 1, got 0")],
+)
+def test_an_argument_that_one_rank_cannot_use_is_refused_on_all(ran: Any, case: str, expected: str) -> None:
+    error = _the_same([each[case] for each in ran("differing_settings")])
+    assert (error["type"], error["text"].startswith("rank 1, compare the arguments: ")) == ("ConfigurationError", True)
+    assert expected in error["text"]
+
+
+def test_checkpoints_that_are_not_kept_are_gone_on_every_rank_when_its_handle_is_done(ran: Any) -> None:
+    for report in ran("differing_settings"):
+        assert report["kept"] == [["step-1"], ["step-2"], ["step-3"]]
 
 
 # --------------------------------------------------------------------------------------------- classified differently

@@ -152,9 +152,13 @@ def test_removing_and_clearing(directory: CheckpointDirectory) -> None:
         save(directory, step, str(step))
     make(directory.root / "step-2.replaced", "older")
     make(directory.root / "step-9.incomplete", "torn")
-    directory.remove(2)
+    retired = directory.retire(2)
     assert contents(directory) == {1: "1", 3: "3"}
-    directory.remove(2)
+    assert names_in(directory.root) >= {"step-2.deleted", "step-2.deleted-1"} == {path.name for path in retired}
+    for _ in range(2):
+        directory.delete(retired)
+    assert directory.retire(2) == []
+    assert names_in(directory.root) == {"step-1", "step-3", "step-9.incomplete"}
     directory.clear()
     assert names_in(directory.root) == set()
 
@@ -163,7 +167,7 @@ def test_a_name_of_what_is_being_deleted_is_not_taken_twice(directory: Checkpoin
     """A deletion that was interrupted, and then the same step again."""
     make(directory.root / "step-1.deleted", "torn", is_complete=False)
     save(directory, 1, "a")
-    directory.remove(1)
+    directory.delete(directory.retire(1))
     assert directory.steps() == []
     assert names_in(directory.root) == {"step-1.deleted"}
 
