@@ -195,5 +195,5 @@ def judge(group: Group) -> list[Verdict]:
 
 
 BENCHMARK: Final = Benchmark(
-    name="checkpoint", run=run, states=CHECKPOINT_STATE_NAMES, default=Size(scale=0.25, num_samples=1)
+    name="checkpoint", run=run, states=CHECKPOINT_STATE_NAMES, default=Size(scale=0.15, num_samples=1)
 )

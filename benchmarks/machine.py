@@ -23,6 +23,11 @@ _QUIET_SHARE: Final = 0.05
 _QUIET_WINDOW_S: Final = 0.25
 _NUM_QUIET_WINDOWS: Final = 4
 _SPARE_BYTES: Final = 1 << 30
+# From malloc.h.
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_MAX_INT: Final = (1 << 31) - 1
+_MAX_MMAP_THRESHOLD_BYTES: Final = 32 << 20
 _SHORTEST_WINDOW_S: Final = 0.1
 """The kernel counts in ticks of 10 ms: over less than this, one foreign tick would look like a busy machine."""
 
@@ -125,6 +130,18 @@ def return_free_memory() -> None:
     """Makes the allocator give back what it holds free, where it can be asked to (glibc)."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_free_memory() -> None:
+    """Makes the allocator keep what is freed, where it can be told to (glibc).
+
+    It would else return the temporaries of a large optimizer step to the kernel, or not, by which small block happens
+    to lie above them; the page faults then take as long as the step.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_TRIM_THRESHOLD, _MAX_INT)
+        mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD_BYTES)
 
 
 def back_free_memory(num_bytes: int) -> None:

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from benchmarks.machine import keep_free_memory
 from benchmarks.replicas.managers import VARIANTS, Loop
 from benchmarks.replicas.processes import Channel
 from benchmarks.replicas.training import Model, Training
@@ -52,6 +53,7 @@ class Plan:
 def step_replica(channel: Channel, variant: str, name: str, lighthouse: str, plan: Plan) -> None:
     """Says `READY`, waits for a word, steps, says the times of the steps that count, and waits for its end."""
     torch.set_num_threads(plan.num_threads)
+    keep_free_memory()
     training = Training(plan.model)
     loop = VARIANTS[variant].make(training, name, lighthouse)
     channel.say(READY)
