@@ -372,7 +372,7 @@ class Manager(QuorumParticipant):
         return decision.participating_rank is not None
 
     def replica_id(self) -> str:
-        """Return the name of this start of the replica: the configured one and a random part.
+        """Return the name of this replica among those that live: the configured one and a random part.
 
         Raises:
             QuorumError: It cannot join the job.

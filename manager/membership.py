@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
@@ -28,6 +29,7 @@ from manager.process_group import GlooProcessGroup, ReplicaProcessGroup
 from manager.quorum import Decision, Member, Rules, decide
 from manager.reconfigurable_group import Reconfigurable, ReconfigurableGroup
 from manager.replica_group import Incarnation, RankReport, ReplicaGroup, own_store, report_of_group
+from manager.replica_ids import ReplicaId, give_back_id, take_id
 from manager.stores import StoreConnection, StoreConnections
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class Membership:
         process_group: What runs the collectives; ``None`` for gloo.
 
     Attributes:
-        replica_id: Unique to this start of the replica; ``name:`` and a random part.
+        replica_id: ``name:`` and a random part. Unique among those that live (`replica_ids`).
 
     Raises:
         QuorumError: The Lighthouse or the replica's store cannot be reached.
@@ -72,6 +74,8 @@ class Membership:
         self._known_namesakes: set[str] = set()
         self._session: LighthouseSession | None = None
         self._incarnation: Incarnation | None = None
+        self._own_id: ReplicaId | None = None
+        self._is_asking = False
         # A store in this process lives as long as it is referred to.
         self._own_store: TCPStore | None = None
         try:
@@ -93,9 +97,14 @@ class Membership:
     def _start(self, config: ManagerConfig) -> None:
         assert config.world_size is not None, "the environment has been asked"
         store, self._store_address = self._find_store()
-        self.replica_id = f"{config.replica_id or NAMELESS}:{uuid.uuid4()}"
+        name = config.replica_id or NAMELESS
+        lighthouse = self._find_lighthouse(config) if self.group_rank == 0 else ""
         prefix = ""
-        if config.world_size > 1:
+        if config.world_size == 1:
+            self._own_id = take_id(lighthouse, name)
+            self.replica_id, self._num_groups = self._own_id.replica_id, self._own_id.num_groups
+        else:
+            self.replica_id = f"{name}:{uuid.uuid4()}"
             self._incarnation = Incarnation(store, self.group_rank, self.replica_id, config.timeout)
             self.replica_id, prefix = self._incarnation.replica_id, self._incarnation.prefix
         self._group = ReplicaGroup(store if config.world_size > 1 else None, prefix, self.group_rank, config.world_size)
@@ -107,11 +116,6 @@ class Membership:
                     self.replica_id,
                     LIGHTHOUSE_ENV,
                 )
-            lighthouse = config.lighthouse_addr or embedded_lighthouse(
-                min_replicas=config.min_replica_size,
-                heartbeat_timeout=config.heartbeat_timeout,
-                join_timeout=config.timeout + config.connect_timeout,
-            )
             self._session = LighthouseSession(
                 lighthouse,
                 self.replica_id,
@@ -120,6 +124,13 @@ class Membership:
                 heartbeat_timeout=config.heartbeat_timeout,
             )
             logger.info("replica %s: takes part in the quorum of %s", self.replica_id, lighthouse)
+
+    def _find_lighthouse(self, config: ManagerConfig) -> str:
+        return config.lighthouse_addr or embedded_lighthouse(
+            min_replicas=config.min_replica_size,
+            heartbeat_timeout=config.heartbeat_timeout,
+            join_timeout=config.timeout + config.connect_timeout,
+        )
 
     def decide(
         self,
@@ -174,6 +185,7 @@ class Membership:
             try:
                 reports = self._group.gather("quorum", report, deadline.cap(gathering))
                 whole = report_of_group(reports)
+                self._is_asking = True
                 members = self._session.quorum(
                     Member(
                         replica_id=self.replica_id,
@@ -194,6 +206,7 @@ class Membership:
                     shrink_only=shrink_only,
                     num_retries=self._config.quorum_retries,
                 )
+                self._is_asking = False
             except QuorumError as error:
                 self._group.publish_failure(error)
                 raise
@@ -347,6 +360,10 @@ class Membership:
             self._is_closed = True
             self._held = ""
         self._process_group.shutdown()
+        own_id, self._own_id = self._own_id, None
+        # A request without an answer may yet be answered, in the name of the next one.
+        if own_id is not None and not self._is_asking:
+            give_back_id(replace(own_id, num_groups=self._num_groups))
         if self._incarnation is not None:
             self._incarnation.close()
         self._stores.close()

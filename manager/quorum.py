@@ -41,7 +41,7 @@ class Member:
     """What one replica says of itself when it asks for a quorum.
 
     Attributes:
-        replica_id: Unique to this start of the replica.
+        replica_id: Unique among the replicas that live.
         step: The committed step that it holds, or `NO_WHOLE_STATE`.
         lineage: Names the history of that step; empty before the first commit.
         store_address: ``host:port`` of the store where its process groups may meet.

@@ -241,6 +241,7 @@ def test_torchfts_wrappers_of_an_attached_optimizer_are_warned_of_without_their_
         model = nn.Linear(2, 2)
         inner, outer = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
         manager.register("model", model)
+        manager.register("inner", inner)
         wrapper: Any = (
             LocalSGD(manager, model, inner, sync_every=1)
             if kind == "LocalSGD"
