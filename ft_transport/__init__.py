@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from ft_transport.tensors.matching import Incoming, Mismatch
     from ft_transport.tensors.placements import spans_ranks
     from ft_transport.tensors.snapshot import HeldState
-    from ft_transport.tensors.state_digest import state_digest
+    from ft_transport.tensors.state_digest import TensorDigests, state_digest
     from ft_transport.transport import HTTPTransport
     from ft_transport.weight_receiver import WeightReceiver
 else:
@@ -97,7 +97,7 @@ else:
             "ft_transport.tensors.matching": ("Incoming", "Mismatch"),
             "ft_transport.tensors.placements": ("spans_ranks",),
             "ft_transport.tensors.snapshot": ("HeldState",),
-            "ft_transport.tensors.state_digest": ("state_digest",),
+            "ft_transport.tensors.state_digest": ("TensorDigests", "state_digest"),
             "ft_transport.transport": ("HTTPTransport",),
             "ft_transport.weight_receiver": ("WeightReceiver",),
         },
@@ -159,6 +159,7 @@ __all__ = [
     "StepNotServedError",
     "StoreHealth",
     "StoreSettings",
+    "TensorDigests",
     "TransportError",
     "TransportSettings",
     "UnsupportedLeafError",

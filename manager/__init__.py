@@ -17,6 +17,7 @@ from manager.errors import (
     RecoveryFailedError,
     RegistryError,
     ReportedError,
+    StatesDivergedError,
     StateTornError,
 )
 
@@ -76,6 +77,7 @@ __all__ = [
     "ReportedError",
     "StateManager",
     "StateTornError",
+    "StatesDivergedError",
     "WorldSizeMode",
     "embedded_lighthouse",
     "guard_diloco",

@@ -74,6 +74,7 @@ class TorchftKeywords(TypedDict, total=False):
     init_sync: bool
     max_retries: int | None
     quorum_retries: int
+    compare_every: int | None
 
 
 def named_arguments(
@@ -136,6 +137,9 @@ class ManagerConfig:
         quorum_retries: How often a quorum that timed out is asked for again. One that failed because the Lighthouse
             could not be reached is asked for again until ``quorum_timeout`` in any case. ``TORCHFT_QUORUM_RETRIES``.
         max_heal_attempts: After as many failed rounds of healing in a row, each over all sources, the replica gives up.
+        compare_every: Replicas compare digests of what their optimizers change at every step that this divides. One
+            that differs from most heals; without a majority all of them stop. Each comparison reads that memory once,
+            in the background (about 0.1 s for each GB on one core), and the optimizer waits for it. ``None`` for never.
         verify_heal: Whether the state after healing is compared with the source's, every bit of it.
     """
 
@@ -159,6 +163,7 @@ class ManagerConfig:
     quorum_retries: int = 0
     max_heal_attempts: int = 3
     verify_heal: bool = True
+    compare_every: int | None = None
 
     def __post_init__(self) -> None:
         for name in _DURATIONS:
@@ -166,9 +171,10 @@ class ManagerConfig:
         _check_number("min_replica_size", self.min_replica_size, 1)
         _check_number("quorum_retries", self.quorum_retries, 0)
         _check_number("max_heal_attempts", self.max_heal_attempts, 1)
-        for name in ("rank", "max_retries", "world_size", "store_port"):
+        for name in ("rank", "max_retries", "world_size", "store_port", "compare_every"):
             if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), 1 if name in {"world_size", "store_port"} else 0)
+                at_least = 1 if name in {"world_size", "store_port", "compare_every"} else 0
+                _check_number(name, getattr(self, name), at_least)
         mode = str(getattr(self.world_size_mode, "name", None))
         if mode not in WorldSizeMode.__members__:
             raise ConfigError(f"expected a WorldSizeMode as world_size_mode, got {self.world_size_mode!r}")

@@ -8,7 +8,8 @@
     ├── StateTornError      the replica holds part of a state and must not step
     ├── ConfigError         (also a ValueError) a setting cannot work, alone or beside another one
     ├── QuorumError         the replicas could not be brought together
-    │   └── LighthouseUnavailableError   torchft is not installed, or the Lighthouse does not answer
+    │   ├── LighthouseUnavailableError   torchft is not installed, or the Lighthouse does not answer
+    │   └── StatesDivergedError          replicas hold different states of one step, and no majority agrees
     ├── RecoveryFailedError no live peer and no checkpoint has a state to recover
     ├── HealFailedError     the replica could not be healed, however often it was tried
     ├── ReportedError       (never raised) what spoiled a step, as Manager.errored returns it
@@ -26,6 +27,7 @@ from typing import Literal
 
 Kind = Literal["read", "write"]
 
+_MAX_SHOWN = 5
 _DOING: dict[Kind, str] = {"read": "reading", "write": "writing"}
 
 
@@ -180,6 +182,36 @@ class QuorumError(ManagerError):
 
 class LighthouseUnavailableError(QuorumError):
     """torchft is not installed, or the Lighthouse does not answer."""
+
+
+class StatesDivergedError(QuorumError):
+    """Replicas hold different states of one step, and no majority agrees on one.
+
+    Attributes:
+        step: The committed step.
+        replicas: Those that were compared.
+        tensors: Paths of the tensors that differ, as far as the replicas could tell each other.
+        store_address: Of the store at which they tell each other.
+    """
+
+    def __init__(
+        self, *, step: int, replicas: tuple[str, ...], store_address: str, tensors: tuple[str, ...] = ()
+    ) -> None:
+        """Keep the fields; see the class."""
+        super().__init__()
+        self.step = step
+        self.replicas = replicas
+        self.store_address = store_address
+        self.tensors = tensors
+
+    def __str__(self) -> str:
+        """Name the tensors."""
+        shown = ", ".join(self.tensors[:_MAX_SHOWN]) or "some tensors"
+        more = f" and {len(self.tensors) - _MAX_SHOWN} more" if len(self.tensors) > _MAX_SHOWN else ""
+        return (
+            f"expected the same state of step {self.step} on {list(self.replicas)}, and no majority of them agrees: "
+            f"{shown}{more} differ; load a durable checkpoint from before"
+        )
 
 
 class RecoveryFailedError(ManagerError):

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from manager.deadline import Deadline
+from manager.divergence import Claim
 from manager.errors import LighthouseUnavailableError, QuorumError
 from manager.heartbeat import Heartbeat
 from manager.lighthouse_status import read_status
@@ -56,6 +57,7 @@ class _MemberData(msgspec.Struct, frozen=True):
     announced_to: tuple[str, ...]
     rules: tuple[str, ...]
     is_irregular: bool
+    claim: Claim
     process: str = ""
 
 
@@ -286,6 +288,7 @@ class LighthouseSession:
                     rules=member.rules,
                     is_irregular=member.is_irregular,
                     process=f"{os.getpid()} on {socket.gethostname()}",
+                    claim=member.claim,
                 )
             ),
         )
@@ -329,4 +332,5 @@ def _member_of(participant: Any) -> Member:
         rules=data.rules,
         is_irregular=data.is_irregular,
         process=data.process,
+        claim=data.claim,
     )

@@ -171,6 +171,7 @@ class Manager(QuorumParticipant):
             min_replica_size=self._config.min_replica_size,
             world_size_mode=self._config.world_size_mode,
             init_sync=self._config.init_sync,
+            compare_every=self._config.compare_every,
         )
         request = Request(
             rules=rules,
@@ -418,10 +419,6 @@ class Manager(QuorumParticipant):
                 step=self._step,
                 reason=f"the step was committed, and {type(optimizer).__name__} did not make it: {said(error)}",
             )
-
-    def _note_replaced(self) -> None:
-        super()._note_replaced()
-        self._irregularity = ""
 
     # ------------------------------------------------------------------------- what torchft's classes read besides
 

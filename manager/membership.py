@@ -22,7 +22,8 @@ from torch.distributed import AllreduceOptions, TCPStore  # type: ignore[attr-de
 
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig
 from manager.deadline import Deadline
-from manager.errors import QuorumError
+from manager.divergence import Claim
+from manager.errors import QuorumError, StatesDivergedError
 from manager.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse, name_of
 from manager.meeting import meet, nobody_listens
 from manager.process_group import GlooProcessGroup, ReplicaProcessGroup
@@ -141,6 +142,7 @@ class Membership:
         can_serve: bool,
         may_heal: bool,
         is_irregular: bool,
+        claim: Claim,
         announced_to: frozenset[str],
         num_failed_heals: int,
         deadline: Deadline,
@@ -155,6 +157,7 @@ class Membership:
             can_serve: See ``quorum.Member``.
             may_heal: See ``quorum.Member``; the replica heals only if all of its ranks may.
             is_irregular: See ``quorum.Member``.
+            claim: See ``quorum.Member``.
             announced_to: See ``quorum.Member``.
             num_failed_heals: See ``quorum.decide``.
             deadline: For everything. Without one each wait has a timeout of the configuration.
@@ -172,6 +175,7 @@ class Membership:
             can_serve=can_serve,
             may_heal=may_heal,
             is_irregular=is_irregular,
+            claim=claim,
         )
         # A rank that is just leaving a failed collective comes later by as much.
         gathering = self._config.timeout + self._config.connect_timeout
@@ -200,6 +204,7 @@ class Membership:
                         announced_to=announced_to,
                         rules=rules.told(),
                         is_irregular=whole.is_irregular,
+                        claim=whole.claim,
                     ),
                     timeout=self._config.quorum_timeout,
                     deadline=deadline,
@@ -230,6 +235,26 @@ class Membership:
                     name,
                     member.process or f"at {member.addresses[0]}",
                 )
+
+    def differing_tensors(self, error: StatesDivergedError, table: dict[str, int]) -> tuple[str, ...]:
+        """Tell the other replicas the digest of each tensor, and return the paths of those that differ.
+
+        Args:
+            error: Which replicas differ; all of them call this.
+            table: Digests by path, of this rank.
+        """
+        prefix = f"{_PREFIX}/diverged/{error.step}/{self.group_rank}"
+        store = self._stores.at_address(error.store_address)
+        timeout = self._config.connect_timeout
+        try:
+            store.set(f"{prefix}/{self.replica_id}", msgspec.json.encode(table), timeout)
+            told = store.get([f"{prefix}/{replica}" for replica in error.replicas], timeout)
+        except QuorumError as unanswered:
+            logger.warning("replica %s: which tensors differ is not known: %s", self.replica_id, unanswered)
+            return ()
+        tables = [msgspec.json.decode(each, type=dict[str, int]) for each in told or ()]
+        paths = dict.fromkeys(path for each in tables for path in each)
+        return tuple(path for path in paths if len({each.get(path) for each in tables}) > 1)
 
     def set_up(self, decision: Decision, deadline: Deadline) -> float:
         """Meet the members of the process group, if this rank does not hold it already.

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, TypeAlias
 
-from manager.errors import QuorumError
+from manager.divergence import Claim, Divergence, find_divergence
+from manager.errors import QuorumError, StatesDivergedError
 
 NO_WHOLE_STATE: Final = -1
 """The step of a member that holds part of a state: behind everybody."""
@@ -54,6 +55,7 @@ class Member:
         rules: What it says of `Rules`; the same on all members.
         is_irregular: Its optimizers did not each make one step for the last commit.
         process: Its process and host; for messages.
+        claim: What it says of the last state that was to be compared.
     """
 
     replica_id: str
@@ -69,6 +71,7 @@ class Member:
     rules: tuple[str, ...] = ()
     is_irregular: bool = False
     process: str = ""
+    claim: Claim = field(default_factory=Claim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,7 @@ class Decision:
         num_participants: How many replicas contribute.
         participating_rank: The replica's rank among them; ``None`` if it contributes zeros or stands by.
         role: What it has to do before it trains.
+        divergence: Replicas whose state was compared, and differs from that of most.
     """
 
     step: int
@@ -138,6 +142,7 @@ class Decision:
     num_participants: int
     participating_rank: int | None
     role: Role
+    divergence: Divergence | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,11 +153,13 @@ class Rules:
         min_replica_size: Fewer replicas than this do not commit.
         world_size_mode: See `WorldSizeMode`.
         init_sync: At step 0 the others take the state of one replica.
+        compare_every: States of the steps that it divides are compared.
     """
 
     min_replica_size: int
     world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
     init_sync: bool = True
+    compare_every: int | None = None
 
     def told(self) -> tuple[str, ...]:
         """Return the rules as members tell them to each other, each by its name."""
@@ -160,6 +167,7 @@ class Rules:
             f"min_replica_size={self.min_replica_size}",
             f"world_size_mode={self.world_size_mode.name}",
             f"init_sync={self.init_sync}",
+            f"compare_every={self.compare_every}",
         )
 
 
@@ -187,10 +195,19 @@ def decide(
 
     Raises:
         QuorumError: The replica is no member, the members do not belong together, or none of them holds a state.
+        StatesDivergedError: Their states differ, and no majority agrees.
     """
     ordered = sorted(members, key=lambda member: member.replica_id)
     _check(ordered, own_id)
-    target = _choose_target(ordered, rules)
+    divergence = find_divergence({member.replica_id: member.claim for member in ordered})
+    if divergence is not None and not divergence.has_majority:
+        raise StatesDivergedError(
+            step=divergence.step,
+            replicas=tuple(sorted(divergence.replicas)),
+            store_address=next(each.store_address for each in ordered if each.replica_id in divergence.replicas),
+        )
+    sound = [member for member in ordered if divergence is None or member.replica_id not in divergence.replicas]
+    target = _choose_target(sound, rules)
     holding = {member.replica_id for member in target.holders}
     sources = {
         member.replica_id: _sources(member, target.holders) for member in ordered if member.replica_id not in holding
@@ -225,6 +242,7 @@ def decide(
         num_participants=num_participants,
         participating_rank=rank if rank is not None and rank < num_participants else None,
         role=role,
+        divergence=divergence,
     )
 
 

@@ -6,19 +6,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from manager import events
+from manager.comparison import StateComparison
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig
 from manager.deadline import Deadline
-from manager.errors import ManagerError, QuorumError, ReportedError
+from manager.divergence import Claim
+from manager.errors import ManagerError, QuorumError, ReportedError, StatesDivergedError
 from manager.healing import Healer
 from manager.managed_work import ManagedWork
 from manager.membership import Membership, group_number
@@ -131,6 +133,9 @@ class QuorumParticipant(StateManager):
         self._error_mutex = threading.Lock()
         self._is_settled = False
         self._irregularity = ""
+        self._comparison: StateComparison | None = None
+        if self._keeper is not None:
+            self._comparison = StateComparison(lock=self._lock, keeper=self._keeper, state=self.replica_state)
         self._checked_registration: tuple[int, ...] = ()
         self._announced_to: frozenset[str] = frozenset()
         self._healer = self._new_healer()
@@ -159,6 +164,8 @@ class QuorumParticipant(StateManager):
         with ExitStack() as closing:
             closing.callback(super()._shut_down, wait)
             closing.callback(self._stall_watch.close)
+            if self._comparison is not None:
+                closing.callback(self._comparison.close)
             if self._executor is not None:
                 closing.callback(self._executor.shutdown, wait=wait)
             if self._membership is not None:
@@ -371,6 +378,7 @@ class QuorumParticipant(StateManager):
         start_s = time.monotonic()
         membership = self._joined()
         with (
+            self._naming_differences(),
             self._stall_watch.waiting(
                 f"{self._name()}: waiting for a quorum", missing=membership.missing, thread_id=self._training_thread
             ),
@@ -383,12 +391,14 @@ class QuorumParticipant(StateManager):
                 can_serve=can_serve,
                 may_heal=request.may_heal and is_waiting,
                 is_irregular=bool(self._irregularity),
+                claim=self._comparison.claim(request.deadline.cap(self._timeout)) if self._comparison else Claim(),
                 announced_to=self._announced_to,
                 num_failed_heals=self._healer.num_failures,
                 deadline=request.deadline,
                 shrink_only=request.shrink_only,
             )
         self._announced_to = frozenset()
+        self._tell_divergence(decision)
         logger.debug(
             "%s: quorum of %d for step %d after %.1f ms: %s",
             self._name(),
@@ -398,6 +408,53 @@ class QuorumParticipant(StateManager):
             decision,
         )
         return decision
+
+    @contextmanager
+    def _naming_differences(self) -> Iterator[None]:
+        try:
+            yield
+        except StatesDivergedError as error:
+            table = self._comparison.table(self._timeout) if self._comparison is not None else None
+            error.tensors = self._joined().differing_tensors(error, table or {})
+            logger.error("%s: %s", self._name(), error)
+            raise
+
+    def _tell_divergence(self, decision: Decision) -> None:
+        divergence = decision.divergence
+        if divergence is None:
+            return
+        own = self._joined().replica_id
+        logger.error(
+            "%s: the state of %s at step %d differs from that of most replicas; %s",
+            self._name(),
+            sorted(divergence.replicas),
+            divergence.step,
+            "this replica heals" if own in divergence.replicas else "it takes no part before it has healed",
+        )
+
+    def compare_replicas(self) -> None:
+        """Compare the states of all replicas at the next step boundary, once; as with ``compare_every``.
+
+        All replicas call this in the same step. The next `start_quorum` digests what attached optimizers change, and
+        the one after it compares: a replica that differs from most heals, and without a majority all of them raise
+        ``StatesDivergedError``.
+        """
+        self._joined()
+        if self._comparison is not None:
+            self._comparison.is_wanted = True
+
+    def _begin_step(self, step: int, *, hold: bool = False) -> bool:
+        is_kept = super()._begin_step(step, hold=hold)
+        comparison, every = self._comparison, self._config.compare_every
+        if comparison is not None and (comparison.is_wanted or (every is not None and step > 0 and step % every == 0)):
+            comparison.begin(step, self._lineage, self._attached_optimizers())
+        return is_kept
+
+    def _note_replaced(self) -> None:
+        super()._note_replaced()
+        self._irregularity = ""
+        if self._comparison is not None:
+            self._comparison.forget()
 
     def _request_snapshot(self, role: UpToDate) -> None:
         """Let a snapshot be taken: at this boundary if it has not passed, or else at the next."""

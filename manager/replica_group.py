@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final
 
@@ -20,6 +21,7 @@ import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, undeclared
 
 from manager.deadline import Deadline
+from manager.divergence import Claim
 from manager.errors import QuorumError
 from manager.quorum import NO_WHOLE_STATE
 from manager.stores import StoreConnection
@@ -46,6 +48,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
         can_serve: Whether it can take a snapshot of the step boundary that it is at.
         may_heal: Whether it waits for the quorum, and heals if the replica is behind.
         is_irregular: Its optimizers did not each make one step for the last commit.
+        claim: What it says of the last state that was to be compared.
         refusals: Why it does not want to commit.
     """
 
@@ -57,6 +60,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     can_serve: bool = True
     may_heal: bool = True
     is_irregular: bool = False
+    claim: Claim = msgspec.field(default_factory=Claim)
     refusals: tuple[str, ...] = ()
 
 
@@ -257,4 +261,11 @@ def report_of_group(reports: Sequence[RankReport]) -> RankReport:
         can_serve=all(report.can_serve for report in reports),
         may_heal=all(report.may_heal for report in reports),
         is_irregular=is_irregular,
+        claim=_claim_of_group([report.claim for report in reports]),
     )
+
+
+def _claim_of_group(claims: Sequence[Claim]) -> Claim:
+    if len({(claim.step, claim.lineage) for claim in claims}) > 1:
+        return Claim()
+    return replace(claims[0], digest="-".join(claim.digest for claim in claims))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import torch
 
@@ -31,9 +33,57 @@ def state_digest(state: object) -> int:
     blocks = flat.blocks
     for name, dtype, shape, source in zip(blocks.names, blocks.dtypes, blocks.shapes, blocks.sources, strict=True):
         hasher.update(f"{name}\0{dtype}\0{tuple(shape)}\0".encode())
-        if source.nbytes:
-            host = source.detach().view(carrier_of(source.dtype)).cpu().contiguous()
-            # A single element may have any stride, which the view as bytes does not take.
-            flat_host = host.as_strided((host.numel(),), (1,))
-            hasher.update(flat_host.view(torch.uint8).numpy().data)
+        _update(hasher, source)
     return hasher.intdigest()
+
+
+class TensorDigests:
+    """The digest of each of some tensors of a state, computed later and on any thread.
+
+    Args:
+        state: Any nesting of supported kinds. Looked at here, on the thread that owns it.
+        chosen: Says which tensors count. The caller keeps these from changing until `compute` has returned.
+
+    Raises:
+        SnapshotError: The state cannot be looked at.
+    """
+
+    def __init__(self, state: object, chosen: Callable[[torch.Tensor], bool]) -> None:
+        blocks = flatten(state).blocks
+        self._chosen = [
+            (f"{name} {dtype}{list(shape)}", source)
+            for name, dtype, shape, source in zip(
+                blocks.names, blocks.dtypes, blocks.shapes, blocks.sources, strict=True
+            )
+            if chosen(source)
+        ]
+        # Work that is queued on a device comes before what is read of it.
+        self._events = [
+            _event_on(device) for device in {source.device for _, source in self._chosen} if device.type != "cpu"
+        ]
+
+    def compute(self) -> dict[str, int]:
+        """Return the xxh3-64 digest of each tensor by its path, dtype and shape. Called once."""
+        for event in self._events:
+            event.synchronize()
+        chosen, self._chosen = self._chosen, []
+        digests = {}
+        for name, source in chosen:
+            hasher = Hasher()
+            _update(hasher, source)
+            digests[name] = hasher.intdigest()
+        return digests
+
+
+def _event_on(device: torch.device) -> torch.Event:
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def _update(hasher: Hasher, source: torch.Tensor) -> None:
+    if source.nbytes:
+        host = source.detach().view(carrier_of(source.dtype)).cpu().contiguous()
+        # A single element may have any stride, which the view as bytes does not take.
+        flat_host = host.as_strided((host.numel(),), (1,))
+        hasher.update(flat_host.view(torch.uint8).numpy().data)

@@ -1,0 +1,110 @@
+"""A digest of what optimizers change, at a step boundary, to be compared with the other replicas'.
+
+The tensors are read in the background while forward and backward run; a read section keeps the optimizers from changing
+them until then. Reading takes as long as the memory allows (about 0.1 s for each GB on one core), once for each
+comparison; a step that computes for longer than that does not wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Final
+
+from torch.optim import Optimizer
+
+from ft_transport import TensorDigests, TransportError
+from manager.boundary_keeper import BoundaryKeeper
+from manager.divergence import Claim
+from manager.errors import LockTimeoutError, ManagerError
+from manager.guarded_memory import belongs_to, memory_at, parameters_of
+from manager.rwlock import Section, StateLock
+
+logger = logging.getLogger(__name__)
+
+_BOUNDARY_PATIENCE: Final = timedelta(milliseconds=100)
+
+
+class StateComparison:
+    """Digests a replica's state at the boundaries that are to be compared. Belongs to the training thread.
+
+    Args:
+        lock: The lock around the state.
+        keeper: Knows what only optimizers and write sections change; nothing else is compared.
+        state: Calls the state functions.
+    """
+
+    def __init__(self, *, lock: StateLock, keeper: BoundaryKeeper, state: Callable[[], object]) -> None:
+        self._lock = lock
+        self._keeper = keeper
+        self._state = state
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: tuple[int, str, Future[dict[str, int]]] | None = None
+        self.is_wanted = False
+        """Whether the next boundary is to be compared whatever its number."""
+
+    def begin(self, step: int, lineage: str, optimizers: Sequence[Optimizer]) -> None:
+        """Begin to digest the state of this boundary. What cannot be digested is logged, and not compared."""
+        self.is_wanted = False
+        section: Section | None = None
+        try:
+            if self._lock.write_owned():
+                return
+            section = self._lock.acquire_read(f"comparing step {step}", _BOUNDARY_PATIENCE, detached=True)
+            state = self._state()
+            guarded = self._keeper.guarded(optimizers) | self._keeper.stable(state)
+            check = self._keeper.watch([each for each in parameters_of(optimizers) if memory_at(each) in guarded])
+            digests = TensorDigests(state, belongs_to(guarded, at_least_bytes=0))
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-compare")
+            self._pending = step, lineage, self._pool.submit(_compute, digests, check, section)
+            section = None
+        except (TransportError, ManagerError) as error:
+            level = logging.DEBUG if isinstance(error, LockTimeoutError) else logging.WARNING
+            logger.log(level, "step %d is not compared with the other replicas': %s", step, error)
+        finally:
+            if section is not None and section.is_open:
+                section.release()
+
+    def claim(self, timeout: timedelta) -> Claim:
+        """Return what this replica says of the last boundary that was digested; waits until it is."""
+        table = self.table(timeout)
+        if table is None or self._pending is None:
+            return Claim()
+        whole = hashlib.blake2b(digest_size=8)
+        for name, digest in table.items():
+            whole.update(f"{name}\0{digest}\0".encode())
+        return Claim(step=self._pending[0], lineage=self._pending[1], digest=whole.hexdigest())
+
+    def table(self, timeout: timedelta) -> dict[str, int] | None:
+        """Return the digest of each tensor by its path; ``None`` if nothing was digested."""
+        if self._pending is None:
+            return None
+        step, _, future = self._pending
+        try:
+            return future.result(timeout.total_seconds())
+        except Exception as error:
+            logger.warning("step %d is not compared with the other replicas': %s", step, error)
+            self._pending = None
+            return None
+
+    def forget(self) -> None:
+        """Say nothing of the boundary before: another state was loaded since."""
+        self._pending = None
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+
+
+def _compute(digests: TensorDigests, check: Callable[[], None], section: Section) -> dict[str, int]:
+    try:
+        computed = digests.compute()
+        check()
+        return computed
+    finally:
+        section.release()

@@ -1,0 +1,69 @@
+"""Which replicas hold another state than most, told from digests of one step: decided without I/O or clocks.
+
+Replicas that hold the same step and lineage should hold the same bits of all that optimizers change. A bit that
+flipped in memory, a library that computes differently, or a mistake of ours makes one of them differ, and nothing else
+shows it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What one replica says of the state that it held at a step boundary.
+
+    Attributes:
+        step: The committed step of that boundary; -1 if it has compared nothing yet.
+        lineage: Its lineage.
+        digest: Of all that optimizers change.
+    """
+
+    step: int = -1
+    lineage: str = ""
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """What a comparison has shown.
+
+    Attributes:
+        step: Whose states were compared.
+        replicas: Those that differ from the majority; all that were compared, if there is no majority.
+        has_majority: Whether most agree.
+    """
+
+    step: int
+    replicas: frozenset[str]
+    has_majority: bool
+
+
+def find_divergence(claims: Mapping[str, Claim]) -> Divergence | None:
+    """Compare the newest claims that belong together.
+
+    Args:
+        claims: By replica.
+
+    Returns:
+        What differs; ``None`` if nothing does, or fewer than two replicas can be compared.
+    """
+    newest = max((claim.step for claim in claims.values()), default=-1)
+    at_newest = {replica: claim for replica, claim in claims.items() if claim.step == newest >= 0}
+    histories = Counter(claim.lineage for claim in at_newest.values())
+    if not histories:
+        return None
+    # Another lineage is another state in any case, and is healed for that.
+    lineage = min(histories, key=lambda each: (-histories[each], each))
+    digests = {replica: claim.digest for replica, claim in at_newest.items() if claim.lineage == lineage}
+    numbers = Counter(digests.values())
+    if len(numbers) < 2:
+        return None
+    digest, number = numbers.most_common(1)[0]
+    if 2 * number <= len(digests):
+        return Divergence(step=newest, replicas=frozenset(digests), has_majority=False)
+    differing = frozenset(replica for replica, each in digests.items() if each != digest)
+    return Divergence(step=newest, replicas=differing, has_majority=True)

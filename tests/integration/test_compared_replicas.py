@@ -1,0 +1,146 @@
+"""Replicas compare their states: one that differs is found, named and healed; without a majority all of them stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from quorum_threads import lighthouse, make_manager, run_replicas
+
+from manager import StatesDivergedError
+
+pytest.importorskip("torchft")
+
+pytestmark = pytest.mark.usefixtures("quorum_ready")
+
+NUM_STEPS = 14
+EVERY = 4
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse() as at:
+        yield at
+
+
+class Trainer:
+    def __init__(self, address: str, name: str, **keywords: Any) -> None:
+        torch.manual_seed(3)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.manager = make_manager(address, name, **keywords)
+        self.manager.register("model", self.model)
+        self.manager.register("optimizer", self.optimizer)
+        self.manager.attach(self.optimizer)
+        self.states: dict[int, torch.Tensor] = {}
+
+    def flip(self) -> None:
+        """One bit of one number, as a bad memory module does."""
+        with torch.no_grad():
+            self.model[2].weight.view(torch.int32)[0, 17] ^= 1
+
+    def run(self, before_step: Callable[[Trainer, int], None] = lambda trainer, step: None) -> dict[int, torch.Tensor]:
+        try:
+            while self.manager.current_step() < NUM_STEPS:
+                before_step(self, self.manager.current_step())
+                self.manager.start_quorum()
+                self.manager.wait_quorum()
+                self.states[self.manager.current_step()] = torch.cat(
+                    [parameter.detach().flatten() for parameter in self.model.parameters()]
+                )
+                self.optimizer.zero_grad()
+                # Each replica's own data: the statistics of BatchNorm differ, and are not compared.
+                self.model(torch.randn(8, 4)).square().mean().backward()
+                for parameter in self.model.parameters():
+                    self.manager.allreduce(parameter.grad)
+                if self.manager.should_commit():
+                    self.optimizer.step()
+            return self.states
+        finally:
+            self.manager.shutdown()
+
+
+def flip_at(flipped_step: int) -> Callable[[Trainer, int], None]:
+    done: list[int] = []
+
+    def flip(trainer: Trainer, step: int) -> None:
+        if step == flipped_step and not done:
+            done.append(step)
+            trainer.flip()
+
+    return flip
+
+
+def run_three(address: str, **keywords: Any) -> list[dict[int, torch.Tensor]]:
+    keywords = {"min_replica_size": 2, **keywords}
+    return run_replicas(
+        Trainer(address, "replica_0", **keywords).run,
+        Trainer(address, "replica_1", **keywords).run,
+        lambda: Trainer(address, "replica_2", **keywords).run(flip_at(5)),
+    )
+
+
+def differing_steps(states: list[dict[int, torch.Tensor]]) -> list[int]:
+    common = set.intersection(*(set(each) for each in states))
+    return sorted(step for step in common if any(not torch.equal(states[0][step], each[step]) for each in states[1:]))
+
+
+def test_one_flipped_bit_is_found_named_and_healed(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    states = run_three(address, compare_every=EVERY)
+    found = differing_steps(states)
+    assert 5 in found
+    assert max(found) < 5 + EVERY, "healed within as many steps as lie between two comparisons"
+    assert NUM_STEPS - 1 in states[2]
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert any("['replica_2:" in each and "at step 8 differs" in each and "this replica heals" in each for each in told)
+
+
+def test_without_a_comparison_the_replicas_train_on_with_different_states(address: str) -> None:
+    assert NUM_STEPS - 1 in differing_steps(run_three(address))
+
+
+def test_a_single_comparison_needs_no_setting(address: str) -> None:
+    def compare(trainer: Trainer, step: int) -> None:
+        if step == 7:
+            trainer.manager.compare_replicas()
+
+    def compare_and_flip(trainer: Trainer, step: int) -> None:
+        flip(trainer, step)
+        compare(trainer, step)
+
+    flip = flip_at(5)
+    states = run_replicas(
+        lambda: Trainer(address, "replica_0", min_replica_size=2).run(compare),
+        lambda: Trainer(address, "replica_1", min_replica_size=2).run(compare),
+        lambda: Trainer(address, "replica_2", min_replica_size=2).run(compare_and_flip),
+    )
+    assert max(differing_steps(states)) in (7, 8)
+
+
+def test_without_a_majority_all_stop_and_name_the_tensors(address: str) -> None:
+    def run(name: str, before_step: Callable[[Trainer, int], None]) -> tuple[str, ...]:
+        trainer = Trainer(address, name, min_replica_size=2, compare_every=EVERY)
+        with pytest.raises(StatesDivergedError, match=r"no majority of them agrees: .*2\.weight") as caught:
+            trainer.run(before_step)
+        assert caught.value.step == 8
+        return caught.value.tensors
+
+    first, second = run_replicas(
+        lambda: run("replica_0", lambda trainer, step: None), lambda: run("replica_1", flip_at(7))
+    )
+    assert first == second
+    # One bit at step 7; by step 8 whatever it had a part in.
+    assert any(path.startswith("user.model.2.weight ") for path in first)
+    assert not any("running" in path for path in first)
+
+
+def test_equal_replicas_are_left_alone(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    states = run_replicas(
+        *(Trainer(address, f"replica_{index}", min_replica_size=2, compare_every=1).run for index in range(2))
+    )
+    assert not differing_steps(states)
+    assert not [
+        record for record in caplog.records if record.levelname in ("ERROR", "WARNING") and "step" in record.msg
+    ]
