@@ -19,6 +19,7 @@ from ft_transport.tensors import encodings
 from ft_transport.tensors.blocks import Blocks, FlatState
 from ft_transport.tensors.dtensors import dtensor_type
 from ft_transport.tensors.dtypes import QUANTIZED, SAFETENSORS_NAMES, carrier_of, is_dense, name_of
+from ft_transport.tensors.fast_lane import FastLane, OffLaneError
 from ft_transport.tensors.placements import LayoutEncoder
 from ft_transport.tensors.views import Base, ViewKey, find_views, view_key
 from ft_transport.wire.nodes import (
@@ -45,9 +46,7 @@ if TYPE_CHECKING:
 
 MAX_DEPTH: Final = 100
 """Deepest nesting accepted: a level takes up to seven frames of Python's default thousand."""
-_PLAIN_DTYPES: Final = {
-    dtype: (name, dtype.itemsize) for dtype, name in SAFETENSORS_NAMES.items() if not dtype.is_complex
-}
+_MAX_LANE_ATTEMPTS: Final = 3
 _INLINE_BYTES: Final = 4096
 """Longer bytes leaves go to the data, where they are copied, chunked and digested like tensors."""
 
@@ -63,11 +62,11 @@ def flatten(state: object) -> FlatState:
         SnapshotError: The state contains itself or is nested too deeply.
     """
     try:
-        flat = _flatten(state, {})
+        flat = _flatten_in_lane(state)
         blocks = flat.blocks
         views = find_views(blocks.names, blocks.sources, blocks.addresses, blocks.num_bytes)
         if views:
-            flat = _flatten(state, views)
+            flat = _flatten(state, views, None)
     except RecursionError as error:
         raise SnapshotError(f"expected a state that Python's recursion limit lets through: {error}") from error
     except SnapshotError as error:
@@ -76,33 +75,52 @@ def flatten(state: object) -> FlatState:
     return flat
 
 
-def _flatten(state: object, views: dict[ViewKey, Base]) -> FlatState:
-    flattener = _Flattener(views)
+def _flatten_in_lane(state: object) -> FlatState:
+    """Flattens with the fast lane open for all tensors but those that turn out to be out of place there."""
+    off_lane: frozenset[int] = frozenset()
+    for _ in range(_MAX_LANE_ATTEMPTS):
+        try:
+            return _flatten(state, {}, off_lane)
+        except OffLaneError as error:
+            off_lane |= error.ids
+    return _flatten(state, {}, None)
+
+
+def _flatten(state: object, views: dict[ViewKey, Base], off_lane: frozenset[int] | None) -> FlatState:
+    flattener = _Flattener(views, off_lane)
     try:
-        return FlatState(tree=flattener.encode(state, ""), blocks=flattener.blocks, layouts=flattener.layouts.table)
+        tree = flattener.encode_root(state)
+        return FlatState(tree=tree, blocks=flattener.blocks, layouts=flattener.layouts.table)
     finally:
         # Its own methods hold it, and it holds live tensors, which must not wait for the garbage collector.
         flattener.encoders.clear()
 
 
 class _Flattener:
-    def __init__(self, views: dict[ViewKey, Base]) -> None:
+    """Walks one state once.
+
+    Args:
+        views: The tensors that are views of others.
+        off_lane: Ids of the tensors that are none for the fast lane; ``None`` if nothing is to enter it.
+    """
+
+    def __init__(self, views: dict[ViewKey, Base], off_lane: frozenset[int] | None) -> None:
         self.blocks = Blocks()
         self.layouts = LayoutEncoder()
         self._views = views
+        self._lane = FastLane(self.blocks)
+        self._is_lane_open = off_lane is not None
+        self._off_lane = off_lane or frozenset()
         self._node_by_memory: dict[tuple[object, ...], Node] = {}
-        # The first row-major tensor that begins at an address, by its index; the fast lane knows its tensors by it.
-        self._index_at: dict[int, int] = {}
         # Tensors whose address stands for them above, but which are no source: kept, so that nobody takes the address.
         self._kept: list[torch.Tensor] = []
-        self._names: set[str] = {"__metadata__"}
         self._open: set[int] = set()
         self.encoders: dict[type[Any], Callable[[Any, str], Node]] = {
             torch.Tensor: self._tensor,
             torch.nn.Parameter: self._parameter,
-            dict: lambda value, path: self._mapping("dict", value, path),
-            OrderedDict: lambda value, path: self._mapping("ordered", value, path),
-            Counter: lambda value, path: self._mapping("counter", value, path),
+            dict: lambda value, path: MappingNode("dict", self._mapping_items(value, path)),
+            OrderedDict: lambda value, path: MappingNode("ordered", self._mapping_items(value, path)),
+            Counter: lambda value, path: MappingNode("counter", self._mapping_items(value, path)),
             defaultdict: self._default_dict,
             list: lambda value, path: self._sequence("list", value, path),
             tuple: lambda value, path: self._sequence("tuple", value, path),
@@ -121,6 +139,19 @@ class _Flattener:
             np.ndarray: self._numpy_array,
         }
 
+    def encode_root(self, state: object) -> Node:
+        """The tree of the whole state; afterwards the blocks are complete."""
+        try:
+            tree = self.encode(state, "")
+        except SnapshotError:
+            # An earlier tensor may be what is wrong first, which only the slow lane can say.
+            self._lane.settle()
+            self._lane.check()
+            raise
+        self._lane.settle()
+        self._lane.check()
+        return tree
+
     def encode(self, value: object, path: str) -> Node:
         encoder = self.encoders.get(type(value))
         return encoder(value, path) if encoder is not None else self._other(value, path)
@@ -131,7 +162,7 @@ class _Flattener:
             return self._dtensor(value, path)  # type: ignore[arg-type]
         custom = encodings.encoding_for_type(type_)
         if custom is not None:
-            return CustomNode(custom.name, self._nested(value, path, lambda: self._custom(custom, value, path)))
+            return self._custom(custom, value, path)
         if isinstance(value, np.generic) and encodings.is_plain_numpy_scalar(value):
             return encodings.encode_numpy_scalar(value)
         if encodings.is_named_tuple_type(type_) and isinstance(value, tuple):
@@ -146,13 +177,17 @@ class _Flattener:
         )
 
     def _custom(self, custom: encodings.Encoding, value: object, path: str) -> Node:
+        self._enter(value, path)
         try:
-            encoded = custom.encode(value)
-        except Exception as error:
-            raise SnapshotError(
-                f"the encoding {custom.name!r} failed: {type(error).__name__}: {error}", path=path
-            ) from error
-        return self.encode(encoded, path)
+            try:
+                encoded = custom.encode(value)
+            except Exception as error:
+                raise SnapshotError(
+                    f"the encoding {custom.name!r} failed: {type(error).__name__}: {error}", path=path
+                ) from error
+            return CustomNode(custom.name, self.encode(encoded, path))
+        finally:
+            self._open.discard(id(value))
 
     def _named_tuple(self, value: tuple[object, ...], path: str) -> Node:
         type_ = type(value)
@@ -170,25 +205,23 @@ class _Flattener:
             )
         return node
 
-    def _nested(self, value: object, path: str, encode: Callable[[], Any]) -> Any:
-        if id(value) in self._open:
+    def _enter(self, container: object, path: str) -> None:
+        if id(container) in self._open:
             raise SnapshotError("expected a tree, got a container that contains itself", path=path)
         if len(self._open) >= MAX_DEPTH:
             raise SnapshotError(f"expected at most {MAX_DEPTH} levels of nesting", path=f"{path[:100]}…")
-        self._open.add(id(value))
-        try:
-            return encode()
-        finally:
-            self._open.discard(id(value))
+        self._open.add(id(container))
 
     def _items(self, container: object, values: Iterable[object], path: str) -> list[Node]:
-        return self._nested(  # type: ignore[no-any-return]
-            container,
-            path,
-            lambda: [
-                self.encode(value, f"{path}.{index}" if path else str(index)) for index, value in enumerate(values)
-            ],
-        )
+        self._enter(container, path)
+        try:
+            prefix = f"{path}." if path else ""
+            return [
+                encodings.encode_int(value) if type(value) is int else self.encode(value, f"{prefix}{index}")
+                for index, value in enumerate(values)
+            ]
+        finally:
+            self._open.discard(id(container))
 
     def _sequence(
         self, kind: Literal["list", "tuple", "set", "frozenset", "size"], value: Iterable[object], path: str
@@ -200,27 +233,37 @@ class _Flattener:
         return SequenceNode(kind, items)
 
     def _mapping_items(self, value: dict[Any, object], path: str) -> list[Node]:
-        def encode() -> list[Node]:
-            items: list[Node] = []
+        self._enter(value, path)
+        try:
             prefix = f"{path}." if path else ""
+            has_lane = self._is_lane_open and path.isascii()
+            off_lane = self._off_lane
+            names, sources = self.blocks.names, self.blocks.sources
+            plain = torch.Tensor
+            items: list[Node] = []
+            add = items.append
             for key, item in value.items():
-                # A fast lane for what nearly every key and value of a large state is.
                 if type(key) is str and key.isascii():
                     name = prefix + key
-                    items.append(key)
-                    if type(item) is torch.Tensor and (index := self._take_plain(item, name)) is not None:
-                        items.append(TensorNode(index))
+                    add(key)
+                    if type(item) is plain and has_lane and (not off_lane or id(item) not in off_lane):
+                        add(TensorNode(len(names)))
+                        names.append(name)
+                        sources.append(item)
                         continue
+                elif type(key) is int and encodings.encode_int(key) is key:
+                    name = f"{prefix}{key}"
+                    add(key)
                 else:
                     name = prefix + encodings.key_label(key)
-                    items.append(self.encode(key, f"{name} (key)"))
-                items.append(self.encode(item, name))
+                    add(self.encode(key, f"{name} (key)"))
+                if type(item) is dict:
+                    add(MappingNode("dict", self._mapping_items(item, name)))
+                else:
+                    add(self.encode(item, name))
             return items
-
-        return self._nested(value, path, encode)  # type: ignore[no-any-return]
-
-    def _mapping(self, kind: Literal["dict", "ordered", "counter"], value: dict[Any, object], path: str) -> Node:
-        return MappingNode(kind, self._mapping_items(value, path))
+        finally:
+            self._open.discard(id(value))
 
     def _default_dict(self, value: defaultdict[Any, object], path: str) -> Node:
         factory = next(
@@ -274,43 +317,6 @@ class _Flattener:
                 path=path,
             )
 
-    def _take_plain(self, value: torch.Tensor, path: str) -> int | None:
-        """A fast lane for row-major CPU tensors that are alone in their memory; ``None`` for any other.
-
-        It asks as little as it can, and makes no object for the garbage collector: this is under the lock.
-        """
-        known = _PLAIN_DTYPES.get(value.dtype)
-        if (
-            known is None
-            or value.requires_grad
-            or not value.is_cpu
-            or value.layout is not torch.strided
-            or not value.is_contiguous()
-            or value.is_neg()
-            or self._views
-            or not path
-            or not path.isascii()
-            or path in self._names
-        ):
-            return None
-        address = value.data_ptr()
-        if not address or address in self._index_at:
-            return None
-        blocks = self.blocks
-        try:
-            blocks.shapes.append(value.shape)
-        except RuntimeError:  # nested tensors, which say that they are strided
-            return None
-        index = self._index_at[address] = len(blocks.names)
-        self._names.add(path)
-        blocks.names.append(path)
-        blocks.sources.append(value)
-        blocks.dtypes.append(known[0])
-        blocks.num_bytes.append(value.nbytes)
-        blocks.item_bytes.append(known[1])
-        blocks.addresses.append(address)
-        return index
-
     def _plain_tensor(self, value: torch.Tensor, path: str) -> Node:
         dtype = value.dtype
         is_cpu = value.is_cpu
@@ -320,6 +326,7 @@ class _Flattener:
                 f"{value.device}; put its parts, or a dense copy, into the state",
                 path=path,
             )
+        self._lane.settle()
         wire_dtype = SAFETENSORS_NAMES.get(dtype)
         if wire_dtype is None and value.is_quantized:
             return self._quantized(value, path)
@@ -346,13 +353,13 @@ class _Flattener:
             known = self._node_by_memory.get(memory)
             if known is not None:
                 return known
-            first = self._index_at.get(address)
+            first = self._lane.first_at(address)
             if first is not None and self.blocks.sources[first].dtype is dtype and self.blocks.shapes[first] == shape:
                 return TensorNode(first)
         if wire_dtype is not None and contiguous:
             index = self._store(value, path, wire_dtype, shape, address)
             if address:
-                self._index_at.setdefault(address, index)
+                self._lane.note(address, index)
             node: Node = TensorNode(index)
         else:
             node = self._described(value, path, wire_dtype, tuple(shape))
@@ -404,15 +411,16 @@ class _Flattener:
         return self._store(block, path, "U8", (block.numel(),), _host_address(block))
 
     def _store(self, source: torch.Tensor, path: str, dtype: str, shape: tuple[int, ...], address: int) -> int:
+        self._lane.settle()
         blocks = self.blocks
         name = path or "(root)"
         if not name.isascii():
             # Lone surrogates, which a str key may hold, have no place in JSON.
             name = name.encode("utf-8", "backslashreplace").decode()
-        if name in self._names:
+        if name in self._lane.names:
             numbered = (f"{name}#{number}" for number in count(2))
-            name = next(candidate for candidate in numbered if candidate not in self._names)
-        self._names.add(name)
+            name = next(candidate for candidate in numbered if candidate not in self._lane.names)
+        self._lane.names.add(name)
         blocks.names.append(name)
         blocks.sources.append(source)
         blocks.dtypes.append(dtype)

@@ -17,6 +17,7 @@ from state_tools import file_of_state, manifest_of, round_trip
 from torch import nn
 
 from ft_transport.errors import SnapshotError, UnsupportedLeafError
+from ft_transport.tensors import flatten as flattening
 from ft_transport.tensors.flatten import MAX_DEPTH, flatten
 
 
@@ -256,3 +257,56 @@ def test_equal_sets_read_the_same_whatever_their_history() -> None:
     assert list(one) != list(other)
     assert flatten(one).tree == flatten(other).tree
     assert flatten(frozenset(one)).tree == flatten(frozenset(other)).tree
+
+
+def _mixed_state() -> dict[str, Any]:
+    tied = torch.arange(6.0)
+    whole = torch.arange(12)
+    return {
+        "first": {"weight": tied, "same": tied, "alias": tied.detach(), "reshaped": tied.view(2, 3)},
+        "whole": whole,
+        "odd": {
+            "strided": torch.ones(4, 3).T,
+            "negative": torch._neg_view(torch.ones(3)),
+            "complex": torch.ones(2, dtype=torch.complex64),
+            "empty": torch.empty(0, 3),
+            "leaf": torch.ones(2, requires_grad=True),
+            "parameter": nn.Parameter(torch.ones(2)),
+            "exotic": torch.ones(4).to(torch.float8_e4m3fnuz),
+        },
+        "array": np.arange(3),
+        "again": {"late alias": tied.detach(), "brain": torch.ones(3, dtype=torch.bfloat16), "é": torch.ones(1)},
+        "a.b": torch.ones(1),
+        "a": {"b": torch.ones(2), "": torch.ones(3), "list": [torch.ones(1), tied]},
+        "": torch.zeros(2),
+    }
+
+
+@pytest.mark.parametrize("kind", ["all", "without views", *_mixed_state()["odd"]])
+def test_the_fast_lane_describes_what_the_slow_one_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = _mixed_state()
+    if kind == "all":
+        state["part"] = state["whole"][3:7]
+    elif kind == "without views":
+        del state["first"]["reshaped"]
+    else:
+        state = {"plain": torch.ones(2), "odd": {kind: state["odd"][kind]}}
+    fast = flatten(state)
+    monkeypatch.setattr(flattening, "_MAX_LANE_ATTEMPTS", 0)
+    slow = flatten(state)
+    assert fast.tree == slow.tree
+    for column in ("names", "dtypes", "shapes", "num_bytes", "item_bytes"):
+        assert list(getattr(fast.blocks, column)) == list(getattr(slow.blocks, column)), column
+    assert [name for name, source in zip(fast.blocks.names, fast.blocks.sources, strict=True) if source.is_neg()] == []
+    # Copies that flattening itself makes, of negative views and arrays, lie elsewhere each time.
+    copied = {"odd.negative", "array"}
+    of_both = zip(fast.blocks.names, fast.blocks.addresses, slow.blocks.addresses, strict=True)
+    assert [name for name, one, other in of_both if one != other and name not in copied] == []
+
+
+def test_of_two_leaves_the_first_one_is_refused() -> None:
+    """A tensor is looked at later than other leaves, and yet reported before those that follow it."""
+    for wrong in (_freed(), torch.ones(2).to_sparse(), torch.ones(2, device="meta")):
+        with pytest.raises(UnsupportedLeafError) as refused:
+            flatten({"fine": torch.ones(1), "first": wrong, "second": Unhashable()})
+        assert refused.value.path == "first"
