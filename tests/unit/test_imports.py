@@ -19,7 +19,7 @@ import manager
 EXPENSIVE = (
     "aiohttp",
     "ft_transport.checkpoint_store",
-    "ft_transport.net",
+    "ft_transport.net.server",
     "ft_transport.publish",
     "ft_transport.publisher",
     "ft_transport.storage",
