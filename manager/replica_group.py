@@ -168,14 +168,9 @@ class ReplicaGroup:
         self._store.set(self._key(self.rank), msgspec.json.encode(report), timeout)
         if self.rank != 0:
             return (report,)
-        keys = {self._key(rank): rank for rank in range(self.world_size)}
-        encoded = self._store.get(list(keys), deadline.cap(timeout))
-        if encoded is None:
-            missing = [f"rank {keys[key]}" for key in self._store.missing(list(keys), _PARTING)]
-            raise QuorumError(
-                f"rank 0: expected {', '.join(missing)} of this replica within {timeout.total_seconds():g} s"
-            )
-        return tuple(msgspec.json.decode(each, type=RankReport) for each in encoded)
+        keys = {self._key(rank): f"rank {rank}" for rank in range(1, self.world_size)}
+        encoded = self._await(self._store, keys, deadline.cap(timeout))
+        return (report, *(msgspec.json.decode(each, type=RankReport) for each in encoded))
 
     def publish(self, answer: bytes, timeout: timedelta) -> None:
         """Pass on the answer that follows a `gather`. Group rank 0 calls this.
@@ -206,12 +201,24 @@ class ReplicaGroup:
             QuorumError: It failed, or did not answer in time.
         """
         assert self._store is not None, "one rank alone exchanges nothing"
-        answers = self._store.get([self._key("answer")], timeout)
-        if answers is None:
-            raise QuorumError(f"rank {self.rank}: expected rank 0 of this replica within {timeout.total_seconds():g} s")
-        if answers[0].startswith(_FAILED):
-            raise QuorumError(f"rank 0 of this replica: {answers[0][len(_FAILED) :].decode()}")
-        return answers[0]
+        (answer,) = self._await(self._store, {self._key("answer"): "rank 0"}, timeout)
+        if answer.startswith(_FAILED):
+            raise QuorumError(f"rank 0 of this replica: {answer[len(_FAILED) :].decode()}")
+        return answer
+
+    def _await(self, store: StoreConnection, keys: dict[str, str], timeout: timedelta) -> list[bytes]:
+        """Wait for what others write; ``keys`` says which key comes from which rank."""
+        missing, reason = list(keys), ""
+        try:
+            if (values := store.get(missing, timeout)) is not None:
+                return values
+            missing = store.missing(missing, _PARTING)
+        except QuorumError as error:
+            reason = f" ({error})"
+        raise QuorumError(
+            f"rank {self.rank}: expected {', '.join(keys[key] for key in missing)} of this replica within "
+            f"{timeout.total_seconds():g} s{reason}"
+        )
 
     def agree(self, kind: str, report: RankReport, *, gathering: timedelta, answering: timedelta) -> tuple[str, ...]:
         """Tell why the replica does not commit: every rank's refusals, the same for all. Empty if it commits.
