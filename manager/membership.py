@@ -388,7 +388,8 @@ class Membership:
         own_id, self._own_id = self._own_id, None
         # A request without an answer may yet be answered, in the name of the next one.
         if own_id is not None and not self._is_asking:
-            give_back_id(replace(own_id, num_groups=self._num_groups))
+            # One more, so that the next one's first state is told from this one's, whatever this one got to.
+            give_back_id(replace(own_id, num_groups=self._num_groups + 1))
         if self._incarnation is not None:
             self._incarnation.close()
         self._stores.close()

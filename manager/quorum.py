@@ -311,7 +311,8 @@ def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
         if not synchronised:
             # Nobody has been told yet whose weights count.
             first = next((member for member in newest if member.can_serve), newest[0])
-            return _Target(step, next_lineage("", first.replica_id, 0), (first,))
+            # A replica may have come back under its id with other weights; its number of groups has grown then.
+            return _Target(step, next_lineage("", f"{first.replica_id}\0{first.num_groups}", 0), (first,))
         newest = synchronised
     numbers = Counter(member.lineage for member in newest)
     irregular = {member.lineage for member in newest if member.is_irregular}

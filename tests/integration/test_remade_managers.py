@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
 from torch.distributed import TCPStore
 
@@ -103,3 +104,35 @@ def test_a_rank_that_is_remade_alone_says_that_rank_0_was_not(ranks: Ranks) -> N
     alone.shutdown()
     with pytest.raises(QuorumError, match=r"rank 1: expected rank 0 of this replica to start .* started before"):
         ranks.make(1, timeout=timedelta(seconds=0.3))
+
+
+def test_a_replica_that_comes_back_at_once_heals_in_another_process_group() -> None:
+    def make(address: str, name: str, value: float) -> tuple[Manager, dict[str, torch.Tensor]]:
+        manager = make_manager(address, name)
+        state = {"weight": torch.full((2,), value)}
+        manager.register_state_dict_fn("part", state.update, lambda: dict(state))
+        return manager, state
+
+    def step(manager: Manager) -> bool:
+        manager.start_quorum()
+        value = torch.ones(1)
+        manager.allreduce(value).wait()
+        return manager.should_commit() and value.item() == 1.0
+
+    def train_until(manager: Manager, last_step: int) -> None:
+        while manager.current_step() < last_step:
+            step(manager)
+
+    with lighthouse(min_replicas=2) as address:
+        staying, kept = make(address, "staying", 1.0)
+        leaving, _ = make(address, "leaving", 2.0)
+        try:
+            assert run_replicas(lambda: step(staying), lambda: step(leaving)) == [True, True]
+            kept["weight"] = torch.full((2,), 3.0)
+            leaving.shutdown()
+            leaving, received = make(address, "leaving", 4.0)
+            run_replicas(lambda: train_until(staying, 4), lambda: train_until(leaving, 4))
+        finally:
+            staying.shutdown()
+            leaving.shutdown()
+    assert received["weight"].tolist() == [3.0, 3.0]

@@ -97,6 +97,16 @@ def test_at_step_0_all_take_the_state_of_one_and_only_once() -> None:
     assert isinstance(found["x"].role, Heals)
 
 
+def test_a_replica_that_comes_back_under_its_id_begins_another_history() -> None:
+    """Whoever still holds the first state that it gave must not be taken for one that holds the second."""
+    earlier = decisions([member(name, 0, lineage="") for name in "ab"])["b"]
+    back, newcomer = member("a", 0, lineage="", num_groups=1), member("c", 0, lineage="")
+    later = decisions([back, newcomer])["c"]
+    assert later.lineage != earlier.lineage
+    held_by = [member("b", 0, lineage=earlier.lineage), *(member(n, 0, lineage=later.lineage) for n in "ac")]
+    assert isinstance(decisions(held_by)["b"].role, Heals)
+
+
 def test_at_step_0_without_init_sync_nobody_heals() -> None:
     found = decisions([member(name, 0, lineage="") for name in "ab"], replace(RULES, init_sync=False))
     assert all(isinstance(each.role, UpToDate) for each in found.values())
