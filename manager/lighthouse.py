@@ -265,10 +265,13 @@ class LighthouseSession:
         return missing if self._is_suspect or self._heartbeat.was_unreachable or starts_again else []
 
     def _ask(self, member: Member, timeout: timedelta, shrink_only: bool) -> Any:
-        if self._client is None:
-            self._client = self._connect(min(timeout, self._connect_timeout))
+        client = self._client
+        if self._closed.is_set():
+            raise QuorumError(f"replica {self._replica_id}: has been shut down")
+        if client is None:
+            client = self._client = self._connect(min(timeout, self._connect_timeout))
         sign = self._heartbeat.lapses.now()
-        quorum = self._client.quorum(
+        quorum = client.quorum(
             replica_id=self._replica_id,
             timeout=timeout,
             address=member.addresses[0],
