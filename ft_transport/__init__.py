@@ -38,6 +38,7 @@ from ft_transport.errors import (
     StateMovedError,
     StepNotServedError,
     TransportError,
+    UnknownHostError,
     UnsupportedLeafError,
     WriterFailedError,
 )
@@ -162,6 +163,7 @@ __all__ = [
     "TensorDigests",
     "TransportError",
     "TransportSettings",
+    "UnknownHostError",
     "UnsupportedLeafError",
     "VLLMEngine",
     "WeightReceiver",

@@ -12,6 +12,7 @@ TransportError
 ├── IntegrityError              bytes that differ from their digest
 ├── PeerError                   one peer did not do what was asked
 │   ├── PeerUnreachableError    no connection, or it broke
+│   │   └── UnknownHostError    nobody knows an address for the peer's name
 │   ├── PeerProtocolError       an answer outside the protocol
 │   ├── PeerAuthenticationError the job token is missing or wrong
 │   ├── PeerNotReadyError       the peer has no snapshot yet
@@ -164,6 +165,12 @@ class PeerUnreachableError(PeerError, ConnectionError):
     """No connection to the peer could be made, or it broke off."""
 
     retryable = True
+
+
+class UnknownHostError(PeerUnreachableError):
+    """Nobody knows an address for the host name that the peer was given."""
+
+    retryable = False
 
 
 class PeerProtocolError(PeerError):

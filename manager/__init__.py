@@ -17,6 +17,7 @@ from manager.errors import (
     RecoveryFailedError,
     RegistryError,
     ReportedError,
+    StateMismatchError,
     StatesDivergedError,
     StateTornError,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "ReplicaProcessGroup",
     "ReportedError",
     "StateManager",
+    "StateMismatchError",
     "StateTornError",
     "StatesDivergedError",
     "WorldSizeMode",

@@ -5,6 +5,7 @@
     ├── LockOrderError      the wait asked for could only end in a deadlock, so it is refused at once
     ├── LockNotHeldError    a section of the state lock was released twice
     ├── RegistryError       a key is taken, unknown or missing, or the function under a key failed
+    │   └── StateMismatchError   a peer's state does not fit what is registered here
     ├── StateTornError      the replica holds part of a state and must not step
     ├── ConfigError         (also a ValueError) a setting cannot work, alone or beside another one
     ├── QuorumError         the replicas could not be brought together
@@ -150,6 +151,10 @@ class RegistryError(ManagerError):
         return self.reason
 
 
+class StateMismatchError(RegistryError):
+    """What is registered here cannot hold the state of a peer: asking again does not help. Nothing was received."""
+
+
 class StateTornError(ManagerError):
     """The replica holds part of a state: to train on it would spread the damage, so it must not step.
 
@@ -234,7 +239,8 @@ class HealFailedError(ManagerError):
 
     def __str__(self) -> str:
         """List the reasons."""
-        return f"healing for step {self.step} failed {len(self.reasons)} times: " + "; ".join(self.reasons)
+        times = "once" if len(self.reasons) == 1 else f"{len(self.reasons)} times"
+        return f"healing for step {self.step} failed {times}: " + "; ".join(self.reasons)
 
 
 class ReportedError(ManagerError):

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Final, Protocol
 
-from ft_transport import TransportError
+from ft_transport import PeerAuthenticationError, TransportError, UnknownHostError
 from manager.config import ManagerConfig
-from manager.errors import HealFailedError, ManagerError, QuorumError
+from manager.errors import HealFailedError, ManagerError, QuorumError, StateMismatchError
 from manager.quorum import Decision, Member
 from manager.stall_watch import StallWatch
 
@@ -19,6 +19,10 @@ logger = logging.getLogger(__name__)
 _SHARE_WITHOUT_PROGRESS: Final = 0.25
 """Of the time that is left: a source that sends nothing for as long is given up for the next one. One that sends keeps
 all of the time, or else more sources would leave each too little."""
+
+_PERMANENT: Final = (PeerAuthenticationError, StateMismatchError, UnknownHostError)
+_HOPELESS: Final = "no further attempt can succeed: "
+"""Begins the last reason where no source can ever deliver. Ranks tell each other their reasons as text."""
 
 
 class Recover(Protocol):
@@ -77,6 +81,7 @@ class Healer:
         """
         deadline_s = time.monotonic() + self._config.timeout.total_seconds()
         failures: list[str] = []
+        num_permanent = 0
         for position, source in enumerate(sources):
             start_s = time.monotonic()
             left = timedelta(seconds=max(0.0, deadline_s - start_s))
@@ -86,6 +91,7 @@ class Healer:
                 self._receive_from(source.addresses[group_rank], decision, left, progress_timeout, name)
             except (TransportError, ManagerError) as error:
                 reason = f"{type(error).__name__}: {error}"
+                num_permanent += isinstance(error, _PERMANENT)
                 failures.append(f"{source.replica_id} at {source.addresses[group_rank]}: {reason}")
                 logger.warning("%s: healing from %s failed: %s", name, source.replica_id, reason)
                 continue
@@ -97,6 +103,8 @@ class Healer:
                 (time.monotonic() - start_s) * 1e3,
             )
             return ()
+        if failures and num_permanent == len(failures):
+            failures[-1] = _HOPELESS + failures[-1]
         return tuple(failures)
 
     def succeeded(self) -> None:
@@ -104,15 +112,21 @@ class Healer:
         self._reasons.clear()
         self.num_failures = 0
 
-    def failed(self, step: int, reasons: tuple[str, ...]) -> None:
+    def failed(self, step: int, reasons: tuple[str, ...], *, agreed: tuple[str, ...]) -> None:
         """Count a failure of any rank of the replica.
 
+        Args:
+            step: The step that was to be received.
+            reasons: Why it failed.
+            agreed: What all ranks have told each other, the same on each of them.
+
         Raises:
-            HealFailedError: It was one too many.
+            HealFailedError: It was one too many, or no further attempt of one of the ranks can succeed.
         """
         self._reasons.extend(reasons)
         self.num_failures += 1
-        if self.num_failures >= self._config.max_heal_attempts:
+        is_hopeless = any(_HOPELESS in reason for reason in agreed)
+        if is_hopeless or self.num_failures >= self._config.max_heal_attempts:
             every = tuple(self._reasons)
             self.succeeded()
             raise HealFailedError(step=step, reasons=every)

@@ -522,7 +522,7 @@ class QuorumParticipant(StateManager):
             self._begin_step(self._step)
             return True
         membership.break_up()
-        healer.failed(decision.step, failures or refusals)
+        healer.failed(decision.step, failures or refusals, agreed=refusals)
         if self._round is not None:
             self._round.error = None
         return False

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ft_transport import PeerError, TransportError, spans_ranks
 from manager.checkpointed_state import CheckpointedState, Recovery
-from manager.errors import ManagerError, RecoveryFailedError, RegistryError, StateTornError
+from manager.errors import ManagerError, RecoveryFailedError, RegistryError, StateMismatchError, StateTornError
 from manager.fit import check_fit
 from manager.locked_state import checked_step
 from manager.sources import agree_on_step, checked_addresses, failures_elsewhere
@@ -91,8 +91,9 @@ class RecoverableState(CheckpointedState):
             RecoveryFailedError: No peer could be recovered from, and there is no checkpoint.
             TransportError: The transfer failed.
             StateTornError: After loading, the state is not what was sent; or another rank of ``process_group`` failed.
-            RegistryError: What the peer has does not fit what is registered here (nothing is received then, if modules
-                and optimizers show it), or a load function failed.
+            StateMismatchError: What the peer has does not fit what is registered here, as modules and optimizers show;
+                nothing is received then.
+            RegistryError: A load function failed.
             LockTimeoutError: Others held the lock until the deadline.
             ManagerError: There is no transport, the address is this replica's own, a state function asked for the
                 training thread, or several ranks would each recover a latest step of their own.
@@ -302,7 +303,10 @@ class RecoverableState(CheckpointedState):
     def _check_incoming(self, incoming: Incoming, into: Mapping[str, object], step: int | Literal["latest"]) -> None:
         if step not in ("latest", incoming.step):
             raise RegistryError(f"expected the state of step {step}, what comes is of step {incoming.step}")
-        check_fit(incoming, self._registry, into, note=_LAYOUT_ADVICE)
+        try:
+            check_fit(incoming, self._registry, into, note=_LAYOUT_ADVICE)
+        except RegistryError as error:
+            raise StateMismatchError(error.reason, keys=error.keys) from None
 
     def _refuse_differences(self, received: Received[Any], source: str) -> None:
         """Make sure that the load functions have not changed what was received."""

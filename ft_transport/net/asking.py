@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Final
 
@@ -16,6 +17,7 @@ from ft_transport.errors import (
     PeerUnreachableError,
     StepNotServedError,
     TransportError,
+    UnknownHostError,
 )
 from ft_transport.net.connection import Connection, Patience
 from ft_transport.net.workers import FetchSettings
@@ -23,7 +25,14 @@ from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_header
 from ft_transport.wire.routes import MANIFEST_DIGEST_HEADER, STATUS_ROUTE, StepSelector, metadata_path
 
+logger = logging.getLogger(__name__)
+
 _RETRY_PAUSE_S: Final = 0.1
+_FIRST_WARNING_S: Final = 3.0
+_WARNING_FACTOR: Final = 4
+"""Each warning comes after so many times the wait before the one before it."""
+_UNKNOWN_HOST_S: Final = 5.0
+"""A name that nobody knows is asked for as long: that of a peer which is just starting may be new."""
 _HOLD_S: Final = 10.0
 """The longest that the server is asked to hold one request; after that the client asks again."""
 _HELD_SHARE: Final = 0.75
@@ -42,7 +51,7 @@ def fetch_manifest(
         unreachable_s: How long, in seconds, the peer may be out of reach.
 
     Raises:
-        PeerUnreachableError: It was out of reach for longer.
+        PeerUnreachableError: It was out of reach for longer, or nobody knows its name.
         StepNotServedError: The peer serves other steps, and this one does not come any more.
         DeadlineExceededError: The step did not come, or the peer could not be reached, in time.
         PeerError: The peer refused, or answered outside the protocol.
@@ -54,7 +63,8 @@ def fetch_manifest(
     peer = connection.peer
     last: TransportError | None = None
     after: int | None = None
-    reached_s = time.monotonic()
+    started_s = reached_s = time.monotonic()
+    warning_s = _FIRST_WARNING_S
     while True:
         try:
             patience.remaining_s(f"waiting for step {step}", peer)
@@ -71,8 +81,11 @@ def fetch_manifest(
             last = error
             if isinstance(error, PeerNotReadyError):
                 reached_s = time.monotonic()
-            elif connection.is_interrupted or time.monotonic() - reached_s >= unreachable_s:
-                raise
+            else:
+                is_unknown = isinstance(error, UnknownHostError)
+                patient_s = min(unreachable_s, _UNKNOWN_HOST_S) if is_unknown else unreachable_s
+                if connection.is_interrupted or time.monotonic() - reached_s >= patient_s:
+                    raise
             if isinstance(error, PeerNotReadyError) and error.after is not None:
                 after = error.after if after is None else min(after, error.after)
         except IntegrityError as error:
@@ -87,6 +100,18 @@ def fetch_manifest(
             if error.is_past or not isinstance(step, int) or not error.served or step < max(error.served):
                 raise
             last = error
+        waited_s = time.monotonic() - started_s
+        if waited_s >= warning_s:
+            warning_s *= _WARNING_FACTOR
+            logger.warning(
+                "still waiting for a snapshot of step %s from %s after %.1f s, for another %.1f s at most: %s: %s",
+                step,
+                peer,
+                waited_s,
+                max(0.0, patience.end_s() - time.monotonic()),
+                type(last).__name__,
+                last,
+            )
         time.sleep(min(_RETRY_PAUSE_S, max(0.0, patience.end_s() - time.monotonic())))
 
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
-from ft_transport.errors import ConfigurationError, PeerUnreachableError
+from ft_transport.errors import ConfigurationError, PeerUnreachableError, UnknownHostError
 
 _TICK_S: Final = 0.1
+_UNKNOWN: Final = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
+"""What a resolver says of a name that does not exist, and not of one that it could not ask for."""
 AddressInfo: TypeAlias = tuple[Any, ...]
 """What ``socket.getaddrinfo`` says of one address."""
 
@@ -66,7 +68,8 @@ def look_up(peer: PeerAddress, *, timeout_s: float, is_given_up: Callable[[], bo
     Raises:
         PeerUnreachableError: There was no answer in time, nobody wants it any more, the name cannot be one, or the
             system has no further thread.
-        OSError: The name is unknown, or nobody could be asked.
+        UnknownHostError: The name does not exist.
+        OSError: Nobody could be asked.
     """
     if _is_address(peer.host):
         return _ask(peer)
@@ -85,6 +88,12 @@ def look_up(peer: PeerAddress, *, timeout_s: float, is_given_up: Callable[[], bo
 def _ask(peer: PeerAddress) -> list[AddressInfo]:
     try:
         return list(socket.getaddrinfo(peer.host, peer.port, type=socket.SOCK_STREAM))
+    except socket.gaierror as error:
+        if error.errno not in _UNKNOWN:
+            raise
+        raise UnknownHostError(
+            f"expected a host that can be found, nobody knows {peer.host!r}: {error.strerror}", peer=str(peer)
+        ) from error
     except UnicodeError as error:
         raise PeerUnreachableError(f"expected a host name: {error}", peer=str(peer)) from error
 

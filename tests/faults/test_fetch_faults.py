@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,8 +29,9 @@ from ft_transport import (
     PeerProtocolError,
     PeerUnreachableError,
     TransportError,
+    UnknownHostError,
 )
-from ft_transport.net import client
+from ft_transport.net import asking, client
 from tests.faults.proxy import Fault, Link, corrupt, cut, delay, lie, stall, trickle
 from tests.faults.transports import (
     CHUNK_BYTES,
@@ -224,6 +226,42 @@ def test_a_closed_port_is_tried_until_the_deadline() -> None:
             receiver.recv_checkpoint(0, f"http://127.0.0.1:{port}/checkpoint/", 1, timedelta(seconds=0.4))
     assert caught.value.step == 1
     assert not into["a"].any()
+
+
+def test_a_peer_that_is_not_there_is_told_of_long_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(asking, "_FIRST_WARNING_S", 0.2)
+    # Bound, so that nobody else gets the port, and not listening.
+    with socket.socket() as closed, transport(1) as receiver:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        with pytest.raises(DeadlineExceededError, match="refused"):
+            receiver.fetch(f"http://127.0.0.1:{port}/checkpoint/", "latest", timeout=timedelta(seconds=1.5))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    # After 0.2 and 0.8 s; the next would come after 3.2 s.
+    assert 1 <= len(warnings) <= 2
+    assert f"step latest from 127.0.0.1:{port} after 0." in warnings[0]
+    assert "refused" in warnings[0]
+
+
+def test_a_host_that_nobody_knows_is_given_up_and_one_that_could_not_be_asked_for_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asking, "_UNKNOWN_HOST_S", 0.3)
+    reason = [socket.EAI_NONAME]
+
+    def look_up(*_arguments: object, **_keywords: object) -> list[Any]:
+        raise socket.gaierror(reason[0], "as the resolver says it")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with transport(1) as receiver:
+        with pytest.raises(UnknownHostError, match=r"nobody knows 'trainer-7'.*peer trainer-7:80") as caught:
+            receiver.fetch("http://trainer-7/checkpoint/", timeout=timedelta(seconds=60))
+        assert not caught.value.retryable
+        reason[0] = socket.EAI_AGAIN
+        with pytest.raises(DeadlineExceededError, match="as the resolver says it"):
+            receiver.fetch("http://trainer-7/checkpoint/", timeout=timedelta(seconds=1))
 
 
 def test_no_time_at_all_is_a_timeout() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ft_transport import HTTPTransport, TransportSettings
-from manager import Manager, ManagerConfig
+from manager import HealFailedError, Manager, ManagerConfig
 from manager.healing import Healer
 from manager.quorum import Member
 from manager.stall_watch import StallWatch
@@ -55,15 +55,17 @@ class Sources:
             watch=watch,
         )
 
-    def _manager(self, weight: torch.Tensor) -> Manager:
-        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", chunk_bytes=1 << 16)
+    def _manager(self, weight: torch.Tensor, token: str | None = None) -> Manager:
+        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", chunk_bytes=1 << 16, token=token)
         manager = Manager(checkpoint_transport=HTTPTransport(timedelta(seconds=30), 1, settings=settings))
         self._stack.callback(manager.shutdown)
         manager.register_state_dict_fn("weight", lambda state: weight.copy_(state["w"]), lambda: {"w": weight})
         return manager
 
-    def add(self, *faults: tuple[str, Fault]) -> tuple[Member, Proxy]:
-        healthy = self._manager(torch.arange(float(STATE_BYTES // 4)))
+    def add(self, *faults: tuple[str, Fault], token: str | None = None, more: bool = False) -> tuple[Member, Proxy]:
+        healthy = self._manager(torch.arange(float(STATE_BYTES // 4)), token)
+        if more:
+            healthy.register_state_dict_fn("more", lambda _: None, dict)
         healthy.start_step(3)
         healthy.snapshot().result(30)
         proxy = self._stack.enter_context(proxied(urlsplit(healthy.metadata()).port or 0))
@@ -110,3 +112,26 @@ def test_a_source_that_hangs_is_named_with_how_long_nothing_came(sources: Source
     assert "no data came for 1.5 s" in hung
     assert "timed out with" in hung
     assert "gone" in closed
+
+
+def test_what_can_never_succeed_is_not_tried_again(sources: Sources) -> None:
+    barred, barred_proxy = sources.add(token="secret")
+    other, other_proxy = sources.add(more=True)
+    failures = sources.heal(barred, other)
+    assert "PeerAuthenticationError" in failures[0]
+    assert "StateMismatchError: expected replicated state with exactly the keys ['weight']" in failures[1]
+    assert len(barred_proxy.requests) == len(other_proxy.requests) == 1
+    assert sources.healer.num_failures == 0
+    with pytest.raises(HealFailedError, match="no further attempt can succeed"):
+        sources.healer.failed(3, failures, agreed=failures)
+
+
+def test_where_one_source_may_come_back_it_is_tried_again(sources: Sources) -> None:
+    barred, _ = sources.add(token="secret")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    gone = replace(barred, replica_id="gone", addresses=(f"http://127.0.0.1:{port}/checkpoint/",))
+    failures = sources.heal(gone, barred)
+    assert len(failures) == 2
+    sources.healer.failed(3, failures, agreed=failures)
+    assert sources.healer.num_failures == 1
