@@ -181,6 +181,11 @@ class HTTPTransport(SnapshotServing, SnapshotReceiving[T]):
             raise ConfigurationError("expected a transport that serves nobody's snapshots yet, got one with an owner")
         self._server.fresh_snapshot = fresh_snapshot
 
+    @property
+    def is_owned(self) -> bool:
+        """Whether somebody's state is served (`serve_fresh`)."""
+        return self._server.fresh_snapshot is not None
+
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receives the state of ``step`` from the peer that ``metadata`` names.
 

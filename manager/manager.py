@@ -22,6 +22,7 @@ from manager.errors import CommitFailedError, ConfigError, ManagerError, StateTo
 from manager.guard_marks import warn_of_unguarded
 from manager.managed_work import ManagedWork, forget_frames, never_failing, wait_all
 from manager.membership import Membership
+from manager.ownership import ends_what_it_owns
 from manager.process_group import ReplicaProcessGroup
 from manager.quorum import Decision, Rules, commit_refusals, next_lineage
 from manager.quorum_participant import QuorumParticipant, Request, Round, said
@@ -62,6 +63,7 @@ class Manager(QuorumParticipant):
     the state belong to it. ``report_error`` may be called from any thread.
     """
 
+    @ends_what_it_owns
     def __init__(
         self,
         pg: ReplicaProcessGroup | Reconfigurable | None = None,
@@ -86,7 +88,7 @@ class Manager(QuorumParticipant):
             *positional: What follows in torchft's ``Manager``, in its order: ``min_replica_size`` and so on.
             config: How to take part in the quorum.
             checkpoint_transport: Serves this replica's snapshots and receives others'. The manager owns it and shuts
-                it down. For a quorum there is a default one.
+                it down, also where this constructor raises. For a quorum there is a default one.
             timeout: Deadline of every wait for the lock, and `ManagerConfig.timeout`. Default: 60 s.
             prepare_memory: See `StateManager`.
             checkpoint_store: See `StateManager`.
@@ -133,7 +135,7 @@ class Manager(QuorumParticipant):
             try:
                 self._join(config)
             except BaseException:
-                super().shutdown()
+                self._shut_down(wait=True)
                 raise
 
     # ------------------------------------------------------------------------------------------------- the round

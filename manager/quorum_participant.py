@@ -129,6 +129,7 @@ class QuorumParticipant(StateManager):
         self._membership: Membership | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._stall_watch = StallWatch(config.timeout.total_seconds() * _STALL_SHARE)
+        self._unclosed.add(self._stall_watch.close)
         self._round: Round | None = None
         self._error_mutex = threading.Lock()
         self._is_settled = False
@@ -204,6 +205,7 @@ class QuorumParticipant(StateManager):
         assert self._transport is not None, "a quorum needs a transport"
         self._transport.check_address(config.connect_timeout)
         self._membership = Membership(config, address=self.metadata(), process_group=self._process_group)
+        self._unclosed.add(self._membership.close)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-quorum")
 
     def _record(self, log: logging.Logger, what: str, decision: Decision | None, **fields: int | bool | str) -> None:

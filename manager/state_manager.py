@@ -15,6 +15,7 @@ from manager.boundary_keeper import BoundaryKeeper
 from manager.errors import ManagerError
 from manager.guarded_memory import storages_of_optimizers
 from manager.locked_state import checked_step
+from manager.ownership import Unclosed, ends_what_it_owns, weak_request
 from manager.recoverable_state import RecoverableState
 from manager.reentrancy import interrupts_own_call
 from manager.snapshots import Snapshotter
@@ -46,6 +47,7 @@ class StateManager(RecoverableState):
     thread; registering, attaching, `start_step`, `snapshot`, `load` and `recover` belong to the training thread.
     """
 
+    @ends_what_it_owns
     def __init__(
         self,
         load_state_dict: Callable[[Any], object] | None = None,
@@ -63,7 +65,7 @@ class StateManager(RecoverableState):
             load_state_dict: With ``state_dict``, registered under the key ``default`` (as in torchft).
             state_dict: See ``load_state_dict``.
             checkpoint_transport: Serves this replica's snapshots and receives others'. The manager owns it and shuts
-                it down.
+                it down, also where this constructor raises.
             timeout: Deadline of every wait for the lock.
             prepare_memory: Whether host memory for as many snapshots as the transport may hold is made ready after
                 the first step: as much as the state, each time. Otherwise the first copy waits for its memory, inside
@@ -98,7 +100,13 @@ class StateManager(RecoverableState):
                 keeper=self._keeper,
                 prepare_memory=prepare_memory,
             )
-            checkpoint_transport.serve_fresh(self._snapshotter.request)
+            checkpoint_transport.serve_fresh(weak_request(self._snapshotter.request))
+        self._unclosed = Unclosed(self)
+        if checkpoint_transport is not None:
+            self._unclosed.add(checkpoint_transport.shutdown)
+        if checkpoint_store is not None:
+            # It may still be saving a snapshot of the transport's.
+            self._unclosed.add(checkpoint_store.close)
 
     def metadata(self) -> str:
         """Return the address that peers recover from.
@@ -199,6 +207,7 @@ class StateManager(RecoverableState):
             self._shut_down(wait)
 
     def _shut_down(self, wait: bool) -> None:
+        self._unclosed.forget()
         with ExitStack() as closing:
             if self._transport is not None:
                 closing.callback(self._transport.shutdown, wait=wait)

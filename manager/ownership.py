@@ -1,0 +1,97 @@
+"""What a manager has to end: where its constructor is refused, and where it is dropped without ``shutdown``.
+
+Nothing here may keep the manager alive, and with it the model: what ends threads knows the threads' owners alone.
+"""
+
+from __future__ import annotations
+
+import _thread
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeAlias
+
+P = ParamSpec("P")
+SnapshotRequest: TypeAlias = Callable[[int | None], int | None]
+"""``Snapshotter.request``."""
+
+logger = logging.getLogger(__name__)
+
+
+def ends_what_it_owns(constructor: Callable[P, None]) -> Callable[P, None]:
+    """Let a constructor that raises shut down the transport, and close the store, that it was given by keyword.
+
+    Callers make them in the call, as a rule, and have no other way to end them. A transport that serves another
+    manager's state stays as it is.
+    """
+
+    @functools.wraps(constructor)
+    def construct(*arguments: P.args, **keywords: P.kwargs) -> None:
+        transport: Any = keywords.get("checkpoint_transport")
+        store: Any = keywords.get("checkpoint_store")
+        # Anything else than a transport is not ours to end.
+        is_owned_elsewhere = getattr(transport, "is_owned", True)
+        try:
+            constructor(*arguments, **keywords)
+        except BaseException:
+            from ft_transport import CheckpointStore  # noqa: PLC0415 - takes time that only a failure may take
+
+            if isinstance(store, CheckpointStore):
+                store.close()
+            if not is_owned_elsewhere:
+                transport.serve_fresh(None)
+                transport.shutdown()
+            raise
+
+    return construct
+
+
+class Unclosed:
+    """Ends what belongs to an object that was dropped without being shut down, and says so in the log.
+
+    Args:
+        owner: The object.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self._closers: list[Callable[[], object]] = []
+        self._finalizer = weakref.finalize(owner, _end, type(owner).__name__, self._closers)
+        # A process that ends takes its threads with it.
+        self._finalizer.atexit = False
+
+    def add(self, close: Callable[[], object]) -> None:
+        """Have ``close`` called, before those that were added earlier. It must not refer to the owner."""
+        self._closers.append(close)
+
+    def forget(self) -> None:
+        """Do nothing any more: the owner is shut down."""
+        self._finalizer.detach()
+
+
+def weak_request(method: SnapshotRequest) -> SnapshotRequest:
+    """Return the method of a snapshotter for a server, which must not keep the state alive."""
+    reference = weakref.WeakMethod(method)
+
+    def request(step: int | None) -> int | None:
+        alive = reference()
+        if alive is not None:
+            return alive(step)
+        # The server is about to be shut down. Until then it serves what it has.
+        return 0 if step is None else None
+
+    return request
+
+
+def _end(name: str, closers: list[Callable[[], object]]) -> None:
+    # The collector calls this anywhere, also where this very thread holds a lock of threading or logging.
+    _thread.start_new_thread(_end_on_thread, (name, closers))
+
+
+def _end_on_thread(name: str, closers: list[Callable[[], object]]) -> None:
+    logger.warning("a %s was dropped without shutdown; its threads, sockets and snapshots are ended now", name)
+    for close in reversed(closers):
+        try:
+            close()
+        except Exception:
+            logger.exception("ending what a dropped %s has left failed", name)

@@ -1,0 +1,145 @@
+"""A manager that is refused, or dropped without shutdown, leaves no thread, no socket and no model behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from quorum_threads import lighthouse, make_manager
+
+from ft_transport import HTTPTransport, TransportError, TransportSettings
+from manager import ConfigError, Manager, ManagerConfig, QuorumError, StateManager
+
+LONG_S = 30.0
+
+
+def own_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("ft-transport")}
+
+
+def transport() -> HTTPTransport[Any]:
+    settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
+    return HTTPTransport(timedelta(seconds=30), settings=settings)
+
+
+def without_load_function() -> object:
+    return StateManager(None, dict, checkpoint_transport=transport())
+
+
+def without_a_store() -> object:
+    return StateManager(checkpoint_transport=transport(), save_every=5)
+
+
+def with_settings_twice() -> object:
+    return Manager(checkpoint_transport=transport(), config=ManagerConfig(), min_replica_size=1)
+
+
+def with_the_default_transport() -> object:
+    return Manager(None, None, dict, min_replica_size=1, lighthouse_addr="http://127.0.0.1:1")
+
+
+def without_a_lighthouse() -> object:
+    names = ("timeout", "connect_timeout", "quorum_timeout")
+    timeouts: Any = dict.fromkeys(names, timedelta(seconds=0.3))
+    return Manager(checkpoint_transport=transport(), lighthouse_addr="http://127.0.0.1:1", **timeouts)
+
+
+@pytest.mark.usefixtures("quorum_ready")
+@pytest.mark.parametrize(
+    ("construct", "error"),
+    [
+        (without_load_function, ValueError),
+        (without_a_store, ConfigError),
+        (with_settings_twice, ConfigError),
+        (with_the_default_transport, ValueError),
+        (without_a_lighthouse, QuorumError),
+    ],
+)
+def test_a_refused_manager_ends_the_transport_that_it_was_given(
+    construct: Callable[[], object], error: type[Exception]
+) -> None:
+    before = own_threads()
+    for _ in range(3):
+        with pytest.raises(error):
+            construct()
+    assert own_threads() <= before
+
+
+def test_a_refused_manager_leaves_another_managers_transport_alone() -> None:
+    shared = transport()
+    owner = StateManager(checkpoint_transport=shared)
+    try:
+        owner.register_state_dict_fn("part", lambda _: None, lambda: {"value": 7})
+        for wrong in ({}, {"save_every": 5}):
+            with pytest.raises((TransportError, ConfigError)):
+                StateManager(checkpoint_transport=shared, **wrong)  # type: ignore[arg-type]
+        owner.start_step(1)
+        owner.snapshot().result(LONG_S)
+        assert shared.fetch(shared.metadata(), 1).state["user"] == {"part": {"value": 7}}
+    finally:
+        owner.shutdown()
+
+
+def drop_state_manager() -> weakref.ref[torch.nn.Module]:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = StateManager(checkpoint_transport=transport())
+    manager.register("model", model)
+    manager.register("optimizer", optimizer)
+    manager.attach(optimizer)
+    manager.start_step(0)
+    manager.snapshot().result(LONG_S)
+    return weakref.ref(model)
+
+
+def drop_manager() -> weakref.ref[torch.nn.Module]:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lighthouse() as address:
+        manager = make_manager(address, "dropped")
+        manager.register("model", model)
+        manager.register("optimizer", optimizer)
+        manager.attach(optimizer)
+        for _ in range(2):
+            manager.start_quorum()
+            optimizer.zero_grad()
+            model(torch.ones(4)).sum().backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                manager.allreduce(parameter.grad).wait()
+            assert manager.should_commit()
+            optimizer.step()
+        del manager
+        gc.collect()
+    return weakref.ref(model)
+
+
+@pytest.mark.usefixtures("quorum_ready")
+@pytest.mark.parametrize("drop", [drop_state_manager, drop_manager])
+def test_a_manager_that_is_dropped_frees_the_model_and_ends_its_threads(
+    drop: Callable[[], weakref.ref[torch.nn.Module]], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = own_threads()
+    model = drop()
+    gc.collect()
+    assert model() is None
+    deadline_s = time.monotonic() + LONG_S
+    while own_threads() - before and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert own_threads() <= before
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([warning for warning in warnings if "was dropped without shutdown" in warning]) == 1
+
+
+def test_a_manager_that_is_shut_down_is_not_complained_of(caplog: pytest.LogCaptureFixture) -> None:
+    StateManager(checkpoint_transport=transport()).shutdown()
+    gc.collect()
+    assert not caplog.records
