@@ -51,7 +51,9 @@ def main() -> None:
 
 def _measure(urls: list[str], directory: Path, num_samples: int) -> dict[int, list[float]]:
     """Each number of engines in turn, sample by sample; the time of the slowest engine, from when it was told."""
-    adapter = LoRAAdapter({"base_model.model.q.lora_A.weight": torch.rand(8, 512)}, {"r": 8})
+    adapter = LoRAAdapter(
+        {"base_model.model.q.lora_A.weight": torch.rand(8, 512)}, {"r": 8, "lora_alpha": 16, "target_modules": ["q"]}
+    )
     publishers = {}
     for number in NUMBERS:
         mine, urls = urls[:number], urls[number:]

@@ -21,9 +21,10 @@ from typing import Any, Final, TypeAlias
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import nn
 
 from ft_transport.errors import ConfigurationError, PublishError, SnapshotLimitError
-from ft_transport.publish.adapter import CONFIG_NAME, LoRAAdapter
+from ft_transport.publish.adapter import CONFIG_NAME, LoRAAdapter, is_adapter
 from ft_transport.publish.engine import Delivery, Engine, Kind
 from ft_transport.publish.export import Content, Exporter
 from ft_transport.publish.fleet import EngineFleet
@@ -336,11 +337,25 @@ def _close_all() -> None:
 
 
 def _content_of(weights: Weights | Callable[[], Weights]) -> Content:
-    value = weights() if callable(weights) else weights
+    # A module is callable, too.
+    value: object = weights() if callable(weights) and not isinstance(weights, nn.Module) else weights
     if isinstance(value, LoRAAdapter):
         return Content("adapter", value.tensors, {CONFIG_NAME: value.encoded_config()})
+    if isinstance(value, nn.Module):
+        raise PublishError(
+            f"expected a LoRAAdapter or weights by name, got a module, {type(value).__name__}; pass its state_dict(), "
+            "or LoRAAdapter.of(module, config)"
+        )
     if not isinstance(value, Mapping):
         raise PublishError(f"expected a LoRAAdapter or weights by name, got {type(value).__name__}")
+    if not value:
+        raise PublishError("expected a LoRAAdapter or weights by name, got no weights")
+    if is_adapter(value):
+        raise PublishError(
+            "expected all weights of a model, or a LoRAAdapter, got LoRA's matrices alone, which engines take for no "
+            "model; pass LoRAAdapter(tensors, config), or LoRAAdapter.of(module, config)",
+            path=next(iter(value)),
+        )
     return Content("weights", value, {})
 
 

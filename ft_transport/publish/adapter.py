@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from torch import nn
 from ft_transport.errors import ConfigurationError
 
 CONFIG_NAME: Final = "adapter_config.json"
+_REQUIRED: Final = ("r", "lora_alpha", "target_modules")
 _PREFIX: Final = "base_model.model."
 _KIND: Final = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)\.")
 _OTHER: Final = re.compile(r"\.(modules_to_save|trainable_tokens_delta)\.")
@@ -29,11 +30,32 @@ class LoRAAdapter:
 
     Attributes:
         tensors: By the names that PEFT gives them in a file, whole or DTensors.
-        config: PEFT's ``LoraConfig`` as a dict: ``r``, ``lora_alpha``, ``target_modules``, ``peft_type``, ... .
+        config: PEFT's ``LoraConfig`` as a dict: ``r``, ``lora_alpha`` and ``target_modules``, without which no engine
+            loads it, ``peft_type``, ... .
+
+    Raises:
+        ConfigurationError: Names what is missing.
     """
 
     tensors: Mapping[str, torch.Tensor]
     config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        config: object = self.config
+        if not isinstance(config, Mapping):
+            raise ConfigurationError(
+                f"expected PEFT's LoraConfig as a dict, such as peft_config.to_dict(), got {type(config).__name__}"
+            )
+        missing = [name for name in _REQUIRED if config.get(name) is None]
+        if missing:
+            raise ConfigurationError(
+                f"expected {', '.join(_REQUIRED)} in the adapter's configuration, without which engines refuse it; "
+                f"missing: {', '.join(missing)}"
+            )
+        tensors: object = self.tensors
+        if not isinstance(tensors, Mapping) or not tensors:
+            what = "none" if isinstance(tensors, Mapping) else type(tensors).__name__
+            raise ConfigurationError(f"expected an adapter's tensors by name, got {what}")
 
     @classmethod
     def of(cls, module: nn.Module, config: Mapping[str, Any], name: str = "default") -> LoRAAdapter:
@@ -89,6 +111,11 @@ class LoRAAdapter:
         except (TypeError, ValueError) as error:
             raise ConfigurationError(f"expected an adapter's configuration that JSON can say: {error}") from error
         return text.encode()
+
+
+def is_adapter(names: Iterable[object]) -> bool:
+    """Whether these are the names of LoRA's matrices alone."""
+    return all(isinstance(name, str) and _KIND.search(name) for name in names)
 
 
 def _plain(value: object) -> object:

@@ -23,6 +23,7 @@ _MAX_SHOWN_CHARACTERS: Final = 2000
 _RESUME_TIMEOUT_S: Final = 30.0
 _RESUME_PAUSE_S: Final = 0.2
 _REFUSAL_BODY_S: Final = 2.0
+_NO_ROUTE: Final = (404, 405)
 
 Kind = Literal["adapter", "weights"]
 
@@ -113,6 +114,28 @@ class EngineConnection:
         """Asks with a JSON body; raises as `get`."""
         return await self._request("POST", path, params, body)
 
+    async def pause(self, path: str, body: Mapping[str, object] | None = None, *, advice: str, **params: str) -> Answer:
+        """Pauses the engine by a POST, inside `resuming`; raises as `get`.
+
+        Args:
+            path: The route.
+            body: As for `post`.
+            advice: What to do where the engine does not have the route; it was not paused then, nor is it resumed.
+            **params: As for `post`.
+        """
+        try:
+            return await self.post(path, body, **params)
+        except EngineRefusedError as error:
+            if error.status not in _NO_ROUTE:
+                raise
+            raise _NotPausedError(
+                f"expected the route {path}",
+                status=error.status,
+                body=f"{error.body}; {advice}",
+                request=error.request,
+                peer=self.url,
+            ) from error
+
     @contextlib.asynccontextmanager
     async def resuming(self, resume: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
         """Whoever pauses the engine inside has it resumed, whatever happens; also after the deadline has run out.
@@ -123,6 +146,8 @@ class EngineConnection:
         try:
             yield
             await resume()
+        except _NotPausedError:
+            raise
         except BaseException:
             # On its own: who is waiting for the outcome need not wait for this. The next attempt does.
             task = asyncio.get_running_loop().create_task(self._resume_late(resume))
@@ -169,6 +194,10 @@ class EngineConnection:
         if answer.status >= 300:
             raise answer.refusal("expected the engine to do it")
         return answer
+
+
+class _NotPausedError(EngineRefusedError):
+    """The engine cannot be paused, and so need not be resumed."""
 
 
 async def _read(content: aiohttp.StreamReader, data: bytearray) -> None:

@@ -17,6 +17,7 @@ from ft_transport.publish.models import adapter_confirmed, adapters_served
 from ft_transport.publish.naming import adapter_name, checked_url, older_names, version_in
 
 _MAX_DIGITS: Final = 18
+_ADVICE: Final = "this SGLang takes no weights at run time; publish a LoRA adapter as a LoRAAdapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class SGLangEngine:
 
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
         async with connection.resuming(lambda: connection.post("/continue_generation", {})):
-            await connection.post("/pause_generation", {"mode": self.pause})
+            await connection.pause("/pause_generation", {"mode": self.pause}, advice=_ADVICE)
             _check(
                 await connection.post(
                     "/update_weights_from_disk",

@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engine import Delivery, EngineConnection
 from ft_transport.publish.models import adapter_confirmed, adapters_served
 from ft_transport.publish.naming import adapter_name, checked_url, older_names, version_in
+
+_ADVICE: Final = (
+    "vLLM takes all weights only where it was started with VLLM_SERVER_DEV_MODE=1; publish a LoRA adapter as a "
+    "LoRAAdapter"
+)
 
 
 def _update_info(delivery: Delivery) -> Mapping[str, object]:
@@ -66,7 +71,7 @@ class VLLMEngine:
 
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
         async with connection.resuming(lambda: connection.post("/resume")):
-            await connection.post("/pause", mode=self.pause, clear_cache="true")
+            await connection.pause("/pause", advice=_ADVICE, mode=self.pause, clear_cache="true")
             await connection.post("/start_weight_update", {"is_checkpoint_format": True})
             await connection.post("/update_weights", {"update_info": dict(self.update_info(delivery))})
             await connection.post("/finish_weight_update", {})

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -469,6 +470,60 @@ class TestVersions:
         assert sorted(path.name for path in tmp_path.glob("version-*")) == ["version-1", "version-notes"]
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, "missing: r, lora_alpha, target_modules"),
+        ({"r": 4, "lora_alpha": 8, "target_modules": None}, "missing: target_modules"),
+        (None, r"peft_config\.to_dict\(\), got NoneType"),
+    ],
+)
+def test_an_adapter_without_what_engines_need_is_refused(config: Any, expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=expected):
+        LoRAAdapter(adapter(1).tensors, config)
+    with pytest.raises(ConfigurationError, match="expected an adapter's tensors by name, got none"):
+        LoRAAdapter({}, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        (dict(adapter(1).tensors), r"got LoRA's matrices alone.*LoRAAdapter\(tensors, config\).*q\.lora_A\.weight"),
+        (nn.Linear(2, 2), r"got a module, Linear; pass its state_dict\(\)"),
+        ({}, "got no weights"),
+    ],
+)
+def test_what_no_engine_can_use_is_refused_in_the_call(tmp_path: Path, weights: Any, expected: str) -> None:
+    with Publisher([], tmp_path) as publisher:
+        for given in (weights, lambda: weights):
+            with pytest.raises(PublishError, match=expected):
+                publisher.publish(1, given)
+        assert publisher.latest() is None
+
+
+@pytest.mark.parametrize("kind", [VLLMStandIn, SGLangStandIn])
+def test_an_engine_without_routes_for_weights_is_told_of_once_and_holds_nobody_up(
+    tmp_path: Path, kind: type[StandIn]
+) -> None:
+    class WithoutWeights(kind):  # type: ignore[misc, valid-type]
+        def own_routes(self) -> list[web.RouteDef]:
+            return [route for route in super().own_routes() if "lora" in route.path]
+
+    server = WithoutWeights()
+    engine = {VLLMStandIn: VLLMEngine, SGLangStandIn: SGLangEngine}[kind]
+    with serving(server):
+        publisher = Publisher([engine(server.url)], tmp_path)
+        for version in (1, 2):
+            handle = publisher.publish(version, {"weight": torch.ones(3)})
+            with pytest.raises(PublishError, match=r"status 404.*publish a LoRA adapter as a LoRAAdapter"):
+                handle.result(SOON)
+        started_s = time.monotonic()
+        publisher.close()
+        assert time.monotonic() - started_s < 5
+    changes = [route for route in server.routes if "GET" not in route]
+    assert changes == [f"POST {'/pause' if kind is VLLMStandIn else '/pause_generation'}"] * 2
+
+
 def test_urls_that_are_none_are_refused() -> None:
     for url in ("localhost:8000", "ftp://host", "http://", "http://host/?a=b"):
         with pytest.raises(ConfigurationError, match="expected the base URL of an engine"):
@@ -479,7 +534,8 @@ def test_a_process_that_ends_still_tells_the_engines(tmp_path: Path) -> None:
     script = (
         "import sys, torch; from ft_transport import LoRAAdapter, Publisher, VLLMEngine\n"
         "publisher = Publisher([VLLMEngine(sys.argv[1])], sys.argv[2])\n"
-        "publisher.publish(1, LoRAAdapter({'a.lora_A.weight': torch.ones(3)}, {'r': 1}))\n"
+        "config = {'r': 1, 'lora_alpha': 1, 'target_modules': ['a']}\n"
+        "publisher.publish(1, LoRAAdapter({'a.lora_A.weight': torch.ones(3)}, config))\n"
         "raise RuntimeError('of the user')"
     )
     with serving(server := VLLMStandIn(load_s=0.5)):
