@@ -186,8 +186,8 @@ class CheckpointStore:
     ) -> SaveHandle:
         """Takes a snapshot of the state, and writes it behind the training.
 
-        When this returns, the state may be changed. What goes wrong with it on one rank, also while it is copied, is
-        told to all and raised by the handle.
+        When this returns, the state may be changed. The call refuses a state that can never be saved, on all ranks.
+        What else goes wrong on one rank, also while the state is copied, is told to all and raised by the handle.
 
         Args:
             step: The committed step.
@@ -198,6 +198,8 @@ class CheckpointStore:
             overwrite: Whether a checkpoint of this step may be replaced.
 
         Raises:
+            UnsupportedLeafError: The state of a rank has something in it that cannot be saved; the path names it.
+            CheckpointError: The state of a rank is no dict.
             SaveInProgressError: The save before is not finished, and the policy is to refuse.
             TransportError: With ``wait``, what `SaveHandle.result` raises; or more saves in a row have failed than are
                 allowed.
@@ -452,6 +454,16 @@ class CheckpointStore:
             return load(request, self._agreement, self._exchange)
 
     def _submit(self, step: int, copies: Copies, *, wait: bool, overwrite: bool) -> SaveHandle:
+        def check() -> None:
+            if copies.refusal is not None:
+                raise copies.refusal
+
+        self._agreement.step = step
+        try:
+            self._agreement.together("copy the state", check)
+        except BaseException:
+            copies.release()
+            raise
         request = SaveRequest(step=step, snapshots=[], local_keys=copies.local_keys, overwrite=overwrite)
         handle = self._background.submit(SaveJob(request, copies.finish, copies.release))
         if wait:

@@ -233,7 +233,6 @@ def _fail_and_save_again(ranks: Ranks, store: CheckpointStore, phase: str, victi
     if is_victim and phase == "snapshot":
         state["own"]["unsupported"] = object()
         failed_s = time.monotonic()
-        handle = store.save(failing_step, state)
     elif is_victim and phase == "copy":
         # What fails after save() has returned, when the snapshot is finished in the background.
         with Injected(PendingSnapshot, "finish", FULL) as injected:
@@ -245,9 +244,10 @@ def _fail_and_save_again(ranks: Ranks, store: CheckpointStore, phase: str, victi
             handle = store.save(failing_step, state)
             handle.exception()
         failed_s = injected.at_s
-    else:
+    elif phase != "snapshot":
         handle = store.save(failing_step, state)
-    error = told(handle.exception())
+    # What can never be saved is refused in the call.
+    error = raised(lambda: store.save(failing_step, state)) if phase == "snapshot" else told(handle.exception())
     incomplete = sorted(path.name for path in ranks.root.glob(f"step-{failing_step}*"))
     store.save(good_step, state_of(good_step, ranks.rank), wait=True)
     dist.barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from ft_transport.errors import CheckpointError, SnapshotError
 from ft_transport.serving import SnapshotLease
 from ft_transport.storage.saving import SnapshotFile
 from ft_transport.tensors.snapshot import PendingSnapshot, Snapshot, SnapshotTaker
@@ -32,6 +33,13 @@ class Copies:
             yield
         except Exception as error:
             self._failure = error
+
+    @property
+    def refusal(self) -> Exception | None:
+        """What went wrong, if it is the state itself, which no later save could copy either."""
+        error = self._failure
+        is_of_state = isinstance(error, SnapshotError) and error.path is not None
+        return error if is_of_state or isinstance(error, CheckpointError) else None
 
     def add(self, taker: SnapshotTaker, step: int, state: object) -> None:
         """Copies a state."""
@@ -81,5 +89,6 @@ class Copies:
         for lease in self._leases:
             lease.release()
         # Whoever keeps the error of a save keeps the frames that it came through, and with them this object.
+        self._failure = None
         for held in (self._parts, self._snapshots, self._leases):
             held.clear()

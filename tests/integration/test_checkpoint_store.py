@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from ft_transport import (
     CheckpointStore,
     ConfigurationError,
     HTTPTransport,
+    RankFailedError,
     RestoreError,
+    SnapshotError,
     StoreSettings,
     TransportSettings,
-    UnsupportedLeafError,
 )
 from manager import RegistryError, StateManager
 
@@ -49,6 +51,10 @@ def _damage(root: Path, step: int) -> None:
     data = bytearray(path.read_bytes())
     data[1000] ^= 1
     path.write_bytes(data)
+
+
+def _no_room() -> dict[str, Any]:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
 def test_a_run_that_was_set_back_keeps_what_it_saves(tmp_path: Path) -> None:
@@ -164,17 +170,26 @@ def test_the_writer_imports_nothing_from_the_current_directory(tmp_path: Path) -
     assert ran.stdout == "good\n", ran.stderr
 
 
-@pytest.mark.parametrize("state", [None, [1], torch.ones(2)])
-def test_a_state_is_a_dict(store: CheckpointStore, state: Any) -> None:
-    with pytest.raises(CheckpointError, match="expected a dict as state"):
-        store.save(1, state, wait=True)
+@pytest.mark.parametrize("make", [lambda: None, lambda: [1], lambda: torch.ones(2), lambda: (x for x in "ab")])
+@pytest.mark.parametrize("is_function", [False, True])
+def test_a_state_that_is_no_dict_is_refused_in_the_call(
+    store: CheckpointStore, make: Callable[[], Any], is_function: bool
+) -> None:
+    for arguments in ({"state": make if is_function else make()}, {"state": {}, "local": lambda: [1]}):
+        if arguments["state"] is None:
+            arguments["state"] = 5
+        with pytest.raises(CheckpointError, match=r"expected a dict as state, got .*step 1"):
+            store.save(1, **arguments)
+    assert store.check_health().is_good
 
 
-def test_what_cannot_be_saved_is_named_and_the_next_save_succeeds(store: CheckpointStore) -> None:
-    handle = store.save(1, {"model": {"weight": torch.ones(3), "lock": object()}})
-    with pytest.raises(Exception, match=r"model\.lock"):
-        handle.result()
-    assert handle.exception() is not None
+def test_what_cannot_be_saved_is_refused_in_the_call_and_the_next_save_succeeds(store: CheckpointStore) -> None:
+    cycle: dict[str, Any] = {}
+    cycle["again"] = cycle
+    for value in (object(), (x for x in "ab"), cycle):
+        with pytest.raises(SnapshotError, match=r"model\.lock.*step 1"):
+            store.save(1, {"model": {"weight": torch.ones(3), "lock": value}})
+    assert store.check_health().is_good, "nothing was tried in the background"
     store.save(2, _state(2), wait=True)
     assert store.steps() == (2,)
 
@@ -183,11 +198,11 @@ def test_the_trainer_is_stopped_after_too_many_failed_saves_in_a_row(tmp_path: P
     settings = StoreSettings(timeout=timedelta(seconds=30), max_failed_saves=1)
     with CheckpointStore(tmp_path, settings=settings) as store:
         for step in (1, 2):
-            assert store.save(step, {"a": object()}).exception() is not None
+            assert store.save(step, _no_room).exception() is not None
         store.check_health()
         with pytest.raises(CheckpointError, match=r"2 saves in a row have failed, 1 are allowed.*step 2") as caught:
             store.check_health()
-        assert isinstance(caught.value.__cause__, UnsupportedLeafError)
+        assert isinstance(caught.value.__cause__, RankFailedError)
         # Who goes on has been told.
         store.save(3, _state(3), wait=True)
         assert store.steps() == (3,)
