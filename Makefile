@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-slow torchft-tests check format bench bench-quick clean
+.PHONY: help env demo test test-slow torchft-tests soak check format bench bench-quick clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,9 @@ test-slow: $(STAMP) ## run the tests marked slow
 
 torchft-tests: $(STAMP) ## time the tests that torchft ships with our Manager and with theirs (by hand: minutes)
 	@PYTHONPATH=tests $(VENV)/bin/python tests/torchft_upstream.py compare $(ARGS)
+
+soak: $(STAMP) ## random faults on 3 replicas of 2 ranks (by hand: half an hour; ARGS="--minutes 2 --seed 7")
+	@PYTHONPATH=.:tests $(VENV)/bin/python tests/soak.py $(ARGS)
 
 check: $(STAMP) ## lint, format, types and layers
 	@$(VENV)/bin/ruff check .
