@@ -270,7 +270,8 @@ class BoundaryKeeper:
         if plan.refusal:
             return None
         try:
-            watched = list(plan.watched)
+            # A copy of the plan's list would touch every tensor once more.
+            watched: list[torch.Tensor] = []
             noted = (part for part in plan.parts if not isinstance(part, _ModulePart))
             values = {part.entry.key: self._note(part, plan, watched) for part in noted}
             copies = _copied(plan)
@@ -278,7 +279,7 @@ class BoundaryKeeper:
             self._refuse(plan, str(error))
             return None
         counters = dict(self._counters())
-        check = self.watch(watched)
+        check = self.watch([*plan.watched, *watched] if watched else plan.watched)
         if self._num_steps_to_learn > 0:
             self._num_steps_to_learn -= 1
             self._lesson = check

@@ -92,12 +92,12 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
         self._collective = _Collective(report_error)
         self._future: ManagedFuture | None = None
 
-    def begin(self, work: Any, finish: Callable[[], object]) -> None:
+    def begin(self, work: Any, finish: Callable[[], object] | None) -> None:
         """Take over a collective that has begun. Without a call of this the work counts as failed.
 
         Args:
             work: The collective.
-            finish: Called once after it succeeded, e.g. to average.
+            finish: Called once after it succeeded, e.g. to average; ``None`` for nothing.
         """
         self._collective.begin(work, finish)
 
@@ -108,6 +108,10 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
     def is_completed(self) -> bool:
         """Whether it has been waited for."""
         return self._collective.is_over
+
+    def is_settled(self) -> bool:
+        """Whether it has been waited for, and that wait is over."""
+        return self._collective.is_settled
 
     def block_current_stream(self, timeout: timedelta | None = None) -> None:
         """Let the current stream wait. On the CPU, and with torch's own works, that is what `wait` does."""
@@ -127,8 +131,10 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
 
 def wait_all(works: Sequence[ManagedWork], deadline: Deadline = _NO_DEADLINE) -> bool:
     """Finish all of them until the deadline. Returns whether every tensor is reduced."""
-    outcomes = [work.wait(deadline.left()) for work in works]
-    return all(outcomes)
+    is_good = True
+    for work in works:
+        is_good = work.wait(None if work.is_settled() else deadline.left()) and is_good
+    return is_good
 
 
 def forget_frames(error: BaseException) -> None:
@@ -217,43 +223,57 @@ class _Promise:
 class _Collective:
     """What a `ManagedWork` and its futures share.
 
+    A step may have thousands of them at one time: objects that the garbage collector has to look at are kept few.
+
     Attributes:
         is_over: Whether it has been waited for.
+        is_settled: Whether that wait has returned.
     """
+
+    __slots__ = ("_finish", "_is_good", "_mutex", "_promises", "_report_error", "_work", "is_over", "is_settled")
 
     def __init__(self, report_error: Callable[[Exception], object]) -> None:
         self._report_error = report_error
         self._work: Any = None
         self._finish: Callable[[], object] | None = None
-        self._promises: list[_Promise] = []
+        self._promises: list[_Promise] | None = None
         self._mutex = threading.RLock()
         self._is_good = False
         self.is_over = False
+        self.is_settled = False
 
-    def begin(self, work: Any, finish: Callable[[], object]) -> None:
+    def begin(self, work: Any, finish: Callable[[], object] | None) -> None:
+        # In this order: without the work it counts as failed, whatever interrupts here.
         self._finish = finish
         self._work = work
 
     def add(self, promise: _Promise) -> None:
         """Keep it when this is over, in order; at once if it is."""
         with self._mutex:
+            if self._promises is None:
+                self._promises = []
             self._promises.append(promise)
             if self.is_over:
                 self._keep_promises()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if self.is_settled and not self._promises:
+            return self._is_good
         with self._mutex:
             if not self.is_over:
                 self.is_over = True
                 self._reduce(timeout)
-            self._keep_promises()
+            if self._promises:
+                self._keep_promises()
+            self.is_settled = True
             return self._is_good
 
     def _reduce(self, timeout: timedelta | None) -> None:
         try:
-            if self._work is not None and self._finish is not None:
+            if self._work is not None:
                 self._work.wait(timeout) if timeout is not None else self._work.wait()
-                self._finish()
+                if self._finish is not None:
+                    self._finish()
                 # Nothing but this makes it count.
                 self._is_good = True
         except BaseException as error:

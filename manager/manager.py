@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
@@ -251,11 +252,7 @@ class Manager(QuorumParticipant):
         if not self.is_participating():
             local.zero_()
 
-        def finish() -> None:
-            if is_average and num_participants > 1:
-                with span("allreduce::callback"):
-                    local.div_(num_participants)
-
+        finish = partial(_average, local, num_participants) if is_average and num_participants > 1 else None
         try:
             managed.begin(self._joined().allreduce(local, ReduceOp.SUM if is_average else reduce_op), finish)
         except Exception as error:
@@ -438,3 +435,8 @@ class Manager(QuorumParticipant):
             return None
         self._wait_for_round(self._round)
         return self._round.decision
+
+
+def _average(total: torch.Tensor, num_participants: int) -> None:
+    with span("allreduce::callback"):
+        total.div_(num_participants)

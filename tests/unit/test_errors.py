@@ -26,6 +26,7 @@ from ft_transport.errors import (
     SaveInProgressError,
     SnapshotLimitError,
     SnapshotReplacedError,
+    StateMovedError,
     StepNotServedError,
     TransportError,
     WriterFailedError,
@@ -139,6 +140,7 @@ def test_what_may_help_to_ask_again_says_so() -> None:
     retryable = {cls for cls in CLASSES if cls.retryable}
     assert retryable == {
         SnapshotLimitError,
+        StateMovedError,
         IntegrityError,
         PeerUnreachableError,
         PeerNotReadyError,
@@ -157,6 +159,7 @@ def test_each_error_has_a_status_of_http() -> None:
         SnapshotReplacedError: 409,
         errors.ManifestError: 502,
         SnapshotLimitError: 503,
+        StateMovedError: 503,
         PeerNotReadyError: 503,
     }
     assert {cls: cls.http_status for cls in CLASSES} == {cls: special.get(cls, 500) for cls in CLASSES}
