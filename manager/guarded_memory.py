@@ -86,7 +86,7 @@ def tensors_in(values: object) -> Iterator[torch.Tensor]:
 
 
 class VersionWatch:
-    """Finds tensors that have been changed in place since the watch was made. Takes about 60 ns a tensor.
+    """Finds tensors that have been changed in place since the watch was made. Takes 0.1 to 0.5 µs a tensor.
 
     Args:
         tensors: The very objects that are changed: of a DTensor the DTensor, because its local part counts nothing.
