@@ -12,7 +12,6 @@ So a boundary costs the same whatever the number of parameters, but for 0.1 to 0
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -31,57 +30,30 @@ from manager.guarded_memory import (
     memory_of,
     memory_of_optimizers,
     parameters_of,
-    storage_of,
     tensors_in,
 )
 from manager.registry import StateEntry, StateRegistry
+from manager.state_parts import (
+    Budget,
+    CalledPart,
+    ModulePart,
+    NotKeepableError,
+    OptimizerPart,
+    Part,
+    check_copyable,
+    frozen,
+    kind_of,
+    tensors_of_module,
+    tensors_of_stable_modules,
+)
 
 logger = logging.getLogger(__name__)
 
-_MAX_COPIED_BYTES: Final = 16 << 20
-"""The most that is copied at every boundary for a snapshot that perhaps nobody needs: about 2 ms."""
-_MAX_CALLED_TENSORS: Final = 64
-"""The most tensors that a function may return which is called at every boundary."""
 _NUM_LEARNING_STEPS: Final = 3
 """Steps of a plan after which the parameters that ``forward`` changes are known, before anybody has asked for them."""
 _MAX_SHOWN: Final = 5
-_ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 
 _Signature: TypeAlias = tuple[object, ...]
-_Location: TypeAlias = tuple[dict[str, Any], str]
-"""Where a module keeps a tensor, which it may replace."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ModulePart:
-    """A module whose state is its parameters and buffers.
-
-    Attributes:
-        names: In its state, of the tensors that are copied at the boundary.
-        locations: Where each of them is found.
-    """
-
-    entry: StateEntry
-    names: tuple[str, ...]
-    locations: tuple[_Location, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OptimizerPart:
-    """An attached optimizer: its states wait for its step, its parameter groups are noted."""
-
-    entry: StateEntry
-    optimizer: Optimizer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _CalledPart:
-    """A state function that is called at the boundary, because nothing is known of what it returns."""
-
-    entry: StateEntry
-
-
-_Part: TypeAlias = _ModulePart | _OptimizerPart | _CalledPart
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,15 +70,11 @@ class _Plan:
     """
 
     signature: _Signature
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     guarded: frozenset[Memory] = frozenset()
     watched: list[torch.Tensor] = field(default_factory=list)
     refusal: str = ""
     spare: list[torch.Tensor] | None = None
-
-
-class _NotKeepableError(Exception):
-    """A boundary of this state cannot be kept; the message says why."""
 
 
 class KeptBoundary:
@@ -141,7 +109,7 @@ class KeptBoundary:
         """
         try:
             user = self._user_part()
-        except _NotKeepableError as error:
+        except NotKeepableError as error:
             self._keeper.forget()
             raise SnapshotError(f"expected the state of the step boundary, and {error}") from None
         self.check()
@@ -158,25 +126,25 @@ class KeptBoundary:
         for part in self._plan.parts:
             key = part.entry.key
             match part:
-                case _ModulePart():
+                case ModulePart():
                     state: Any = part.entry.state_dict()
                     for name in part.names:
                         if name not in state:
-                            raise _NotKeepableError(f"{key}.{name} is gone")
+                            raise NotKeepableError(f"{key}.{name} is gone")
                         state[name] = next(copies)
                     copied = set(part.names)
                     self._check_known(key, [tensor for name, tensor in state.items() if name not in copied])
-                case _OptimizerPart():
+                case OptimizerPart():
                     state = part.entry.state_dict()
                     groups: Any = self._values[key]
                     if len(state["param_groups"]) != len(groups):
-                        raise _NotKeepableError(f"the parameter groups of {key!r} have changed")
+                        raise NotKeepableError(f"the parameter groups of {key!r} have changed")
                     for group, values in zip(state["param_groups"], groups, strict=True):
                         indices = group["params"]
                         group.clear()
                         group.update(values, params=indices)
                     self._check_known(key, state["state"])
-                case _CalledPart():
+                case CalledPart():
                     state = self._values[key]
             if part.entry.is_stable:
                 stable.append(state)
@@ -186,13 +154,13 @@ class KeptBoundary:
             for tensor in tensors_in(user[part.entry.key]):
                 memory = memory_at(tensor)
                 if memory in self._plan.guarded and memory not in present:
-                    raise _NotKeepableError(f"a tensor of {part.entry.key!r} is no longer an attached optimizer's")
+                    raise NotKeepableError(f"a tensor of {part.entry.key!r} is no longer an attached optimizer's")
         return user
 
     def _check_known(self, key: str, live: object) -> None:
         for tensor in tensors_in(live):
             if memory_at(tensor) not in self._plan.guarded:
-                raise _NotKeepableError(f"{key!r} has a tensor {list(tensor.shape)} that it did not have there")
+                raise NotKeepableError(f"{key!r} has a tensor {list(tensor.shape)} that it did not have there")
 
 
 class BoundaryKeeper:
@@ -272,10 +240,10 @@ class BoundaryKeeper:
         try:
             # A copy of the plan's list would touch every tensor once more.
             watched: list[torch.Tensor] = []
-            noted = (part for part in plan.parts if not isinstance(part, _ModulePart))
+            noted = (part for part in plan.parts if not isinstance(part, ModulePart))
             values = {part.entry.key: self._note(part, plan, watched) for part in noted}
             copies = _copied(plan)
-        except _NotKeepableError as error:
+        except NotKeepableError as error:
             self._refuse(plan, str(error))
             return None
         counters = dict(self._counters())
@@ -309,46 +277,46 @@ class BoundaryKeeper:
     def _make_plan(self, signature: _Signature, optimizers: Sequence[Optimizer]) -> _Plan:
         plan = _Plan(signature=signature)
         entries = self._registry.entries("replicated")
-        kinds = {entry.key: _kind_of(entry, optimizers) for entry in entries}
+        kinds = {entry.key: kind_of(entry, optimizers) for entry in entries}
         stable = [entry.state_dict() for entry in entries if entry.is_stable and kinds[entry.key] is not None]
         unguarded = self._moving | self._renormalised()
         plan.guarded = frozenset((memory_of_optimizers(optimizers) | memory_of(stable)) - unguarded)
         plan.watched = [
             tensor
-            for tensor in [*parameters_of(optimizers), *_tensors_of_stable_modules(entries)]
+            for tensor in [*parameters_of(optimizers), *tensors_of_stable_modules(entries)]
             if memory_at(tensor) in plan.guarded
         ]
         try:
             plan.parts = [self._part_of(entry, kinds[entry.key], plan) for entry in entries]
-        except _NotKeepableError as error:
+        except NotKeepableError as error:
             self._refuse(plan, str(error))
         return plan
 
-    def _part_of(self, entry: StateEntry, kind: nn.Module | Optimizer | None, plan: _Plan) -> _Part:
+    def _part_of(self, entry: StateEntry, kind: nn.Module | Optimizer | None, plan: _Plan) -> Part:
         match kind:
             case nn.Module():
                 found = [
                     (name, location)
-                    for name, location in _tensors_of_module(kind)
+                    for name, location in tensors_of_module(kind)
                     if memory_at(location[0][location[1]]) not in plan.guarded
                 ]
                 tensors = [location[0][location[1]] for _, location in found]
-                _check_copyable(entry.key, tensors, kind)
-                return _ModulePart(
+                check_copyable(entry.key, tensors, kind)
+                return ModulePart(
                     entry=entry,
                     names=tuple(name for name, _ in found),
                     locations=tuple(location for _, location in found),
                 )
             case Optimizer():
-                return _OptimizerPart(entry=entry, optimizer=kind)
+                return OptimizerPart(entry=entry, optimizer=kind)
             case None:
-                return _CalledPart(entry=entry)
+                return CalledPart(entry=entry)
 
-    def _note(self, part: _OptimizerPart | _CalledPart, plan: _Plan, watched: list[torch.Tensor]) -> object:
-        budget = _Budget()
-        if isinstance(part, _OptimizerPart):
+    def _note(self, part: OptimizerPart | CalledPart, plan: _Plan, watched: list[torch.Tensor]) -> object:
+        budget = Budget()
+        if isinstance(part, OptimizerPart):
             return [
-                {name: _frozen(value, plan.guarded, budget) for name, value in group.items() if name != "params"}
+                {name: frozen(value, plan.guarded, budget) for name, value in group.items() if name != "params"}
                 for group in part.optimizer.param_groups
             ]
         value = self._registry.call(part.entry)
@@ -357,7 +325,7 @@ class BoundaryKeeper:
             stable = list(tensors_in(value))
             watched += stable
             guarded = guarded | (memory_of(stable) - self._moving)
-        return _frozen(value, guarded, budget)
+        return frozen(value, guarded, budget)
 
     @staticmethod
     def _refuse(plan: _Plan, reason: str) -> None:
@@ -389,96 +357,12 @@ class BoundaryKeeper:
         return ", ".join(shown + ([f"{unnamed} without a name"] if unnamed > 0 else []))
 
 
-@dataclass(slots=True)
-class _Budget:
-    num_tensors: int = 0
-    num_bytes: int = 0
-
-    def take(self, tensor: torch.Tensor, *, is_copied: bool) -> None:
-        self.num_tensors += 1
-        self.num_bytes += tensor.nbytes if is_copied else 0
-        if self.num_tensors > _MAX_CALLED_TENSORS or self.num_bytes > _MAX_COPIED_BYTES:
-            raise _NotKeepableError(
-                f"a state function returns more than {_MAX_CALLED_TENSORS} tensors, or {_MAX_COPIED_BYTES} bytes that "
-                "no attached optimizer guards; register modules and optimizers themselves"
-            )
-
-
-def _kind_of(entry: StateEntry, optimizers: Sequence[Optimizer]) -> nn.Module | Optimizer | None:
-    """The object behind an entry, if its state can be told without calling it."""
-    holder = entry.holder
-    if entry.on_training_thread or getattr(entry.state_dict, "__self__", None) is not holder:
-        return None
-    if isinstance(holder, Optimizer) and any(holder is attached for attached in optimizers):
-        is_plain = type(holder).state_dict is Optimizer.state_dict and not (
-            holder._optimizer_state_dict_pre_hooks or holder._optimizer_state_dict_post_hooks
-        )
-        return holder if is_plain else None
-    if isinstance(holder, nn.Module) and all(map(_is_plain_module, holder.modules())):
-        return holder
-    return None
-
-
-def _is_plain_module(module: nn.Module) -> bool:
-    kind = type(module)
-    return (
-        kind.state_dict is nn.Module.state_dict
-        and kind._save_to_state_dict is nn.Module._save_to_state_dict
-        and kind.get_extra_state is nn.Module.get_extra_state
-        and not module._state_dict_hooks
-        and not module._state_dict_pre_hooks
-    )
-
-
-def _tensors_of_module(module: nn.Module) -> list[tuple[str, _Location]]:
-    """What the state of a plain module has, by name (``torch.nn.Module._save_to_state_dict``)."""
-    return [
-        (f"{prefix}.{name}" if prefix else name, (tensors, name))
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        for tensors in (part._parameters, part._buffers)
-        for name, tensor in tensors.items()
-        if tensor is not None and not (tensors is part._buffers and name in part._non_persistent_buffers_set)
-    ]
-
-
-def _tensors_of_stable_modules(entries: Iterable[StateEntry]) -> list[torch.Tensor]:
-    return [
-        location[0][location[1]]
-        for entry in entries
-        if entry.is_stable and isinstance(holder := entry.holder, nn.Module)
-        for _, location in _tensors_of_module(holder)
-    ]
-
-
-def _check_copyable(key: str, tensors: Sequence[torch.Tensor], module: nn.Module) -> None:
-    """Copies have to be what the state would have been: plain, small, and with memory of their own."""
-    if sum(tensor.nbytes for tensor in tensors) > _MAX_COPIED_BYTES:
-        raise _NotKeepableError(f"{key!r} has more than {_MAX_COPIED_BYTES} bytes that no attached optimizer guards")
-    copied = {memory_at(tensor) for tensor in tensors}
-    storages = {storage_of(tensor) for tensor in tensors if tensor.nbytes}
-    others = {
-        memory_at(location[0][location[1]])
-        for _, location in _tensors_of_module(module)
-        if storage_of(location[0][location[1]]) in storages
-    }
-    if others - copied or any(
-        type(tensor) not in (torch.Tensor, nn.Parameter)
-        or tensor.layout is not torch.strided
-        or tensor.is_quantized
-        or not tensor.is_contiguous()
-        or tensor.is_neg()
-        or tensor.is_conj()
-        for tensor in tensors
-    ):
-        raise _NotKeepableError(f"{key!r} has buffers that share memory, or are not dense and row-major")
-
-
 def _copied(plan: _Plan) -> list[torch.Tensor]:
     sources = [
-        location[0][location[1]] for part in plan.parts if isinstance(part, _ModulePart) for location in part.locations
+        location[0][location[1]] for part in plan.parts if isinstance(part, ModulePart) for location in part.locations
     ]
     if any(source is None for source in sources):
-        raise _NotKeepableError("a buffer is gone")
+        raise NotKeepableError("a buffer is gone")
     spare, plan.spare = plan.spare, None
     with torch.no_grad():
         if spare is not None and all(
@@ -491,34 +375,3 @@ def _copied(plan: _Plan) -> list[torch.Tensor]:
         made: dict[Memory | None, torch.Tensor] = {}
         # Tensors that are one stay one.
         return [made.setdefault(memory_at(source), source.detach().clone()) for source in sources]
-
-
-def _frozen(value: object, guarded: Set[Memory], budget: _Budget) -> Any:
-    """A copy that nothing changes any more; of guarded tensors they themselves."""
-    match value:
-        case torch.Tensor():
-            is_guarded = memory_at(value) in guarded
-            budget.take(value, is_copied=not is_guarded)
-            # A DTensor's own clone dispatches collectively.
-            if is_guarded:
-                return value
-            if hasattr(value, "_local_tensor"):
-                raise _NotKeepableError("a state function returns a DTensor that no attached optimizer guards")
-            return value.detach().clone().requires_grad_(value.requires_grad)
-        case dict() if type(value) is dict:
-            return {key: _frozen(item, guarded, budget) for key, item in value.items()}
-        case list() if type(value) is list:
-            return [_frozen(item, guarded, budget) for item in value]
-        case tuple() if type(value) is tuple:
-            if all(type(item) in _ATOMS for item in value):
-                return value
-            return tuple(_frozen(item, guarded, budget) for item in value)
-        case _ if type(value) in _ATOMS:
-            return value
-        case Mapping():
-            result = copy.copy(value)
-            for key, item in value.items():
-                result[key] = _frozen(item, guarded, budget)  # type: ignore[index]
-            return result
-        case _:
-            return copy.deepcopy(value)
