@@ -246,7 +246,6 @@ class Manager(QuorumParticipant):
         current.works.append(managed)
         if current.error is not None:
             return managed
-        current.has_works = True
         num_participants = self.num_participants()
         local = tensor.to_local() if is_dtensor(tensor) else tensor
         if not self.is_participating():

@@ -52,7 +52,6 @@ class Round:
         quorum: Done when it has and the process group is set up.
         error: The first thing that went wrong.
         works: The collectives begun.
-        has_works: Whether any was.
         is_over: Whether `Manager.should_commit` has been called.
         is_voted: Whether the ranks of the replica have agreed on the commit.
         is_committed: Whether they committed.
@@ -63,7 +62,6 @@ class Round:
     quorum: Future[None] = field(default_factory=Future)
     error: ReportedError | None = None
     works: list[ManagedWork] = field(default_factory=list)
-    has_works: bool = False
     is_over: bool = False
     is_voted: bool = False
     is_committed: bool = False
@@ -255,8 +253,9 @@ class QuorumParticipant(StateManager):
             # Where a handler raised in start_quorum, what that had begun may still be under way.
             assert self._executor is not None, "there is one since the manager joined"
             self._await(self._executor.submit(_do_nothing), "what an interrupted start_quorum had begun", deadline)
-        if earlier.has_works and not earlier.is_over:
-            logger.warning("%s: the step before was abandoned with collectives under way", self._name())
+        if not earlier.is_over:
+            # The other replicas may wait in collectives that this one has not even begun.
+            logger.warning("%s: the step before was abandoned, and its process group is ended", self._name())
             self._joined().break_up()
         if failed or not earlier.is_over:
             self._is_settled = False

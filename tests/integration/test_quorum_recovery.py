@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ pytest.importorskip("torchft")
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
 SHORT = timedelta(seconds=0.5)
+ABANDONED = timedelta(seconds=4)
 
 
 @pytest.fixture
@@ -173,3 +175,36 @@ def test_collectives_of_an_abandoned_step_do_not_get_into_the_next(address: str)
     first, second = run_replicas(lambda: replica(0), lambda: replica(1))
     assert first == second
     assert first[1] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("begins_collectives", [True, False])
+def test_an_abandoned_step_does_not_cost_the_others_a_timeout(address: str, begins_collectives: bool) -> None:
+    gate = Gate()
+
+    def replica(index: int) -> float:
+        manager = with_part(make_manager(address, f"r{index}", min_replica_size=2, timeout=ABANDONED), {})
+        num_steps = 0
+        while num_steps < 3:
+            manager.start_quorum()
+            manager.allreduce(torch.ones(2)).wait()
+            num_steps += manager.should_commit()
+        gate.open(f"trained {index}")
+        gate.wait(f"trained {1 - index}")
+        begin_s = time.monotonic()
+        if index == 0:
+            manager.start_quorum()
+            manager.wait_quorum()
+            if begins_collectives:
+                manager.allreduce(torch.ones(2))
+        while num_steps < 4:
+            manager.start_quorum()
+            for _ in range(2):
+                manager.allreduce(torch.ones(2)).wait()
+            num_steps += manager.should_commit()
+        seconds = time.monotonic() - begin_s
+        gate.open(f"done {index}")
+        gate.wait(f"done {1 - index}")
+        manager.shutdown()
+        return seconds
+
+    assert max(run_replicas(lambda: replica(0), lambda: replica(1))) < ABANDONED.total_seconds() / 2
