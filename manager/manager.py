@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -195,7 +196,11 @@ class Manager(QuorumParticipant):
         except BaseException as error:
             if self._snapshotter is not None:
                 self._snapshotter.settle()
+            # Where a handler raised, frames hold sections of the lock, and the error is kept: by the round, which
+            # this frame must not keep in turn, and perhaps by the caller.
+            traceback.clear_frames(error.__traceback__)
             current.end_quorum(error)
+            del current
             raise
 
     @spanned("wait_quorum")

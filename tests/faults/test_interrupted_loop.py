@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -17,7 +18,7 @@ import pytest
 import torch
 from quorum_threads import LONG_S, lighthouse, make_manager
 
-from manager import Manager, ManagerError
+from manager import Manager, ManagerError, snapshots
 
 pytest.importorskip("torchft")
 
@@ -255,3 +256,29 @@ def test_shutdown_from_a_signal_handler_does_not_wait_for_what_it_has_interrupte
                 assert time.monotonic() - start_s < 15
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_an_exception_that_is_kept_keeps_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manager keeps it, and perhaps the caller, with the frame that has just opened a section of the lock."""
+
+    def interrupt(*_arguments: object) -> None:
+        monkeypatch.undo()
+        raise _HandlerError
+
+    with lighthouse() as address:
+        trainer = Trainer(address, "alone")
+        trainer.step()
+        trainer.step()
+        gc.disable()
+        try:
+            monkeypatch.setattr(snapshots, "_Held", interrupt)
+            with pytest.raises(_HandlerError) as _kept:
+                trainer.start()
+            begin_s = time.monotonic()
+            trainer.step()
+            assert time.monotonic() - begin_s < 1
+            trainer.start()
+            trainer.check()
+        finally:
+            gc.enable()
+            trainer.manager.shutdown()
