@@ -7,6 +7,7 @@ and the thread that forms quorums call it, never both at once; `break_up` may be
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 import uuid
@@ -408,7 +409,14 @@ class Membership:
         self._own_store = own_store(config.connect_timeout)
         # Peers reach this host where they fetch its state.
         host, port = config.hostname or urlsplit(self._address).hostname or "localhost", self._own_store.port
-        return self._reach_store(host, port), _join(host, port)
+        try:
+            socket.create_connection((host, port), self._config.connect_timeout.total_seconds()).close()
+        except OSError as error:
+            raise QuorumError(
+                f"expected peers to reach this replica's own store at {host}:{port}, where they fetch its state: "
+                f"{error}; set hostname"
+            ) from error
+        return self._stores.adopt(host, port, self._own_store), _join(host, port)
 
     def _host_for_peers(self, host: str, port: int) -> str:
         """A launcher may name its store by the loopback interface, where peers on other machines find their own."""

@@ -54,6 +54,12 @@ class StoreConnections:
                 raise QuorumError(f"expected no more need of the store at {host}:{port}: has been shut down")
             return self._connections.setdefault((host, port), StoreConnection(host, port))
 
+    def adopt(self, host: str, port: int, store: TCPStore) -> StoreConnection:
+        """Use a store of this process itself: to connect to it once more may take seconds, too."""
+        with self._mutex:
+            connection = self._connections[host, port] = StoreConnection(host, port, store)
+            return connection
+
     def at_address(self, address: str) -> StoreConnection:
         """As `at`, for ``host:port``."""
         host, _, port = address.rpartition(":")
@@ -74,11 +80,13 @@ class StoreConnection:
     Args:
         host: Of the store.
         port: Of the store.
+        store: What to begin with; ``None`` to connect with the first call.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, store: TCPStore | None = None) -> None:
         self._host = host
         self._port = port
+        self._first: TCPStore | None = store
         self._mutex = threading.Lock()
         self._worker: _Worker | None = None
         self._is_closed = False
@@ -175,7 +183,7 @@ class StoreConnection:
         """Close the connection; what waits for it raises."""
         with self._mutex:
             self._is_closed = True
-            worker, self._worker = self._worker, None
+            worker, self._worker, self._first = self._worker, None, None
         if worker is not None:
             worker.end()
             worker.join(_GRACE_S)
@@ -188,7 +196,9 @@ class StoreConnection:
             if self._is_closed:
                 raise self._unanswered("has been shut down")
             if self._worker is None:
-                self._worker = _Worker(self._host, self._port, max(timeout.total_seconds(), _SHORTEST_CONNECT_S))
+                first, self._first = self._first, None
+                connect_s = max(timeout.total_seconds(), _SHORTEST_CONNECT_S)
+                self._worker = _Worker(self._host, self._port, connect_s, first)
             return self._worker
 
     def _drop(self, worker: _Worker) -> None:
@@ -201,13 +211,13 @@ class StoreConnection:
 class _Worker:
     """The thread of one connection: connects, and then does one job after the other."""
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
-        self.is_connected = False
+    def __init__(self, host: str, port: int, timeout_s: float, store: TCPStore | None) -> None:
+        self.is_connected = store is not None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._current: Future[Any] | None = None
         # A daemon: where the store's process is stopped, its call does not return.
         self._thread = threading.Thread(
-            target=self._run, args=(host, port, timeout_s), name="ft-transport-store", daemon=True
+            target=self._run, args=(host, port, timeout_s, [store]), name="ft-transport-store", daemon=True
         )
         self._thread.start()
 
@@ -227,8 +237,9 @@ class _Worker:
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
-    def _run(self, host: str, port: int, timeout_s: float) -> None:
-        store: Any = None
+    def _run(self, host: str, port: int, timeout_s: float, first: list[TCPStore | None]) -> None:
+        # Out of the list, which the thread object keeps: nothing else refers to the store when this ends.
+        store: Any = first.pop()
         while (job := self._jobs.get()) is not None:
             self._current, function = job
             try:
