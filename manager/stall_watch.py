@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import threading
@@ -9,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 logger = logging.getLogger(__name__)
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 _IDLE_S: Final = 3600.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Wait:
     stalled_s: float
     what: str
@@ -34,11 +35,12 @@ class StallWatch:
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
-        self._condition = threading.Condition()
+        # Changed by single operations: a handler that raises between two bytecodes leaves no lock held.
         self._waits: dict[int, _Wait] = {}
-        self._num_waits = 0
+        self._keys = itertools.count()
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._is_closed = False
+        self._closed = threading.Event()
 
     @contextmanager
     def waiting(
@@ -57,43 +59,38 @@ class StallWatch:
             missing=missing,
             thread_id=thread_id if thread_id is not None else threading.get_ident(),
         )
-        with self._condition:
-            self._num_waits += 1
-            key = self._num_waits
-            self._waits[key] = wait
-            if self._thread is None and not self._is_closed:
-                self._thread = threading.Thread(target=self._run, name="ft-transport-stall-watch", daemon=True)
-                self._thread.start()
+        key = next(self._keys)
         try:
+            self._waits[key] = wait
+            if self._thread is None:
+                self._start()
             yield
         finally:
-            with self._condition:
-                self._waits.pop(key, None)
+            self._waits.pop(key, None)
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None and not self._closed.is_set():
+                thread = threading.Thread(target=self._run, name="ft-transport-stall-watch", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def close(self) -> None:
         """End the thread."""
-        with self._condition:
-            self._is_closed = True
-            self._condition.notify_all()
+        with self._starting:
+            self._closed.set()
             thread = self._thread
         if thread is not None:
             thread.join()
 
     def _run(self) -> None:
-        with self._condition:
-            while not self._is_closed:
-                now_s = time.monotonic()
-                stalled = {key: wait for key, wait in self._waits.items() if wait.stalled_s <= now_s}
-                self._waits.update({key: replace(wait, stalled_s=now_s + _IDLE_S) for key, wait in stalled.items()})
-                self._condition.release()
-                try:
-                    for wait in stalled.values():
-                        self._tell(wait)
-                finally:
-                    self._condition.acquire()
-                # Waking at least that often finds a wait that began meanwhile at twice its time at the latest.
-                if not self._is_closed:
-                    self._condition.wait(self._after_s / 2)
+        # Waking at least that often finds a wait that began meanwhile at twice its time at the latest.
+        while not self._closed.wait(self._after_s / 2):
+            now_s = time.monotonic()
+            for wait in list(self._waits.values()):
+                if wait.stalled_s <= now_s:
+                    wait.stalled_s = now_s + _IDLE_S
+                    self._tell(wait)
 
     def _tell(self, wait: _Wait) -> None:
         missing = wait.missing() if wait.missing is not None else ""

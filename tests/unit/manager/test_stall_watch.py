@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -59,3 +63,51 @@ def test_short_waits_are_not_told(told: Told) -> None:
     # After the end it watches no more, and does not fail either.
     with watch.waiting("c"):
         pass
+
+
+class _HandlerError(Exception): ...
+
+
+def _raise_at(place: int, enter: Callable[[], None]) -> bool:
+    """Run ``enter``, and raise before the n-th bytecode of it that the watch runs, as a signal handler may."""
+    left = place
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal left
+        if frame.f_globals.get("__name__") not in ("manager.stall_watch", "threading"):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise _HandlerError
+        return trace
+
+    sys.settrace(trace)
+    try:
+        enter()
+    except _HandlerError:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_a_handler_that_raises_at_the_beginning_of_a_wait_keeps_no_other_thread_from_waiting() -> None:
+    watch = StallWatch(100.0)
+
+    def wait() -> None:
+        with watch.waiting("anything"):
+            pass
+
+    wait()
+    place = 1
+    while _raise_at(place, wait):
+        place += 1
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        waiting.join(10)
+        assert not waiting.is_alive(), f"interrupted before bytecode {place - 1}"
+    assert place > 20
+    watch.close()
