@@ -183,7 +183,7 @@ class Membership:
         if self._session is None:
             self._group.gather("quorum", report, deadline.cap(gathering))
             # Rank 0 may take all of its attempts.
-            asking = self._config.quorum_timeout * (self._config.quorum_retries + 1)
+            asking = (deadline.left() or self._config.quorum_timeout) * (self._config.quorum_retries + 1)
             encoded = self._group.await_answer(deadline.cap(gathering + asking) + _GRACE)
             members: Sequence[Member] = msgspec.json.decode(encoded, type=tuple[Member, ...])
         else:
@@ -207,7 +207,8 @@ class Membership:
                         is_irregular=whole.is_irregular,
                         claim=whole.claim,
                     ),
-                    timeout=self._config.quorum_timeout,
+                    # As in torchft, what the caller gives stands in the place of the configuration's.
+                    timeout=deadline.left() or self._config.quorum_timeout,
                     deadline=deadline,
                     shrink_only=shrink_only,
                     num_retries=self._config.quorum_retries,
