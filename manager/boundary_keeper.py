@@ -229,6 +229,7 @@ class BoundaryKeeper:
         Raises:
             RegistryError: A state function failed.
         """
+        self._lesson = None
         signature = self._signature(optimizers)
         plan = self._plan
         if plan is None or plan.signature != signature:
@@ -252,6 +253,10 @@ class BoundaryKeeper:
             self._num_steps_to_learn -= 1
             self._lesson = check
         return KeptBoundary(self, plan, optimizers, copies=copies, values=values, counters=counters, check=check)
+
+    def forget_lesson(self) -> None:
+        """What changes from here on, changes in a write section: it says nothing of ``forward``."""
+        self._lesson = None
 
     def learn(self) -> None:
         """Find what ``forward`` has changed since the boundary, in a few steps; called before the optimizers step."""

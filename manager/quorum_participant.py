@@ -288,9 +288,10 @@ class QuorumParticipant(StateManager):
         irregularity = self._ledger.irregularity(self._attached_optimizers())
         if not irregularity:
             return
-        self._ledger.replaced()
         self._is_settled = False
+        # First the name: where a handler raises below, the state gets another one once more, and not its old one back.
         self._lineage = next_lineage(self._lineage, f"stepped {irregularity}", self._step)
+        self._ledger.replaced()
         if irregularity != self._irregularity:
             logger.warning(
                 "%s: expected each attached optimizer to make one step for the commit, got %s; unless all replicas did "

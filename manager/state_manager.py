@@ -248,8 +248,11 @@ class StateManager(RecoverableState):
 
     def _before_change(self, is_optimizer_step: bool) -> None:
         """Readers of the state from where it lies get a copy of it before it changes."""
-        if is_optimizer_step and self._keeper is not None:
-            self._keeper.learn()
+        if self._keeper is not None:
+            if is_optimizer_step:
+                self._keeper.learn()
+            else:
+                self._keeper.forget_lesson()
         if self._transport is not None:
             if not is_optimizer_step:
                 self._transport.recall()

@@ -315,3 +315,27 @@ def test_no_memory_is_taken_for_copies_before_anybody_needs_one(
         assert "ft-transport-snapshot" not in Path("/proc/self/maps").read_text()
     finally:
         training.manager.shutdown()
+
+
+def test_what_a_write_section_changes_is_not_taken_for_a_change_by_forward(
+    transports: tuple[HTTPTransport[Any], HTTPTransport[Any]],
+) -> None:
+    sender, receiver = transports
+    training = ChangingTraining(sender, torch.nn.Linear(4, LARGE // 4))
+    try:
+        # A step that is abandoned, and another state that is loaded before the next one: as when a replica heals.
+        assert training.manager.start_step(0, hold=True)
+        training.snapshotter.settle()
+        with training.manager.writing("loading another state"), torch.no_grad():
+            training.model.weight.mul_(2)  # type: ignore[operator, union-attr]
+        training.step()
+        assert training.manager.start_step(1, hold=True)
+        copied = training.snapshotter._held
+        assert copied is not None
+        assert copied.state._copies == [], "the optimizer guards all there is"  # type: ignore[union-attr]
+        expected = exact(training.manager.replica_state())
+        training.snapshotter.request(lend=True)
+        assert training.snapshotter.settle()
+        assert exact(receiver.fetch(sender.metadata(), 1, timeout=LONG).state) == expected
+    finally:
+        training.manager.shutdown()
