@@ -199,7 +199,7 @@ class Soak:
             for rank in ended:
                 if not rank.is_killed:
                     raise ViolationError(
-                        f"{rank.start} ended by itself with {rank.process.returncode}\n{self.log_of(rank)}"
+                        f"{rank.start} ended by itself with {rank.process.returncode}\n{self._log_of(rank)}"
                     )
             self._end(replica.ranks)
             replica.num_restarts += 1
@@ -249,7 +249,10 @@ class Soak:
             self.take(0.05)
 
     def tell(self, what: str) -> None:
-        self.recent.append(f"{time.monotonic() - self.begin_s:8.2f} step {self.newest_step}: {what}")
+        line = f"{time.monotonic() - self.begin_s:8.2f} step {self.newest_step}: {what}"
+        self.recent.append(line)
+        with (self._directory / "events.log").open("a") as log:
+            log.write(line + "\n")
 
     def _note(self, rank: Rank, report: dict[str, Any]) -> None:
         rank.last_report_s = time.monotonic()
