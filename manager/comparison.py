@@ -74,10 +74,14 @@ class StateComparison:
         table = self.table(timeout)
         if table is None or self._pending is None:
             return Claim()
-        # Replicas that have digested other tensors (forward changes some on one of them alone) cannot be compared.
-        names = hashlib.blake2b("\0".join(table).encode(), digest_size=4).hexdigest()
-        whole = hashlib.blake2b(repr(list(table.values())).encode(), digest_size=8).hexdigest()
-        return Claim(step=self._pending[0], lineage=f"{self._pending[1]}/{names}", digest=whole)
+        step, lineage, _ = self._pending
+        ordered = sorted(table.items())
+        return Claim(
+            step=step,
+            lineage=lineage,
+            tensors=_digest([name for name, _ in ordered]),
+            digest=_digest([digest for _, digest in ordered]),
+        )
 
     def table(self, timeout: timedelta) -> dict[str, int] | None:
         """Return the digest of each tensor by its path; ``None`` if nothing was digested."""
@@ -99,6 +103,10 @@ class StateComparison:
         """End the thread."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+
+
+def _digest(values: Sequence[object]) -> str:
+    return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
 
 
 def _compute(digests: TensorDigests, check: Callable[[], None], section: Section) -> dict[str, int]:

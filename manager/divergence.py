@@ -19,11 +19,14 @@ class Claim:
     Attributes:
         step: The committed step of that boundary; -1 if it has compared nothing yet.
         lineage: Its lineage.
-        digest: Of all that optimizers change.
+        tensors: Names the tensors that were digested. Where ``forward`` changes some on one replica alone, it has left
+            them out, and cannot be compared with the others.
+        digest: Of these tensors.
     """
 
     step: int = -1
     lineage: str = ""
+    tensors: str = ""
     digest: str = ""
 
 
@@ -53,12 +56,12 @@ def find_divergence(claims: Mapping[str, Claim]) -> Divergence | None:
     """
     newest = max((claim.step for claim in claims.values()), default=-1)
     at_newest = {replica: claim for replica, claim in claims.items() if claim.step == newest >= 0}
-    histories = Counter(claim.lineage for claim in at_newest.values())
-    if not histories:
-        return None
     # Another lineage is another state in any case, and is healed for that.
-    lineage = min(histories, key=lambda each: (-histories[each], each))
-    digests = {replica: claim.digest for replica, claim in at_newest.items() if claim.lineage == lineage}
+    kinds = Counter((claim.lineage, claim.tensors) for claim in at_newest.values())
+    if not kinds:
+        return None
+    kind = min(kinds, key=lambda each: (-kinds[each], each))
+    digests = {replica: claim.digest for replica, claim in at_newest.items() if (claim.lineage, claim.tensors) == kind}
     numbers = Counter(digests.values())
     if len(numbers) < 2:
         return None

@@ -275,4 +275,9 @@ def report_of_group(reports: Sequence[RankReport]) -> RankReport:
 def _claim_of_group(claims: Sequence[Claim]) -> Claim:
     if len({(claim.step, claim.lineage) for claim in claims}) > 1:
         return Claim()
-    return replace(claims[0], digest="-".join(claim.digest for claim in claims))
+    # Ranks hold parts of different shapes, so each has names and digests of its own.
+    return replace(
+        claims[0],
+        tensors="-".join(claim.tensors for claim in claims),
+        digest="-".join(claim.digest for claim in claims),
+    )

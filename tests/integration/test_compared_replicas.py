@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from quorum_threads import lighthouse, make_manager, run_replicas
+from torch.distributed import TCPStore
 
 from manager import StatesDivergedError
 
@@ -26,9 +28,11 @@ def address() -> Iterator[str]:
 
 
 class Trainer:
-    def __init__(self, address: str, name: str, **keywords: Any) -> None:
+    def __init__(self, address: str, name: str, *, width: int = 64, **keywords: Any) -> None:
         torch.manual_seed(3)
-        self.model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 1))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 1)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.manager = make_manager(address, name, **keywords)
         self.manager.register("model", self.model)
@@ -95,6 +99,24 @@ def test_one_flipped_bit_is_found_named_and_healed(address: str, caplog: pytest.
     assert NUM_STEPS - 1 in states[2]
     told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert any("['replica_2:" in each and "at step 8 differs" in each and "this replica heals" in each for each in told)
+
+
+def test_one_flipped_bit_on_one_rank_is_found_where_ranks_hold_parts_of_different_shapes(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(3)]
+
+    def run(number: int, rank: int) -> dict[int, torch.Tensor]:
+        ranks = {"rank": rank, "world_size": 2, "store_addr": "127.0.0.1", "store_port": stores[number].port}
+        trainer = Trainer(address, f"replica_{number}", width=32 + 32 * rank, compare_every=EVERY, **ranks)
+        return trainer.run(flip_at(5) if (number, rank) == (2, 1) else lambda trainer, step: None)
+
+    states = run_replicas(*(partial(run, number, rank) for number in range(3) for rank in range(2)))
+    assert differing_steps(states[0::2]) == []
+    found = differing_steps(states[1::2])
+    assert 5 in found
+    assert max(found) < 5 + EVERY
+    assert any("['replica_2:" in record.getMessage() for record in caplog.records if record.levelname == "ERROR")
 
 
 def test_without_a_comparison_the_replicas_train_on_with_different_states(address: str) -> None:

@@ -37,3 +37,8 @@ def test_only_the_newest_step_of_one_history_is_compared() -> None:
     }
     assert find_divergence(mixed) is None
     assert find_divergence({"new": Claim(), "newer": Claim()}) is None
+
+
+def test_replicas_that_digested_different_tensors_are_not_compared() -> None:
+    mixed = {**claims(a="1", b="1"), "fewer": Claim(step=8, lineage="x", tensors="w", digest="2")}
+    assert find_divergence(mixed) is None
