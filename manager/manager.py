@@ -29,6 +29,7 @@ from manager.process_group import ReplicaProcessGroup
 from manager.quorum import Decision, Rules, commit_refusals, next_lineage
 from manager.quorum_participant import QuorumParticipant, Request, Round, said
 from manager.reconfigurable_group import Reconfigurable
+from manager.replica_group import Exchange
 from manager.spans import span, spanned
 
 if TYPE_CHECKING:
@@ -302,7 +303,7 @@ class Manager(QuorumParticipant):
             # Where the others do not answer, whether they committed is not known.
             self._is_settled = False
             refusals = membership.agree(
-                "commit",
+                Exchange.COMMIT,
                 refusals,
                 step=self._step,
                 lineage=self._lineage,

@@ -30,7 +30,7 @@ from manager.meeting import meet, nobody_listens
 from manager.process_group import GlooProcessGroup, ReplicaProcessGroup
 from manager.quorum import Decision, Member, Rules, decide
 from manager.reconfigurable_group import Reconfigurable, ReconfigurableGroup
-from manager.replica_group import Incarnation, RankReport, ReplicaGroup, own_store, report_of_group
+from manager.replica_group import Exchange, Incarnation, RankReport, ReplicaGroup, own_store, report_of_group
 from manager.replica_ids import ReplicaId, give_back_id, take_id
 from manager.stores import StoreConnection, StoreConnections
 
@@ -76,6 +76,7 @@ class Membership:
         self._known_namesakes: set[str] = set()
         self._session: LighthouseSession | None = None
         self._incarnation: Incarnation | None = None
+        self._group = ReplicaGroup(None, "", 0, 1)
         self._own_id: ReplicaId | None = None
         self._is_asking = False
         # A store in this process lives as long as it is referred to.
@@ -180,46 +181,58 @@ class Membership:
         )
         # A rank that is just leaving a failed collective comes later by as much.
         gathering = self._config.timeout + self._config.connect_timeout
-        if self._session is None:
-            self._group.gather("quorum", report, deadline.cap(gathering))
-            # Rank 0 may take all of its attempts.
-            asking = (deadline.left() or self._config.quorum_timeout) * (self._config.quorum_retries + 1)
-            encoded = self._group.await_answer(deadline.cap(gathering + asking) + _GRACE)
-            members: Sequence[Member] = msgspec.json.decode(encoded, type=tuple[Member, ...])
-        else:
-            try:
-                reports = self._group.gather("quorum", report, deadline.cap(gathering))
-                whole = report_of_group(reports)
-                self._is_asking = True
-                members = self._session.quorum(
-                    Member(
-                        replica_id=self.replica_id,
-                        step=whole.step,
-                        lineage=whole.lineage,
-                        store_address=self._store_address,
-                        addresses=tuple(each.address for each in reports),
-                        group=whole.group,
-                        num_groups=whole.num_groups,
-                        can_serve=whole.can_serve,
-                        may_heal=whole.may_heal,
-                        announced_to=announced_to,
-                        rules=rules.told(),
-                        is_irregular=whole.is_irregular,
-                        claim=whole.claim,
-                    ),
-                    # As in torchft, what the caller gives stands in the place of the configuration's.
-                    timeout=deadline.left() or self._config.quorum_timeout,
-                    deadline=deadline,
-                    shrink_only=shrink_only,
-                    num_retries=self._config.quorum_retries,
-                )
-                self._is_asking = False
-            except QuorumError as error:
-                self._group.publish_failure(error)
-                raise
-            self._warn_of_namesakes(members)
-            self._group.publish(msgspec.json.encode(members), deadline.cap(self._config.connect_timeout))
+        # Rank 0 may take all of its attempts.
+        asking = (deadline.left() or self._config.quorum_timeout) * (self._config.quorum_retries + 1)
+        answered = self._group.exchange(
+            Exchange.QUORUM,
+            report,
+            lambda reports: self._ask(
+                reports, rules=rules, announced_to=announced_to, deadline=deadline, shrink_only=shrink_only
+            ),
+            gathering=deadline.cap(gathering),
+            answering=deadline.cap(gathering + asking) + _GRACE,
+        )
+        members = msgspec.json.decode(answered, type=tuple[Member, ...])
         return decide(members, self.replica_id, rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals)
+
+    def _ask(
+        self,
+        reports: Sequence[RankReport],
+        *,
+        rules: Rules,
+        announced_to: frozenset[str],
+        deadline: Deadline,
+        shrink_only: bool,
+    ) -> bytes:
+        """Ask the Lighthouse for the replica as a whole. Returns the members, in JSON."""
+        assert self._session is not None, "rank 0 has one"
+        whole = report_of_group(reports)
+        self._is_asking = True
+        members = self._session.quorum(
+            Member(
+                replica_id=self.replica_id,
+                step=whole.step,
+                lineage=whole.lineage,
+                store_address=self._store_address,
+                addresses=tuple(each.address for each in reports),
+                group=whole.group,
+                num_groups=whole.num_groups,
+                can_serve=whole.can_serve,
+                may_heal=whole.may_heal,
+                announced_to=announced_to,
+                rules=rules.told(),
+                is_irregular=whole.is_irregular,
+                claim=whole.claim,
+            ),
+            # As in torchft, what the caller gives stands in the place of the configuration's.
+            timeout=deadline.left() or self._config.quorum_timeout,
+            deadline=deadline,
+            shrink_only=shrink_only,
+            num_retries=self._config.quorum_retries,
+        )
+        self._is_asking = False
+        self._warn_of_namesakes(members)
+        return msgspec.json.encode(members)
 
     def _warn_of_namesakes(self, members: Sequence[Member]) -> None:
         name = name_of(self.replica_id)
@@ -331,7 +344,7 @@ class Membership:
 
     def agree(
         self,
-        kind: str,
+        kind: Exchange,
         refusals: tuple[str, ...],
         *,
         step: int,
@@ -342,7 +355,7 @@ class Membership:
         """Tell why this replica does not commit, or is not healed; the same for all its ranks. Empty if it is.
 
         Args:
-            kind: ``commit`` or ``heal``.
+            kind: ``COMMIT`` or ``HEAL``.
             refusals: This rank's.
             step: The committed step that it holds.
             lineage: Its lineage.
@@ -381,6 +394,7 @@ class Membership:
 
     def close(self) -> None:
         """Leave: end the signs of life and the process group."""
+        self._group.close()
         if self._session is not None:
             self._session.close()
         with self._mutex:
@@ -417,7 +431,7 @@ class Membership:
                 f"expected peers to reach this replica's own store at {host}:{port}, where they fetch its state: "
                 f"{error}; set hostname"
             ) from error
-        return self._stores.adopt(host, port, self._own_store), _join(host, port)
+        return self._stores.own(host, port, self._own_store), _join(host, port)
 
     def _host_for_peers(self, host: str, port: int) -> str:
         """A launcher may name its store by the loopback interface, where peers on other machines find their own."""
@@ -432,7 +446,7 @@ class Membership:
         return own
 
     def _reach_store(self, host: str, port: int) -> StoreConnection:
-        store = self._stores.at(host, port)
+        store = self._stores.own(host, port)
         store.missing([_PREFIX], self._config.connect_timeout)
         return store
 

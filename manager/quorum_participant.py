@@ -28,6 +28,7 @@ from manager.process_group import ReplicaProcessGroup
 from manager.quorum import NO_WHOLE_STATE, Decision, Heals, Rules, StandsBy, UpToDate, next_lineage
 from manager.reconfigurable_group import Reconfigurable
 from manager.registration_check import check_registered
+from manager.replica_group import Exchange
 from manager.spans import span, spanned
 from manager.stall_watch import StallWatch
 from manager.state_manager import StateManager
@@ -262,14 +263,20 @@ class QuorumParticipant(StateManager):
         if not failed and not earlier.is_voted:
             # The other ranks of this replica may be voting on the step, and wait for this one.
             earlier.is_voted = True
-            self._joined().agree(
-                "commit",
+            refusals = self._joined().agree(
+                Exchange.COMMIT,
                 ("the step was abandoned",),
                 step=self._step,
                 lineage=self._lineage,
                 timeout=self._config.timeout,
                 deadline=deadline,
             )
+            if not refusals:
+                logger.warning(
+                    "%s: the other ranks of this replica have committed the step with a vote that was interrupted on "
+                    "this one; it heals now",
+                    self._name(),
+                )
 
     def _check_registered(self) -> None:
         """Before the first step, and after each change: what is trained has to be registered.
@@ -516,7 +523,7 @@ class QuorumParticipant(StateManager):
         meeting.result()
         # All ranks of the replica are healed, or none counts as healed.
         refusals = membership.agree(
-            "heal", failures[-1:], step=self._step, lineage=self._lineage, timeout=2 * self._config.timeout
+            Exchange.HEAL, failures[-1:], step=self._step, lineage=self._lineage, timeout=2 * self._config.timeout
         )
         if not refusals:
             healer.succeeded()

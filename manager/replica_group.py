@@ -1,8 +1,7 @@
 """What the ranks of one replica agree on, through the store that their launcher gave them (torch's TCPStore).
 
 Group rank 0 speaks for the replica: it asks the Lighthouse, and passes the answer on. A step is committed by all ranks
-or by none. Each exchange has its own number, and the keys of the one before the last are removed, so that a long run
-does not fill the store.
+or by none. Each exchange has its own number, and its keys are removed once all ranks have come to a later one.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import contextlib
 import os
 import time
 import uuid
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from enum import Enum
 from typing import Final
 
 import msgspec
@@ -28,9 +27,8 @@ from manager.stores import StoreConnection
 
 _RESTART_ENV: Final = "TORCHELASTIC_RESTART_COUNT"
 _RUN_ENV: Final = "TORCHELASTIC_RUN_ID"
-_FAILED: Final = b"!"
 _NOBODY: Final = ""
-_NUM_KEPT: Final = 2
+_LONGEST: Final = timedelta(days=1)
 _LOOK_AGAIN_S: Final = 0.02
 _PARTING: Final = timedelta(milliseconds=200)
 """For what is said after a timeout is over, or to somebody who may be gone."""
@@ -62,6 +60,9 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     is_irregular: bool = False
     claim: Claim = msgspec.field(default_factory=Claim)
     refusals: tuple[str, ...] = ()
+
+
+_NOTHING: Final = RankReport(step=NO_WHOLE_STATE, lineage="", group="", num_groups=0, address="")
 
 
 def own_store(timeout: timedelta) -> TCPStore:
@@ -129,8 +130,55 @@ class Incarnation:
         )
 
 
+class Exchange(Enum):
+    """What the ranks of a replica exchange, and what a rank does that came for something else than the others."""
+
+    QUORUM = "quorum"
+    """Before a step. Ranks that are not there yet give their step up, and then come; so this asks again."""
+    HEAL = "heal"
+    """After receiving a state: a vote. Who is elsewhere has not healed."""
+    COMMIT = "commit"
+    """After a step: a vote. Who is elsewhere has given the step up."""
+    LEAVE = "leave"
+    """For good: this rank has been shut down."""
+
+
+class _Sent(msgspec.Struct, frozen=True):
+    """A rank's report, what it came for, and which attempt of it at this exchange this is."""
+
+    kind: Exchange
+    report: RankReport
+    attempt: int
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What rank 0 publishes, once for each exchange.
+
+    Attributes:
+        kind: What all ranks came for; ``None`` if they came for different things, or one did not come.
+        result: For ranks that came for it.
+        attempts: To which attempts of each rank.
+        error: Why there is no result.
+        is_at_odds: They came for different things.
+    """
+
+    kind: Exchange | None = None
+    result: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
+    attempts: tuple[int, ...] = ()
+    error: str = ""
+    is_at_odds: bool = False
+
+
+class _AtOddsError(QuorumError):
+    """Ranks of one replica came for different things."""
+
+
 class ReplicaGroup:
-    """The ranks of one replica. Every rank calls the same methods in the same order; none is called by two threads.
+    """The ranks of one replica. Every rank makes the same exchanges in the same order; none from two threads at once.
+
+    A rank may miss its turn: a signal handler raises while it waits, or it comes too late. So an exchange that a rank
+    has begun stays open until it has the answer; what it does next is done under the same number. Ranks that meet there
+    for different things learn that, and not one of them waits for a timeout.
 
     Args:
         store: Shared by the ranks; ``None`` for a replica of one rank, which needs nobody's agreement.
@@ -145,66 +193,147 @@ class ReplicaGroup:
         self._prefix = prefix
         self.rank = rank
         self.world_size = world_size
-        self._num_exchanges = 0
-        self._kind = ""
-        self._old_keys: deque[list[str]] = deque()
+        # Number of the exchange that is open or comes next, and how often this rank has begun it. One value, so that a
+        # handler that raises leaves both of one exchange.
+        self._current = (1, 0)
+        self._old_keys: list[str] = []
 
-    def gather(self, kind: str, report: RankReport, timeout: timedelta) -> tuple[RankReport, ...]:
-        """Bring every rank's report to group rank 0; the others get their own alone.
+    def exchange(
+        self,
+        kind: Exchange,
+        report: RankReport,
+        answer: Callable[[tuple[RankReport, ...]], bytes],
+        *,
+        gathering: timedelta,
+        answering: timedelta,
+    ) -> bytes:
+        """Bring every rank's report to group rank 0, and its answer to every rank.
 
         Args:
-            kind: What the exchange is for: ranks that disagree about it miss each other, and do not misread each other.
+            kind: What for.
             report: This rank's.
-            timeout: For all of them together.
+            answer: Makes the answer, in JSON, from all reports in the order of ranks. Called on group rank 0 alone.
+            gathering: How long rank 0 waits for the others.
+            answering: How long the others wait for rank 0.
 
         Raises:
-            QuorumError: A rank did not report in time.
+            QuorumError: A rank did not come in time, or rank 0 has no answer; then all ranks that wait raise it.
         """
         if self._store is None:
-            return (report,)
-        self._num_exchanges += 1
-        self._kind = kind
-        deadline = Deadline.after(timeout)
-        self._store.set(self._key(self.rank), msgspec.json.encode(report), timeout)
-        if self.rank != 0:
-            return (report,)
-        keys = {self._key(rank): f"rank {rank}" for rank in range(1, self.world_size)}
-        encoded = self._await(self._store, keys, deadline.cap(timeout))
-        return (report, *(msgspec.json.decode(each, type=RankReport) for each in encoded))
+            return answer((report,))
+        deadline = Deadline.after(gathering if self.rank == 0 else answering)
+        while True:
+            try:
+                if self.rank == 0:
+                    return self._lead(self._store, kind, report, answer, deadline=deadline, publishing=gathering)
+                return self._follow(self._store, kind, report, deadline)
+            except _AtOddsError:
+                if kind is not Exchange.QUORUM or deadline.is_over():
+                    raise
 
-    def publish(self, answer: bytes, timeout: timedelta) -> None:
-        """Pass on the answer that follows a `gather`. Group rank 0 calls this.
+    def agree(
+        self, kind: Exchange, report: RankReport, *, gathering: timedelta, answering: timedelta
+    ) -> tuple[str, ...]:
+        """Tell why the replica does not commit: every rank's refusals, the same for all. Empty if it commits.
 
         Args:
-            answer: For all the others.
-            timeout: For the store to take it.
+            kind: ``HEAL`` or ``COMMIT``.
+            report: This rank's.
+            gathering: See `exchange`.
+            answering: See `exchange`.
 
         Raises:
-            QuorumError: The store does not answer.
+            QuorumError: A rank did not answer in time.
         """
+        if self._store is None:
+            return report.refusals
+        try:
+            agreed = self.exchange(kind, report, _refusals, gathering=gathering, answering=answering)
+        except _AtOddsError as error:
+            return (str(error),)
+        return tuple(msgspec.json.decode(agreed, type=list[str]))
+
+    def close(self) -> None:
+        """Let no other rank wait for this one, as far as the store still answers."""
         if self._store is None:
             return
-        keys = [self._key(name) for name in (*range(self.world_size), "answer")]
-        self._old_keys.append(keys)
-        old = self._old_keys.popleft() if len(self._old_keys) > _NUM_KEPT else []
-        self._store.set(keys[-1], answer, timeout, remove=old)
-
-    def publish_failure(self, error: QuorumError) -> None:
-        """Pass on why there is no answer. Group rank 0 calls this, and has the error to raise in any case."""
         with contextlib.suppress(QuorumError):
-            self.publish(_FAILED + str(error).encode(), _PARTING)
+            if self.rank == 0:
+                self._publish(self._store, _Answer(error="has been shut down"), _PARTING)
+            else:
+                leaving = _Sent(Exchange.LEAVE, _NOTHING, self._current[1] + 1)
+                self._store.set(self._key(self.rank), msgspec.json.encode(leaving), _PARTING)
 
-    def await_answer(self, timeout: timedelta) -> bytes:
-        """Wait for what group rank 0 publishes. The other ranks call this.
+    def _lead(
+        self,
+        store: StoreConnection,
+        kind: Exchange,
+        report: RankReport,
+        answer: Callable[[tuple[RankReport, ...]], bytes],
+        *,
+        deadline: Deadline,
+        publishing: timedelta,
+    ) -> bytes:
+        """Group rank 0's part of one exchange."""
+        number, num_begun = self._current
+        if num_begun and not store.missing([self._key("answer")], deadline.cap(_LONGEST)):
+            # It was interrupted after it had answered: the others have that answer.
+            answered = self._answer(store, deadline)
+            self._current = number, num_begun = number + 1, 0
+            if answered.kind is kind is not Exchange.QUORUM:
+                return bytes(answered.result)
+        sent = _Sent(kind, report, num_begun + 1)
+        self._current = (number, sent.attempt)
+        keys = {self._key(rank): f"rank {rank}" for rank in range(1, self.world_size)}
+        try:
+            found = self._await(store, keys, deadline.cap(_LONGEST))
+            all_sent = (sent, *(msgspec.json.decode(each, type=_Sent) for each in found))
+            if gone := [rank for rank, each in enumerate(all_sent) if each.kind is Exchange.LEAVE]:
+                raise QuorumError(f"expected all ranks of this replica, and of ranks {gone} the manager was shut down")
+            if len({each.kind for each in all_sent}) > 1:
+                came = ", ".join(f"rank {rank} for {each.kind.value}" for rank, each in enumerate(all_sent))
+                raise _AtOddsError(f"the ranks of this replica came for different things: {came}")
+            result = answer(tuple(each.report for each in all_sent))
+        except QuorumError as error:
+            with contextlib.suppress(QuorumError):
+                self._publish(store, _Answer(error=str(error), is_at_odds=isinstance(error, _AtOddsError)), _PARTING)
+            raise
+        attempts = tuple(each.attempt for each in all_sent)
+        # Who is here has the answers of all exchanges before.
+        old, self._old_keys = self._old_keys, []
+        answered = _Answer(kind=kind, result=msgspec.Raw(result), attempts=attempts)
+        self._publish(store, answered, publishing, remove=old)
+        return result
 
-        Raises:
-            QuorumError: It failed, or did not answer in time.
-        """
-        assert self._store is not None, "one rank alone exchanges nothing"
-        (answer,) = self._await(self._store, {self._key("answer"): "rank 0"}, timeout)
-        if answer.startswith(_FAILED):
-            raise QuorumError(f"rank 0 of this replica: {answer[len(_FAILED) :].decode()}")
-        return answer
+    def _follow(self, store: StoreConnection, kind: Exchange, report: RankReport, deadline: Deadline) -> bytes:
+        """Another rank's part of one exchange."""
+        number, num_begun = self._current
+        sent = _Sent(kind, report, num_begun + 1)
+        self._current = (number, sent.attempt)
+        store.set(self._key(self.rank), msgspec.json.encode(sent), deadline.cap(_LONGEST))
+        answer = self._answer(store, deadline)
+        self._current = (number + 1, 0)
+        if answer.error:
+            raise (_AtOddsError if answer.is_at_odds else QuorumError)(f"rank 0 of this replica: {answer.error}")
+        is_to_this = answer.kind is kind and answer.attempts[self.rank] == sent.attempt
+        # A vote counts as it was taken, also where this rank has thought better of it meanwhile.
+        if is_to_this or answer.kind is kind is not Exchange.QUORUM:
+            return bytes(answer.result)
+        raise _AtOddsError(f"rank 0 of this replica has answered rank {self.rank} before it was interrupted")
+
+    def _answer(self, store: StoreConnection, deadline: Deadline) -> _Answer:
+        (found,) = self._await(store, {self._key("answer"): "rank 0"}, deadline.cap(_LONGEST))
+        return msgspec.json.decode(found, type=_Answer)
+
+    def _publish(
+        self, store: StoreConnection, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()
+    ) -> None:
+        number, _ = self._current
+        key = self._key("answer")
+        keys = [key, *(self._key(rank) for rank in range(1, self.world_size))]
+        store.set_once(key, msgspec.json.encode(answer).decode(), timeout, remove=remove)
+        self._current = (number + 1, 0)
+        self._old_keys += keys
 
     def _await(self, store: StoreConnection, keys: dict[str, str], timeout: timedelta) -> list[bytes]:
         """Wait for what others write; ``keys`` says which key comes from which rank."""
@@ -217,36 +346,17 @@ class ReplicaGroup:
             reason = f" ({error})"
         raise QuorumError(
             f"rank {self.rank}: expected {', '.join(keys[key] for key in missing)} of this replica within "
-            f"{timeout.total_seconds():g} s{reason}"
+            f"{timeout.total_seconds():.3g} s{reason}"
         )
 
-    def agree(self, kind: str, report: RankReport, *, gathering: timedelta, answering: timedelta) -> tuple[str, ...]:
-        """Tell why the replica does not commit: every rank's refusals, the same for all. Empty if it commits.
-
-        Args:
-            kind: See `gather`.
-            report: This rank's.
-            gathering: How long rank 0 waits for the others.
-            answering: How long the others wait for rank 0.
-
-        Raises:
-            QuorumError: A rank did not answer in time.
-        """
-        if self._store is None:
-            return report.refusals
-        try:
-            reports = self.gather(kind, report, gathering)
-        except QuorumError as error:
-            self.publish_failure(error)
-            raise
-        if self.rank != 0:
-            return tuple(msgspec.json.decode(self.await_answer(answering), type=list[str]))
-        refusals = [f"rank {rank}: {reason}" for rank, each in enumerate(reports) for reason in each.refusals]
-        self.publish(msgspec.json.encode(refusals), gathering)
-        return tuple(refusals)
-
     def _key(self, name: int | str) -> str:
-        return f"{self._prefix}/{self._num_exchanges}/{self._kind}/{name}"
+        return f"{self._prefix}/{self._current[0]}/{name}"
+
+
+def _refusals(reports: Sequence[RankReport]) -> bytes:
+    return msgspec.json.encode(
+        [f"rank {rank}: {reason}" for rank, each in enumerate(reports) for reason in each.refusals]
+    )
 
 
 def report_of_group(reports: Sequence[RankReport]) -> RankReport:

@@ -29,6 +29,7 @@ from manager.errors import QuorumError
 T = TypeVar("T")
 _Job: TypeAlias = tuple["Future[Any]", Callable[[Any], Any]]
 
+_MAX_OTHERS: Final = 8
 _GRACE_S: Final = 0.25
 """For the answer to come back: the store counts the timeout itself."""
 _SHORTEST_CONNECT_S: Final = 1.0
@@ -36,11 +37,15 @@ _SHORTEST_CONNECT_S: Final = 1.0
 
 
 class StoreConnections:
-    """One connection to each store. Any thread may call it."""
+    """One connection to each store. Any thread may call it.
+
+    Every replica that starts again brings another store, so those that were used least recently are closed.
+    """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._connections: dict[tuple[str, int], StoreConnection] = {}
+        self._own: dict[tuple[str, int], StoreConnection] = {}
+        self._others: dict[tuple[str, int], StoreConnection] = {}
         self._is_closed = False
 
     def at(self, host: str, port: int) -> StoreConnection:
@@ -49,15 +54,30 @@ class StoreConnections:
         Raises:
             QuorumError: The connections have been closed.
         """
+        place, oldest = (host, port), None
         with self._mutex:
             if self._is_closed:
                 raise QuorumError(f"expected no more need of the store at {host}:{port}: has been shut down")
-            return self._connections.setdefault((host, port), StoreConnection(host, port))
+            if place in self._own:
+                return self._own[place]
+            connection = self._others.pop(place, None) or StoreConnection(host, port)
+            self._others[place] = connection
+            if len(self._others) > _MAX_OTHERS:
+                oldest = self._others.pop(next(iter(self._others)))
+        if oldest is not None:
+            oldest.close()
+        return connection
 
-    def adopt(self, host: str, port: int, store: TCPStore) -> StoreConnection:
-        """Use a store of this process itself: to connect to it once more may take seconds, too."""
+    def own(self, host: str, port: int, store: TCPStore | None = None) -> StoreConnection:
+        """As `at`, for a store of this replica itself, whose connection is kept.
+
+        Args:
+            host: Of the store.
+            port: Of the store.
+            store: If it is in this process: to connect to it once more may take seconds, too.
+        """
         with self._mutex:
-            connection = self._connections[host, port] = StoreConnection(host, port, store)
+            connection = self._own[host, port] = StoreConnection(host, port, store)
             return connection
 
     def at_address(self, address: str) -> StoreConnection:
@@ -69,7 +89,8 @@ class StoreConnections:
         """Close every connection."""
         with self._mutex:
             self._is_closed = True
-            connections, self._connections = list(self._connections.values()), {}
+            connections = [*self._own.values(), *self._others.values()]
+            self._own, self._others = {}, {}
         for connection in connections:
             connection.close()
 
@@ -91,13 +112,21 @@ class StoreConnection:
         self._worker: _Worker | None = None
         self._is_closed = False
 
-    def set(self, key: str, value: str | bytes, timeout: timedelta, *, remove: Sequence[str] = ()) -> None:
-        """Set a key, and remove others."""
+    def set(self, key: str, value: str | bytes, timeout: timedelta) -> None:
+        """Set a key."""
 
-        def set_and_remove(store: Any) -> None:
+        def set_and_see(store: Any) -> None:
             store.set(key, value)
             # A store does not answer to `set`; only this shows that it is still there.
             store.check([key])
+
+        self.call(set_and_see, timeout)
+
+    def set_once(self, key: str, value: str, timeout: timedelta, *, remove: Sequence[str] = ()) -> None:
+        """Set a key unless it is set already, and remove others."""
+
+        def set_and_remove(store: Any) -> None:
+            store.compare_set(key, "", value)
             for each in remove:
                 store.delete_key(each)
 

@@ -155,3 +155,20 @@ def test_a_slow_resolver_costs_no_quorum_after_the_first_contact(monkeypatch: py
     # Both meet in the store of the first, which that one has in its own process.
     assert lookups.num_lookups == 1
     assert max(durations_s) < SLOW_S
+
+
+def test_stores_of_replicas_that_are_gone_keep_no_connection(stores: StoreConnections) -> None:
+    """Every replica that starts again brings a store of its own."""
+
+    def num_connections() -> int:
+        return sum(thread.name == "ft-transport-store" for thread in threading.enumerate())
+
+    servers = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(20)]
+    own = stores.own("127.0.0.1", servers[0].port, servers[0])
+    own.set("key", "value", LONG)
+    for server in servers[1:]:
+        stores.at("127.0.0.1", server.port).set("key", "value", LONG)
+    assert num_connections() < 12
+    assert own.get(["key"], LONG) == [b"value"]
+    assert stores.at("127.0.0.1", servers[1].port).get(["key"], LONG) == [b"value"]
+    servers.clear()
