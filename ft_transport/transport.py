@@ -139,6 +139,10 @@ class HTTPTransport(SnapshotServing, SnapshotReceiving[T]):
                 "answers there; set TransportSettings.advertise or FT_TRANSPORT_ADVERTISE"
             )
 
+    def token_proof(self) -> str:
+        """Return what is equal on transports with the same job token, and tells nobody the token (RFC 7914, scrypt)."""
+        return self._token.proof() if self._token is not None else "none"
+
     def send_checkpoint(
         self, dst_ranks: Sequence[int], step: int, state_dict: T | Callable[[], T], timeout: timedelta
     ) -> None:

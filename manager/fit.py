@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -12,6 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ft_transport import Incoming
 from manager.errors import RegistryError
 from manager.registry import StateEntry, StateRegistry
+
+logger = logging.getLogger(__name__)
 
 USER_KEY: Final = "user"
 MANAGER_KEY: Final = "manager"
@@ -55,6 +58,37 @@ def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[st
             _check_groups(incoming, entry, own)
         if isinstance(holder, (torch.nn.Module, Optimizer)):
             _check_tensors(incoming, entry, note)
+
+
+def tables_of(registry: StateRegistry) -> dict[str, dict[str, str]]:
+    """Return what each registered part looks like, for the others to compare before they heal anybody.
+
+    What `check_fit` refuses in any case, and no more: tensors of modules, and parameter groups of optimizers, that load
+    as torch's do. Tensors are given by dtype, shape and, of a DTensor, the shape of this rank's part.
+    """
+    return {entry.key: _table(entry) for entry in registry.entries("replicated")}
+
+
+def _table(entry: StateEntry) -> dict[str, str]:
+    holder = entry.holder
+    try:
+        if isinstance(holder, torch.nn.Module) and type(holder).load_state_dict is torch.nn.Module.load_state_dict:
+            state: Any = entry.state_dict()
+            return {name: _looks(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+        if isinstance(holder, Optimizer) and type(holder).load_state_dict is Optimizer.load_state_dict:
+            return {
+                f"param_groups.{index}": f"{len(group['params'])} parameters"
+                for index, group in enumerate(holder.param_groups)
+            }
+    except Exception as error:  # uninitialised parameters, functions that fail: found when the state is taken
+        logger.debug("%r is not compared with the other replicas': %s", entry.key, error)
+    return {}
+
+
+def _looks(tensor: torch.Tensor) -> str:
+    local = getattr(tensor, "_local_tensor", tensor)
+    part = f" (of it {list(local.shape)})" if local is not tensor else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{part}"
 
 
 def _check_names(incoming: Incoming, entry: StateEntry, module: torch.nn.Module, own: object) -> None:

@@ -29,6 +29,7 @@ from manager.errors import LighthouseUnavailableError, QuorumError
 from manager.heartbeat import Heartbeat
 from manager.lighthouse_status import read_status
 from manager.quorum import Member
+from manager.structure import Structure
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class _MemberData(msgspec.Struct, frozen=True):
     rules: tuple[str, ...]
     is_irregular: bool
     claim: Claim
+    structure: Structure = ()
     process: str = ""
 
 
@@ -292,6 +294,7 @@ class LighthouseSession:
                     is_irregular=member.is_irregular,
                     process=f"{os.getpid()} on {socket.gethostname()}",
                     claim=member.claim,
+                    structure=member.structure,
                 )
             ),
         )
@@ -336,4 +339,5 @@ def _member_of(participant: Any) -> Member:
         is_irregular=data.is_irregular,
         process=data.process,
         claim=data.claim,
+        structure=data.structure,
     )

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, cast
@@ -33,6 +34,7 @@ from manager.reconfigurable_group import Reconfigurable, ReconfigurableGroup
 from manager.replica_group import Exchange, Incarnation, RankReport, ReplicaGroup, own_store, report_of_group
 from manager.replica_ids import ReplicaId, give_back_id, take_id
 from manager.stores import StoreConnection, StoreConnections
+from manager.structure import Structure, Tables
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +147,7 @@ class Membership:
         may_heal: bool,
         is_irregular: bool,
         claim: Claim,
+        structure: Structure,
         announced_to: frozenset[str],
         num_failed_heals: int,
         deadline: Deadline,
@@ -160,6 +163,7 @@ class Membership:
             may_heal: See ``quorum.Member``; the replica heals only if all of its ranks may.
             is_irregular: See ``quorum.Member``.
             claim: See ``quorum.Member``.
+            structure: See ``quorum.Member``.
             announced_to: See ``quorum.Member``.
             num_failed_heals: See ``quorum.decide``.
             deadline: For everything. Without one each wait has a timeout of the configuration.
@@ -178,6 +182,7 @@ class Membership:
             may_heal=may_heal,
             is_irregular=is_irregular,
             claim=claim,
+            structure=structure,
         )
         # A rank that is just leaving a failed collective comes later by as much.
         gathering = self._config.timeout + self._config.connect_timeout
@@ -223,6 +228,7 @@ class Membership:
                 rules=rules.told(),
                 is_irregular=whole.is_irregular,
                 claim=whole.claim,
+                structure=whole.structure,
             ),
             # As in torchft, what the caller gives stands in the place of the configuration's.
             timeout=deadline.left() or self._config.quorum_timeout,
@@ -250,6 +256,23 @@ class Membership:
                     name,
                     member.process or f"at {member.addresses[0]}",
                 )
+
+    def tell_tables(self, decision: Decision, tables: Tables) -> None:
+        """Tell replicas that do not fit what the state looks like that everybody holds; for their messages."""
+        store = self._stores.at_address(decision.store_address)
+        with suppress(QuorumError):
+            store.set(self._tables_key(), msgspec.json.encode(tables), self._config.connect_timeout)
+
+    def told_tables(self, decision: Decision) -> Tables | None:
+        """What holders of the state have told with `tell_tables`; ``None`` if they have not."""
+        store = self._stores.at_address(decision.store_address)
+        with suppress(QuorumError):
+            if (told := store.get([self._tables_key()], _GRACE)) is not None:
+                return msgspec.json.decode(told[0], type=dict[str, dict[str, str]])
+        return None
+
+    def _tables_key(self) -> str:
+        return f"{_PREFIX}/structure/{self.group_rank}"
 
     def differing_tensors(self, error: StatesDivergedError, table: dict[str, int]) -> tuple[str, ...]:
         """Tell the other replicas the digest of each tensor, and return the paths of those that differ.

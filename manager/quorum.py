@@ -20,6 +20,7 @@ from typing import Final, TypeAlias
 
 from manager.divergence import Claim, Divergence, find_divergence
 from manager.errors import QuorumError, StatesDivergedError
+from manager.structure import Structure, misfits
 
 NO_WHOLE_STATE: Final = -1
 """The step of a member that holds part of a state: behind everybody."""
@@ -56,6 +57,7 @@ class Member:
         is_irregular: Its optimizers did not each make one step for the last commit.
         process: Its process and host; for messages.
         claim: What it says of the last state that was to be compared.
+        structure: What its state looks like (``manager.structure``).
     """
 
     replica_id: str
@@ -72,6 +74,7 @@ class Member:
     is_irregular: bool = False
     process: str = ""
     claim: Claim = field(default_factory=Claim)
+    structure: Structure = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +114,20 @@ class StandsBy:
     may_heal: bool
 
 
-Role: TypeAlias = UpToDate | Heals | StandsBy
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoesNotFit:
+    """The replica could not load the state that the others hold: it takes no part, and nobody waits for it.
+
+    Attributes:
+        holder: A replica that holds it.
+        parts: What differs from the replica's own.
+    """
+
+    holder: Member
+    parts: tuple[str, ...]
+
+
+Role: TypeAlias = UpToDate | Heals | StandsBy | DoesNotFit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +146,7 @@ class Decision:
         participating_rank: The replica's rank among them; ``None`` if it contributes zeros or stands by.
         role: What it has to do before it trains.
         divergence: Replicas whose state was compared, and differs from that of most.
+        unfit: Replicas whose role is `DoesNotFit`.
     """
 
     step: int
@@ -143,6 +160,7 @@ class Decision:
     participating_rank: int | None
     role: Role
     divergence: Divergence | None = None
+    unfit: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,8 +227,15 @@ def decide(
     sound = [member for member in ordered if divergence is None or member.replica_id not in divergence.replicas]
     target = _choose_target(sound, rules)
     holding = {member.replica_id for member in target.holders}
+    unfit = {
+        member.replica_id: parts
+        for member in ordered
+        if member.replica_id not in holding and (parts := misfits(member.structure, target.holders[0].structure))
+    }
     sources = {
-        member.replica_id: _sources(member, target.holders) for member in ordered if member.replica_id not in holding
+        member.replica_id: () if member.replica_id in unfit else _sources(member, target.holders)
+        for member in ordered
+        if member.replica_id not in holding
     }
     healing = [replica_id for replica_id, found in sources.items() if found]
     standing_by = [replica_id for replica_id, found in sources.items() if not found]
@@ -222,8 +247,14 @@ def decide(
         num_participants = min(num_participants, rules.min_replica_size)
     role: Role
     if own_id in holding:
-        waiting = tuple(member.replica_id for member in ordered if member.replica_id in standing_by and member.may_heal)
+        waiting = tuple(
+            member.replica_id
+            for member in ordered
+            if member.replica_id in standing_by and member.may_heal and member.replica_id not in unfit
+        )
         role = UpToDate(serves_now=tuple(healing), serves_next=waiting)
+    elif own_id in unfit:
+        role = DoesNotFit(holder=target.holders[0], parts=unfit[own_id])
     elif sources[own_id]:
         first = healing.index(own_id) + group_rank + num_failed_heals
         role = Heals(sources=_rotated(sources[own_id], first))
@@ -243,6 +274,7 @@ def decide(
         participating_rank=rank if rank is not None and rank < num_participants else None,
         role=role,
         divergence=divergence,
+        unfit=tuple(unfit),
     )
 
 
@@ -310,7 +342,9 @@ def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
         synchronised = [member for member in newest if member.lineage]
         if not synchronised:
             # Nobody has been told yet whose weights count.
-            first = next((member for member in newest if member.can_serve), newest[0])
+            usual = Counter(member.structure for member in newest).most_common(1)[0][0]
+            alike = [member for member in newest if member.structure == usual]
+            first = next((member for member in alike if member.can_serve), alike[0])
             # A replica may have come back under its id with other weights; its number of groups has grown then.
             return _Target(step, next_lineage("", f"{first.replica_id}\0{first.num_groups}", 0), (first,))
         newest = synchronised

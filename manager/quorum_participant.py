@@ -20,18 +20,20 @@ from manager.comparison import StateComparison
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig
 from manager.deadline import Deadline
 from manager.divergence import Claim
-from manager.errors import ManagerError, QuorumError, ReportedError, StatesDivergedError
+from manager.errors import HealFailedError, ManagerError, QuorumError, ReportedError, StatesDivergedError
+from manager.fit import tables_of
 from manager.healing import Healer
 from manager.managed_work import ManagedWork
 from manager.membership import Membership, group_number
 from manager.process_group import ReplicaProcessGroup
-from manager.quorum import NO_WHOLE_STATE, Decision, Heals, Rules, StandsBy, UpToDate, next_lineage
+from manager.quorum import NO_WHOLE_STATE, Decision, DoesNotFit, Heals, Rules, StandsBy, UpToDate, next_lineage
 from manager.reconfigurable_group import Reconfigurable
 from manager.registration_check import check_registered
 from manager.replica_group import Exchange
 from manager.spans import span, spanned
 from manager.stall_watch import StallWatch
 from manager.state_manager import StateManager
+from manager.structure import Structure, Tables, describe, structure_of
 
 if TYPE_CHECKING:
     from ft_transport import CheckpointStore, HTTPTransport
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 _STALL_SHARE: Final = 0.5
 _MAX_STAND_BYS: Final = 10
+_MAX_MISFITS: Final = 1
 _NO_DEADLINE: Final = Deadline()
 
 
@@ -137,6 +140,10 @@ class QuorumParticipant(StateManager):
         if self._keeper is not None:
             self._comparison = StateComparison(lock=self._lock, keeper=self._keeper, state=self.replica_state)
         self._checked_registration: tuple[int, ...] = ()
+        self._tables: Tables = {}
+        self._structure: Structure = ()
+        self._known_unfit: set[str] = set()
+        self._unfit_decision: Decision | None = None
         self._announced_to: frozenset[str] = frozenset()
         self._healer = self._new_healer()
 
@@ -288,7 +295,40 @@ class QuorumParticipant(StateManager):
         signature = (self._registry.num_changes, *map(id, optimizers))
         if signature != self._checked_registration:
             check_registered(self._registry, optimizers)
+            self._note_structure()
             self._checked_registration = signature
+        decision, self._unfit_decision = self._unfit_decision, None
+        if decision is not None:
+            self._note_structure()
+            self._joined().tell_tables(decision, self._tables)
+
+    def _note_structure(self) -> None:
+        """Look at what the state looks like, for the other replicas to compare."""
+        assert self._transport is not None, "a quorum needs a transport"
+        self._tables = tables_of(self._registry)
+        self._structure = structure_of(self._tables, self._transport.token_proof())
+
+    def _note_unfit(self, decision: Decision) -> None:
+        """Somebody's state does not fit: what is said of this one's may be old, and is looked at once more."""
+        unknown = set(decision.unfit) - self._known_unfit
+        if not unknown:
+            return
+        self._known_unfit |= unknown
+        if self._joined().replica_id not in unknown:
+            self._unfit_decision = decision
+            logger.warning(
+                "%s: the state of %s differs from this one's in keys, dtypes, shapes or job token; unless it changes, "
+                "they take no part",
+                self._name(),
+                sorted(unknown),
+            )
+
+    def _misfit_error(self, decision: Decision, role: DoesNotFit) -> HealFailedError:
+        membership = self._joined()
+        differing = describe(role.parts, self._tables, membership.told_tables(decision))
+        address = role.holder.addresses[membership.group_rank]
+        reason = f"no further attempt can succeed: {role.holder.replica_id} at {address} has {differing}"
+        return HealFailedError(step=decision.step, reasons=(reason,))
 
     def _note_irregular_steps(self) -> None:
         """Give a state that was not stepped as it was committed a name of its own."""
@@ -336,7 +376,7 @@ class QuorumParticipant(StateManager):
     @spanned("_async_quorum")
     def _form_quorum_and_heal(self, current: Round, request: Request) -> None:
         """On the training thread, before ``forward``. Returns when this replica is up to date, or cannot be."""
-        num_stand_bys = 0
+        num_stand_bys = num_misfits = 0
         try:
             while True:
                 if self._snapshotter is not None:
@@ -378,6 +418,12 @@ class QuorumParticipant(StateManager):
                         logger.info("%s: waits for a snapshot after step %d", self._name(), decision.step)
                         self._announced_to = role.announced_to
                         continue
+                    case DoesNotFit() as role:
+                        num_misfits += 1
+                        if num_misfits > _MAX_MISFITS:
+                            raise self._misfit_error(decision, role)
+                        # What was told of either state may be old.
+                        self._note_structure()
         except BaseException:
             self._is_settled = False
             raise
@@ -401,6 +447,7 @@ class QuorumParticipant(StateManager):
                 may_heal=request.may_heal and is_waiting,
                 is_irregular=bool(self._irregularity),
                 claim=self._comparison.claim(request.deadline.cap(self._timeout)) if self._comparison else Claim(),
+                structure=self._structure,
                 announced_to=self._announced_to,
                 num_failed_heals=self._healer.num_failures,
                 deadline=request.deadline,
@@ -408,6 +455,7 @@ class QuorumParticipant(StateManager):
             )
         self._announced_to = frozenset()
         self._tell_divergence(decision)
+        self._note_unfit(decision)
         logger.debug(
             "%s: quorum of %d for step %d after %.1f ms: %s",
             self._name(),

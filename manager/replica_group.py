@@ -24,6 +24,7 @@ from manager.divergence import Claim
 from manager.errors import QuorumError
 from manager.quorum import NO_WHOLE_STATE
 from manager.stores import StoreConnection
+from manager.structure import UNKNOWN, Structure
 
 _RESTART_ENV: Final = "TORCHELASTIC_RESTART_COUNT"
 _RUN_ENV: Final = "TORCHELASTIC_RUN_ID"
@@ -48,6 +49,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
         is_irregular: Its optimizers did not each make one step for the last commit.
         claim: What it says of the last state that was to be compared.
         refusals: Why it does not want to commit.
+        structure: What its part of the state looks like.
     """
 
     step: int
@@ -60,6 +62,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     is_irregular: bool = False
     claim: Claim = msgspec.field(default_factory=Claim)
     refusals: tuple[str, ...] = ()
+    structure: Structure = ()
 
 
 _NOTHING: Final = RankReport(step=NO_WHOLE_STATE, lineage="", group="", num_groups=0, address="")
@@ -379,7 +382,16 @@ def report_of_group(reports: Sequence[RankReport]) -> RankReport:
         may_heal=all(report.may_heal for report in reports),
         is_irregular=is_irregular,
         claim=_claim_of_group([report.claim for report in reports]),
+        structure=_structure_of_group([report.structure for report in reports]),
     )
+
+
+def _structure_of_group(structures: Sequence[Structure]) -> Structure:
+    """Ranks hold parts of different shapes. What one of them does not compare, or does not have, none compares."""
+    parts = [dict(each) for each in structures]
+    keys = dict.fromkeys(key for each in parts for key in each)
+    joined = {key: [each.get(key, UNKNOWN) for each in parts] for key in keys}
+    return tuple(sorted((key, UNKNOWN if UNKNOWN in each else "-".join(each)) for key, each in joined.items()))
 
 
 def _claim_of_group(claims: Sequence[Claim]) -> Claim:

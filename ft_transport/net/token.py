@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 from typing import Final
@@ -52,6 +53,10 @@ class JobToken:
         """Whether an ``Authorization`` header carries this token; takes the same time wherever they differ."""
         given = (header or "").encode("utf-8", "surrogateescape")
         return hmac.compare_digest(given, self.header().encode())
+
+    def proof(self) -> str:
+        """Equal for equal tokens, and as slow to try out as scrypt makes it: it may be seen by others."""
+        return hashlib.scrypt(self._secret, salt=b"ft_transport/token", n=1 << 14, r=8, p=1, dklen=8).hex()
 
     def __repr__(self) -> str:
         return "JobToken(…)"

@@ -268,35 +268,6 @@ def test_a_replica_that_cannot_be_healed_stops_with_the_reasons(address: str) ->
     assert together(address, healthy, broken) == [1, 2]
 
 
-def test_a_replica_whose_state_does_not_fit_costs_the_others_one_attempt(address: str) -> None:
-    gate = Gate()
-
-    def healthy(make: Callable[..., Replica]) -> Any:
-        replica = make()
-        replica.commit(1.0)
-        gate.open("a step")
-        while not gate.is_open("gave up"):
-            replica.step(1.0)
-        replica.commit(1.0)
-        transport = replica.manager._transport
-        assert transport is not None
-        return transport.newest_sequence()
-
-    def other(make: Callable[..., Replica]) -> Any:
-        gate.wait("a step")
-        replica = make()
-        replica.manager.register_state_dict_fn("more", lambda _: None, dict)
-        try:
-            with pytest.raises(HealFailedError, match=r"failed once: no further attempt .*unexpected: \[\]") as caught:
-                replica.manager.start_quorum()
-        finally:
-            replica.manager.shutdown()
-            gate.open("gave up")
-        return len(caught.value.reasons)
-
-    assert together(address, healthy, other) == [1, 1]
-
-
 def test_a_load_that_changes_what_it_takes_can_be_allowed(address: str) -> None:
     from manager import ManagerConfig
 

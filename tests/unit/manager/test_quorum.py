@@ -8,6 +8,7 @@ from manager.errors import QuorumError
 from manager.quorum import (
     NO_WHOLE_STATE,
     Decision,
+    DoesNotFit,
     Heals,
     Member,
     Rules,
@@ -194,3 +195,32 @@ def test_a_lineage_tells_histories_apart() -> None:
     ours = next_lineage("l", "2-a", 8)
     assert ours == next_lineage("l", "2-a", 8)
     assert len({ours, next_lineage("l", "2-b", 8), next_lineage("m", "2-a", 8), next_lineage("l", "2-a", 9)}) == 4
+
+
+FITTING = (("model", "1"), ("own", ""))
+
+
+def test_who_could_not_load_the_state_takes_no_part_and_nobody_serves_it() -> None:
+    other = member("b", 3, structure=(("model", "2"), ("own", "")))
+    found = decisions([member("a", structure=FITTING), other, member("c", structure=FITTING)])
+    assert found["b"].role == DoesNotFit(holder=member("a", structure=FITTING), parts=("model",))
+    assert found["b"].rank is None
+    assert found["a"].role == found["c"].role == UpToDate(serves_now=(), serves_next=())
+    assert found["a"].group_members == ("a", "c")
+    assert found["a"].unfit == found["c"].unfit == ("b",)
+
+
+@pytest.mark.parametrize(
+    "structure", [(), FITTING, (("model", ""), ("own", "")), (("model", "1"), ("own", "3"))], ids=str
+)
+def test_parts_that_a_replica_says_nothing_of_fit(structure: tuple[tuple[str, str], ...]) -> None:
+    found = decisions([member("a", structure=FITTING), member("b", 3, structure=structure)])
+    assert isinstance(found["b"].role, Heals)
+
+
+def test_at_the_beginning_the_state_of_most_counts() -> None:
+    odd = member("a", 0, lineage="", structure=(("model", "2"), ("own", "")))
+    found = decisions([odd, *(member(name, 0, lineage="", structure=FITTING) for name in "bc")])
+    assert isinstance(found["a"].role, DoesNotFit)
+    assert isinstance(found["b"].role, UpToDate)
+    assert isinstance(found["c"].role, Heals)

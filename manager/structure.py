@@ -1,0 +1,71 @@
+"""What a replica's state looks like, told in the quorum: who could not load the others' never makes them wait for it.
+
+Pure: digests and comparisons; ``manager.fit`` knows what is compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Final, TypeAlias
+
+TOKEN_PART: Final = "(job token)"
+UNKNOWN: Final = ""
+"""Of a part that is not compared."""
+_MAX_SHOWN: Final = 5
+
+Structure: TypeAlias = tuple[tuple[str, str], ...]
+"""Pairs of a part's name and a digest of what it looks like, sorted; `UNKNOWN` fits everything."""
+Tables: TypeAlias = Mapping[str, Mapping[str, str]]
+"""What each part looks like: dtype and shape of its tensors by name. Empty for one that is not compared."""
+
+
+def structure_of(tables: Tables, token_proof: str) -> Structure:
+    """Return a short form of the tables, and of the job token."""
+    digests = {key: _digest(table) if table else UNKNOWN for key, table in tables.items()}
+    return tuple(sorted({**digests, TOKEN_PART: token_proof}.items()))
+
+
+def misfits(own: Structure, other: Structure) -> tuple[str, ...]:
+    """Return the parts that differ, sorted. Replicas that tell nothing fit."""
+    if not own or not other:
+        return ()
+    mine, theirs = dict(own), dict(other)
+    return tuple(
+        key
+        for key in sorted({*mine, *theirs})
+        if key not in mine
+        or key not in theirs
+        or (mine[key] != theirs[key] and UNKNOWN not in {mine[key], theirs[key]})
+    )
+
+
+def describe(parts: tuple[str, ...], own: Tables, other: Tables | None) -> str:
+    """Say what differs.
+
+    Args:
+        parts: What `misfits` returned.
+        own: This replica's.
+        other: The other replica's; ``None`` if it could not be asked.
+    """
+    told = []
+    if TOKEN_PART in parts:
+        told.append("another job token (FT_TRANSPORT_TOKEN)")
+    if other is None:
+        return "; ".join([*told, f"another state under {[part for part in parts if part != TOKEN_PART]}"])
+    missing, unexpected = sorted({*own} - {*other}), sorted({*other} - {*own})
+    if missing or unexpected:
+        told.append(f"other keys (here alone: {missing}, there alone: {unexpected})")
+    for key in parts:
+        mine, theirs = own.get(key, {}), other.get(key, {})
+        told += [
+            f"{key}.{name} is {mine.get(name, 'missing')} here and {theirs.get(name, 'missing')} there"
+            for name in {**mine, **theirs}
+            if key in own and key in other and mine.get(name) != theirs.get(name)
+        ]
+    more = f"; and {len(told) - _MAX_SHOWN} more" if len(told) > _MAX_SHOWN else ""
+    return "; ".join(told[:_MAX_SHOWN]) + more
+
+
+def _digest(table: Mapping[str, str]) -> str:
+    return hashlib.blake2b(repr(sorted(table.items())).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,158 @@
+"""A newcomer that could not load the state is told so by name, and costs the others no step and no snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from quorum_threads import SHORT, TIMEOUT, Gate, lighthouse, make_manager, run_replicas
+
+from ft_transport import HTTPTransport, TransportSettings
+from manager import HealFailedError, Manager
+
+pytest.importorskip("torchft")
+
+pytestmark = pytest.mark.usefixtures("quorum_ready")
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse() as at:
+        yield at
+
+
+class Trainer:
+    def __init__(self, address: str, name: str, *, width: int = 4, token: str | None = None) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", token=token)
+        self.manager: Manager = make_manager(
+            address, name, checkpoint_transport=HTTPTransport(TIMEOUT, settings=settings), timeout=SHORT
+        )
+        self.manager.register("model", self.model)
+        self.manager.register("optimizer", self.optimizer)
+        self.manager.attach(self.optimizer)
+
+    def step(self) -> bool:
+        self.manager.start_quorum()
+        self.optimizer.zero_grad()
+        self.model(torch.ones(3, 2)).square().mean().backward()
+        for parameter in self.model.parameters():
+            self.manager.allreduce(parameter.grad)
+        is_committed = self.manager.should_commit()
+        if is_committed:
+            self.optimizer.step()
+        return is_committed
+
+
+def beside_a_healthy_replica(
+    address: str, newcomer: Callable[[], Any], healthy_token: str | None = None
+) -> tuple[Any, list[bool], int]:
+    """Returns what the newcomer does, which steps were committed meanwhile, and how many snapshots were taken."""
+    gate = Gate()
+
+    def train() -> tuple[list[bool], int]:
+        trainer = Trainer(address, "healthy", token=healthy_token)
+        try:
+            committed = [trainer.step(), trainer.step()]
+            gate.open("trains")
+            while not gate.is_open("over"):
+                committed.append(trainer.step())
+            transport = trainer.manager._transport
+            assert transport is not None
+            return committed, transport.newest_sequence()
+        finally:
+            trainer.manager.shutdown()
+
+    def join() -> Any:
+        gate.wait("trains")
+        try:
+            return newcomer()
+        finally:
+            gate.open("over")
+
+    (committed, num_snapshots), outcome = run_replicas(train, join)
+    return outcome, committed, num_snapshots
+
+
+def refused(address: str, **keywords: Any) -> str:
+    trainer = Trainer(address, "newcomer", **keywords)
+    try:
+        with pytest.raises(HealFailedError, match="failed once: no further attempt can succeed: healthy:") as caught:
+            trainer.step()
+        return str(caught.value)
+    finally:
+        trainer.manager.shutdown()
+
+
+def test_other_shapes_are_named_and_cost_the_others_nothing(address: str) -> None:
+    told, committed, num_snapshots = beside_a_healthy_replica(address, lambda: refused(address, width=5))
+    assert "model.0.weight is float32 [5, 2] here and float32 [4, 2] there" in told
+    assert "and 1 more" not in told.partition("model.0.weight")[0]
+    assert all(committed)
+    assert num_snapshots == 0
+
+
+def test_another_key_is_named_and_costs_the_others_nothing(address: str) -> None:
+    def other() -> str:
+        trainer = Trainer(address, "newcomer")
+        trainer.manager.register_state_dict_fn("more", lambda _: None, dict)
+        try:
+            with pytest.raises(HealFailedError) as caught:
+                trainer.step()
+            return str(caught.value)
+        finally:
+            trainer.manager.shutdown()
+
+    told, committed, num_snapshots = beside_a_healthy_replica(address, other)
+    assert "here alone: ['more'], there alone: []" in told
+    assert all(committed)
+    assert num_snapshots == 0
+
+
+@pytest.mark.parametrize("token", [None, "guessed"])
+def test_another_token_costs_the_others_nothing(address: str, token: str | None) -> None:
+    told, committed, num_snapshots = beside_a_healthy_replica(
+        address, lambda: refused(address, token=token), healthy_token="right"
+    )
+    assert "another job token (FT_TRANSPORT_TOKEN)" in told
+    assert "right" not in told
+    assert all(committed)
+    assert num_snapshots == 0
+
+
+def test_a_state_that_has_changed_since_the_first_step_is_looked_at_once_more(address: str) -> None:
+    """Neither replica registers anything anew, so neither knows by itself that it looks different now."""
+    gate = Gate()
+
+    def change(trainer: Trainer) -> None:
+        trainer.model[0].register_buffer("seen", torch.ones(1))
+
+    def train() -> None:
+        trainer = Trainer(address, "healthy")
+        try:
+            trainer.step()
+            change(trainer)
+            gate.open("changed")
+            while trainer.manager.num_participants() < 2 or not gate.is_open("healed"):
+                trainer.step()
+        finally:
+            trainer.manager.shutdown()
+
+    def join() -> int:
+        gate.wait("changed")
+        trainer = Trainer(address, "newcomer")
+        change(trainer)
+        try:
+            while not trainer.step():
+                pass
+            gate.open("healed")
+            return trainer.manager.current_step()
+        finally:
+            gate.open("healed")
+            trainer.manager.shutdown()
+
+    _, step = run_replicas(train, join)
+    assert step > 1
