@@ -438,17 +438,19 @@ class Membership:
         config = self._config
         if config.store_addr is not None and config.store_port is not None:
             try:
-                store = self._reach_store(config.store_addr, config.store_port)
-            except QuorumError as error:
+                self._probe(config.store_addr, config.store_port)
+            except OSError as error:
                 raise QuorumError(
-                    f"{error} (store_addr and store_port of the configuration, or MASTER_ADDR and MASTER_PORT)"
+                    f"expected a store at {config.store_addr}:{config.store_port} (store_addr and store_port of the "
+                    f"configuration, or MASTER_ADDR and MASTER_PORT): {error}"
                 ) from error
-            return store, _join(self._host_for_peers(config.store_addr, config.store_port), config.store_port)
+            host = self._host_for_peers(config.store_addr, config.store_port)
+            return self._stores.own(config.store_addr, config.store_port), _join(host, config.store_port)
         self._own_store = own_store(config.connect_timeout)
         # Peers reach this host where they fetch its state.
         host, port = config.hostname or urlsplit(self._address).hostname or "localhost", self._own_store.port
         try:
-            socket.create_connection((host, port), self._config.connect_timeout.total_seconds()).close()
+            self._probe(host, port)
         except OSError as error:
             raise QuorumError(
                 f"expected peers to reach this replica's own store at {host}:{port}, where they fetch its state: "
@@ -462,16 +464,15 @@ class Membership:
         if not (host == "localhost" or host.startswith("127.") or host == "::1") or own == host:
             return host
         try:
-            self._reach_store(own, port)
-        except QuorumError as error:
+            self._probe(own, port)
+        except OSError as error:
             logger.warning("replicas on other machines will not find the store at %s:%d: %s", host, port, error)
             return host
         return own
 
-    def _reach_store(self, host: str, port: int) -> StoreConnection:
-        store = self._stores.own(host, port)
-        store.missing([_PREFIX], self._config.connect_timeout)
-        return store
+    def _probe(self, host: str, port: int) -> None:
+        """Whether somebody listens; a client of the store would look names up, and waits until it is needed."""
+        socket.create_connection((host, port), self._config.connect_timeout.total_seconds()).close()
 
 
 def group_number(group: str) -> int:

@@ -1,9 +1,10 @@
 """Runs tests that torchft ships (``torchft/*_test.py`` in its wheel), with classes of ours in the place of torchft's.
 
 ``python torchft_upstream.py ours|torchft MODULE... -TEST...`` runs modules without the tests after a dash, and prints
-one JSON object: by test, its outcome, why, and how many seconds it took.
-``python torchft_upstream.py compare [ROUNDS]`` runs all with either, in turns, and says which of them takes longer with
-ours than with torchft's.
+one JSON object: by test, its outcome, why, and how many seconds it took. ``--shuffle=SEED`` runs them in another order.
+``python torchft_upstream.py compare [ROUNDS]`` runs each module with either, in turns, and says which tests take longer
+with ours than with torchft's. Each round has an order of its own: a client of a ``TCPStore`` looks names up, and a
+resolver that lets one in 25 wait for 5 seconds would otherwise hit the same tests in every round.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib
 import json
 import logging
 import os
+import random
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -39,6 +42,7 @@ MODULES: Final = (
     "torchft.checkpointing.rwlock_test",
 )
 
+_SHUFFLE: Final = "--shuffle="
 _GPU: Final = "needs GPUs"
 _TORCHCOMMS: Final = "needs torchcomms, for GPUs"
 
@@ -171,8 +175,12 @@ def run(whose: str, names: list[str]) -> dict[str, dict[str, Any]]:
     if whose == "ours":
         substitute()
     result = Result()
+    seeds = [name.removeprefix(_SHUFFLE) for name in names if name.startswith(_SHUFFLE)]
     for name in (name for name in names if not name.startswith("-")):
-        for test in _flat(tests_of(importlib.import_module(name))):
+        tests = list(_flat(tests_of(importlib.import_module(name))))
+        if seeds:
+            random.Random(seeds[0]).shuffle(tests)
+        for test in tests:
             if f"-{test.id()}" in names:
                 continue
             if test.id() in LEFT_OUT:
@@ -195,14 +203,14 @@ def run_apart(whose: str, names: Iterable[str], timeout_s: float) -> dict[str, d
 def compare(num_rounds: int) -> bool:
     """Print how long each test takes with either, the shortest of the rounds. Returns whether all are short enough."""
     seconds: dict[str, dict[str, list[float]]] = {"ours": {}, "torchft": {}}
-    for _ in range(num_rounds):
-        for whose, by_test in seconds.items():
-            for test, outcome in run_apart(whose, MODULES, 600.0).items():
-                if outcome["outcome"] in {"passed", "left out"}:
-                    by_test.setdefault(test, []).append(outcome["seconds"])
-                else:
-                    print(f"{outcome['outcome']} with {whose}: {test}: {outcome['why'][-500:]}")
     is_fine = True
+    for module, (whose, by_test), number in product(MODULES, seconds.items(), range(num_rounds)):
+        for test, outcome in run_apart(whose, [module, f"{_SHUFFLE}{number}"], 600.0).items():
+            if outcome["outcome"] in {"passed", "left out"}:
+                by_test.setdefault(test, []).append(outcome["seconds"])
+            else:
+                is_fine = False
+                print(f"{outcome['outcome']} with {whose}: {test}: {outcome['why'][-500:]}")
     print("  ours  torchft")
     for test, ours in seconds["ours"].items():
         theirs = seconds["torchft"].get(test)

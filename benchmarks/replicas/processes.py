@@ -20,7 +20,8 @@ _POLL_S: Final = 0.2
 _SHOWN_LOG_CHARACTERS: Final = 4000
 # What is missing is left out, as torchft on most platforms.
 _PRELOADED: Final = (
-    "manager",
+    "manager.manager",
+    "ft_transport.transport",
     "torchft.manager",
     "benchmarks.replicas.healing",
     "benchmarks.receiver",
