@@ -126,15 +126,6 @@ def one_rank_group() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def store_ready() -> None:
-    """For a test with a ``TCPStore`` in this process: torch keeps a pipe from the first one on."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False).set("key", "value")
-
-
-@pytest.fixture(scope="session")
 def quorum_ready(torchft_ready: None) -> None:
     """For a test with a quorum in this process: autograd and gloo keep a pipe and threads from their first use on."""
     from quorum_threads import lighthouse, make_manager, run_replicas

@@ -1,23 +1,22 @@
-"""The ranks of one replica agree, whichever of them is interrupted where; on threads over a store of their own."""
+"""The ranks of one replica agree, whichever of them is interrupted where; on threads over a store in this process."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import pytest
+from torch.distributed import HashStore
 
 from manager.errors import QuorumError
-from manager.replica_group import Exchange, RankReport, ReplicaGroup, own_store
+from manager.replica_group import Exchange, RankReport, ReplicaGroup
 from manager.stores import StoreConnection
 
 T = TypeVar("T")
-
-pytestmark = pytest.mark.usefixtures("store_ready")
 
 LONG = timedelta(seconds=20)
 SHORT = timedelta(milliseconds=300)
@@ -29,10 +28,11 @@ class _HandlerError(Exception):
 
 
 class Interrupted(StoreConnection):
-    """Raises once, before or after one call to the store."""
+    """Calls a store in this process; raises once, before or after one call."""
 
-    def __init__(self, port: int) -> None:
-        super().__init__("127.0.0.1", port)
+    def __init__(self, store: HashStore) -> None:
+        super().__init__("in this process", 0)
+        self._hash_store = store
         self.num_calls = 0
         self.at = -1
         self.is_before = True
@@ -44,7 +44,7 @@ class Interrupted(StoreConnection):
         self.was_raised |= is_here
         if is_here and self.is_before:
             raise _HandlerError
-        result = super().call(function, timeout, may_repeat=may_repeat)
+        result = function(self._hash_store)
         if is_here:
             raise _HandlerError
         return result
@@ -54,9 +54,8 @@ class Ranks:
     """The ranks of one replica, each with a connection of its own."""
 
     def __init__(self, number: int) -> None:
-        store = own_store(LONG)
-        self._store: Any = store
-        self.connections = [Interrupted(store.port) for _ in range(number)]
+        self._store = HashStore()
+        self.connections = [Interrupted(self._store) for _ in range(number)]
         self.groups = [
             ReplicaGroup(connection, "test", rank, number) for rank, connection in enumerate(self.connections)
         ]
@@ -83,39 +82,21 @@ class Ranks:
     def num_keys(self) -> int:
         return int(self._store.num_keys())
 
-    def close(self) -> None:
-        for connection in self.connections:
-            connection.close()
-        self._store = None
-
 
 def report(*, step: int = 3, refusals: tuple[str, ...] = ()) -> RankReport:
     return RankReport(step=step, lineage="x", group="", num_groups=0, address="", refusals=refusals)
 
 
-@pytest.fixture
-def make() -> Iterator[Callable[[int], Ranks]]:
-    made: list[Ranks] = []
-
-    def make(number: int) -> Ranks:
-        made.append(Ranks(number))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
-def test_every_rank_gets_the_answer_of_rank_0(make: Callable[[int], Ranks]) -> None:
-    ranks = make(3)
+def test_every_rank_gets_the_answer_of_rank_0() -> None:
+    ranks = Ranks(3)
     assert ranks.run(*(lambda rank=rank: ranks.quorum(rank, 3 + rank) for rank in range(3))) == [b"1"] * 3
     assert ranks.answers == [(3, 4, 5)]
     agreed = ranks.run(lambda: ranks.commit(0), lambda: ranks.commit(1, "no"), lambda: ranks.commit(2))
     assert agreed == [("rank 1: no",)] * 3
 
 
-def test_a_long_run_does_not_fill_the_store(make: Callable[[int], Ranks]) -> None:
-    ranks = make(2)
+def test_a_long_run_does_not_fill_the_store() -> None:
+    ranks = Ranks(2)
 
     def run(rank: int) -> int:
         for step in range(10):
@@ -127,8 +108,8 @@ def test_a_long_run_does_not_fill_the_store(make: Callable[[int], Ranks]) -> Non
     assert more <= few + 2
 
 
-def test_a_missing_rank_is_named_and_may_come_later(make: Callable[[int], Ranks]) -> None:
-    ranks = make(3)
+def test_a_missing_rank_is_named_and_may_come_later() -> None:
+    ranks = Ranks(3)
     errors = []
 
     def ask(rank: int) -> None:
@@ -147,9 +128,9 @@ def test_a_missing_rank_is_named_and_may_come_later(make: Callable[[int], Ranks]
     assert ranks.run(*(lambda rank=rank: ranks.quorum(rank, 3) for rank in range(3))) == [b"1"] * 3
 
 
-def test_a_rank_that_is_elsewhere_refuses_the_vote_and_waits_for_nobody(make: Callable[[int], Ranks]) -> None:
+def test_a_rank_that_is_elsewhere_refuses_the_vote_and_waits_for_nobody() -> None:
     """The start of one rank's step has failed, after the others had begun it."""
-    ranks = make(3)
+    ranks = Ranks(3)
 
     def vote_and_begin(rank: int) -> tuple[tuple[str, ...], bytes]:
         return ranks.commit(rank), ranks.quorum(rank, 4)
@@ -165,8 +146,8 @@ def test_a_rank_that_is_elsewhere_refuses_the_vote_and_waits_for_nobody(make: Ca
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_nobody_waits_for_a_rank_that_has_left(make: Callable[[int], Ranks], leaver: int) -> None:
-    ranks = make(2)
+def test_nobody_waits_for_a_rank_that_has_left(leaver: int) -> None:
+    ranks = Ranks(2)
     begin_s = time.monotonic()
     ranks.groups[leaver].close()
     with pytest.raises(QuorumError, match="shut down"):
@@ -177,14 +158,12 @@ def test_nobody_waits_for_a_rank_that_has_left(make: Callable[[int], Ranks], lea
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("kind", ["quorum", "commit"])
-def test_ranks_meet_again_wherever_one_was_interrupted(
-    make: Callable[[int], Ranks], kind: str, victim: int, is_before: bool
-) -> None:
+def test_ranks_meet_again_wherever_one_was_interrupted(kind: str, victim: int, is_before: bool) -> None:
     """A handler raises there; the rank goes on with what a manager does then. Nobody waits for a timeout."""
     place, was_raised = 0, True
     while was_raised:
         place += 1
-        ranks = make(2)
+        ranks = Ranks(2)
         connection = ranks.connections[victim]
         connection.is_before = is_before
 
