@@ -145,6 +145,24 @@ def test_a_rank_that_is_elsewhere_refuses_the_vote_and_waits_for_nobody() -> Non
     assert [answer for _, answer in begun] == [b"2"] * 3
 
 
+def test_an_answer_to_what_a_rank_said_before_it_was_interrupted_is_not_taken_for_one_to_what_it_says_now() -> None:
+    ranks = Ranks(2)
+    connection = ranks.connections[1]
+    connection.at, connection.is_before = 1, False
+    with pytest.raises(_HandlerError):
+        ranks.quorum(1, 3)
+    ranks.quorum(0, 3)
+
+    def vote_and_begin() -> tuple[str, ...]:
+        refusals = ranks.commit(0)
+        ranks.quorum(0, 4)
+        return refusals
+
+    refusals, _ = ranks.run(vote_and_begin, lambda: ranks.quorum(1, 9))
+    assert "rank 1 for quorum" in refusals[0]
+    assert ranks.answers == [(3, 3), (4, 9)]
+
+
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_nobody_waits_for_a_rank_that_has_left(leaver: int) -> None:
     ranks = Ranks(2)
