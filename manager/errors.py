@@ -185,6 +185,10 @@ class QuorumError(ManagerError):
     """The replicas could not be brought together; the message says who was there and what was missing."""
 
 
+class QuorumTimeoutError(QuorumError, TimeoutError):
+    """Somebody did not come in time; torchft's Manager raises ``TimeoutError`` then."""
+
+
 class LighthouseUnavailableError(QuorumError):
     """torchft is not installed, or the Lighthouse does not answer."""
 

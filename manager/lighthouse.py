@@ -25,7 +25,7 @@ import msgspec
 
 from manager.deadline import Deadline
 from manager.divergence import Claim
-from manager.errors import LighthouseUnavailableError, QuorumError
+from manager.errors import LighthouseUnavailableError, QuorumError, QuorumTimeoutError
 from manager.heartbeat import Heartbeat
 from manager.lighthouse_status import read_status
 from manager.quorum import Member
@@ -161,7 +161,8 @@ class LighthouseSession:
 
         Raises:
             LighthouseUnavailableError: It could not be reached.
-            QuorumError: There was none in time, or what it returned makes no sense.
+            QuorumTimeoutError: There was none in time.
+            QuorumError: What it returned makes no sense.
         """
         began_s = time.monotonic()
         num_asked = 0
@@ -197,7 +198,7 @@ class LighthouseSession:
                 self._members = frozenset(each.replica_id for each in members)
                 self._is_suspect = self._heartbeat.was_unreachable = False
                 return members
-        error_type = QuorumError if self._client is not None else LighthouseUnavailableError
+        error_type = QuorumTimeoutError if self._client is not None else LighthouseUnavailableError
         waited_s = time.monotonic() - began_s
         raise error_type(
             f"{self._whom()}: expected a quorum, got none in {waited_s:.1f} s, asked {num_asked} times; "

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Final
 from urllib.parse import urlsplit
 
-from manager.errors import QuorumError
+from manager.errors import QuorumError, QuorumTimeoutError
 from manager.stores import StoreConnection
 
 _KNOCK_AFTER: Final = timedelta(milliseconds=200)
@@ -60,7 +60,7 @@ def meet(
         missing = [other for other in missing if keys[other] in unset]
         _refuse_dead(missing, names, addresses, deadline_s)
         if missing and time.monotonic() >= deadline_s:
-            raise QuorumError(
+            raise QuorumTimeoutError(
                 f"expected {[names[other] for other in missing]} to come within {timeout.total_seconds():g} s"
             )
 

@@ -20,7 +20,14 @@ from manager.comparison import StateComparison
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig
 from manager.deadline import Deadline
 from manager.divergence import Claim
-from manager.errors import HealFailedError, ManagerError, QuorumError, ReportedError, StatesDivergedError
+from manager.errors import (
+    HealFailedError,
+    ManagerError,
+    QuorumError,
+    QuorumTimeoutError,
+    ReportedError,
+    StatesDivergedError,
+)
 from manager.fit import tables_of
 from manager.healing import Healer
 from manager.managed_work import ManagedWork
@@ -249,7 +256,9 @@ class QuorumParticipant(StateManager):
         with self._stall_watch.waiting(f"{self._name()}: waiting for {what}"):
             done, _ = wait_for_futures([quorum], left.total_seconds() if left is not None else None)
         if not done:
-            raise QuorumError(f"{self._name()}: expected {what} within the caller's timeout; call with a longer one")
+            raise QuorumTimeoutError(
+                f"{self._name()}: expected {what} within the caller's timeout; call with a longer one"
+            )
 
     def _leave(self, earlier: Round, deadline: Deadline) -> None:
         """Make sure that nothing of an earlier step goes on in the next one."""

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported,
 
 from manager.deadline import Deadline
 from manager.divergence import Claim
-from manager.errors import QuorumError
+from manager.errors import QuorumError, QuorumTimeoutError
 from manager.quorum import NO_WHOLE_STATE
 from manager.stores import StoreConnection
 from manager.structure import UNKNOWN, Structure
@@ -127,7 +127,7 @@ class Incarnation:
                     return name
                 earlier.add(name)
             time.sleep(min(_LOOK_AGAIN_S, deadline.cap(timeout).total_seconds()))
-        raise QuorumError(
+        raise QuorumTimeoutError(
             f"rank {rank}: expected rank 0 of this replica to start within {timeout.total_seconds():g} s"
             + (f", found only what it left when it started before: {sorted(earlier)}" if earlier else "")
         )
@@ -163,6 +163,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
         attempts: To which attempts of each rank.
         error: Why there is no result.
         is_at_odds: They came for different things.
+        is_timeout: Somebody did not come in time.
     """
 
     kind: Exchange | None = None
@@ -170,6 +171,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     attempts: tuple[int, ...] = ()
     error: str = ""
     is_at_odds: bool = False
+    is_timeout: bool = False
 
 
 class _AtOddsError(QuorumError):
@@ -299,7 +301,7 @@ class ReplicaGroup:
             result = answer(tuple(each.report for each in all_sent))
         except QuorumError as error:
             with contextlib.suppress(QuorumError):
-                self._publish(store, _Answer(error=str(error), is_at_odds=isinstance(error, _AtOddsError)), _PARTING)
+                self._publish(store, _failure(error), _PARTING)
             raise
         attempts = tuple(each.attempt for each in all_sent)
         # Who is here has the answers of all exchanges before.
@@ -317,7 +319,8 @@ class ReplicaGroup:
         answer = self._answer(store, deadline)
         self._current = (number + 1, 0)
         if answer.error:
-            raise (_AtOddsError if answer.is_at_odds else QuorumError)(f"rank 0 of this replica: {answer.error}")
+            error_type = QuorumTimeoutError if answer.is_timeout else _AtOddsError if answer.is_at_odds else QuorumError
+            raise error_type(f"rank 0 of this replica: {answer.error}")
         is_to_this = answer.kind is kind and answer.attempts[self.rank] == sent.attempt
         # A vote counts as it was taken, also where this rank has thought better of it meanwhile.
         if is_to_this or answer.kind is kind is not Exchange.QUORUM:
@@ -347,13 +350,21 @@ class ReplicaGroup:
             missing = store.missing(missing, _PARTING)
         except QuorumError as error:
             reason = f" ({error})"
-        raise QuorumError(
+        raise QuorumTimeoutError(
             f"rank {self.rank}: expected {', '.join(keys[key] for key in missing)} of this replica within "
             f"{timeout.total_seconds():.3g} s{reason}"
         )
 
     def _key(self, name: int | str) -> str:
         return f"{self._prefix}/{self._current[0]}/{name}"
+
+
+def _failure(error: QuorumError) -> _Answer:
+    return _Answer(
+        error=str(error),
+        is_at_odds=isinstance(error, _AtOddsError),
+        is_timeout=isinstance(error, QuorumTimeoutError),
+    )
 
 
 def _refusals(reports: Sequence[RankReport]) -> bytes:

@@ -24,7 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported, undecl
     TCPStore,
 )
 
-from manager.errors import QuorumError
+from manager.errors import QuorumError, QuorumTimeoutError
 
 T = TypeVar("T")
 _Job: TypeAlias = tuple["Future[Any]", Callable[[Any], Any]]
@@ -197,13 +197,13 @@ class StoreConnection:
                 # Where it only waits for its turn, or for the connection, the thread goes on.
                 if not future.cancel() and worker.is_connected:
                     self._drop(worker)
-                raise self._unanswered(f"no answer in {timeout.total_seconds():g} s") from error
+                raise QuorumTimeoutError(self._unanswered(f"no answer in {timeout.total_seconds():g} s")) from error
             except DistNetworkError as error:
                 self._drop(worker)
                 if not (was_connected and may_repeat):
-                    raise self._unanswered(str(error)) from error
+                    raise QuorumError(self._unanswered(str(error))) from error
             except DistError as error:
-                raise self._unanswered(str(error)) from error
+                raise QuorumError(self._unanswered(str(error))) from error
             finally:
                 # It refers to the error, and the error to this frame.
                 del future
@@ -217,13 +217,13 @@ class StoreConnection:
             worker.end()
             worker.join(_GRACE_S)
 
-    def _unanswered(self, reason: str) -> QuorumError:
-        return QuorumError(f"expected the store at {self._host}:{self._port} to answer: {reason}")
+    def _unanswered(self, reason: str) -> str:
+        return f"expected the store at {self._host}:{self._port} to answer: {reason}"
 
     def _running_worker(self, timeout: timedelta) -> _Worker:
         with self._mutex:
             if self._is_closed:
-                raise self._unanswered("has been shut down")
+                raise QuorumError(self._unanswered("has been shut down"))
             if self._worker is None:
                 first, self._first = self._first, None
                 connect_s = max(timeout.total_seconds(), _SHORTEST_CONNECT_S)

@@ -12,7 +12,7 @@ import torch
 from quorum_threads import lighthouse, make_manager, run_replicas
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, undeclared
 
-from manager import Manager, QuorumError
+from manager import Manager, QuorumTimeoutError
 
 pytestmark = [pytest.mark.usefixtures("quorum_ready"), pytest.mark.timeout(60)]
 
@@ -58,7 +58,7 @@ def commit_one_step(managers: list[Manager]) -> None:
 
 @pytest.mark.parametrize("calling", [0, 1])
 def test_a_quorum_without_a_rank_ends_in_time(ranks: list[Manager], calling: int) -> None:
-    with bounded(BRIEF), pytest.raises(QuorumError, match=rf"rank {1 - calling} of this replica"):
+    with bounded(BRIEF), pytest.raises(QuorumTimeoutError, match=rf"rank {1 - calling} of this replica"):
         ranks[calling].start_quorum(timeout=BRIEF)
 
 
@@ -67,14 +67,14 @@ def test_a_quorum_in_the_background_without_a_rank_ends_in_time(ranks: list[Mana
     commit_one_step(ranks)
     with bounded(BRIEF):
         ranks[calling].start_quorum(timeout=BRIEF)
-        with pytest.raises(QuorumError, match=rf"rank {1 - calling} of this replica"):
+        with pytest.raises(QuorumTimeoutError, match=rf"rank {1 - calling} of this replica"):
             ranks[calling].wait_quorum()
 
 
 @pytest.mark.parametrize("calling", [0, 1])
 def test_a_commit_without_a_rank_ends_in_time(ranks: list[Manager], calling: int) -> None:
     run_replicas(*(manager.start_quorum for manager in ranks))
-    with bounded(BRIEF), pytest.raises(QuorumError, match=rf"rank {1 - calling} of this replica"):
+    with bounded(BRIEF), pytest.raises(QuorumTimeoutError, match=rf"rank {1 - calling} of this replica"):
         ranks[calling].should_commit(timeout=BRIEF)
 
 
@@ -82,11 +82,14 @@ def test_a_commit_does_not_wait_longer_for_a_quorum_in_the_background(ranks: lis
     commit_one_step(ranks)
     longer = timedelta(seconds=1)
     ranks[0].start_quorum(timeout=longer)
-    with bounded(BRIEF), pytest.raises(QuorumError, match="expected the quorum to be formed within the caller's"):
+    with (
+        bounded(BRIEF),
+        pytest.raises(QuorumTimeoutError, match="expected the quorum to be formed within the caller's"),
+    ):
         ranks[0].should_commit(timeout=BRIEF)
-    with bounded(BRIEF), pytest.raises(QuorumError, match="expected a quorum that nobody waited for within"):
+    with bounded(BRIEF), pytest.raises(QuorumTimeoutError, match="expected a quorum that nobody waited for within"):
         ranks[0].start_quorum(timeout=BRIEF)
-    with bounded(longer), pytest.raises(QuorumError, match="rank 1 of this replica"):
+    with bounded(longer), pytest.raises(QuorumTimeoutError, match="rank 1 of this replica"):
         ranks[0].wait_quorum()
 
 
@@ -104,7 +107,7 @@ def pair() -> Iterator[list[Manager]]:
 
 
 def test_a_quorum_without_another_replica_ends_in_time() -> None:
-    with pair() as (first, _), bounded(BRIEF), pytest.raises(QuorumError):
+    with pair() as (first, _), bounded(BRIEF), pytest.raises(QuorumTimeoutError):
         first.start_quorum(timeout=BRIEF)
 
 

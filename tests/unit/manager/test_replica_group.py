@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 from torch.distributed import HashStore
 
-from manager.errors import QuorumError
+from manager.errors import QuorumError, QuorumTimeoutError
 from manager.replica_group import Exchange, RankReport, ReplicaGroup
 from manager.stores import StoreConnection
 
@@ -113,7 +113,7 @@ def test_a_missing_rank_is_named_and_may_come_later() -> None:
     errors = []
 
     def ask(rank: int) -> None:
-        with pytest.raises(QuorumError) as caught:
+        with pytest.raises(QuorumTimeoutError) as caught:
             ranks.quorum(rank, 3, SHORT if rank == 0 else LONG)
         errors.append(str(caught.value))
 
