@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Final
 
 from torch.optim import Optimizer
 
 from ft_transport import TensorDigests, TransportError
+from ft_transport.handler_safety import SafeExecutor
 from manager.boundary_keeper import BoundaryKeeper
 from manager.divergence import Claim
 from manager.errors import LockTimeoutError, ManagerError
@@ -41,7 +42,7 @@ class StateComparison:
         self._lock = lock
         self._keeper = keeper
         self._state = state
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: SafeExecutor | None = None
         self._pending: tuple[int, str, Future[dict[str, int]]] | None = None
         self.is_wanted = False
         """Whether the next boundary is to be compared whatever its number."""
@@ -59,7 +60,7 @@ class StateComparison:
             check = self._keeper.watch([each for each in parameters_of(optimizers) if memory_at(each) in guarded])
             digests = TensorDigests(state, belongs_to(guarded, at_least_bytes=0))
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-compare")
+                self._pool = SafeExecutor(1, "ft-transport-compare")
             self._pending = step, lineage, self._pool.submit(_compute, digests, check, section)
             section = None
         except (TransportError, ManagerError) as error:

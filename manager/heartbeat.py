@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from ft_transport.handler_safety import SafeEvent
+
 logger = logging.getLogger(__name__)
 
 _TASKS: Final = Path("/proc/self/task")
@@ -197,7 +199,7 @@ class Heartbeat:
         self._whom = whom
         self._timeout = timeout
         self._pause_s = max(interval.total_seconds(), timeout.total_seconds() * _SHARE_OF_TIMEOUT)
-        self._closed = threading.Event()
+        self._closed = SafeEvent()
         self.was_unreachable = False
         self._native = NativeThreads(start)
         self.lapses = Lapses(timeout.total_seconds(), interval.total_seconds(), self._native.num_runs)

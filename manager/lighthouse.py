@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from ft_transport.handler_safety import SafeEvent
 from manager.deadline import Deadline
 from manager.divergence import Claim
 from manager.errors import LighthouseUnavailableError, QuorumError, QuorumTimeoutError
@@ -133,7 +134,7 @@ class LighthouseSession:
         self._replica_id = replica_id
         self._connect_timeout = connect_timeout
         self._heartbeat_interval = heartbeat_interval
-        self._closed = threading.Event()
+        self._closed = SafeEvent()
         self._quorum_id = -1
         self._members: frozenset[str] = frozenset()
         self._is_suspect = False

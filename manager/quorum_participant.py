@@ -7,14 +7,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
+from ft_transport.handler_safety import SafeExecutor, SafeFuture
 from manager import events
 from manager.comparison import StateComparison
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig
@@ -70,7 +71,7 @@ class Round:
 
     num_lapses: int
     decision: Decision | None = None
-    quorum: Future[None] = field(default_factory=Future)
+    quorum: Future[None] = field(default_factory=SafeFuture)
     error: ReportedError | None = None
     works: list[ManagedWork] = field(default_factory=list)
     is_over: bool = False
@@ -136,7 +137,7 @@ class QuorumParticipant(StateManager):
         self._config = config
         self._process_group = process_group
         self._membership: Membership | None = None
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor: SafeExecutor | None = None
         self._stall_watch = StallWatch(config.timeout.total_seconds() * _STALL_SHARE)
         self._unclosed.add(self._stall_watch.close)
         self._round: Round | None = None
@@ -219,7 +220,7 @@ class QuorumParticipant(StateManager):
         self._transport.check_address(config.connect_timeout)
         self._membership = Membership(config, address=self.metadata(), process_group=self._process_group)
         self._unclosed.add(self._membership.close)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-quorum")
+        self._executor = SafeExecutor(1, "ft-transport-quorum")
 
     def _record(self, log: logging.Logger, what: str, decision: Decision | None, **fields: int | bool | str) -> None:
         membership = self._membership
@@ -253,9 +254,9 @@ class QuorumParticipant(StateManager):
         if quorum.done():
             return
         left = deadline.left()
-        with self._stall_watch.waiting(f"{self._name()}: waiting for {what}"):
-            done, _ = wait_for_futures([quorum], left.total_seconds() if left is not None else None)
-        if not done:
+        with self._stall_watch.waiting(f"{self._name()}: waiting for {what}"), suppress(FutureTimeoutError):
+            quorum.exception(left.total_seconds() if left is not None else None)
+        if not quorum.done():
             raise QuorumTimeoutError(
                 f"{self._name()}: expected {what} within the caller's timeout; call with a longer one"
             )

@@ -12,7 +12,7 @@ import heapq
 import logging
 import threading
 from collections.abc import Callable, Sequence, Set
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
 
 # Not the builtin one before Python 3.11.
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -25,6 +25,7 @@ import torch
 from torch.optim import Optimizer
 
 from ft_transport import CollectiveRefusedError, HeldState, TransportError
+from ft_transport.handler_safety import SafeExecutor, SafeFuture
 from manager.boundary_keeper import BoundaryKeeper, KeptBoundary
 from manager.errors import LockTimeoutError, ManagerError
 from manager.guarded_memory import (
@@ -68,7 +69,7 @@ class _Run:
     step: int
     epoch: int
     num_before: int
-    future: Future[None] = field(default_factory=Future)
+    future: Future[None] = field(default_factory=SafeFuture)
 
     def __post_init__(self) -> None:
         self.future.set_running_or_notify_cancel()
@@ -128,7 +129,7 @@ class Snapshotter:
         self._is_closed = False
         self._is_postponed = False
         self._last_failure = ""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-snapshot")
+        self._pool = SafeExecutor(1, "ft-transport-snapshot")
 
     def request(self, step: int | None = None, *, lend: bool = False) -> int | None:
         """Ask for a snapshot that shows the present committed step or a later one; returns at once.

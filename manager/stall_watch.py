@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from ft_transport.handler_safety import SafeEvent
+
 logger = logging.getLogger(__name__)
 
 _IDLE_S: Final = 3600.0
@@ -40,7 +42,7 @@ class StallWatch:
         self._keys = itertools.count()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
+        self._closed = SafeEvent()
 
     @contextmanager
     def waiting(

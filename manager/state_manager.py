@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ft_transport import SnapshotLimitError, TransportError
+from ft_transport.handler_safety import SafeFuture
 from manager.boundary_keeper import BoundaryKeeper
 from manager.errors import ManagerError
 from manager.guarded_memory import storages_of_optimizers
@@ -223,7 +224,7 @@ class StateManager(RecoverableState):
         if snapshotter is None or transport is None:
             return None
         step, timeout_s = self._step, self._timeout.total_seconds()
-        leased: Future[SnapshotLease] = Future()
+        leased: Future[SnapshotLease] = SafeFuture()
 
         def lease() -> None:
             # At once: the next snapshot may take the place of one that nobody reads.
@@ -242,7 +243,7 @@ class StateManager(RecoverableState):
             logger.debug("step %d: receivers read all snapshots, it is copied once more to be saved: %s", step, error)
             return None
         except TransportError as error:
-            taken = Future()
+            taken = SafeFuture()
             taken.set_exception(error)
         return await_lease
 

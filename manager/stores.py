@@ -24,6 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported, undecl
     TCPStore,
 )
 
+from ft_transport.handler_safety import SafeFuture
 from manager.errors import QuorumError, QuorumTimeoutError
 
 T = TypeVar("T")
@@ -251,7 +252,7 @@ class _Worker:
         self._thread.start()
 
     def submit(self, function: Callable[[Any], T]) -> Future[T]:
-        future: Future[T] = Future()
+        future: Future[T] = SafeFuture()
         self._jobs.put((future, function))
         return future
 

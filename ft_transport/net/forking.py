@@ -16,6 +16,8 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Final, Protocol
 
+from ft_transport.handler_safety import SafeCondition
+
 _DESCRIPTORS: Final = "/dev/fd"
 _LONGEST_DELAY_S: Final = 5.0
 """A fork that has waited as long for `delaying_forks` goes on, and its child may keep a socket."""
@@ -37,7 +39,7 @@ class _Gate:
     """Lets a fork wait until nobody makes sockets that have no holder yet."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = SafeCondition()
         self._num_inside = 0
 
     def enter(self) -> None:

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 from ft_transport.errors import DeadlineExceededError, TransportError
+from ft_transport.handler_safety import SafeCondition
 from ft_transport.net.connection import Connection, Patience
 from ft_transport.net.peer_address import PeerAddress
 from ft_transport.net.token import JobToken
@@ -119,7 +120,7 @@ class Fetch(ABC, Generic[_Request]):
         self._num_workers = num_workers
         self._step = step
         self._total_bytes = total_bytes
-        self.changed = threading.Condition()
+        self.changed = SafeCondition()
         self._connections: list[Connection] = []
         self._interruption: BaseException | None = None
         self._ended: set[WorkerIndex] = set()

@@ -22,6 +22,7 @@ from typing import Final
 import torch
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
+from ft_transport.handler_safety import SafeCondition
 from ft_transport.tensors.host_memory import available_bytes
 from ft_transport.wire.manifest import MAX_HEADER_BYTES
 
@@ -112,7 +113,7 @@ class ArenaPool:
     def __init__(self, max_arenas: int, *, pin: Callable[[torch.Tensor], Callable[[], None]] | None = None) -> None:
         self._max_arenas = max_arenas
         self._pin = pin
-        self._changed = threading.Condition()
+        self._changed = SafeCondition()
         self._free: list[Arena] = []
         self._num_taken = 0
         self._num_waiting = 0

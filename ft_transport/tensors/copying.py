@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ft_transport.errors import SnapshotError
+from ft_transport.handler_safety import SafeExecutor
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.integrity import digest
 
@@ -51,7 +52,7 @@ class HostCopier:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-copy")
+        self._pool = SafeExecutor(num_threads, "ft-transport-copy")
 
     def copy(self, copies: HostCopies) -> None:
         """Performs all copies, divided evenly by bytes among the threads; returns when the last is done."""
@@ -67,7 +68,8 @@ class HostCopier:
                 future.result()
         finally:
             # A signal handler may raise here: nothing may be written any more when the caller lets go of the memory.
-            wait(futures)
+            for future in futures:
+                future.exception()
 
     def digests(self, data: memoryview, chunks: ChunkTable) -> list[int]:
         """One digest per chunk of ``data``, computed by all threads."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ft_transport.errors import SnapshotError
+from ft_transport.handler_safety import SafeCondition
 from ft_transport.tensors.arena import Arena
 from ft_transport.tensors.copying import Column, HostCopier, HostCopies
 from ft_transport.wire.chunks import ChunkTable
@@ -96,7 +97,7 @@ class LentMemory:
         # One who recalls copies; whoever does so meanwhile waits for the copy.
         self._copying = threading.Lock()
         self._digesting = threading.Lock()
-        self._changed = threading.Condition()
+        self._changed = SafeCondition()
         self._num_borrowers = 0
         self._num_borrowers_of_lent = 0
         self._is_lent = True

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import mmap
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -19,6 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.errors import ManifestError, RestoreError
+from ft_transport.handler_safety import SafeEvent
 from ft_transport.tensors import placements
 from ft_transport.tensors.collector import collector_paused
 from ft_transport.tensors.dtensors import is_dtensor
@@ -68,7 +68,7 @@ class Restore:
         self._manifest = manifest
         self._into = into
         self._meshes = meshes
-        self._touched = threading.Event()
+        self._touched = SafeEvent()
         matcher = Matcher(manifest)
         try:
             with collector_paused():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dis
 import gc
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from interruptions import HandlerError, Interruption
 from quorum_threads import LONG_S, lighthouse, make_manager
 from torch.distributed import TCPStore
 
@@ -26,59 +25,10 @@ pytest.importorskip("torchft")
 
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
-_INTERRUPTIBLE = ("manager.", "ft_transport.", "concurrent.futures", "threading", "contextlib", "readerwriterlock")
 RECOVERY_S = 11.0
 """Less than the ranks of one replica wait for each other."""
 NUM_SAMPLES = int(os.environ.get("FT_TRANSPORT_INTERRUPTIONS", "8"))
 """A few thousand, by hand, hit every bytecode boundary."""
-
-
-class _HandlerError(Exception):
-    """Raised in the place of a handler."""
-
-
-class _Interruption:
-    """Raises at the n-th place where the calling thread could run a handler in code of these packages and under them.
-
-    CPython runs handlers after calls, at the start of functions and at the end of loops (``CHECK_EVAL_BREAKER`` in
-    Python/ceval.c), and nowhere else: not between taking the lock of a ``with`` and its body, for one.
-    """
-
-    def __init__(self, at: int, modules: tuple[str, ...] = _INTERRUPTIBLE) -> None:
-        self._left = at
-        self._modules = modules
-        self._last: dict[FrameType, str] = {}
-        self.was_raised = False
-
-    def __enter__(self) -> _Interruption:
-        sys.settrace(self._enter_frame)
-        return self
-
-    def __exit__(self, *_exc_info: object) -> None:
-        sys.settrace(None)
-        self._last.clear()
-
-    def _enter_frame(self, frame: FrameType, _event: str, _argument: object) -> Any:
-        if not frame.f_globals.get("__name__", "").startswith(self._modules):
-            return None
-        frame.f_trace_opcodes = True
-        frame.f_trace_lines = False
-        return self._pass
-
-    def _pass(self, frame: FrameType, event: str, _argument: object) -> Any:
-        if event == "return":
-            self._last.pop(frame, None)
-        if event != "opcode":
-            return self._pass
-        last, self._last[frame] = self._last.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
-        if last.startswith(("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")):
-            self._left -= 1
-            if self._left == 0:
-                self.was_raised = True
-                sys.settrace(None)
-                self._last.clear()
-                raise _HandlerError
-        return self._pass
 
 
 class Trainer:
@@ -201,7 +151,7 @@ def replicas(request: pytest.FixtureRequest) -> Iterator[Replicas]:
 
 def _length_of(replicas: Replicas, name: str) -> int:
     """How many places there are in a phase."""
-    interruption = _Interruption(1 << 40)
+    interruption = Interruption(1 << 40)
     before = interruption._left
     for phase_name, phase in replicas.trainer.phases().items():
         if phase_name == name:
@@ -221,7 +171,7 @@ def test_a_replica_goes_on_exactly_wherever_a_handler_raised(replicas: Replicas,
     places = range(1, length + 1)
     for place in places if len(places) <= NUM_SAMPLES else sorted(random.sample(places, NUM_SAMPLES)):
         replicas.step_together()
-        interruption = _Interruption(place)
+        interruption = Interruption(place)
         try:
             for phase_name, phase in replicas.trainer.phases().items():
                 if phase_name == name:
@@ -229,7 +179,7 @@ def test_a_replica_goes_on_exactly_wherever_a_handler_raised(replicas: Replicas,
                         phase()
                 else:
                     phase()
-        except _HandlerError:
+        except HandlerError:
             assert interruption.was_raised
         # What was interrupted as it was being reported, may have become an error of the manager's own, and a condition
         # that was interrupted while it took its lock back raises at the end of its section.
@@ -250,12 +200,12 @@ def test_shutdown_can_be_interrupted_and_called_again() -> None:
     with lighthouse() as address:
         for place in range(1, 2000, max(1, 2000 // NUM_SAMPLES)):
             trainer = Trainer(address, f"r{place}")
-            interruption = _Interruption(place)
+            interruption = Interruption(place)
             try:
                 trainer.step()
                 with interruption:
                     trainer.manager.shutdown()
-            except _HandlerError:
+            except HandlerError:
                 pass
             finally:
                 trainer.manager.shutdown()
@@ -301,7 +251,7 @@ def test_an_exception_that_is_kept_keeps_no_lock(monkeypatch: pytest.MonkeyPatch
 
     def interrupt(*_arguments: object) -> None:
         monkeypatch.undo()
-        raise _HandlerError
+        raise HandlerError
 
     with lighthouse() as address:
         trainer = Trainer(address, "alone")
@@ -310,7 +260,7 @@ def test_an_exception_that_is_kept_keeps_no_lock(monkeypatch: pytest.MonkeyPatch
         gc.disable()
         try:
             monkeypatch.setattr(snapshots, "_Held", interrupt)
-            with pytest.raises(_HandlerError) as _kept:
+            with pytest.raises(HandlerError) as _kept:
                 trainer.start()
             begin_s = time.monotonic()
             trainer.step()

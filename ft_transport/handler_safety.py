@@ -1,0 +1,141 @@
+"""Conditions, events, futures and executors for threads on which a signal handler may raise.
+
+CPython runs handlers between any two calls of the main thread, also inside the standard library's classes that are
+written in Python. ``Condition.__enter__`` is one: a handler that raises there, after the lock was taken, leaves it
+taken for good, and with it every ``Event``, ``Future``, ``Semaphore`` and executor that is built on a condition. Here
+the lock is taken by its own method, which is C and no place for a handler.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from operator import attrgetter
+from queue import SimpleQueue
+from typing import Any, Final, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+_Job: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
+
+
+class SafeCondition(threading.Condition):
+    """As ``threading.Condition``, on a lock that one thread may take twice."""
+
+    # A special method is looked up on the type: these find the lock's own one without a frame of Python.
+    __enter__ = property(attrgetter("_lock.__enter__"))
+    __exit__ = property(attrgetter("_lock.__exit__"))
+
+    def __init__(self) -> None:
+        """Make a lock of its own."""
+        super().__init__(threading.RLock())
+
+
+class SafeEvent(threading.Event):
+    """As ``threading.Event``."""
+
+    def __init__(self) -> None:
+        """Begin unset."""
+        super().__init__()
+        self._cond = SafeCondition()
+
+
+class SafeFuture(Future[T]):
+    """As ``concurrent.futures.Future``; wait for it with its own methods."""
+
+    def __init__(self) -> None:
+        """Begin pending."""
+        super().__init__()
+        self._condition = SafeCondition()
+
+
+class SafeExecutor(Executor):
+    """A few threads, started with the first job, that do one job after the other.
+
+    They end with `shutdown`, with the last reference to the executor, or with the interpreter, after the jobs that they
+    have been given.
+
+    Args:
+        num_threads: How many.
+        name: Of the threads, before a number.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads = num_threads
+        self._name = name
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._mutex = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+        self._end = weakref.finalize(self, _end, self._jobs, num_threads)
+        _living.add(self)
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Let a thread call ``fn``.
+
+        Raises:
+            RuntimeError: After `shutdown`, or where the system has no further thread.
+        """
+        future: Future[T] = SafeFuture()
+        with self._mutex:
+            if self._is_closed:
+                raise RuntimeError("cannot take another job after the shutdown")
+            while len(self._threads) < self._num_threads:
+                number = len(self._threads)
+                thread = threading.Thread(target=_work, args=(self._jobs,), name=f"{self._name}_{number}")
+                self._threads.append(thread)
+                thread.start()
+            self._jobs.put((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no further job; the threads end after those that they have.
+
+        Args:
+            wait: Whether to wait for that.
+            cancel_futures: Whether jobs that have not begun are cancelled.
+        """
+        self._is_closed = True
+        if cancel_futures:
+            while not self._jobs.empty():
+                if (job := self._jobs.get()) is not None:
+                    job[0].cancel()
+        self._end()
+        if wait:
+            for thread in self._threads:
+                if thread.ident is not None:
+                    thread.join()
+
+
+_living: Final[weakref.WeakSet[SafeExecutor]] = weakref.WeakSet()
+
+
+def _end(jobs: SimpleQueue[_Job | None], num_threads: int) -> None:
+    for _ in range(num_threads):
+        jobs.put(None)
+
+
+def _work(jobs: SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        future, call = job
+        if future.set_running_or_notify_cancel():
+            try:
+                result = call()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
+        # What waits for the next job refers to nothing of the last one.
+        del job, future, call
+
+
+def _end_all() -> None:
+    for executor in list(_living):
+        executor.shutdown(wait=False)
+
+
+# Before the interpreter waits for threads; `atexit` comes after that. As concurrent.futures does.
+threading._register_atexit(_end_all)  # type: ignore[attr-defined]
