@@ -51,6 +51,32 @@ class SafeFuture(Future[T]):
         self._condition = SafeCondition()
 
 
+def outcome_of(function: Callable[[], T]) -> T | Exception:
+    """Call what waits outside of Python, and takes what a handler raises meanwhile for an error of its own.
+
+    On the main thread another thread makes the call, and goes on with it alone if a handler raises here.
+
+    Returns:
+        What it returned, or raised: what this function itself raises is a handler's.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return _outcome(function)
+    future: Future[T | Exception] = SafeFuture()
+    jobs: SimpleQueue[_Job | None] = SimpleQueue()
+    jobs.put((future, lambda: _outcome(function)))
+    jobs.put(None)
+    # A daemon: nobody waits for a call that was left, not even the interpreter when it ends.
+    threading.Thread(target=_work, args=(jobs,), name="ft-transport-call", daemon=True).start()
+    return future.result()
+
+
+def _outcome(function: Callable[[], T]) -> T | Exception:
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
 class SafeExecutor(Executor):
     """A few threads, started with the first job, that do one job after the other.
 

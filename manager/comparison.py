@@ -11,6 +11,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Final
 
@@ -90,11 +91,14 @@ class StateComparison:
             return None
         step, _, future = self._pending
         try:
-            return future.result(timeout.total_seconds())
-        except Exception as error:
-            logger.warning("step %d is not compared with the other replicas': %s", step, error)
-            self._pending = None
-            return None
+            error = future.exception(timeout.total_seconds())
+        except FutureTimeoutError:
+            error = ManagerError(f"no digest in {timeout.total_seconds():g} s")
+        if error is None:
+            return future.result()
+        logger.warning("step %d is not compared with the other replicas': %s", step, error)
+        self._pending = None
+        return None
 
     def forget(self) -> None:
         """Say nothing of the boundary before: another state was loaded since."""

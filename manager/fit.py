@@ -80,7 +80,8 @@ def _table(entry: StateEntry) -> dict[str, str]:
                 f"param_groups.{index}": f"{len(group['params'])} parameters"
                 for index, group in enumerate(holder.param_groups)
             }
-    except Exception as error:  # uninitialised parameters, functions that fail: found when the state is taken
+    # Uninitialised parameters, functions that fail: found when the state is taken.
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         logger.debug("%r is not compared with the other replicas': %s", entry.key, error)
     return {}
 

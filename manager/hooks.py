@@ -214,7 +214,8 @@ class _Guard:
         self._waits_s.append(time.monotonic() - start_s)
 
     def _close_section(self, optimizer: Optimizer, *_hook_arguments: Any) -> None:
-        if self._on_step_end is not None:
+        # torch runs the hooks once more for a `step` of the superclass that the optimizer's own one calls.
+        if self._on_step_end is not None and len(self._per_thread.sections) == 1:
             self._on_step_end(optimizer)
         self._per_thread.sections.pop().release()
 

@@ -18,12 +18,13 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
 
-from ft_transport.handler_safety import SafeEvent
+from ft_transport.handler_safety import SafeEvent, outcome_of
 from manager.deadline import Deadline
 from manager.divergence import Claim
 from manager.errors import LighthouseUnavailableError, QuorumError, QuorumTimeoutError
@@ -103,6 +104,10 @@ def embedded_lighthouse(
         return f"http://127.0.0.1:{urlsplit(_embedded[0].address()).port}"
 
 
+class _NoAnswerError(Exception):
+    """The request was over before there was a quorum."""
+
+
 class LighthouseSession:
     """One replica's dealings with the Lighthouse. Gives signs of life until it is closed.
 
@@ -177,10 +182,10 @@ class LighthouseSession:
             while (remaining_s := deadline_s - time.monotonic()) > 0:
                 try:
                     quorum = self._ask(member, timedelta(seconds=remaining_s), shrink_only)
-                except TimeoutError as error:
+                except _NoAnswerError as error:
                     reasons.append(self.missing() or str(error))
                     break
-                except (RuntimeError, LighthouseUnavailableError) as error:
+                except LighthouseUnavailableError as error:
                     reasons.append(str(error))
                     self._client = None
                     self._is_suspect = True
@@ -246,12 +251,14 @@ class LighthouseSession:
 
     def _connect(self, timeout: timedelta) -> Any:
         coordination = _coordination()
-        try:
-            return coordination.LighthouseClient(self._address, timeout)
-        except (RuntimeError, TimeoutError) as error:
+        client = outcome_of(lambda: coordination.LighthouseClient(self._address, timeout))
+        if isinstance(client, (RuntimeError, TimeoutError)):
             raise LighthouseUnavailableError(
-                f"expected a Lighthouse at {self._address} within {timeout.total_seconds():g} s: {error}"
-            ) from error
+                f"expected a Lighthouse at {self._address} within {timeout.total_seconds():g} s: {client}"
+            ) from client
+        if isinstance(client, Exception):
+            raise client
+        return client
 
     def _whom(self) -> str:
         return f"replica {self._replica_id}: the Lighthouse at {self._address}"
@@ -275,7 +282,8 @@ class LighthouseSession:
         if client is None:
             client = self._client = self._connect(min(timeout, self._connect_timeout))
         sign = self._heartbeat.lapses.now()
-        quorum = client.quorum(
+        request = partial(
+            client.quorum,
             replica_id=self._replica_id,
             timeout=timeout,
             address=member.addresses[0],
@@ -300,6 +308,16 @@ class LighthouseSession:
                 )
             ),
         )
+        try:
+            quorum = outcome_of(request)
+        except BaseException:
+            # It stays with the request that was left.
+            self._client = None
+            raise
+        if isinstance(quorum, TimeoutError):
+            raise _NoAnswerError(str(quorum))
+        if isinstance(quorum, Exception):
+            raise LighthouseUnavailableError(str(quorum)) from quorum
         self._heartbeat.lapses.note(sign)
         return quorum
 

@@ -43,6 +43,7 @@ _GRACE: Final = timedelta(milliseconds=200)
 """By how much the other ranks wait longer than rank 0, so that they hear its reason."""
 _NO_DEADLINE: Final = Deadline()
 _KNOCK_S: Final = 0.2
+_TELLING: Final = timedelta(seconds=1)
 
 
 class Membership:
@@ -261,7 +262,7 @@ class Membership:
         """Tell replicas that do not fit what the state looks like that everybody holds; for their messages."""
         store = self._stores.at_address(decision.store_address)
         with suppress(QuorumError):
-            store.set(self._tables_key(), msgspec.json.encode(tables), self._config.connect_timeout)
+            store.set(self._tables_key(), msgspec.json.encode(tables), _TELLING)
 
     def told_tables(self, decision: Decision) -> Tables | None:
         """What holders of the state have told with `tell_tables`; ``None`` if they have not."""

@@ -20,7 +20,7 @@ from typing import Final, TypeAlias
 
 from manager.divergence import Claim, Divergence, find_divergence
 from manager.errors import QuorumError, StatesDivergedError
-from manager.structure import Structure, misfits
+from manager.structure import Structure, misfits, usual_structure
 
 NO_WHOLE_STATE: Final = -1
 """The step of a member that holds part of a state: behind everybody."""
@@ -225,13 +225,8 @@ def decide(
             store_address=next(each.store_address for each in ordered if each.replica_id in divergence.replicas),
         )
     sound = [member for member in ordered if divergence is None or member.replica_id not in divergence.replicas]
-    target = _choose_target(sound, rules)
+    target, unfit = _choose_fitting_target(sound, ordered, rules)
     holding = {member.replica_id for member in target.holders}
-    unfit = {
-        member.replica_id: parts
-        for member in ordered
-        if member.replica_id not in holding and (parts := misfits(member.structure, target.holders[0].structure))
-    }
     sources = {
         member.replica_id: () if member.replica_id in unfit else _sources(member, target.holders)
         for member in ordered
@@ -330,6 +325,21 @@ def _check_rules(ordered: Sequence[Member]) -> None:
         )
 
 
+def _choose_fitting_target(
+    sound: Sequence[Member], ordered: Sequence[Member], rules: Rules
+) -> tuple[_Target, dict[str, tuple[str, ...]]]:
+    """Choose the state, and tell who could not load it: what most replicas look like counts, or else the newest."""
+    # Those that have committed a step; newcomers with another model may be more.
+    trained = [member for member in sound if member.step > 0] or sound
+    usual = usual_structure([member.structure for member in trained])
+    if usual is None:
+        usual = _choose_target(sound, rules).holders[0].structure
+    unfit = {member.replica_id: parts for member in ordered if (parts := misfits(member.structure, usual))}
+    fitting = [member for member in sound if member.replica_id not in unfit]
+    target = _choose_target(fitting, rules)
+    return target, unfit
+
+
 def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
     step = max(member.step for member in ordered)
     if step == NO_WHOLE_STATE:
@@ -342,9 +352,7 @@ def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
         synchronised = [member for member in newest if member.lineage]
         if not synchronised:
             # Nobody has been told yet whose weights count.
-            usual = Counter(member.structure for member in newest).most_common(1)[0][0]
-            alike = [member for member in newest if member.structure == usual]
-            first = next((member for member in alike if member.can_serve), alike[0])
+            first = next((member for member in newest if member.can_serve), newest[0])
             # A replica may have come back under its id with other weights; its number of groups has grown then.
             return _Target(step, next_lineage("", f"{first.replica_id}\0{first.num_groups}", 0), (first,))
         newest = synchronised

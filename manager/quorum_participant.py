@@ -307,10 +307,12 @@ class QuorumParticipant(StateManager):
             check_registered(self._registry, optimizers)
             self._note_structure()
             self._checked_registration = signature
-        decision, self._unfit_decision = self._unfit_decision, None
+        decision = self._unfit_decision
         if decision is not None:
+            assert self._executor is not None, "there is one since the manager joined"
             self._note_structure()
-            self._joined().tell_tables(decision, self._tables)
+            self._executor.submit(self._joined().tell_tables, decision, self._tables)
+            self._unfit_decision = None
 
     def _note_structure(self) -> None:
         """Look at what the state looks like, for the other replicas to compare."""
@@ -321,11 +323,10 @@ class QuorumParticipant(StateManager):
     def _note_unfit(self, decision: Decision) -> None:
         """Somebody's state does not fit: what is said of this one's may be old, and is looked at once more."""
         unknown = set(decision.unfit) - self._known_unfit
-        if not unknown:
-            return
-        self._known_unfit |= unknown
-        if self._joined().replica_id not in unknown:
+        if decision.unfit and self._joined().replica_id not in decision.unfit:
             self._unfit_decision = decision
+        self._known_unfit = set(decision.unfit)
+        if unknown and self._joined().replica_id not in unknown:
             logger.warning(
                 "%s: the state of %s differs from this one's in keys, dtypes, shapes or job token; unless it changes, "
                 "they take no part",
@@ -491,6 +492,12 @@ class QuorumParticipant(StateManager):
         if divergence is None:
             return
         own = self._joined().replica_id
+        if own in divergence.replicas and self._comparison is not None:
+            # Until it has healed it holds no state that counts: not for a comparison either, if others die meanwhile.
+            self._comparison.forget()
+            self._irregularity = "the state differs from that of most replicas"
+            self._lineage = next_lineage(self._lineage, self._irregularity, self._step)
+            self._is_settled = False
         logger.error(
             "%s: the state of %s at step %d differs from that of most replicas; %s",
             self._name(),

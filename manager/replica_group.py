@@ -65,9 +65,6 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     structure: Structure = ()
 
 
-_NOTHING: Final = RankReport(step=NO_WHOLE_STATE, lineage="", group="", num_groups=0, address="")
-
-
 def own_store(timeout: timedelta) -> TCPStore:
     """Start a store inside this process, for a replica of one rank without a launcher."""
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
@@ -142,8 +139,6 @@ class Exchange(Enum):
     """After receiving a state: a vote. Who is elsewhere has not healed."""
     COMMIT = "commit"
     """After a step: a vote. Who is elsewhere has given the step up."""
-    LEAVE = "leave"
-    """For good: this rank has been shut down."""
 
 
 class _Sent(msgspec.Struct, frozen=True):
@@ -260,14 +255,9 @@ class ReplicaGroup:
 
     def close(self) -> None:
         """Let no other rank wait for this one, as far as the store still answers."""
-        if self._store is None:
-            return
-        with contextlib.suppress(QuorumError):
-            if self.rank == 0:
-                self._publish(self._store, _Answer(error="has been shut down"), _PARTING)
-            else:
-                leaving = _Sent(Exchange.LEAVE, _NOTHING, self._current[1] + 1)
-                self._store.set(self._key(self.rank), msgspec.json.encode(leaving), _PARTING)
+        if self._store is not None:
+            with contextlib.suppress(QuorumError):
+                self._store.set(self._left_key(self.rank), "", _PARTING)
 
     def _lead(
         self,
@@ -281,42 +271,42 @@ class ReplicaGroup:
     ) -> bytes:
         """Group rank 0's part of one exchange."""
         number, num_begun = self._current
-        if num_begun and not store.missing([self._key("answer")], deadline.cap(_LONGEST)):
+        if num_begun and not store.missing([self._key(number, "answer")], deadline.cap(_LONGEST)):
             # It was interrupted after it had answered: the others have that answer.
-            answered = self._answer(store, deadline)
+            answered = self._answer(store, number, deadline)
             self._current = number, num_begun = number + 1, 0
             if answered.kind is kind is not Exchange.QUORUM:
                 return bytes(answered.result)
         sent = _Sent(kind, report, num_begun + 1)
         self._current = (number, sent.attempt)
-        keys = {self._key(rank): f"rank {rank}" for rank in range(1, self.world_size)}
+        keys = {self._key(number, rank): rank for rank in range(1, self.world_size)}
         try:
             found = self._await(store, keys, deadline.cap(_LONGEST))
             all_sent = (sent, *(msgspec.json.decode(each, type=_Sent) for each in found))
-            if gone := [rank for rank, each in enumerate(all_sent) if each.kind is Exchange.LEAVE]:
-                raise QuorumError(f"expected all ranks of this replica, and of ranks {gone} the manager was shut down")
             if len({each.kind for each in all_sent}) > 1:
                 came = ", ".join(f"rank {rank} for {each.kind.value}" for rank, each in enumerate(all_sent))
                 raise _AtOddsError(f"the ranks of this replica came for different things: {came}")
             result = answer(tuple(each.report for each in all_sent))
         except QuorumError as error:
             with contextlib.suppress(QuorumError):
-                self._publish(store, _failure(error), _PARTING)
+                self._publish(store, number, _failure(error), _PARTING)
             raise
         attempts = tuple(each.attempt for each in all_sent)
         # Who is here has the answers of all exchanges before.
         old, self._old_keys = self._old_keys, []
-        answered = _Answer(kind=kind, result=msgspec.Raw(result), attempts=attempts)
-        self._publish(store, answered, publishing, remove=old)
-        return result
+        answer_to_all = _Answer(kind=kind, result=msgspec.Raw(result), attempts=attempts)
+        published = self._publish(store, number, answer_to_all, publishing, remove=old)
+        if published.error:
+            raise QuorumError(f"rank 0 of this replica has already told the others: {published.error}")
+        return bytes(published.result)
 
     def _follow(self, store: StoreConnection, kind: Exchange, report: RankReport, deadline: Deadline) -> bytes:
         """Another rank's part of one exchange."""
         number, num_begun = self._current
         sent = _Sent(kind, report, num_begun + 1)
         self._current = (number, sent.attempt)
-        store.set(self._key(self.rank), msgspec.json.encode(sent), deadline.cap(_LONGEST))
-        answer = self._answer(store, deadline)
+        store.set(self._key(number, self.rank), msgspec.json.encode(sent), deadline.cap(_LONGEST))
+        answer = self._answer(store, number, deadline)
         self._current = (number + 1, 0)
         if answer.error:
             error_type = QuorumTimeoutError if answer.is_timeout else _AtOddsError if answer.is_at_odds else QuorumError
@@ -327,36 +317,44 @@ class ReplicaGroup:
             return bytes(answer.result)
         raise _AtOddsError(f"rank 0 of this replica has answered rank {self.rank} before it was interrupted")
 
-    def _answer(self, store: StoreConnection, deadline: Deadline) -> _Answer:
-        (found,) = self._await(store, {self._key("answer"): "rank 0"}, deadline.cap(_LONGEST))
+    def _answer(self, store: StoreConnection, number: int, deadline: Deadline) -> _Answer:
+        (found,) = self._await(store, {self._key(number, "answer"): 0}, deadline.cap(_LONGEST))
         return msgspec.json.decode(found, type=_Answer)
 
     def _publish(
-        self, store: StoreConnection, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()
-    ) -> None:
-        number, _ = self._current
-        key = self._key("answer")
-        keys = [key, *(self._key(rank) for rank in range(1, self.world_size))]
-        store.set_once(key, msgspec.json.encode(answer).decode(), timeout, remove=remove)
+        self, store: StoreConnection, number: int, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()
+    ) -> _Answer:
+        """Answer the exchange. Returns what the others read: an earlier answer, if there is one."""
+        key = self._key(number, "answer")
+        stored = store.set_once(key, msgspec.json.encode(answer).decode(), timeout, remove=remove)
         self._current = (number + 1, 0)
-        self._old_keys += keys
+        self._old_keys += [key, *(self._key(number, rank) for rank in range(1, self.world_size))]
+        return msgspec.json.decode(stored, type=_Answer)
 
-    def _await(self, store: StoreConnection, keys: dict[str, str], timeout: timedelta) -> list[bytes]:
+    def _await(self, store: StoreConnection, keys: dict[str, int], timeout: timedelta) -> list[bytes]:
         """Wait for what others write; ``keys`` says which key comes from which rank."""
         missing, reason = list(keys), ""
+        left = {self._left_key(rank): rank for rank in keys.values()}
         try:
-            if (values := store.get(missing, timeout)) is not None:
+            if (values := store.get(missing, timeout, unless=list(left))) is not None:
                 return values
+            gone = set(left) - set(store.missing(list(left), _PARTING))
+            if gone:
+                ranks = sorted(left[key] for key in gone)
+                raise QuorumError(f"expected all ranks of this replica, and of ranks {ranks} the manager was shut down")
             missing = store.missing(missing, _PARTING)
-        except QuorumError as error:
+        except QuorumTimeoutError as error:
             reason = f" ({error})"
         raise QuorumTimeoutError(
-            f"rank {self.rank}: expected {', '.join(keys[key] for key in missing)} of this replica within "
+            f"rank {self.rank}: expected {', '.join(f'rank {keys[key]}' for key in missing)} of this replica within "
             f"{timeout.total_seconds():.3g} s{reason}"
         )
 
-    def _key(self, name: int | str) -> str:
-        return f"{self._prefix}/{self._current[0]}/{name}"
+    def _key(self, number: int, name: int | str) -> str:
+        return f"{self._prefix}/{number}/{name}"
+
+    def _left_key(self, rank: int) -> str:
+        return f"{self._prefix}/left/{rank}"
 
 
 def _failure(error: QuorumError) -> _Answer:

@@ -20,17 +20,19 @@ from typing import Any, Final, TypeAlias, TypeVar
 from torch.distributed import (  # type: ignore[attr-defined] # exported, undeclared
     DistError,
     DistNetworkError,
-    DistStoreError,
     TCPStore,
 )
 
 from ft_transport.handler_safety import SafeFuture
+from manager.deadline import Deadline
 from manager.errors import QuorumError, QuorumTimeoutError
 
 T = TypeVar("T")
 _Job: TypeAlias = tuple["Future[Any]", Callable[[Any], Any]]
 
 _MAX_OTHERS: Final = 8
+_FIRST_PAUSE_S: Final = 0.0002
+_LONGEST_PAUSE_S: Final = 0.01
 _GRACE_S: Final = 0.25
 """For the answer to come back: the store counts the timeout itself."""
 _SHORTEST_CONNECT_S: Final = 1.0
@@ -123,15 +125,16 @@ class StoreConnection:
 
         self.call(set_and_see, timeout)
 
-    def set_once(self, key: str, value: str, timeout: timedelta, *, remove: Sequence[str] = ()) -> None:
-        """Set a key unless it is set already, and remove others."""
+    def set_once(self, key: str, value: str, timeout: timedelta, *, remove: Sequence[str] = ()) -> bytes:
+        """Set a key unless it is set already, and remove others. Returns the value that it has then."""
 
-        def set_and_remove(store: Any) -> None:
-            store.compare_set(key, "", value)
+        def set_and_remove(store: Any) -> bytes:
+            stored = bytes(store.compare_set(key, "", value))
             for each in remove:
                 store.delete_key(each)
+            return stored
 
-        self.call(set_and_remove, timeout)
+        return self.call(set_and_remove, timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta, *, patience: timedelta) -> bool:
         """Wait until all keys are set. Returns whether they are.
@@ -141,27 +144,35 @@ class StoreConnection:
             timeout: For the keys to be set.
             patience: For the store to answer; a busy machine may need longer than a short timeout.
         """
+        found = self._poll(lambda store: True if store.check(list(keys)) else None, timeout, patience)
+        return found is not None
 
-        def wait(store: Any) -> bool:
-            try:
-                store.wait(list(keys), timeout)
-            except DistStoreError:
-                return False
-            return True
+    def get(self, keys: Sequence[str], timeout: timedelta, *, unless: Sequence[str] = ()) -> list[bytes] | None:
+        """Wait until all keys are set. Returns their values, or ``None`` if they are not.
 
-        return self.call(wait, patience)
-
-    def get(self, keys: Sequence[str], timeout: timedelta) -> list[bytes] | None:
-        """Wait until all keys are set. Returns their values, or ``None`` if they are not."""
+        Args:
+            keys: What to wait for.
+            timeout: For the keys to be set.
+            unless: If one of these is set, nothing is waited for.
+        """
 
         def get(store: Any) -> list[bytes] | None:
-            try:
-                store.wait(list(keys), timeout)
-            except DistStoreError:
-                return None
-            return [bytes(store.get(key)) for key in keys]
+            if store.check(list(keys)):
+                return [bytes(store.get(key)) for key in keys]
+            return [] if any(store.check([key]) for key in unless) else None
 
-        return self.call(get, timeout)
+        return self._poll(get, timeout) or None
+
+    def _poll(self, look: Callable[[Any], T | None], timeout: timedelta, patience: timedelta | None = None) -> T | None:
+        """Call ``look`` until it finds something. A wait of the store's own could be neither interrupted nor left."""
+        deadline = Deadline.after(timeout)
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            found = self.call(look, patience or deadline.cap(timeout))
+            if found is not None or deadline.is_over():
+                return found
+            time.sleep(min(pause_s, deadline.cap(timeout).total_seconds()))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def missing(self, keys: Sequence[str], timeout: timedelta) -> list[str]:
         """Return those of the keys that are not set."""

@@ -6,10 +6,11 @@ Pure: digests and comparisons; ``manager.fit`` knows what is compared.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 TOKEN_PART: Final = "(job token)"
+NO_TOKEN: Final = "none"
 UNKNOWN: Final = ""
 """Of a part that is not compared."""
 _MAX_SHOWN: Final = 5
@@ -27,17 +28,26 @@ def structure_of(tables: Tables, token_proof: str) -> Structure:
 
 
 def misfits(own: Structure, other: Structure) -> tuple[str, ...]:
-    """Return the parts that differ, sorted. Replicas that tell nothing fit."""
+    """Return the parts of ``own`` that could not take ``other``'s, sorted. Replicas that tell nothing fit."""
     if not own or not other:
         return ()
     mine, theirs = dict(own), dict(other)
-    return tuple(
-        key
-        for key in sorted({*mine, *theirs})
-        if key not in mine
-        or key not in theirs
-        or (mine[key] != theirs[key] and UNKNOWN not in {mine[key], theirs[key]})
-    )
+    return tuple(key for key in sorted({*mine, *theirs}) if not _fits(key, mine.get(key), theirs.get(key)))
+
+
+def _fits(key: str, own: str | None, other: str | None) -> bool:
+    if own is None or other is None:
+        return False
+    # Whoever has no token asks for none.
+    return own == other or UNKNOWN in {own, other} or (key == TOKEN_PART and other == NO_TOKEN)
+
+
+def usual_structure(structures: Sequence[Structure]) -> Structure | None:
+    """Return what more than half of the replicas fit; ``None`` if there is no such structure."""
+    for structure in structures:
+        if structure and 2 * sum(not misfits(each, structure) for each in structures) > len(structures):
+            return structure
+    return None
 
 
 def describe(parts: tuple[str, ...], own: Tables, other: Tables | None) -> str:
@@ -63,6 +73,8 @@ def describe(parts: tuple[str, ...], own: Tables, other: Tables | None) -> str:
             for name in {**mine, **theirs}
             if key in own and key in other and mine.get(name) != theirs.get(name)
         ]
+    if not told:
+        told.append(f"another state under {list(parts)} on another rank, or had one before")
     more = f"; and {len(told) - _MAX_SHOWN} more" if len(told) > _MAX_SHOWN else ""
     return "; ".join(told[:_MAX_SHOWN]) + more
 

@@ -246,6 +246,27 @@ def test_shutdown_from_a_signal_handler_does_not_wait_for_what_it_has_interrupte
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
+@pytest.mark.parametrize("error", [HandlerError, RuntimeError, TimeoutError, KeyboardInterrupt])
+def test_a_handlers_exception_leaves_the_wait_for_the_lighthouse_at_once(error: type[BaseException]) -> None:
+    def interrupt(_signum: int, _frame: FrameType | None) -> None:
+        raise error("of the handler")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with lighthouse(min_replicas=2) as address:
+            trainer = Trainer(address, "alone", quorum_timeout=timedelta(seconds=30))
+            begin_s = time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(error, match="of the handler"):
+                trainer.start()
+            trainer.manager.shutdown()
+            assert time.monotonic() - begin_s < 10
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_an_exception_that_is_kept_keeps_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The manager keeps it, and perhaps the caller, with the frame that has just opened a section of the lock."""
 

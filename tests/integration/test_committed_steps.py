@@ -137,6 +137,23 @@ def test_a_step_that_all_replicas_skip_alike_costs_nothing(address: str) -> None
     assert not torch.equal(states[0][5], states[0][4])
 
 
+def test_a_step_that_calls_its_superclass_counts_once(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    """torch runs the hooks of a step for the superclass's, too."""
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # From the first object of a class on, its step runs hooks.
+    trainer = Trainer(address, "replica_0")
+    own = Own(trainer.optimizers[1].param_groups)
+    trainer.manager.register("own", own)
+    trainer.manager.attach(own)
+    trainer.optimizers.append(own)
+    trainer.run()
+    assert "expected each attached optimizer" not in caplog.text
+
+
 def test_a_lock_timeout_before_the_step_changes_nothing(address: str) -> None:
     trainer = Trainer(address, "replica_0", timeout=timedelta(milliseconds=300))
     try:

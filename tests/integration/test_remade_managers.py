@@ -67,8 +67,10 @@ def when_rank_1_has_looked(patch: pytest.MonkeyPatch) -> threading.Event:
     has_looked = threading.Event()
     get = StoreConnection.get
 
-    def get_and_tell(self: StoreConnection, keys: Sequence[str], timeout: timedelta) -> list[bytes] | None:
-        values = get(self, keys, timeout)
+    def get_and_tell(
+        self: StoreConnection, keys: Sequence[str], timeout: timedelta, **keywords: Any
+    ) -> list[bytes] | None:
+        values = get(self, keys, timeout, **keywords)
         has_looked.set()
         return values
 

@@ -90,7 +90,6 @@ def refused(address: str, **keywords: Any) -> str:
 def test_other_shapes_are_named_and_cost_the_others_nothing(address: str) -> None:
     told, committed, num_snapshots = beside_a_healthy_replica(address, lambda: refused(address, width=5))
     assert "model.0.weight is float32 [5, 2] here and float32 [4, 2] there" in told
-    assert "and 1 more" not in told.partition("model.0.weight")[0]
     assert all(committed)
     assert num_snapshots == 0
 
@@ -136,7 +135,7 @@ def test_a_state_that_has_changed_since_the_first_step_is_looked_at_once_more(ad
             trainer.step()
             change(trainer)
             gate.open("changed")
-            while trainer.manager.num_participants() < 2 or not gate.is_open("healed"):
+            while not gate.is_open("healed"):
                 trainer.step()
         finally:
             trainer.manager.shutdown()

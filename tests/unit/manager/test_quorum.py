@@ -19,6 +19,7 @@ from manager.quorum import (
     decide,
     next_lineage,
 )
+from manager.structure import TOKEN_PART
 
 RULES = Rules(min_replica_size=2)
 
@@ -198,6 +199,7 @@ def test_a_lineage_tells_histories_apart() -> None:
 
 
 FITTING = (("model", "1"), ("own", ""))
+OTHER = (("model", "2"), ("own", ""))
 
 
 def test_who_could_not_load_the_state_takes_no_part_and_nobody_serves_it() -> None:
@@ -224,3 +226,37 @@ def test_at_the_beginning_the_state_of_most_counts() -> None:
     assert isinstance(found["a"].role, DoesNotFit)
     assert isinstance(found["b"].role, UpToDate)
     assert isinstance(found["c"].role, Heals)
+
+
+def test_one_that_is_ahead_with_another_model_does_not_end_the_others() -> None:
+    odd = member("odd", 5000, lineage="", structure=OTHER)
+    found = decisions([member("a", structure=FITTING), member("b", structure=FITTING), odd])
+    assert isinstance(found["odd"].role, DoesNotFit)
+    assert found["a"].role == found["b"].role == UpToDate(serves_now=(), serves_next=())
+    assert (found["a"].step, found["a"].group_members) == (7, ("a", "b"))
+
+
+def test_newcomers_with_another_model_do_not_outvote_the_one_that_has_trained() -> None:
+    others = [member(name, 0, lineage="", structure=OTHER) for name in "ab"]
+    found = decisions([*others, member("c", structure=FITTING)])
+    assert isinstance(found["c"].role, UpToDate)
+    assert isinstance(found["a"].role, DoesNotFit)
+    assert isinstance(found["b"].role, DoesNotFit)
+
+
+def test_of_those_at_one_step_the_one_that_looks_different_takes_no_part() -> None:
+    newcomer = member("d", 0, structure=FITTING)
+    found = decisions(
+        [member("a", structure=OTHER), member("b", structure=FITTING), member("c", structure=FITTING), newcomer]
+    )
+    assert isinstance(found["a"].role, DoesNotFit)
+    assert found["b"].group_members == ("b", "c", "d")
+    assert isinstance(found["d"].role, Heals)
+
+
+def test_who_serves_without_a_token_serves_everybody() -> None:
+    open_to_all, with_token = (TOKEN_PART, "none"), (TOKEN_PART, "1234")
+    found = decisions([member("a", structure=(open_to_all,)), member("b", 0, structure=(with_token,))])
+    assert isinstance(found["b"].role, Heals)
+    found = decisions([member("a", structure=(with_token,)), member("b", 0, structure=(open_to_all,))])
+    assert isinstance(found["b"].role, DoesNotFit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -161,6 +162,33 @@ def test_an_answer_to_what_a_rank_said_before_it_was_interrupted_is_not_taken_fo
     refusals, _ = ranks.run(vote_and_begin, lambda: ranks.quorum(1, 9))
     assert "rank 1 for quorum" in refusals[0]
     assert ranks.answers == [(3, 3), (4, 9)]
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("kind", ["quorum", "commit"])
+def test_nobody_waits_for_a_rank_that_was_interrupted_and_has_left(kind: str, leaver: int) -> None:
+    """Whether or not the other one has its report already, and at whatever number it is."""
+    for place in range(1, 4):
+        ranks = Ranks(2)
+        connection = ranks.connections[leaver]
+
+        def leave(ranks: Ranks = ranks, connection: Interrupted = connection, place: int = place) -> None:
+            ranks.quorum(leaver, 3)
+            connection.at, connection.is_before = connection.num_calls + place, False
+            with contextlib.suppress(_HandlerError, QuorumError):
+                _ = ranks.quorum(leaver, 4) if kind == "quorum" else ranks.commit(leaver)
+            connection.at = -1
+            ranks.groups[leaver].close()
+
+        def go_on(ranks: Ranks = ranks) -> None:
+            for step in range(3, 9):
+                ranks.quorum(1 - leaver, step)
+                ranks.commit(1 - leaver)
+
+        begin_s = time.monotonic()
+        with pytest.raises(QuorumError, match="shut down"):
+            ranks.run(leave, go_on)
+        assert time.monotonic() - begin_s < LONG.total_seconds() - 5
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
