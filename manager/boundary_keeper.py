@@ -20,6 +20,7 @@ from typing import Any, Final, TypeAlias, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ft_transport import SnapshotError, StateMovedError
 from manager.fit import MANAGER_KEY, USER_KEY
@@ -188,6 +189,18 @@ class BoundaryKeeper:
         whole = cast("Mapping[str, Mapping[str, object]]", state)
         parts = [whole[USER_KEY][entry.key] for entry in self._registry.entries("replicated") if entry.is_stable]
         return memory_of(parts) - self._moving - self._renormalised() if parts else set()
+
+    def values(self, state: object) -> dict[str, object]:
+        """What a replica's state says of parameter groups and schedulers, by key: replicas step these alike, too."""
+        whole = cast("Mapping[str, Mapping[str, Any]]", state)[USER_KEY]
+        found: dict[str, object] = {}
+        for entry in self._registry.entries("replicated"):
+            if isinstance(entry.holder, LRScheduler):
+                found[entry.key] = whole[entry.key]
+            elif isinstance(entry.holder, Optimizer):
+                groups = whole[entry.key].get("param_groups", ())
+                found[entry.key] = [{name: group[name] for name in group if name != "params"} for group in groups]
+        return found
 
     def watch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Return a function that raises ``StateMovedError`` if one of the tensors has changed since this call.

@@ -1,4 +1,4 @@
-"""A digest of what optimizers change, at a step boundary, to be compared with the other replicas'.
+"""A digest of what optimizers and schedulers change, at a step boundary, to be compared with the other replicas'.
 
 The tensors are read in the background while forward and backward run; a read section keeps the optimizers from changing
 them until then. Reading takes as long as the memory allows (about 0.1 s for each GB on one core), once for each
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -62,7 +62,8 @@ class StateComparison:
             digests = TensorDigests(state, belongs_to(guarded, at_least_bytes=0))
             if self._pool is None:
                 self._pool = SafeExecutor(1, "ft-transport-compare")
-            self._pending = step, lineage, self._pool.submit(_compute, digests, check, section)
+            values = {f"{key} (values)": _digest_of_values(each) for key, each in self._keeper.values(state).items()}
+            self._pending = step, lineage, self._pool.submit(_compute, digests, values, check, section)
             section = None
         except (TransportError, ManagerError) as error:
             level = logging.DEBUG if isinstance(error, LockTimeoutError) else logging.WARNING
@@ -114,9 +115,27 @@ def _digest(values: Sequence[object]) -> str:
     return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
 
 
-def _compute(digests: TensorDigests, check: Callable[[], None], section: Section) -> dict[str, int]:
+def _digest_of_values(values: object) -> int:
+    return int(_digest(list(_leaves(values, ""))), 16)
+
+
+def _leaves(values: object, path: str) -> Iterator[str]:
+    """Numbers, words and the like, each with its place. Objects of other classes may print as they lie in memory."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from _leaves(value, f"{path}.{key}")
+    elif isinstance(values, (list, tuple)):
+        for index, value in enumerate(values):
+            yield from _leaves(value, f"{path}.{index}")
+    elif isinstance(values, (bool, int, float, str, type(None))):
+        yield f"{path}={values!r}"
+
+
+def _compute(
+    digests: TensorDigests, values: dict[str, int], check: Callable[[], None], section: Section
+) -> dict[str, int]:
     try:
-        computed = digests.compute()
+        computed = {**digests.compute(), **values}
         check()
         return computed
     finally:

@@ -101,6 +101,32 @@ def test_one_flipped_bit_is_found_named_and_healed(address: str, caplog: pytest.
     assert any("['replica_2:" in each and "at step 8 differs" in each and "this replica heals" in each for each in told)
 
 
+def test_a_value_that_no_tensor_shows_yet_is_found_named_and_healed(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after an interruption between the optimizer's step and the scheduler's."""
+    ends: list[object] = []
+
+    def change(trainer: Trainer, step: int) -> None:
+        if step == 5:
+            trainer.optimizer.param_groups[0]["own"] = 1.0
+        ends[:] = [trainer.optimizer.param_groups[0]["own"]]
+
+    def run(name: str, before_step: Callable[[Trainer, int], None]) -> None:
+        trainer = Trainer(address, name, min_replica_size=2, compare_every=EVERY)
+        trainer.optimizer.param_groups[0]["own"] = 0.0
+        trainer.run(before_step)
+
+    run_replicas(
+        lambda: run("replica_0", lambda trainer, step: None),
+        lambda: run("replica_1", lambda trainer, step: None),
+        lambda: run("replica_2", change),
+    )
+    assert ends == [0.0]
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert any("['replica_2:" in each and "at step 8 differs" in each for each in told)
+
+
 def test_one_flipped_bit_on_one_rank_is_found_where_ranks_hold_parts_of_different_shapes(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
