@@ -338,7 +338,8 @@ class QuorumParticipant(StateManager):
         membership = self._joined()
         differing = describe(role.parts, self._tables, membership.told_tables(decision))
         address = role.holder.addresses[membership.group_rank]
-        reason = f"no further attempt can succeed: {role.holder.replica_id} at {address} has {differing}"
+        holder = f"{role.holder.replica_id} at {address}"
+        reason = f"no further attempt can succeed: the state of {holder} differs from this replica's: {differing}"
         return HealFailedError(step=decision.step, reasons=(reason,))
 
     def _note_irregular_steps(self) -> None:

@@ -31,8 +31,10 @@ T = TypeVar("T")
 _Job: TypeAlias = tuple["Future[Any]", Callable[[Any], Any]]
 
 _MAX_OTHERS: Final = 8
-_FIRST_PAUSE_S: Final = 0.0002
-_LONGEST_PAUSE_S: Final = 0.01
+_SHORTEST_PAUSE_S: Final = 0.0002
+_LONGEST_PAUSE_S: Final = 0.05
+_PAUSE_SHARE: Final = 0.05
+"""By how much a wait may take longer: who waits for long looks seldom, beside the training thread."""
 _GRACE_S: Final = 0.25
 """For the answer to come back: the store counts the timeout itself."""
 _SHORTEST_CONNECT_S: Final = 1.0
@@ -166,13 +168,13 @@ class StoreConnection:
     def _poll(self, look: Callable[[Any], T | None], timeout: timedelta, patience: timedelta | None = None) -> T | None:
         """Call ``look`` until it finds something. A wait of the store's own could be neither interrupted nor left."""
         deadline = Deadline.after(timeout)
-        pause_s = _FIRST_PAUSE_S
+        began_s = time.monotonic()
         while True:
             found = self.call(look, patience or deadline.cap(timeout))
             if found is not None or deadline.is_over():
                 return found
+            pause_s = min(max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * (time.monotonic() - began_s)), _LONGEST_PAUSE_S)
             time.sleep(min(pause_s, deadline.cap(timeout).total_seconds()))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def missing(self, keys: Sequence[str], timeout: timedelta) -> list[str]:
         """Return those of the keys that are not set."""

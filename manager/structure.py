@@ -60,12 +60,12 @@ def describe(parts: tuple[str, ...], own: Tables, other: Tables | None) -> str:
     """
     told = []
     if TOKEN_PART in parts:
-        told.append("another job token (FT_TRANSPORT_TOKEN)")
+        told.append("it has another job token (FT_TRANSPORT_TOKEN)")
     if other is None:
         return "; ".join([*told, f"another state under {[part for part in parts if part != TOKEN_PART]}"])
     missing, unexpected = sorted({*own} - {*other}), sorted({*other} - {*own})
     if missing or unexpected:
-        told.append(f"other keys (here alone: {missing}, there alone: {unexpected})")
+        told.append(f"keys that are registered here alone: {missing}, there alone: {unexpected}")
     for key in parts:
         mine, theirs = own.get(key, {}), other.get(key, {})
         told += [

@@ -80,7 +80,9 @@ def beside_a_healthy_replica(
 def refused(address: str, **keywords: Any) -> str:
     trainer = Trainer(address, "newcomer", **keywords)
     try:
-        with pytest.raises(HealFailedError, match="failed once: no further attempt can succeed: healthy:") as caught:
+        with pytest.raises(
+            HealFailedError, match="failed once: no further attempt can succeed: the state of healthy:"
+        ) as caught:
             trainer.step()
         return str(caught.value)
     finally:
