@@ -33,7 +33,7 @@ demo: $(STAMP) ## watch a replica recover while the others train
 	@$(VENV)/bin/python -m manager.demo $(ARGS)
 
 test: $(STAMP) ## run the tests (ARGS="-k name" to choose)
-	@$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS)
+	@$(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 test-slow: $(STAMP) ## run the tests marked slow
 	@$(VENV)/bin/python -m pytest -m "slow and not gpu" $(ARGS)
