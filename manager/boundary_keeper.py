@@ -191,7 +191,7 @@ class BoundaryKeeper:
         return memory_of(parts) - self._moving - self._renormalised() if parts else set()
 
     def values(self, state: object) -> dict[str, object]:
-        """What a replica's state says of parameter groups and schedulers, by key: replicas step these alike, too."""
+        """Return the values of parameter groups and schedulers in a state, by key; they are replicated, too."""
         whole = cast("Mapping[str, Mapping[str, Any]]", state)[USER_KEY]
         found: dict[str, object] = {}
         for entry in self._registry.entries("replicated"):
@@ -268,7 +268,7 @@ class BoundaryKeeper:
         return KeptBoundary(self, plan, optimizers, copies=copies, values=values, counters=counters, check=check)
 
     def forget_lesson(self) -> None:
-        """What changes from here on, changes in a write section: it says nothing of ``forward``."""
+        """Stop watching for changes by ``forward``: a write section changes the state from here on."""
         self._lesson = None
 
     def learn(self) -> None:

@@ -265,7 +265,7 @@ class Membership:
             store.set(self._tables_key(), msgspec.json.encode(tables), _TELLING)
 
     def told_tables(self, decision: Decision) -> Tables | None:
-        """What holders of the state have told with `tell_tables`; ``None`` if they have not."""
+        """Return what a holder of the state has published with `tell_tables`; ``None`` if it has not."""
         store = self._stores.at_address(decision.store_address)
         with suppress(QuorumError):
             if (told := store.get([self._tables_key()], _GRACE)) is not None:
@@ -472,7 +472,7 @@ class Membership:
         return own
 
     def _probe(self, host: str, port: int) -> None:
-        """Whether somebody listens; a client of the store would look names up, and waits until it is needed."""
+        """Raise OSError unless somebody listens. A client of the store would look names up, which may take seconds."""
         socket.create_connection((host, port), self._config.connect_timeout.total_seconds()).close()
 
 

@@ -131,7 +131,7 @@ class Incarnation:
 
 
 class Exchange(Enum):
-    """What the ranks of a replica exchange, and what a rank does that came for something else than the others."""
+    """The kinds of exchange between the ranks of a replica, and what each means for ranks that came for another."""
 
     QUORUM = "quorum"
     """Before a step. Ranks that are not there yet give their step up, and then come; so this asks again."""
@@ -150,7 +150,7 @@ class _Sent(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 publishes, once for each exchange.
+    """Rank 0's answer to all ranks, published once for each exchange.
 
     Attributes:
         kind: What all ranks came for; ``None`` if they came for different things, or one did not come.

@@ -1,4 +1,4 @@
-"""What a replica's state looks like, told in the quorum: who could not load the others' never makes them wait for it.
+"""The structure of replicas' states, compared in the quorum: nobody waits for a replica that cannot load the state.
 
 Pure: digests and comparisons; ``manager.fit`` knows what is compared.
 """
@@ -18,7 +18,7 @@ _MAX_SHOWN: Final = 5
 Structure: TypeAlias = tuple[tuple[str, str], ...]
 """Pairs of a part's name and a digest of what it looks like, sorted; `UNKNOWN` fits everything."""
 Tables: TypeAlias = Mapping[str, Mapping[str, str]]
-"""What each part looks like: dtype and shape of its tensors by name. Empty for one that is not compared."""
+"""Dtype and shape of each part's tensors, by name. Empty for a part that is not compared."""
 
 
 def structure_of(tables: Tables, token_proof: str) -> Structure:
