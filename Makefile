@@ -41,10 +41,10 @@ test-slow: $(STAMP) ## run the tests marked slow
 	@$(VENV)/bin/python -m pytest -m "slow and not gpu" $(ARGS)
 
 torchft-tests: $(STAMP) ## time the tests that torchft ships with our Manager and with theirs (by hand: minutes)
-	@PYTHONPATH=tests $(VENV)/bin/python tests/torchft_upstream.py compare $(ARGS)
+	@PYTHONPATH=tests/support:tests/workers $(VENV)/bin/python tests/workers/torchft_upstream.py compare $(ARGS)
 
 soak: $(STAMP) ## random faults on 3 replicas of 2 ranks (by hand: half an hour; ARGS="--minutes 2 --seed 7")
-	@PYTHONPATH=.:tests $(VENV)/bin/python tests/soak.py $(ARGS)
+	@PYTHONPATH=.:tests/support $(VENV)/bin/python tests/workers/soak.py $(ARGS)
 
 check: $(STAMP) ## lint, format, types and layers
 	@$(VENV)/bin/ruff check .

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ft_transport.tensors.host_memory import available_bytes
+from ft_transport.state.host_memory import available_bytes
 
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _BUSY_SHARE: Final = 0.1

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.layouts import ensure_process_group
-from ft_transport.tensors.resharding import reshard
+from ft_transport.state.resharding import reshard
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.layouts import LayoutTable, Mesh, Placement, region_of, shape_of
 from ft_transport.wire.manifest import Manifest, SnapshotId, TensorEntry

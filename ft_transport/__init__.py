@@ -42,65 +42,65 @@ from ft_transport.errors import (
     UnsupportedLeafError,
     WriterFailedError,
 )
-from ft_transport.lazy_names import import_on_use
+from ft_transport.runtime.lazy_imports import import_on_use
 
 if TYPE_CHECKING:
-    from ft_transport.checkpoint_store import CheckpointStore
-    from ft_transport.net.forking import close_in_children, delaying_forks
-    from ft_transport.net.workers import FetchProgress
+    from ft_transport.checkpoint.handles import SaveHandle, StoreHealth
+    from ft_transport.checkpoint.load import LoadedCheckpoint
+    from ft_transport.checkpoint.settings import StoreSettings
+    from ft_transport.checkpoint.store import CheckpointStore
+    from ft_transport.http.fetch_pool import FetchProgress
+    from ft_transport.http.fork_safety import close_in_children, delaying_forks
     from ft_transport.publish.adapter import LoRAAdapter
-    from ft_transport.publish.engine import Answer, Delivery, Engine, EngineConnection
-    from ft_transport.publish.pulling import PullingEngine
+    from ft_transport.publish.engines.engine import Answer, Delivery, Engine, EngineConnection
+    from ft_transport.publish.engines.pulling import PullingEngine
+    from ft_transport.publish.engines.sglang import SGLangEngine
+    from ft_transport.publish.engines.skyrl import SkyRLEngine
+    from ft_transport.publish.engines.vllm import VLLMEngine
+    from ft_transport.publish.publisher import Publisher, PublishHandle
+    from ft_transport.publish.receiver import WeightReceiver
     from ft_transport.publish.report import EngineReport, PublishReport
-    from ft_transport.publish.sglang import SGLangEngine
-    from ft_transport.publish.skyrl import SkyRLEngine
-    from ft_transport.publish.vllm import VLLMEngine
-    from ft_transport.publisher import Publisher, PublishHandle
-    from ft_transport.receiving import Received
-    from ft_transport.serving import SnapshotInProgress, SnapshotLease
     from ft_transport.settings import TransportSettings
-    from ft_transport.storage.handles import SaveHandle, StoreHealth
-    from ft_transport.storage.loading import LoadedCheckpoint
-    from ft_transport.storage.settings import StoreSettings
-    from ft_transport.tensors.collectives import refusing_collectives
-    from ft_transport.tensors.dtensors import is_dtensor
-    from ft_transport.tensors.encodings import register_encoding
-    from ft_transport.tensors.matching import Incoming, Mismatch
-    from ft_transport.tensors.placements import spans_ranks
-    from ft_transport.tensors.snapshot import HeldState
-    from ft_transport.tensors.state_digest import TensorDigests, state_digest
+    from ft_transport.state.collectives import refusing_collectives
+    from ft_transport.state.dtensors import is_dtensor
+    from ft_transport.state.encodings import register_encoding
+    from ft_transport.state.matching import Incoming, Mismatch
+    from ft_transport.state.placements import spans_ranks
+    from ft_transport.state.snapshot import HeldState
+    from ft_transport.state.state_digest import TensorDigests, state_digest
+    from ft_transport.transfer.client import Received
+    from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease
     from ft_transport.transport import HTTPTransport
-    from ft_transport.weight_receiver import WeightReceiver
 else:
     import_on_use(
         globals(),
         {
-            "ft_transport.checkpoint_store": ("CheckpointStore",),
-            "ft_transport.net.forking": ("close_in_children", "delaying_forks"),
-            "ft_transport.net.workers": ("FetchProgress",),
+            "ft_transport.checkpoint.store": ("CheckpointStore",),
+            "ft_transport.http.fork_safety": ("close_in_children", "delaying_forks"),
+            "ft_transport.http.fetch_pool": ("FetchProgress",),
             "ft_transport.publish.adapter": ("LoRAAdapter",),
-            "ft_transport.publish.engine": ("Answer", "Delivery", "Engine", "EngineConnection"),
-            "ft_transport.publish.pulling": ("PullingEngine",),
+            "ft_transport.publish.engines.engine": ("Answer", "Delivery", "Engine", "EngineConnection"),
+            "ft_transport.publish.engines.pulling": ("PullingEngine",),
             "ft_transport.publish.report": ("EngineReport", "PublishReport"),
-            "ft_transport.publish.sglang": ("SGLangEngine",),
-            "ft_transport.publish.skyrl": ("SkyRLEngine",),
-            "ft_transport.publish.vllm": ("VLLMEngine",),
-            "ft_transport.publisher": ("Publisher", "PublishHandle"),
-            "ft_transport.receiving": ("Received",),
-            "ft_transport.serving": ("SnapshotInProgress", "SnapshotLease"),
+            "ft_transport.publish.engines.sglang": ("SGLangEngine",),
+            "ft_transport.publish.engines.skyrl": ("SkyRLEngine",),
+            "ft_transport.publish.engines.vllm": ("VLLMEngine",),
+            "ft_transport.publish.publisher": ("Publisher", "PublishHandle"),
+            "ft_transport.transfer.client": ("Received",),
+            "ft_transport.transfer.server": ("SnapshotInProgress", "SnapshotLease"),
             "ft_transport.settings": ("TransportSettings",),
-            "ft_transport.storage.handles": ("SaveHandle", "StoreHealth"),
-            "ft_transport.storage.loading": ("LoadedCheckpoint",),
-            "ft_transport.storage.settings": ("StoreSettings",),
-            "ft_transport.tensors.collectives": ("refusing_collectives",),
-            "ft_transport.tensors.dtensors": ("is_dtensor",),
-            "ft_transport.tensors.encodings": ("register_encoding",),
-            "ft_transport.tensors.matching": ("Incoming", "Mismatch"),
-            "ft_transport.tensors.placements": ("spans_ranks",),
-            "ft_transport.tensors.snapshot": ("HeldState",),
-            "ft_transport.tensors.state_digest": ("TensorDigests", "state_digest"),
+            "ft_transport.checkpoint.handles": ("SaveHandle", "StoreHealth"),
+            "ft_transport.checkpoint.load": ("LoadedCheckpoint",),
+            "ft_transport.checkpoint.settings": ("StoreSettings",),
+            "ft_transport.state.collectives": ("refusing_collectives",),
+            "ft_transport.state.dtensors": ("is_dtensor",),
+            "ft_transport.state.encodings": ("register_encoding",),
+            "ft_transport.state.matching": ("Incoming", "Mismatch"),
+            "ft_transport.state.placements": ("spans_ranks",),
+            "ft_transport.state.snapshot": ("HeldState",),
+            "ft_transport.state.state_digest": ("TensorDigests", "state_digest"),
             "ft_transport.transport": ("HTTPTransport",),
-            "ft_transport.weight_receiver": ("WeightReceiver",),
+            "ft_transport.publish.receiver": ("WeightReceiver",),
         },
     )
 

@@ -12,8 +12,8 @@ from operator import index
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.net.workers import FetchProgress
-from ft_transport.tensors.copying import default_num_threads
+from ft_transport.http.fetch_pool import FetchProgress
+from ft_transport.state.copying import default_num_threads
 from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
 
 

@@ -14,16 +14,16 @@ from ft_transport.errors import (
     ConfigurationError,
     TransportError,
 )
-from ft_transport.net.asking import fetch_server_id
-from ft_transport.net.connection import Connection
-from ft_transport.net.peer_address import PeerAddress
-from ft_transport.net.server import FreshSnapshot, SnapshotServer
-from ft_transport.net.shelf import Shelf
-from ft_transport.net.token import JobToken
-from ft_transport.receiving import SnapshotReceiving
-from ft_transport.serving import SnapshotServing
+from ft_transport.http.connection import Connection
+from ft_transport.http.manifest_client import fetch_server_id
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.server import FreshSnapshot, SnapshotServer
+from ft_transport.http.snapshot_cache import Shelf
+from ft_transport.http.token import JobToken
 from ft_transport.settings import TransportSettings, check_duration, check_number
-from ft_transport.tensors.snapshot import SnapshotTaker
+from ft_transport.state.snapshot import SnapshotTaker
+from ft_transport.transfer.client import SnapshotReceiving
+from ft_transport.transfer.server import SnapshotServing
 
 T = TypeVar("T")
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ft_transport.lazy_names import import_on_use
+from ft_transport.runtime.lazy_imports import import_on_use
 from manager.errors import (
     CommitFailedError,
     ConfigError,
@@ -24,33 +24,33 @@ from manager.errors import (
 )
 
 if TYPE_CHECKING:
-    from manager.checkpointed_state import Recovery
+    from manager.collectives.gloo import GlooProcessGroup, ReplicaProcessGroup
+    from manager.collectives.managed_work import ManagedWork
     from manager.config import ManagerConfig
-    from manager.diloco import guard_diloco
-    from manager.hooks import OptimizerAttachment
-    from manager.lighthouse import embedded_lighthouse
-    from manager.local_sgd import guard_local_sgd
-    from manager.managed_work import ManagedWork
+    from manager.integrations.diloco import guard_diloco
+    from manager.integrations.local_sgd import guard_local_sgd
     from manager.manager import Manager
-    from manager.process_group import GlooProcessGroup, ReplicaProcessGroup
-    from manager.quorum import WorldSizeMode
-    from manager.rng import RandomState
+    from manager.quorum.decision import WorldSizeMode
+    from manager.quorum.lighthouse import embedded_lighthouse
+    from manager.recovery.checkpointed_state import Recovery
+    from manager.state.optimizer_guard import OptimizerAttachment
+    from manager.state.random_state import RandomState
     from manager.state_manager import StateManager
 else:
     import_on_use(
         globals(),
         {
-            "manager.checkpointed_state": ("Recovery",),
+            "manager.recovery.checkpointed_state": ("Recovery",),
             "manager.config": ("ManagerConfig",),
-            "manager.diloco": ("guard_diloco",),
-            "manager.hooks": ("OptimizerAttachment",),
-            "manager.lighthouse": ("embedded_lighthouse",),
-            "manager.local_sgd": ("guard_local_sgd",),
-            "manager.managed_work": ("ManagedWork",),
+            "manager.integrations.diloco": ("guard_diloco",),
+            "manager.state.optimizer_guard": ("OptimizerAttachment",),
+            "manager.quorum.lighthouse": ("embedded_lighthouse",),
+            "manager.integrations.local_sgd": ("guard_local_sgd",),
+            "manager.collectives.managed_work": ("ManagedWork",),
             "manager.manager": ("Manager",),
-            "manager.process_group": ("GlooProcessGroup", "ReplicaProcessGroup"),
-            "manager.quorum": ("WorldSizeMode",),
-            "manager.rng": ("RandomState",),
+            "manager.collectives.gloo": ("GlooProcessGroup", "ReplicaProcessGroup"),
+            "manager.quorum.decision": ("WorldSizeMode",),
+            "manager.state.random_state": ("RandomState",),
             "manager.state_manager": ("StateManager",),
         },
     )

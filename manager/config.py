@@ -12,7 +12,7 @@ from typing import Any, Final, TypedDict
 from urllib.parse import urlsplit
 
 from manager.errors import ConfigError
-from manager.quorum import WorldSizeMode
+from manager.quorum.decision import WorldSizeMode
 
 logger = logging.getLogger(__name__)
 

@@ -17,20 +17,20 @@ from typing_extensions import Unpack
 
 import ft_transport
 from ft_transport import is_dtensor
-from manager import events
+from ft_transport.runtime.deadline import Deadline
+from manager.collectives.gloo import ReplicaProcessGroup
+from manager.collectives.managed_work import ManagedWork, forget_frames, never_failing, wait_all
+from manager.collectives.reconfigurable import Reconfigurable
 from manager.config import ManagerConfig, TorchftKeywords, named_arguments
-from manager.deadline import Deadline
 from manager.errors import CommitFailedError, ConfigError, ManagerError, StateTornError
-from manager.guard_marks import warn_of_unguarded
-from manager.managed_work import ManagedWork, forget_frames, never_failing, wait_all
-from manager.membership import Membership
-from manager.ownership import ends_what_it_owns
-from manager.process_group import ReplicaProcessGroup
-from manager.quorum import Decision, Rules, commit_refusals, next_lineage
-from manager.quorum_participant import QuorumParticipant, Request, Round, said
-from manager.reconfigurable_group import Reconfigurable
-from manager.replica_group import Exchange
-from manager.spans import span, spanned
+from manager.quorum import events
+from manager.quorum.decision import Decision, Rules, commit_refusals, next_lineage
+from manager.quorum.group_ranks import Exchange
+from manager.quorum.membership import Membership
+from manager.quorum.participant import QuorumParticipant, Request, Round, said
+from manager.quorum.spans import span, spanned
+from manager.state.guard_marks import warn_of_unguarded
+from manager.state.ownership import ends_what_it_owns
 
 if TYPE_CHECKING:
     from ft_transport import CheckpointStore, HTTPTransport

@@ -11,15 +11,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ft_transport import SnapshotLimitError, TransportError
-from ft_transport.handler_safety import SafeFuture
-from manager.boundary_keeper import BoundaryKeeper
+from ft_transport.runtime.handler_safety import SafeFuture
 from manager.errors import ManagerError
-from manager.guarded_memory import storages_of_optimizers
-from manager.locked_state import checked_step
-from manager.ownership import Unclosed, ends_what_it_owns, weak_request
-from manager.recoverable_state import RecoverableState
-from manager.reentrancy import interrupts_own_call
-from manager.snapshots import Snapshotter
+from manager.recovery.recoverable_state import RecoverableState
+from manager.snapshots.boundary_keeper import BoundaryKeeper
+from manager.snapshots.scheduler import Snapshotter
+from manager.state.guarded_memory import storages_of_optimizers
+from manager.state.locked_state import checked_step
+from manager.state.ownership import Unclosed, ends_what_it_owns, weak_request
+from manager.state.reentrancy import interrupts_own_call
 
 if TYPE_CHECKING:
     from ft_transport import CheckpointStore, HTTPTransport, SnapshotLease

@@ -22,6 +22,12 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["pytester"]
 
+# Programs that tests launch find what the tests find.
+_ROOT = Path(__file__).parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [*map(str, (_ROOT, _ROOT / "tests/support", _ROOT / "tests/workers")), os.environ.get("PYTHONPATH", "")]
+).rstrip(os.pathsep)
+
 settings.register_profile(
     "ci",
     deadline=None,  # a shared machine is slow at times; pytest-timeout bounds the whole test

@@ -1,7 +1,8 @@
 """One version, from the tensors of all ranks to files on disk: every rank gives its parts, the first one writes them.
 
 Each byte comes from one rank that has it, and what several have is compared first. The phases are voted on
-(``storage.agreement``), so that a failure on one rank is the same error on all; after the last vote the ranks are free.
+(``coordination.consensus``), so that a failure on one rank is the same error on all. After the last vote the ranks are
+free.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import msgspec
 import torch
 from msgspec import Struct
 
+from ft_transport.checkpoint.consolidated import INDEX_NAME, MAX_FILE_BYTES, Consolidation, create, put
+from ft_transport.checkpoint.digested_file import write_small
+from ft_transport.checkpoint.save_plan import SavePlan, Share, find_diverged, make_plan
+from ft_transport.checkpoint.write_items import Described, Item, describe
+from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import PublishError
-from ft_transport.publish.engine import Kind
+from ft_transport.publish.engines.engine import Kind
 from ft_transport.publish.versions import VersionDirectory
-from ft_transport.storage.agreement import Agreement
-from ft_transport.storage.consolidated import INDEX_NAME, MAX_FILE_BYTES, Consolidation, create, put
-from ft_transport.storage.digested_file import write_small
-from ft_transport.storage.exchange import Exchange
-from ft_transport.storage.items import Described, Item, describe
-from ft_transport.storage.plan import SavePlan, Share, find_diverged, make_plan
-from ft_transport.tensors.dtensors import is_dtensor
-from ft_transport.tensors.snapshot import Snapshot, SnapshotTaker
-from ft_transport.tensors.views import has_own_memory
+from ft_transport.state.dtensors import is_dtensor
+from ft_transport.state.snapshot import Snapshot, SnapshotTaker
+from ft_transport.state.views import has_own_memory
 from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
 from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import Manifest, decode_header

@@ -13,9 +13,9 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Final
 
+from ft_transport.checkpoint.directory import sync_directory
 from ft_transport.errors import StaleVersionError
 from ft_transport.publish.naming import directory_name, version_in
-from ft_transport.storage.directory import sync_directory
 
 _INCOMPLETE: Final = ".incomplete"
 _DELETED: Final = ".deleted"

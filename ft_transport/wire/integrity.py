@@ -1,7 +1,7 @@
 """Digests of chunks: xxh3-64, which one core computes faster than memory can be read.
 
 A digest finds bytes that a disk, a memory module, a network card or a wrong offset changed. It is no signature:
-who may send is decided by the job token (``net.server``).
+who may send is decided by the job token (``http.server``).
 """
 
 from __future__ import annotations

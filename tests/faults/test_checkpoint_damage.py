@@ -21,7 +21,7 @@ from damage import append, flip_bit, truncate
 from state_equality import exact
 
 from ft_transport import CheckpointDamagedError, CheckpointNotFoundError, CheckpointStore
-from ft_transport.storage.manifest import CHUNK_BYTES, decode_manifest
+from ft_transport.checkpoint.manifest import CHUNK_BYTES, decode_manifest
 
 _TIMEOUT_S = 150
 _DATA, _RANK, _METADATA, _MANIFEST = "__0_0.distcp", "rank-0.json", ".metadata", "manifest.json"

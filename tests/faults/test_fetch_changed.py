@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from faulty_transports import CHUNK_BYTES, STATE_BYTES, blank, holds, is_poisoned, network, state_of
+from proxy import corrupt, cut
 
 from ft_transport import FetchFailedError
-from tests.faults.proxy import corrupt, cut
-from tests.faults.transports import CHUNK_BYTES, STATE_BYTES, blank, holds, is_poisoned, network, state_of
 
 HEADS_BYTES = 64 << 10
 

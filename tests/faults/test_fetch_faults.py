@@ -17,6 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_transports import (
+    CHUNK_BYTES,
+    STATE_BYTES,
+    blank,
+    closed_port,
+    fetching_threads,
+    holds,
+    is_poisoned,
+    is_state,
+    network,
+    transport,
+)
+from proxy import Fault, Link, corrupt, cut, delay, lie, stall, trickle
 
 from ft_transport import (
     DeadlineExceededError,
@@ -31,20 +44,7 @@ from ft_transport import (
     TransportError,
     UnknownHostError,
 )
-from ft_transport.net import asking, client
-from tests.faults.proxy import Fault, Link, corrupt, cut, delay, lie, stall, trickle
-from tests.faults.transports import (
-    CHUNK_BYTES,
-    STATE_BYTES,
-    blank,
-    closed_port,
-    fetching_threads,
-    holds,
-    is_poisoned,
-    is_state,
-    network,
-    transport,
-)
+from ft_transport.http import chunk_client, manifest_client
 
 MIDDLE = STATE_BYTES // 2
 HEADS_BYTES = 64 << 10  # the manifest and the heads of all answers take far less
@@ -150,7 +150,7 @@ def test_a_connection_that_stalls_is_replaced_long_before_the_deadline(fault: Fa
 
 def test_a_stalled_connection_holds_up_no_more_than_the_chunk_that_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
     # As if the sockets' buffers held one of these small chunks, so that more of them are worth taking over.
-    monkeypatch.setattr(client, "_IN_FLIGHT_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(chunk_client, "_IN_FLIGHT_BYTES", CHUNK_BYTES)
     progress: list[FetchProgress] = []
     into = blank()
     with network(2, stall_timeout=timedelta(seconds=3), on_progress=progress.append) as net:
@@ -231,7 +231,7 @@ def test_a_closed_port_is_tried_until_the_deadline() -> None:
 def test_a_peer_that_is_not_there_is_told_of_long_before_the_deadline(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(asking, "_FIRST_WARNING_S", 0.2)
+    monkeypatch.setattr(manifest_client, "_FIRST_WARNING_S", 0.2)
     # Bound, so that nobody else gets the port, and not listening.
     with socket.socket() as closed, transport(1) as receiver:
         closed.bind(("127.0.0.1", 0))
@@ -248,7 +248,7 @@ def test_a_peer_that_is_not_there_is_told_of_long_before_the_deadline(
 def test_a_host_that_nobody_knows_is_given_up_and_one_that_could_not_be_asked_for_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(asking, "_UNKNOWN_HOST_S", 0.3)
+    monkeypatch.setattr(manifest_client, "_UNKNOWN_HOST_S", 0.3)
     reason = [socket.EAI_NONAME]
 
     def look_up(*_arguments: object, **_keywords: object) -> list[Any]:
@@ -273,7 +273,7 @@ def test_no_time_at_all_is_a_timeout() -> None:
 
 @contextmanager
 def serving_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    script = Path(__file__).parent / "serving_process.py"
+    script = Path(__file__).parents[1] / "workers" / "serving_process.py"
     process = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -325,7 +325,7 @@ def test_a_peer_that_is_killed_is_missed_at_once_also_where_it_leaves_a_child() 
 
 @pytest.mark.parametrize("arguments", [["150"], ["3", "full"]], ids=["sending and receiving", "no descriptor left"])
 def test_no_forked_child_is_left_a_socket(arguments: list[str]) -> None:
-    script = Path(__file__).parent / "forking_process.py"
+    script = Path(__file__).parents[1] / "workers" / "forking_process.py"
     done = subprocess.run(
         [sys.executable, "-W", "ignore:This process:DeprecationWarning", str(script), *arguments],
         capture_output=True,

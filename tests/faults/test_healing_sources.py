@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from proxy import Fault, Link, Proxy, proxied, stall
 
 from ft_transport import HTTPTransport, TransportSettings
 from manager import HealFailedError, Manager, ManagerConfig
-from manager.healing import Healer
-from manager.quorum import Member
-from manager.stall_watch import StallWatch
-from tests.faults.proxy import Fault, Link, Proxy, proxied, stall
+from manager.quorum.decision import Member
+from manager.quorum.stall_watch import StallWatch
+from manager.recovery.healing import Healer
 
 STATE_BYTES = 1 << 20
 TIMEOUT_S = 6.0

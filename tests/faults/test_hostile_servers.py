@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faulty_transports import transport
+from scripted_peer import Peer, Script, answering, scripted
 
 from ft_transport import (
     DeadlineExceededError,
@@ -26,8 +28,6 @@ from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.nodes import MappingNode, Node, TensorNode
-from tests.faults.transports import transport
-from tests.unit.net.scripted import Peer, Script, answering, scripted
 
 MIB = 1 << 20
 EXTRA_BYTES = 96 * MIB  # of which most is what a fetch takes anyway: threads, their stacks, modules loaded late

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from manager.errors import LockTimeoutError
-from manager.hooks import attach_optimizers
-from manager.rwlock import StateLock
+from manager.state.lock import StateLock
+from manager.state.optimizer_guard import attach_optimizers
 
 pytest.importorskip("torchft")
 from torchft.checkpointing._rwlock import RWLock

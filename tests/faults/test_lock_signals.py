@@ -14,7 +14,7 @@ from types import FrameType
 import pytest
 
 from manager.errors import LockTimeoutError
-from manager.rwlock import StateLock
+from manager.state.lock import StateLock
 
 _ROUNDS = 2_000
 _DEADLINE_S = 90.0

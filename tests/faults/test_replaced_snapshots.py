@@ -9,18 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from ft_transport import (
-    DeadlineExceededError,
-    FetchFailedError,
-    FetchProgress,
-    SnapshotLimitError,
-    SnapshotReplacedError,
-    StepNotServedError,
-    TransportError,
-)
-from tests.faults.proxy import cut, stall
-from tests.faults.transports import (
+from faulty_transports import (
     CHUNK_BYTES,
     STATE_BYTES,
     TIMEOUT,
@@ -32,6 +21,17 @@ from tests.faults.transports import (
     network,
     state_of,
     transport,
+)
+from proxy import cut, stall
+
+from ft_transport import (
+    DeadlineExceededError,
+    FetchFailedError,
+    FetchProgress,
+    SnapshotLimitError,
+    SnapshotReplacedError,
+    StepNotServedError,
+    TransportError,
 )
 
 ONE_PLACE = {"max_snapshots": 1, "lease": timedelta(0), "stall_timeout": timedelta(seconds=5)}

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_transports import TIMEOUT, closed_port, fetching_threads, port_of, transport
+from proxy import Proxy, corrupt, cut, proxied, stall
 from sharded_tools import mesh_of, part_of
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -28,8 +30,6 @@ from ft_transport import (
     StepNotServedError,
     TransportError,
 )
-from tests.faults.proxy import Proxy, corrupt, cut, proxied, stall
-from tests.faults.transports import TIMEOUT, closed_port, fetching_threads, port_of, transport
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 

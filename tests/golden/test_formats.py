@@ -3,7 +3,7 @@
 Neither ``format_1.safetensors`` nor ``format_2.safetensors`` is ever written again. Another format gets a file of its
 own, made as these were::
 
-    PYTHONPATH=tests python tests/golden/test_formats.py tests/golden/format_3.safetensors
+    PYTHONPATH=tests/support python tests/golden/test_formats.py tests/golden/format_3.safetensors
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ft_transport import register_encoding
-from ft_transport.tensors import encodings
+from ft_transport.state import encodings
 from ft_transport.wire import nodes
 from ft_transport.wire.integrity import digest
 from ft_transport.wire.layouts import Layout, Mesh, Placement

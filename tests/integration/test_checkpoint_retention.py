@@ -17,8 +17,8 @@ from ft_transport import (
     ConfigurationError,
     RestoreError,
 )
-from ft_transport.storage import inventory
-from ft_transport.tensors.snapshot import PendingSnapshot
+from ft_transport.checkpoint import inventory
+from ft_transport.state.snapshot import PendingSnapshot
 
 
 def _state(value: float) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ft_transport import CheckpointDamagedError, CheckpointError, CheckpointStore
-from ft_transport.storage import consolidated
-from ft_transport.storage.items import describe
-from ft_transport.tensors.snapshot import SnapshotTaker
+from ft_transport.checkpoint import consolidated
+from ft_transport.checkpoint.write_items import describe
+from ft_transport.state.snapshot import SnapshotTaker
 from ft_transport.wire.manifest import decode_header
 
-_RANKS = Path(__file__).parents[1] / "consolidated_ranks.py"
+_RANKS = Path(__file__).parents[1] / "workers" / "consolidated_ranks.py"
 
 
 @pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.slow), 1])

@@ -70,7 +70,7 @@ def test_a_gil_that_is_held_for_long_costs_no_step(caplog: pytest.LogCaptureFixt
 _CHILD = """
 import ctypes, sys, time
 from datetime import timedelta
-from manager.lighthouse import LighthouseSession
+from manager.quorum.lighthouse import LighthouseSession
 
 second = timedelta(seconds=1)
 session = LighthouseSession(

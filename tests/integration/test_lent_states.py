@@ -13,7 +13,7 @@ import torch
 from state_equality import exact
 
 from ft_transport import FetchProgress, HTTPTransport, Received, SnapshotError, TransportError
-from ft_transport.net import server
+from ft_transport.http import server
 from manager import StateManager
 
 LONG_S = 20.0

@@ -256,7 +256,7 @@ def _flip(path: Path, position: int) -> None:
 
 
 def test_ranks_of_a_replica_save_resume_and_recover_together(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "manager_checkpoint_ranks.py"
+    script = Path(__file__).parents[1] / "workers" / "manager_checkpoint_ranks.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     ran = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=110, check=False)
     assert ran.returncode == 0, ran.stderr[-5000:]

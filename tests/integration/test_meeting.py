@@ -11,9 +11,9 @@ import pytest
 from quorum_threads import run_replicas
 from torch.distributed import TCPStore
 
+from manager.collectives.rendezvous import meet
+from manager.collectives.stores import StoreConnections
 from manager.errors import QuorumError
-from manager.meeting import meet
-from manager.stores import StoreConnections
 
 LONG = timedelta(seconds=60)
 AT_ONCE_S = 20.0

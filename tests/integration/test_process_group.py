@@ -20,8 +20,8 @@ import torch
 from quorum_threads import run_replicas
 from torch.distributed import AllreduceOptions, TCPStore
 
-from manager.gloo_sockets import GlooSockets
-from manager.process_group import GlooProcessGroup, WatchedWork
+from manager.collectives.gloo import GlooProcessGroup, WatchedWork
+from manager.collectives.gloo_abort import GlooSockets
 
 LONG = timedelta(seconds=60)
 AT_ONCE_S = 20.0

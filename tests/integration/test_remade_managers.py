@@ -13,7 +13,7 @@ from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
 from torch.distributed import TCPStore
 
 from manager import Manager, QuorumError
-from manager.stores import StoreConnection
+from manager.collectives.stores import StoreConnection
 
 pytestmark = [pytest.mark.usefixtures("quorum_ready"), pytest.mark.timeout(60)]
 

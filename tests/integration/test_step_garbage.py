@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torchft")
 
-_TESTS = Path(__file__).parents[1] / "step_garbage.py"
+_TESTS = Path(__file__).parents[1] / "workers" / "step_garbage.py"
 
 
 @pytest.mark.alone

@@ -18,7 +18,7 @@ from quorum_threads import lighthouse, make_manager, run_replicas
 from torch.distributed import TCPStore
 
 from manager import Manager, QuorumError
-from manager.stores import StoreConnections
+from manager.collectives.stores import StoreConnections
 
 LONG = timedelta(seconds=30)
 SLOW_S = 1.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+WORKERS = Path(__file__).parents[1] / "workers"
 
 UPSTREAM_TEST = """
 import sys
@@ -57,7 +57,7 @@ def test_it_has_every_method_with_the_arguments_that_torchft_gives() -> None:
 
 
 def test_a_replica_under_torchfts_manager_heals_through_it(torchft_ready: None) -> None:
-    outcome = json.loads(run(str(HERE / "healing_replicas.py")).splitlines()[-1])
+    outcome = json.loads(run(str(WORKERS / "healing_replicas.py")).splitlines()[-1])
 
     assert outcome["digests"][0] == outcome["digests"][1]
     # One replica starts from the other's weights, and heals again after it failed.

@@ -13,13 +13,13 @@ import torch
 from quorum_threads import lighthouse, make_manager, run_replicas
 from torchft_records import LOGGERS, fields, train
 
-from manager.spans import span
+from manager.quorum.spans import span
 
 pytest.importorskip("torchft")
 
 pytestmark = pytest.mark.usefixtures("quorum_ready")
 
-_PROGRAM = Path(__file__).parents[1] / "torchft_records.py"
+_PROGRAM = Path(__file__).parents[1] / "workers" / "torchft_records.py"
 
 
 def test_quorums_commits_and_errors_are_logged_as_torchft_does(

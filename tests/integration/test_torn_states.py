@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+WORKERS = Path(__file__).parents[1] / "workers"
 FETCHES_PER_RECEIVER = 25
 
 
@@ -44,9 +44,9 @@ class Script:
 def scripts(kind: str) -> Iterator[tuple[Script, list[Script]]]:
     running: list[Script] = []
     try:
-        running.append(Script(str(HERE / "stepping_trainer.py"), kind))
+        running.append(Script(str(WORKERS / "stepping_trainer.py"), kind))
         url = running[0].receive()
-        running += [Script(str(HERE / "receiving_replica.py"), kind, url) for _ in range(2)]
+        running += [Script(str(WORKERS / "receiving_replica.py"), kind, url) for _ in range(2)]
         yield running[0], running[1:]
     finally:
         for script in running:

@@ -31,9 +31,9 @@ from ft_transport import (
     UnsupportedLeafError,
     state_digest,
 )
-from ft_transport.tensors import arena
+from ft_transport.state import arena
 
-HERE = Path(__file__).parent
+WORKERS = Path(__file__).parents[1] / "workers"
 TIMEOUT = timedelta(seconds=30)
 MIB = 1 << 20
 
@@ -85,7 +85,13 @@ def test_another_process_receives_in_place_and_needs_no_memory_for_it(
     state = {f"w{index}": torch.randn(bytes_per_tensor // 4) for index in range(num_tensors)}
     sender.send_checkpoint([1], 7, state, TIMEOUT)
     done = subprocess.run(
-        [sys.executable, str(HERE / "fetching_process.py"), sender.metadata(), str(num_tensors), str(bytes_per_tensor)],
+        [
+            sys.executable,
+            str(WORKERS / "fetching_process.py"),
+            sender.metadata(),
+            str(num_tensors),
+            str(bytes_per_tensor),
+        ],
         capture_output=True,
         text=True,
         timeout=60,

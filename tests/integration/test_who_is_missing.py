@@ -14,7 +14,7 @@ from quorum_threads import lighthouse, make_manager, run_replicas
 from torchft.coordination import LighthouseClient
 
 from manager import ConfigError, Manager, ManagerConfig, QuorumError
-from manager.lighthouse_status import parse_status, read_status
+from manager.quorum.lighthouse_status import parse_status, read_status
 
 SHORT = timedelta(seconds=0.4)
 
@@ -85,7 +85,7 @@ def test_a_replica_with_a_lighthouse_of_its_own_is_told_that_it_is_alone(
 ) -> None:
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     with lighthouse() as address:
-        monkeypatch.setattr("manager.membership.embedded_lighthouse", lambda **_: address)
+        monkeypatch.setattr("manager.quorum.membership.embedded_lighthouse", lambda **_: address)
         make(None, "alone").shutdown()  # type: ignore[arg-type] # no address
     (warning,) = [record for record in caplog.records if "no other replica will find this one" in record.getMessage()]
     assert warning.levelno == logging.WARNING

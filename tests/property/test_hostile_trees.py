@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from state_tools import manifest_with, receive
 
 from ft_transport.errors import ManifestError, RestoreError
-from ft_transport.tensors.restore import Restore
+from ft_transport.state.restore import Restore
 from ft_transport.wire import nodes
 from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, Placement
 from ft_transport.wire.nodes import (

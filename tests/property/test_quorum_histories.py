@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from manager.errors import QuorumError
-from manager.quorum import (
+from manager.quorum.decision import (
     NO_WHOLE_STATE,
     Decision,
     Heals,

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ft_transport.tensors.placements import decode_placements
+from ft_transport.state.placements import decode_placements
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.layouts import Layout, Mesh, Placement, Region, region_of, shape_of
 from ft_transport.wire.manifest import Manifest, SnapshotId, TensorEntry

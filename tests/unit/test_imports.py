@@ -18,11 +18,11 @@ import manager
 
 EXPENSIVE = (
     "aiohttp",
-    "ft_transport.checkpoint_store",
-    "ft_transport.net.server",
+    "ft_transport.checkpoint.store",
+    "ft_transport.http.server",
     "ft_transport.publish",
-    "ft_transport.publisher",
-    "ft_transport.storage",
+    "ft_transport.publish.publisher",
+    "ft_transport.checkpoint",
     "ft_transport.transport",
     "sympy",
     "torch.distributed.checkpoint",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ft_transport import ConfigurationError, HTTPTransport, TransportSettings
-from ft_transport.net.token import TOKEN_VARIABLE
+from ft_transport.http.token import TOKEN_VARIABLE
 
 ZERO = timedelta(0)
 NEGATIVE = timedelta(seconds=-1)

@@ -10,7 +10,7 @@ import pytest
 from manager import Manager
 from manager.config import ManagerConfig, named_arguments
 from manager.errors import ConfigError
-from manager.quorum import WorldSizeMode
+from manager.quorum.decision import WorldSizeMode
 
 S = timedelta(seconds=1)
 

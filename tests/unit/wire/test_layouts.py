@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ft_transport.errors import ManifestError
-from ft_transport.tensors.placements import decode_placements
+from ft_transport.state.placements import decode_placements
 from ft_transport.wire.layouts import (
     MAX_INTERVALS,
     Layout,

@@ -1,0 +1,365 @@
+"""What a rank needs of the files of a checkpoint, and how the ranks get it: each chunk read once, and passed on.
+
+A chunk (`CHUNK_BYTES` of a file) is the unit of reading, of verifying and of passing on. All ranks tell each other
+which chunks they need; of those who need one, the one with the least to read reads it, verifies it, and sends it to the
+others. All go through the chunks in one order, so that nobody waits for somebody who waits for him.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, digests_of
+from ft_transport.coordination.exchange import Exchange
+from ft_transport.errors import CheckpointDamagedError
+from ft_transport.wire.integrity import digest
+from ft_transport.wire.slices import Slice
+from ft_transport.wire.strided import Memory, copy_out, put
+
+_NUM_READERS: Final = 2
+_AHEAD: Final = 4
+"""Chunks that are read, and received, before they are needed."""
+_MAX_SENDING: Final = 16
+_CHECK_EVERY: Final = 16
+_OK: Final = 1
+_NOBODY: Final = -1
+
+
+class Need(NamedTuple):
+    """Bytes of a file, and where they belong.
+
+    Attributes:
+        file: Number of the file.
+        piece: Where in the file they are.
+        memory: Whose data they belong to.
+        target: Where in that.
+        path: The tensor that they are of, for errors.
+    """
+
+    file: int
+    piece: Slice
+    memory: Memory
+    target: Slice
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataFiles:
+    """The data files of a checkpoint, and a number for each of their chunks.
+
+    Attributes:
+        directory: Where they are.
+        files: They, in the order of the numbers.
+        first_chunks: The number of each file's first chunk, and behind the last the number of all.
+    """
+
+    directory: Path
+    files: tuple[FileEntry, ...]
+    first_chunks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, directory: Path, files: Sequence[FileEntry]) -> DataFiles:
+        """Numbers the chunks of some files."""
+        first = [0]
+        for file in files:
+            first.append(first[-1] + -(-file.num_bytes // CHUNK_BYTES))
+        return cls(directory, tuple(files), tuple(first))
+
+    @property
+    def num_chunks(self) -> int:
+        """Of all files."""
+        return self.first_chunks[-1]
+
+    def place_of(self, chunk: int) -> tuple[int, int, int]:
+        """File, beginning and end of a chunk."""
+        file = bisect_right(self.first_chunks, chunk) - 1
+        start = (chunk - self.first_chunks[file]) * CHUNK_BYTES
+        return file, start, min(start + CHUNK_BYTES, self.files[file].num_bytes)
+
+    def chunks_of(self, need: Need) -> range:
+        """The chunks that have any of what is needed."""
+        first = self.first_chunks[need.file]
+        return range(first + need.piece.start // CHUNK_BYTES, first + (need.piece.end - 1) // CHUNK_BYTES + 1)
+
+
+class ChunkReader:
+    """Reads chunks ahead, on threads of its own, and verifies them. A context manager.
+
+    Args:
+        files: Of which.
+        chunks: Which, in the order in which they will be asked for.
+    """
+
+    def __init__(self, files: DataFiles, chunks: Sequence[int]) -> None:
+        self._files = files
+        self._chunks = iter(chunks)
+        self._digests: dict[int, tuple[int, ...]] = {}
+        self._descriptors: dict[int, int] = {}
+        self._pool = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="ft-transport-read")
+        self._reading: deque[Future[bytearray]] = deque()
+        for _ in range(_AHEAD):
+            self._read_ahead()
+
+    def next(self) -> bytearray:
+        """The next chunk, and one byte behind it that says that it is one.
+
+        Raises:
+            CheckpointDamagedError: It is not what was written.
+            OSError: It cannot be read.
+        """
+        reading = self._reading.popleft()
+        self._read_ahead()
+        return reading.result()
+
+    def __enter__(self) -> ChunkReader:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def _read_ahead(self) -> None:
+        chunk = next(self._chunks, None)
+        if chunk is None:
+            return
+        file, start, end = self._files.place_of(chunk)
+        entry = self._files.files[file]
+        if file not in self._digests:
+            self._digests[file] = digests_of(entry)
+        try:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(self._files.directory / entry.name, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            failed: Future[bytearray] = Future()
+            failed.set_exception(_damaged(entry, f"cannot be opened: {error}"))
+            self._reading.append(failed)
+            return
+        expected = self._digests[file][start // CHUNK_BYTES]
+        self._reading.append(self._pool.submit(read_chunk, self._descriptors[file], entry, start, end, expected))
+
+
+def read_chunk(descriptor: int, entry: FileEntry, start: int, end: int, expected: int) -> bytearray:
+    """Reads bytes ``[start, end)`` of a file and compares them with their digest; one more byte says that they are.
+
+    Raises:
+        CheckpointDamagedError: They differ, or there are fewer.
+    """
+    chunk = bytearray(end - start + 1)
+    view = memoryview(chunk)
+    position = start
+    while position < end:
+        count = os.preadv(descriptor, [view[position - start : end - start]], position)
+        if not count:
+            raise _damaged(entry, f"expected {entry.num_bytes} bytes, it ends at {position}")
+        position += count
+    if digest(view[:-1]) != expected:
+        raise _damaged(entry, f"bytes {start} to {end} differ from what was written")
+    chunk[-1] = _OK
+    return chunk
+
+
+def read_needs(
+    needs: Sequence[Need], files: DataFiles, exchange: Exchange, *, is_read_once: bool, check: Callable[[], None]
+) -> int:
+    """Brings what this rank needs to where it belongs. Called on all ranks of the exchange.
+
+    Args:
+        needs: What.
+        files: Where it is.
+        exchange: Of the ranks.
+        is_read_once: Whether each chunk is read by one rank and passed on; else everybody reads what he needs.
+        check: Called now and then; what it raises ends this rank's part.
+
+    Returns:
+        How many bytes this rank has read.
+
+    Raises:
+        CheckpointDamagedError: A file is not what was written.
+        RankGoneError: A rank did not take part in time.
+        OSError: A file cannot be read.
+    """
+
+    def read() -> tuple[int, Exception | None]:
+        reading = _Reading(needs, files, exchange, is_read_once=is_read_once, check=check)
+        return reading.run(), reading.failure
+
+    num_bytes, failure = exchange.ending_on_failure(read)() if is_read_once else read()
+    if failure is not None:
+        # The others have got an answer to all that they waited for; what of it is under way shall arrive.
+        raise failure
+    return num_bytes
+
+
+class _Reading:
+    def __init__(
+        self,
+        needs: Sequence[Need],
+        files: DataFiles,
+        exchange: Exchange,
+        *,
+        is_read_once: bool,
+        check: Callable[[], None],
+    ) -> None:
+        self._files = files
+        self._exchange = exchange
+        self._check = check
+        self._needs = deque(sorted(needs, key=lambda need: (need.file, need.piece.start)))
+        wanted = np.zeros(files.num_chunks, dtype=np.bool_)
+        for need in self._needs:
+            chunks = files.chunks_of(need)
+            wanted[chunks.start : chunks.stop] = True
+        alone = exchange.size == 1 or not is_read_once
+        self._by_rank = wanted[np.newaxis] if alone else _gather_flags(wanted, exchange)
+        self._rank = 0 if alone else exchange.rank
+        self._readers = _choose_readers(self._by_rank)
+        self._here: dict[int, memoryview] = {}
+        self.failure: Exception | None = None
+
+    def run(self) -> int:
+        own = np.flatnonzero(self._readers == self._rank)
+        involved = np.flatnonzero(self._by_rank[self._rank] | (self._readers == self._rank))
+        num_bytes = 0
+        sending: deque[tuple[Any, torch.Tensor]] = deque()
+        with ChunkReader(self._files, own.tolist()) as reader:
+            receiving = _Receiving(self, [chunk for chunk in involved.tolist() if self._readers[chunk] != self._rank])
+            for number, chunk in enumerate(involved.tolist()):
+                if not number % _CHECK_EVERY:
+                    self._attempt(self._check)
+                is_mine = self._readers[chunk] == self._rank
+                data = self._read(reader, chunk) if is_mine else receiving.next()
+                num_bytes += len(data) - 1 if is_mine else 0
+                if is_mine:
+                    self._send(chunk, data, sending)
+                if self._by_rank[self._rank, chunk]:
+                    self._attempt(partial(self._deliver, chunk, data))
+            for work, _ in sending:
+                self._exchange.wait(work)
+        assert self.failure is not None or not self._needs, "all chunks were there"
+        return num_bytes
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        """After a failure the others still get an answer to all that they wait for, and this rank does nothing else."""
+        if self.failure is None:
+            try:
+                action()
+            except Exception as error:
+                self.failure = error
+
+    def _read(self, reader: ChunkReader, chunk: int) -> bytearray:
+        data: bytearray | None = None
+
+        def read() -> None:
+            nonlocal data
+            data = reader.next()
+
+        self._attempt(read)
+        if data is None:
+            _, start, end = self._files.place_of(chunk)
+            data = bytearray(end - start + 1)
+        return data
+
+    def _send(self, chunk: int, data: bytearray, sending: deque[tuple[Any, torch.Tensor]]) -> None:
+        for rank in np.flatnonzero(self._by_rank[:, chunk]).tolist():
+            if rank == self._rank:
+                continue
+            tensor = torch.frombuffer(data, dtype=torch.uint8)
+            sending.append((self._exchange.begin_send(tensor, rank, chunk), tensor))
+            if len(sending) > _MAX_SENDING:
+                self._exchange.wait(sending.popleft()[0])
+
+    def _deliver(self, chunk: int, data: bytearray) -> None:
+        view = memoryview(data)
+        if view[-1] != _OK:
+            file, _, _ = self._files.place_of(chunk)
+            raise _damaged(self._files.files[file], f"rank {self._readers[chunk]} could not read its part of it")
+        self._here[chunk] = view[:-1]
+        while self._needs and self._files.chunks_of(self._needs[0])[-1] <= chunk:
+            self._put(self._needs.popleft())
+        # What begins later has no use for what lies before it.
+        first = self._files.chunks_of(self._needs[0])[0] if self._needs else self._files.num_chunks
+        for done in [each for each in self._here if each < first]:
+            del self._here[done]
+
+    def _put(self, need: Need) -> None:
+        piece = need.piece
+        if piece.loops:
+            span = memoryview(b"".join(self._pieces(need)))
+            if len(span) != piece.end - piece.start:
+                raise AssertionError("the chunks of a need follow each other")
+            gathered = memoryview(bytearray(piece.num_bytes))
+            copy_out(span, piece, gathered)
+            put(gathered, need.memory, need.target)
+        elif need.target.loops:
+            put(memoryview(b"".join(self._pieces(need))), need.memory, need.target)
+        else:
+            start = need.target.start
+            for data in self._pieces(need):
+                put(data, need.memory, Slice(start, len(data)))
+                start += len(data)
+
+    def _pieces(self, need: Need) -> Iterator[memoryview]:
+        for chunk in self._files.chunks_of(need):
+            _, start, end = self._files.place_of(chunk)
+            yield self._here[chunk][max(need.piece.start, start) - start : min(need.piece.end, end) - start]
+
+
+class _Receiving:
+    """Receives chunks some of which it has asked for before they are needed."""
+
+    def __init__(self, reading: _Reading, chunks: Sequence[int]) -> None:
+        self._reading = reading
+        self._chunks = iter(chunks)
+        self._begun: deque[tuple[Any, bytearray]] = deque()
+        for _ in range(_AHEAD):
+            self._begin()
+
+    def next(self) -> bytearray:
+        work, data = self._begun.popleft()
+        self._reading._exchange.wait(work)
+        self._begin()
+        return data
+
+    def _begin(self) -> None:
+        chunk = next(self._chunks, None)
+        if chunk is not None:
+            _, start, end = self._reading._files.place_of(chunk)
+            data = bytearray(end - start + 1)
+            source = int(self._reading._readers[chunk])
+            tensor = torch.frombuffer(data, dtype=torch.uint8)
+            self._begun.append((self._reading._exchange.begin_receive(tensor, source, chunk), data))
+
+
+def _gather_flags(wanted: npt.NDArray[np.bool_], exchange: Exchange) -> npt.NDArray[np.bool_]:
+    packed = torch.from_numpy(np.packbits(wanted))
+    gathered = exchange.all_gather(packed) if len(packed) else [packed] * exchange.size
+    return np.stack([np.unpackbits(each.numpy(), count=len(wanted)).astype(np.bool_) for each in gathered])
+
+
+def _choose_readers(by_rank: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """For each chunk, of those who need it, the one that reads it: who has the least to read by then."""
+    readers = np.full(by_rank.shape[1], _NOBODY, dtype=np.int64)
+    loads = [0] * len(by_rank)
+    for chunk in range(by_rank.shape[1]):
+        wanting = np.flatnonzero(by_rank[:, chunk]).tolist()
+        if wanting:
+            reader = min(wanting, key=loads.__getitem__)
+            loads[reader] += 1
+            readers[chunk] = reader
+    return readers
+
+
+def _damaged(entry: FileEntry, what: str) -> CheckpointDamagedError:
+    return CheckpointDamagedError(f"{entry.name}: {what}", files=(entry.name,))

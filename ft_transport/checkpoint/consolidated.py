@@ -1,0 +1,195 @@
+"""Whole tensors in safetensors files, with the index that ``transformers`` reads, beside the parts that DCP reads.
+
+Where each tensor lies in which file is known from the plan, so every rank puts what it holds right there: nothing is
+gathered on one rank, and nothing is written twice. The index is that of ``save_pretrained`` (transformers,
+``model.safetensors.index.json``): the name of the file of each tensor. A tied tensor is there once, under its first
+name, as ``save_pretrained`` has it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ft_transport.checkpoint.write_items import SHARED, Described, Item
+from ft_transport.errors import CheckpointError
+from ft_transport.state.dtypes import DTYPES_BY_NAME, SAFETENSORS_NAMES
+from ft_transport.wire.nodes import QuantizedNode
+from ft_transport.wire.slices import Slice, row_major_strides, slice_of
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+MAX_FILE_BYTES: Final = 5_000_000_000
+"""As ``save_pretrained`` divides a model."""
+_ALIGN_BYTES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ConsolidatedFile:
+    """A file that is to be written by several ranks.
+
+    Attributes:
+        name: Its name.
+        header: Its beginning: length prefix and JSON header of the safetensors format.
+        num_bytes: Its length.
+    """
+
+    name: str
+    header: bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidation:
+    """All files of a model.
+
+    Attributes:
+        files: They.
+        index: Content of the index.
+        root: Path of the part.
+        places: By the first name that DCP has for a tensor in it: number of the file, and where in that it begins.
+    """
+
+    files: tuple[ConsolidatedFile, ...]
+    index: bytes
+    root: str
+    places: dict[str, tuple[int, int]]
+
+
+def consolidate(
+    described: Sequence[Described],
+    root: str,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    single_name: str | None = None,
+) -> Consolidation:
+    """Lays out the tensors of one part of a state.
+
+    Args:
+        described: What the ranks have.
+        root: Path of the part, joined by dots; the tensors are named by what follows it.
+        max_file_bytes: A file has more only if one tensor has.
+        single_name: Name of the file, if there is only one.
+
+    Raises:
+        CheckpointError: There is no such part, or safetensors has no name for a dtype.
+    """
+    for each in described:
+        for value in each.values:
+            if value.part == SHARED and isinstance(value.node, QuantizedNode) and value.name.startswith(f"{root}."):
+                raise CheckpointError(
+                    "expected tensors that safetensors can hold, got a quantized one", path=value.name
+                )
+    tensors: dict[str, Item] = {}
+    for item in itertools.chain.from_iterable(each.items for each in described):
+        name = name_below(item, root)
+        if name is not None:
+            tensors.setdefault(name, item)
+    if not tensors:
+        raise CheckpointError("expected a part of the state with tensors to consolidate, found none", path=root)
+    if f"{root}.__metadata__" in tensors:
+        raise CheckpointError(
+            "expected another name, safetensors needs this one for itself", path=f"{root}.__metadata__"
+        )
+    files: list[dict[str, Item]] = [{}]
+    num_bytes = 0
+    for name, item in tensors.items():
+        size = _num_bytes_of(item, name)
+        if files[-1] and num_bytes + size > max_file_bytes:
+            files.append({})
+            num_bytes = 0
+        files[-1][name] = item
+        num_bytes += size
+    laid_out = []
+    places: dict[str, tuple[int, int]] = {}
+    for number, held in enumerate(files):
+        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        file, starts = _lay_out(single_name if single_name is not None and len(files) == 1 else name, held, root)
+        laid_out.append(file)
+        places.update({name: (number, start) for name, start in starts.items()})
+    weight_map = {name[len(root) + 1 :]: laid_out[places[name][0]].name for name in tensors}
+    total_bytes = sum(_num_bytes_of(item, name) for name, item in tensors.items())
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    return Consolidation(tuple(laid_out), msgspec.json.format(msgspec.json.encode(index)), root, places)
+
+
+def name_below(item: Item, root: str) -> str | None:
+    """The first name of a tensor in one part of the state, ``None`` if it is not there."""
+    if item.part != SHARED:
+        return None
+    return next((name for name in item.names if name.startswith(f"{root}.")), None)
+
+
+def create(directory: Path, consolidation: Consolidation) -> None:
+    """Makes the files, with their headers and at their full length."""
+    for file in consolidation.files:
+        descriptor = os.open(directory / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            os.ftruncate(descriptor, file.num_bytes)
+            _write_at(descriptor, memoryview(file.header), 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def put(descriptor: int, data: memoryview, item: Item, start: int) -> None:
+    """Writes a box of a tensor to its place in a file.
+
+    Args:
+        descriptor: Of the file.
+        data: The box, row by row.
+        item: Which.
+        start: Where in the file its tensor begins.
+    """
+    item_bytes = DTYPES_BY_NAME[item.dtype].itemsize
+    strides = row_major_strides(item.global_shape, item_bytes)
+    target = slice_of(start, strides, item.offset, item.shape, item_bytes)
+    for number, position in enumerate(_positions(target)):
+        first = number * target.block_bytes
+        _write_at(descriptor, data[first : first + target.block_bytes], position)
+
+
+def _positions(target: Slice) -> Iterator[int]:
+    """Where each block of a slice begins."""
+    for steps in itertools.product(*(range(count) for count, _ in target.loops)):
+        yield target.start + sum(step * stride for step, (_, stride) in zip(steps, target.loops, strict=True))
+
+
+def _lay_out(name: str, tensors: dict[str, Item], root: str) -> tuple[ConsolidatedFile, dict[str, int]]:
+    # Larger items first, so that each is aligned; safetensors readers refuse holes.
+    order = sorted(tensors.items(), key=lambda pair: -DTYPES_BY_NAME[pair[1].dtype].itemsize)
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    end = 0
+    for tensor, item in order:
+        offsets[tensor] = end
+        end += _num_bytes_of(item, tensor)
+        table[tensor[len(root) + 1 :]] = {
+            "dtype": SAFETENSORS_NAMES[DTYPES_BY_NAME[item.dtype]],
+            "shape": item.global_shape,
+            "data_offsets": (offsets[tensor], end),
+        }
+    encoded = msgspec.json.encode(table)
+    padded_bytes = -(-len(encoded) // _ALIGN_BYTES) * _ALIGN_BYTES
+    header = padded_bytes.to_bytes(8, "little") + encoded.ljust(padded_bytes)
+    starts = {tensor: len(header) + offset for tensor, offset in offsets.items()}
+    return ConsolidatedFile(name, header, len(header) + end), starts
+
+
+def _num_bytes_of(item: Item, name: str) -> int:
+    dtype = DTYPES_BY_NAME[item.dtype]
+    if dtype not in SAFETENSORS_NAMES:
+        raise CheckpointError(f"expected a dtype that safetensors has a name for, got {dtype}", path=name)
+    return math.prod(item.global_shape) * dtype.itemsize
+
+
+def _write_at(descriptor: int, data: memoryview, position: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, position)
+        data = data[count:]
+        position += count

@@ -1,0 +1,169 @@
+"""A file that is written once from front to back, digested and brought to disk on the way."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, file_entry
+from ft_transport.wire.integrity import Hasher, digest
+
+Buffer: TypeAlias = bytes | memoryview
+
+_BATCH_BYTES: Final = 8 << 20
+_MAX_BUFFERS: Final = 512
+"""At once; the system takes 1024 (IOV_MAX)."""
+_SYNC_FILE_RANGE_WRITE: Final = 2  # include/uapi/linux/fs.h
+
+
+class DigestedFile:
+    """A new file. Not thread-safe; a thread of its own digests what another has given.
+
+    Args:
+        path: Must not exist.
+        check: Called now and then; what it raises ends the writing.
+    """
+
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
+        self._name = path.name
+        self._check = check
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-digest")
+        self._digesting: Future[None] | None = None
+        self._pending: list[Buffer] = []
+        self._pending_bytes = 0
+        self._hasher = Hasher()
+        self._hashed_bytes = 0
+        self._digests: list[int] = []
+        self._start_write_back = _write_back_function()
+        self._written = 0
+        self.position = 0
+
+    def write(self, *buffers: Buffer) -> None:
+        """Appends; the buffers must not change until `finish`."""
+        for buffer in buffers:
+            if len(buffer) > _BATCH_BYTES:
+                view = memoryview(buffer)
+                for start in range(0, len(view), _BATCH_BYTES):
+                    self.write(view[start : start + _BATCH_BYTES])
+            elif len(buffer):
+                self._pending.append(buffer)
+                self._pending_bytes += len(buffer)
+                self.position += len(buffer)
+                if self._pending_bytes >= _BATCH_BYTES or len(self._pending) >= _MAX_BUFFERS:
+                    self._flush()
+
+    def finish(self) -> FileEntry:
+        """Brings everything to disk, closes the file, and returns its entry in the list of files."""
+        try:
+            self._flush()
+            if self._digesting is not None:
+                self._digesting.result()
+            if self._hashed_bytes % CHUNK_BYTES:
+                self._digests.append(self._hasher.intdigest())
+            os.fsync(self._descriptor)
+        finally:
+            self.close()
+        return file_entry(self._name, self.position, self._digests)
+
+    def close(self) -> None:
+        """Ends the thread and closes the file, as it is. May be called twice."""
+        self._pool.shutdown(wait=True)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> DigestedFile:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def _flush(self) -> None:
+        buffers, self._pending = self._pending, []
+        num_bytes, self._pending_bytes = self._pending_bytes, 0
+        if not buffers:
+            return
+        self._check()
+        if self._digesting is not None:
+            self._digesting.result()
+        self._digesting = self._pool.submit(self._digest, buffers)
+        rest = buffers
+        written = 0
+        while written < num_bytes:
+            count = os.writev(self._descriptor, rest)
+            written += count
+            if written < num_bytes:
+                rest = _without(rest, count)
+        if self._start_write_back is not None:
+            # The disk works from here on, and not only when everything is there.
+            self._start_write_back(self._descriptor, self._written, num_bytes, _SYNC_FILE_RANGE_WRITE)
+        self._written += num_bytes
+
+    def _digest(self, buffers: list[Buffer]) -> None:
+        for buffer in buffers:
+            view = memoryview(buffer)
+            start = 0
+            while start < len(view):
+                count = min(len(view) - start, CHUNK_BYTES - self._hashed_bytes % CHUNK_BYTES)
+                self._hasher.update(view[start : start + count])
+                self._hashed_bytes += count
+                start += count
+                if not self._hashed_bytes % CHUNK_BYTES:
+                    self._digests.append(self._hasher.intdigest())
+                    self._hasher = Hasher()
+
+
+def write_small(path: Path, content: bytes) -> FileEntry:
+    """Writes a small file to disk."""
+    with DigestedFile(path) as file:
+        file.write(content)
+        return file.finish()
+
+
+def digested(path: Path, check: Callable[[], None]) -> FileEntry:
+    """The entry of a file that is complete already.
+
+    Args:
+        path: Of the file.
+        check: Called now and then.
+    """
+    digests = []
+    num_bytes = 0
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while True:
+            filled = 0
+            while filled < CHUNK_BYTES and (count := file.readinto(buffer[filled:])):
+                filled += count
+            if filled:
+                digests.append(digest(buffer[:filled]))
+                num_bytes += filled
+            if filled < CHUNK_BYTES:
+                return file_entry(path.name, num_bytes, digests)
+            check()
+
+
+def _without(buffers: list[Buffer], count: int) -> list[Buffer]:
+    """What is left of buffers of which ``count`` bytes were taken."""
+    for position, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [memoryview(buffer)[count:], *buffers[position + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+def _write_back_function() -> Callable[[int, int, int, int], int] | None:
+    if sys.platform != "linux":
+        return None
+    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is None:
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    start: Callable[[int, int, int, int], int] = function
+    return start

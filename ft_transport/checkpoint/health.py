@@ -1,0 +1,110 @@
+"""What the ranks tell each other of their writers and saves: at every step, and before a save is begun."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ft_transport.checkpoint.background_saver import BackgroundSaver, Pulse
+from ft_transport.checkpoint.handles import StoreHealth
+from ft_transport.checkpoint.settings import BusyPolicy
+from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.exchange import Exchange
+from ft_transport.errors import CheckpointError, RankGoneError, SaveInProgressError, TransportError
+
+logger = logging.getLogger(__name__)
+
+
+class Health:
+    """The pulses of all ranks. Belongs to the training thread, and is used by all ranks alike.
+
+    Args:
+        agreement: Of the group, for the training thread.
+        exchange: Of the group, for this alone.
+        background: This rank's saves.
+    """
+
+    def __init__(self, agreement: Agreement, exchange: Exchange, background: BackgroundSaver) -> None:
+        self._agreement = agreement
+        self._exchange = exchange
+        self._background = background
+        self._under_way: tuple[Any, list[torch.Tensor]] | None = None
+
+    def connect(self) -> None:
+        """Makes the connections, so that the first step need not."""
+        self._pulses()
+
+    def check(self) -> StoreHealth:
+        """See ``CheckpointStore.check_health``."""
+        pulses: list[Pulse] = []
+        if self._under_way is not None:
+            (work, gathered), self._under_way = self._under_way, None
+            try:
+                self._exchange.wait(work)
+                pulses = [Pulse(*each.tolist()) for each in gathered]
+            except RankGoneError as error:
+                # Somebody was late, and gloo has ended the group; who is still there says so in the store.
+                logger.warning("the ranks of the store have lost each other: %s", error)
+                self._meet_again()
+        self._under_way = self._exchange.begin_all_gather(self._own())
+        if any(pulse.is_fatal for pulse in pulses):
+            self._raise_fatal()
+        return StoreHealth(
+            dead_writers=tuple(rank for rank, pulse in enumerate(pulses) if pulse.is_writer_dead),
+            num_failed_saves=max((pulse.num_failed for pulse in pulses), default=0),
+        )
+
+    def admits(self, step: int, busy: BusyPolicy) -> bool:
+        """Whether a save may begin; the same on all ranks.
+
+        Raises:
+            SaveInProgressError: The one before is not finished, and the policy is to refuse.
+            TransportError: Too many have failed.
+        """
+        if busy == "wait":
+            self._background.wait()
+            self._background.raise_fatal()
+            return True
+        try:
+            pulses = self._pulses()
+        except RankGoneError:
+            self._meet_again()
+            pulses = self._pulses()
+        if any(pulse.is_fatal for pulse in pulses):
+            self._raise_fatal()
+        if not any(pulse.is_busy for pulse in pulses):
+            # Others may have heard of its end a moment before this rank.
+            self._background.wait()
+            return True
+        if busy == "error":
+            raise SaveInProgressError("expected the save before to be finished", step=step)
+        logger.warning("step %d is not saved: the save before is not finished", step)
+        return False
+
+    def close(self) -> None:
+        """Waits for what is under way, and ends the connections."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            with suppress(TransportError):
+                self._exchange.wait(under_way[0])
+        self._exchange.close()
+
+    def _own(self) -> torch.Tensor:
+        return torch.tensor(self._background.pulse(), dtype=torch.int64)
+
+    def _pulses(self) -> list[Pulse]:
+        return [Pulse(*each.tolist()) for each in self._exchange.all_gather(self._own())]
+
+    def _meet_again(self) -> None:
+        self._under_way = None
+        self._agreement.together("meet again", lambda: None)
+        self._exchange.reset(self._agreement.sequence)
+
+    def _raise_fatal(self) -> None:
+        # Another rank may have heard of it a moment before this one.
+        self._background.wait()
+        self._background.raise_fatal()
+        raise CheckpointError("expected fewer saves in a row to fail; see the warnings of the other ranks")

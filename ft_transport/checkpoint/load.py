@@ -1,0 +1,366 @@
+"""Loading a checkpoint into the layout that each rank has, whatever the layout was that it was saved in.
+
+What a rank needs is found as for a state that arrives over the network from ranks in another layout
+(``state.resharding``, ``wire.reshard``), the saving ranks being the sources; only that their bytes lie in files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar, cast
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch.distributed.device_mesh import DeviceMesh
+
+from ft_transport.checkpoint.chunk_reading import DataFiles, Need, read_needs
+from ft_transport.checkpoint.directory import MANIFEST_NAME
+from ft_transport.checkpoint.manifest import (
+    DATA_SUFFIX,
+    NOT_HERE,
+    CheckpointManifest,
+    FileEntry,
+    StoredRank,
+    decode_manifest,
+    decode_rank_file,
+    encode_manifest,
+    rank_file_name,
+)
+from ft_transport.checkpoint.verify import find_missing, read_file, read_manifest
+from ft_transport.checkpoint.write_items import LOCAL, SHARED
+from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.exchange import Exchange
+from ft_transport.errors import CheckpointDamagedError, CheckpointError, RestoreError
+from ft_transport.http.late_digests import digest_chunks
+from ft_transport.runtime.garbage_collector import collector_paused
+from ft_transport.state.copying import default_num_threads
+from ft_transport.state.matching import Incoming
+from ft_transport.state.resharding import LikeFunction, reshard
+from ft_transport.state.restore import Restore
+from ft_transport.state.verify import find_differences
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.nodes import (
+    DefaultDictNode,
+    DTensorNode,
+    LayoutNode,
+    LeafNode,
+    MappingNode,
+    NamedTupleNode,
+    Node,
+    QuantizedNode,
+    SequenceNode,
+    TensorNode,
+    ViewNode,
+)
+from ft_transport.wire.reshard import Planner, Wanted
+from ft_transport.wire.slices import Slice
+
+T = TypeVar("T")
+
+_MAX_SHOWN: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedCheckpoint(Generic[T]):
+    """A state that was read whole and verified.
+
+    Attributes:
+        step: The committed step that it shows.
+        state: It; tensors of the receiver's own were loaded in place.
+        num_bytes_read: How many bytes of data files this rank has read.
+    """
+
+    step: int
+    state: T
+    num_bytes_read: int
+    _manifest: Manifest
+
+    def differences(self, state: object) -> tuple[str, ...]:
+        """Where ``state`` is not, bit for bit, what was loaded and all ranks share; whatever load functions made of it.
+
+        Args:
+            state: The state after loading, without what each rank has for itself. Nothing may change it meanwhile.
+
+        Returns:
+            Paths, each with what differs; empty if nothing does.
+
+        Raises:
+            CheckpointError: It was loaded without ``is_comparable``.
+        """
+        if self._manifest.digests is None:
+            raise CheckpointError("expected a state that was loaded with is_comparable=True")
+        return find_differences(self._manifest, state, num_threads=default_num_threads())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """What to load, and how.
+
+    Attributes:
+        directory: Of the checkpoint; the same on all ranks.
+        into: This rank's own state.
+        like: See ``HTTPTransport.fetch_sharded``.
+        check: Called with what will come, before any of it does.
+        meshes: For DTensors that ``into`` does not have.
+        max_bytes: More than this is refused.
+        is_read_once: Whether what several ranks need is read by one of them and passed on.
+        is_comparable: Whether `LoadedCheckpoint.differences` will be called.
+    """
+
+    directory: Path
+    into: object
+    like: LikeFunction | None
+    check: Callable[[Incoming], None] | None
+    meshes: Sequence[DeviceMesh]
+    max_bytes: int
+    is_read_once: bool
+    is_comparable: bool
+
+
+class _Description(Struct, frozen=True):
+    """The files that describe a checkpoint."""
+
+    manifest: bytes
+    ranks: tuple[bytes, ...]
+
+
+def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> LoadedCheckpoint[Any]:
+    """Loads a checkpoint on all ranks, or on none.
+
+    Raises:
+        TransportError: The same on every rank. What had landed in ``into`` was overwritten with NaN patterns then.
+    """
+    own = b""
+    described = b""
+
+    def describe() -> None:
+        nonlocal own
+        own = msgspec.msgpack.encode(_read_description(request.directory))
+
+    def receive() -> None:
+        nonlocal described
+        described = exchange.broadcast(own if agreement.is_first else None)
+
+    loading: _Loading | None = None
+
+    def plan() -> None:
+        nonlocal loading
+        with collector_paused():
+            description = msgspec.msgpack.decode(described, type=_Description)
+            loading = _Loading(request, description, agreement.rank, agreement.size)
+
+    def read() -> None:
+        assert loading is not None, "it was planned"
+        loading.num_bytes_read = read_needs(
+            loading.needs, loading.files, exchange, is_read_once=request.is_read_once, check=agreement.check_others
+        )
+
+    try:
+        agreement.on_first("read its description", describe)
+        agreement.together("receive its description", exchange.ending_on_failure(receive))
+        agreement.together("plan what to read", plan)
+        agreement.together("read", read)
+        agreement.together("load", lambda: loading.finish() if loading is not None else None)
+    except BaseException as error:
+        if loading is not None:
+            loading.poison(error)
+        exchange.reset(agreement.sequence)
+        raise
+    assert loading is not None, "it was planned"
+    return loading.loaded()
+
+
+def _read_description(directory: Path) -> _Description:
+    manifest = read_manifest(directory)
+    damaged = find_missing(directory, manifest.files)
+    if damaged:
+        raise CheckpointDamagedError("; ".join(damaged), files=tuple(text.split(":")[0] for text in damaged))
+    entries = {entry.name: entry for entry in manifest.files}
+    ranks = []
+    for rank in range(manifest.num_ranks):
+        entry = entries.get(rank_file_name(rank))
+        if entry is None:
+            raise CheckpointDamagedError(
+                f"{MANIFEST_NAME} does not list {rank_file_name(rank)}", files=(MANIFEST_NAME,)
+            )
+        ranks.append(read_file(directory, entries.pop(entry.name)))
+    for entry in entries.values():
+        # What is large is verified as it is read, and whole tensors are another program's to read.
+        if not entry.name.endswith((DATA_SUFFIX, ".safetensors")):
+            read_file(directory, entry)
+    return _Description(encode_manifest(manifest), tuple(ranks))
+
+
+class _Loading:
+    """One rank's part of a load."""
+
+    def __init__(self, request: LoadRequest, description: _Description, rank: int, num_ranks: int) -> None:
+        manifest = decode_manifest(description.manifest, name=MANIFEST_NAME)
+        self._manifest = manifest
+        self._ranks = [
+            decode_rank_file(encoded, name=rank_file_name(number)) for number, encoded in enumerate(description.ranks)
+        ]
+        self._request = request
+        self._rank = rank
+        self._num_ranks = num_ranks
+        entries: dict[str, FileEntry] = {entry.name: entry for entry in manifest.files}
+        self.files = DataFiles.of(request.directory, [entries[each.data_file] for each in self._ranks])
+        self.num_bytes_read = 0
+        shared_into, local_into = _split(request.into, manifest)
+        if isinstance(shared_into, Mapping):
+            self._ranks = [_only_keys(each, shared_into.keys()) for each in self._ranks]
+        names = [f"rank {number} of the checkpoint" for number in range(len(self._ranks))]
+        manifests = [each.manifests[SHARED] for each in self._ranks]
+        resharding = reshard(manifests, shared_into, like=request.like, names=names)
+        self._shared_manifest = resharding.manifest
+        self._restores = [
+            Restore(resharding.manifest, into=shared_into, meshes=request.meshes, max_bytes=request.max_bytes)
+        ]
+        if request.check is not None:
+            request.check(self._restores[0].incoming)
+        else:
+            _refuse_misfits(resharding.manifest.tree, shared_into, self._restores[0])
+        self.needs = _needs_of_shared(self._ranks, resharding.wanted, self._restores[0], names)
+        self._local = self._plan_local(local_into)
+        self._states: list[Any] = []
+
+    def _plan_local(self, into: object) -> Restore | None:
+        """What each rank has for itself comes from the rank of the same number, of as many."""
+        if not self._manifest.local_keys:
+            return None
+        if self._num_ranks != len(self._ranks):
+            if isinstance(into, Mapping) and into:
+                raise RestoreError(
+                    f"expected a checkpoint of {self._num_ranks} ranks, for what each has for itself; it was saved by "
+                    f"{len(self._ranks)}: leave {sorted(map(str, into))} out of what is loaded"
+                )
+            return None
+        stored = self._ranks[self._rank]
+        local = stored.manifests[LOCAL]
+        restore = Restore(local, into=into, meshes=self._request.meshes, max_bytes=self._request.max_bytes)
+        self._restores.append(restore)
+        for index, entry in enumerate(local.tensors):
+            if entry.end > entry.start:
+                at = Slice(stored.positions[LOCAL][index], entry.end - entry.start)
+                self.needs.append(Need(self._rank, at, restore, Slice(entry.start, at.block_bytes), entry.name))
+        return restore
+
+    def finish(self) -> None:
+        """Builds the state."""
+        self._states = [restore.finish() for restore in self._restores]
+        if self._request.is_comparable:
+            manifest = self._shared_manifest
+            digests = digest_chunks(manifest, self._restores[0], num_threads=default_num_threads())
+            self._shared_manifest = dataclasses.replace(manifest, digests=tuple(digests))
+
+    def loaded(self) -> LoadedCheckpoint[Any]:
+        """What was loaded."""
+        state = self._states[0]
+        if len(self._states) > 1:
+            state = {**state, **self._states[1]}
+        return LoadedCheckpoint(
+            step=self._manifest.step,
+            state=cast(Any, state),
+            num_bytes_read=self.num_bytes_read,
+            _manifest=self._shared_manifest,
+        )
+
+    def poison(self, error: BaseException) -> None:
+        """Makes sure that nobody trains on a part of a state."""
+        for restore in self._restores:
+            if restore.destination_touched:
+                restore.poison()
+                error.destination_touched = True  # type: ignore[attr-defined]
+
+
+def _split(into: object, manifest: CheckpointManifest) -> tuple[object, object]:
+    """The part of a state that all ranks share, and the part of its own."""
+    if into is None or not manifest.local_keys:
+        return into, None
+    if not isinstance(into, Mapping):
+        raise CheckpointError(f"expected a dict to load into, as was saved, got {type(into).__name__}")
+    local = {key: value for key, value in into.items() if key in manifest.local_keys}
+    return {key: value for key, value in into.items() if key not in local}, local
+
+
+def _only_keys(rank: StoredRank, keys: Collection[object]) -> StoredRank:
+    """The same with only some top-level keys of what all ranks share."""
+    shared, *others = rank.manifests
+    tree: Any = shared.tree
+    pairs = zip(tree.items[::2], tree.items[1::2], strict=True)
+    items = [part for key, value in pairs if key in keys for part in (key, value)]
+    tree = msgspec.structs.replace(tree, items=items)
+    return dataclasses.replace(rank, manifests=(dataclasses.replace(shared, tree=tree), *others))
+
+
+def _refuse_misfits(tree: Node, into: object, restore: Restore) -> None:
+    """Refuses a state whose tensors would not all be loaded: who trains on would not notice."""
+    incoming = restore.incoming
+    misfits = [f"{each.path}: {each.own} here, {each.received} there" for each in incoming.mismatches]
+    mismatching = {each.path for each in incoming.mismatches}
+    for path, node, tensor in _tensors_of(tree, into, ""):
+        if node is None:
+            misfits.append(f"{path}: not there")
+        elif path not in mismatching and not restore.fills(node, tensor):
+            misfits.append(f"{path}: here it shares memory in another way than there")
+    if misfits:
+        shown = "; ".join(misfits[:_MAX_SHOWN]) + ("; …" if len(misfits) > _MAX_SHOWN else "")
+        raise RestoreError(
+            f"expected a checkpoint that has all tensors of the state to load into, as they are here; {shown}; nothing "
+            "was loaded"
+        )
+
+
+def _tensors_of(node: Any, into: object, path: str) -> Iterator[tuple[str, Node, torch.Tensor]]:
+    """The receiver's tensors, each with the node at its place, ``None`` where there is no tensor."""
+    if isinstance(into, torch.Tensor):
+        is_tensor = isinstance(node, (TensorNode, LayoutNode, ViewNode, DTensorNode, LeafNode, QuantizedNode))
+        yield path or "(root)", node if is_tensor else None, into
+    elif isinstance(into, Mapping):
+        items = node.items if isinstance(node, (MappingNode, DefaultDictNode)) else []
+        stored = {key: value for key, value in zip(items[::2], items[1::2], strict=True) if isinstance(key, (str, int))}
+        for key, value in into.items():
+            yield from _tensors_of(stored.get(key), value, f"{path}.{key}" if path else str(key))
+    elif isinstance(into, (list, tuple)):
+        items = node.items if isinstance(node, (SequenceNode, NamedTupleNode)) else []
+        for position, value in enumerate(into):
+            below = items[position] if position < len(items) else None
+            yield from _tensors_of(below, value, f"{path}.{position}" if path else str(position))
+
+
+def _needs_of_shared(
+    ranks: Sequence[StoredRank], wanted: Sequence[Wanted], restore: Restore, names: Sequence[str]
+) -> list[Need]:
+    written = [_only_written(each, ranks) for each in wanted]
+    planner = Planner([each.manifests[SHARED] for each in ranks], names)
+    needs = []
+    for number, reads in enumerate(planner.plan(written)):
+        manifest, positions = ranks[number].manifests[SHARED], ranks[number].positions[SHARED]
+        for read in reads:
+            piece = planner.held(read, number)
+            node = read.wanted.nodes[read.wanted.sources.index(number)]
+            entry = manifest.tensors[node.index]
+            moved = Slice(positions[node.index] + piece.start - entry.start, piece.block_bytes, piece.loops)
+            needs.append(Need(number, moved, restore, planner.destination(read), read.wanted.path))
+    return needs
+
+
+def _only_written(wanted: Wanted, ranks: Sequence[StoredRank]) -> Wanted:
+    """Of the ranks that had a tensor, those that have written it."""
+    kept = [
+        at
+        for at, (source, node) in enumerate(zip(wanted.sources, wanted.nodes, strict=True))
+        if node.index < len(ranks[source].positions[SHARED]) and ranks[source].positions[SHARED][node.index] != NOT_HERE
+    ]
+    if len(kept) == len(wanted.sources):
+        return wanted
+    return dataclasses.replace(
+        wanted,
+        sources=tuple(wanted.sources[at] for at in kept),
+        nodes=tuple(wanted.nodes[at] for at in kept),
+        layouts=tuple(wanted.layouts[at] for at in kept),
+    )

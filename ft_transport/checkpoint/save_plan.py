@@ -1,0 +1,257 @@
+"""Who writes what: each byte once, and every rank about as much; made on one rank, from what all have.
+
+The outcome is told to DCP in its own terms (torch/distributed/checkpoint/metadata.py), so that its reader and its load
+planner find every tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle  # noqa: TID251 # DCP's format; what we read ourselves is never unpickled
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from msgspec import Struct
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ft_transport.checkpoint.consolidated import MAX_FILE_BYTES, Consolidation, consolidate, name_below
+from ft_transport.checkpoint.manifest import data_file_name
+from ft_transport.checkpoint.write_items import LOCAL, Described, Item, Key
+from ft_transport.errors import CheckpointError, ReplicasDivergedError
+from ft_transport.state.dtypes import DTYPES_BY_NAME
+
+OWN_STATE_ADVICE: Final = "what each rank has for itself belongs under a top-level key that is named in rank_local"
+_MAX_SHOWN: Final = 5
+
+
+class Share(Struct, frozen=True, array_like=True):
+    """What one rank does, by position in its own lists.
+
+    Attributes:
+        items: What it writes, ascending.
+        values: What it writes, ascending.
+        compared: Items that others have, too, which have to be equal.
+        targets: Of the items that also go to a consolidated file: the item, the file, and where in that the item's
+            tensor begins.
+        files: Names of the consolidated files.
+    """
+
+    items: tuple[int, ...] = ()
+    values: tuple[int, ...] = ()
+    compared: tuple[int, ...] = ()
+    targets: tuple[tuple[int, int, int], ...] = ()
+    files: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class SavePlan:
+    """Who writes what, and what DCP is told of it.
+
+    Attributes:
+        shares: By rank.
+        described: By rank.
+        consolidation: The files with whole tensors, if there are to be any.
+    """
+
+    shares: list[Share]
+    described: Sequence[Described]
+    consolidation: Consolidation | None
+
+
+def make_plan(
+    described: Sequence[Described],
+    consolidated: str | None = None,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    single_name: str | None = None,
+) -> SavePlan:
+    """Divides what the ranks have among them.
+
+    Args:
+        described: By rank.
+        consolidated: Path of the part of the state that also goes to consolidated files.
+        max_file_bytes: See `consolidate`.
+        single_name: See `consolidate`.
+
+    Raises:
+        CheckpointError: Ranks disagree about a tensor, or lack a part of one.
+    """
+    holders: dict[Key, list[tuple[int, int]]] = {}
+    loads = [0] * len(described)
+    items: list[list[int]] = [[] for _ in described]
+    for rank, each in enumerate(described):
+        for position, item in enumerate(each.items):
+            if item.part == LOCAL:
+                items[rank].append(position)
+                loads[rank] += item.num_bytes
+            else:
+                holders.setdefault(item.key, []).append((rank, position))
+    compared: list[list[int]] = [[] for _ in described]
+    # The largest first: what comes last evens the loads out.
+    for held in sorted(holders.values(), key=lambda held: -_item(described, held[0]).num_bytes):
+        first = _item(described, held[0])
+        for rank, position in held[1:]:
+            _check_same(first, _item(described, (rank, position)), held[0][0], rank)
+        owner, position = min(held, key=lambda holder: loads[holder[0]])
+        items[owner].append(position)
+        loads[owner] += first.num_bytes
+        if len(held) > 1:
+            for rank, position in held:
+                compared[rank].append(position)
+    values: list[list[int]] = [[] for _ in described]
+    taken: set[str] = set()
+    for rank, each in enumerate(described):
+        for position, value in enumerate(each.values):
+            if value.name not in taken:
+                taken.add(value.name)
+                values[rank].append(position)
+    _check_coverage(described)
+    consolidation = None
+    if consolidated is not None:
+        consolidation = consolidate(described, consolidated, max_file_bytes, single_name)
+    shares = [
+        Share(
+            tuple(sorted(items[rank])),
+            tuple(values[rank]),
+            tuple(sorted(compared[rank])),
+            _targets(described[rank], sorted(items[rank]), consolidation),
+            tuple(file.name for file in consolidation.files) if consolidation is not None else (),
+        )
+        for rank in range(len(described))
+    ]
+    return SavePlan(shares, described, consolidation)
+
+
+def _targets(
+    described: Described, items: Sequence[int], consolidation: Consolidation | None
+) -> tuple[tuple[int, int, int], ...]:
+    if consolidation is None:
+        return ()
+    named = [(position, name_below(described.items[position], consolidation.root)) for position in items]
+    return tuple((position, *consolidation.places[name]) for position, name in named if name is not None)
+
+
+def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:
+    """Refuses ranks that hold different bytes of what has to be the same.
+
+    Args:
+        plan: Says what was compared.
+        digests: By rank, of what it compares, in order.
+
+    Raises:
+        ReplicasDivergedError: Names the ranks and the tensors.
+    """
+    known: dict[Key, tuple[int, int]] = {}
+    diverged: dict[Key, list[int]] = {}
+    for rank, (share, each) in enumerate(zip(plan.shares, digests, strict=True)):
+        for position, digest in zip(share.compared, each, strict=True):
+            key = plan.described[rank].items[position].key
+            first, expected = known.setdefault(key, (rank, digest))
+            if digest != expected:
+                diverged.setdefault(key, [first]).append(rank)
+    if diverged:
+        names = [name for name, _ in diverged]
+        ranks = sorted({rank for each in diverged.values() for rank in each})
+        shown = ", ".join(names[:_MAX_SHOWN]) + (", …" if len(names) > _MAX_SHOWN else "")
+        raise ReplicasDivergedError(
+            f"expected ranks {ranks} to hold the same, they differ in {len(names)} of {len(known)} tensors: {shown}; "
+            + OWN_STATE_ADVICE,
+            path=names[0],
+        )
+
+
+def encode_dcp_metadata(plan: SavePlan, places: Sequence[Sequence[tuple[int, int]]]) -> bytes:
+    """The content of DCP's ``.metadata``.
+
+    Args:
+        plan: Who wrote what.
+        places: By rank, where in its data file it has put its items and then its values: offset and length.
+    """
+    stored: dict[Key, _StorageInfo] = {}
+    state: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for rank, (share, each) in enumerate(zip(plan.shares, places, strict=True)):
+        infos = [_StorageInfo(data_file_name(rank), offset, length) for offset, length in each]
+        described = plan.described[rank]
+        for position, info in zip(share.items, infos, strict=False):
+            stored[described.items[position].key] = info
+        for position, info in zip(share.values, infos[len(share.items) :], strict=True):
+            name = described.values[position].name
+            state[name] = BytesStorageMetadata()
+            storage[MetadataIndex(name)] = info
+    chunks: dict[str, dict[tuple[int, ...], Item]] = {}
+    for described in plan.described:
+        for item in described.items:
+            for name in item.names:
+                chunks.setdefault(name, {}).setdefault(item.offset, item)
+    for name, by_offset in chunks.items():
+        first = next(iter(by_offset.values()))
+        boxes = []
+        for offset, item in sorted(by_offset.items()):
+            size = torch.Size(offset)
+            storage[MetadataIndex(name, size)] = stored[item.key]
+            boxes.append(ChunkStorageMetadata(size, torch.Size(item.shape)))
+        state[name] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=DTYPES_BY_NAME[first.dtype]),
+            size=torch.Size(first.global_shape),
+            chunks=boxes,
+        )
+    metadata = Metadata(
+        state_dict_metadata=state,
+        planner_data={name: path for each in plan.described for name, path in each.paths.items()},
+        storage_data=storage,
+        version=CURRENT_DCP_VERSION,
+    )
+    buffer = io.BytesIO()
+    pickle.dump(metadata, buffer)
+    return buffer.getvalue()
+
+
+def _item(described: Sequence[Described], holder: tuple[int, int]) -> Item:
+    return described[holder[0]].items[holder[1]]
+
+
+def _check_same(first: Item, other: Item, rank: int, other_rank: int) -> None:
+    if (first.dtype, first.global_shape, first.shape) != (other.dtype, other.global_shape, other.shape):
+        raise ReplicasDivergedError(
+            f"expected the same on all ranks, got {_shown(first)} on rank {rank} and {_shown(other)} on rank "
+            f"{other_rank}",
+            path=first.key[0],
+        )
+
+
+def _check_coverage(described: Sequence[Described]) -> None:
+    """Every element of every tensor has to be there, or DCP would load what nobody wrote."""
+    found: dict[str, dict[tuple[int, ...], Item]] = {}
+    for item in _named_items(described):
+        found.setdefault(item.names[0], {})[item.offset] = item
+    for name, by_offset in found.items():
+        first = next(iter(by_offset.values()))
+        num_found = sum(math.prod(item.shape) for item in by_offset.values())
+        if any(item.global_shape != first.global_shape for item in by_offset.values()):
+            raise ReplicasDivergedError("expected one shape on all ranks", path=name)
+        if num_found != math.prod(first.global_shape):
+            raise CheckpointError(
+                f"expected ranks that hold all {math.prod(first.global_shape)} elements of {list(first.global_shape)}, "
+                f"and they hold {num_found}; the process group of a store has all ranks of a mesh",
+                path=name,
+            )
+
+
+def _named_items(described: Sequence[Described]) -> Iterable[Item]:
+    return (item for each in described for item in each.items if item.names)
+
+
+def _shown(item: Item) -> str:
+    return f"{item.dtype}{list(item.shape)} of {list(item.global_shape)}"

@@ -1,0 +1,309 @@
+"""What a rank has to put into a checkpoint, under the names that DCP gives it.
+
+DCP names each leaf of a nested state by its path, keys and positions joined by dots, and goes into dicts, and into
+lists that have tensors or containers in them (torch/distributed/checkpoint/_traverse.py, ``traverse_state_dict``). A
+tensor is divided into boxes, each with its offset in the whole one. The same is computed here from a snapshot's
+manifest, without the tensors and without their process groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
+
+from ft_transport.checkpoint.values import value_of
+from ft_transport.errors import CheckpointError
+from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, name_of
+from ft_transport.wire.integrity import Hasher, digest
+from ft_transport.wire.layouts import Region, region_of, shape_of
+from ft_transport.wire.manifest import ITEM_BITS, Manifest
+from ft_transport.wire.nodes import (
+    DefaultDictNode,
+    DTensorNode,
+    LayoutNode,
+    LeafNode,
+    MappingNode,
+    Node,
+    SequenceNode,
+    TensorNode,
+    ViewNode,
+)
+from ft_transport.wire.slices import Slice, row_major_strides, slice_of
+
+SHARED: Final = 0
+"""The part of a state that all ranks have in common, each some of it."""
+LOCAL: Final = 1
+"""The part that each rank has for itself."""
+
+Key: TypeAlias = tuple[str, tuple[int, ...]]
+_Path: TypeAlias = tuple[str | int, ...]
+
+
+class Item(NamedTuple):
+    """Bytes that lie in one piece in a data file.
+
+    Attributes:
+        key: What has the same key on two ranks has to be the same there.
+        part: `SHARED` or `LOCAL`.
+        entry: The entry of the part's table that it is taken from.
+        piece: Where in the part's data it lies; ``None`` if it has no bytes.
+        is_entry: Whether it is the whole entry.
+        names: DCP's names of the tensor that it is a box of; empty if DCP is not told of it.
+        dtype: Name of torch's dtype.
+        global_shape: Of the whole tensor.
+        offset: Where in it the box begins.
+        shape: Extent of the box.
+    """
+
+    key: Key
+    part: int
+    entry: int
+    piece: Slice | None
+    is_entry: bool
+    names: tuple[str, ...]
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.piece.num_bytes if self.piece is not None else 0
+
+
+class Value(NamedTuple):
+    """A leaf that is no tensor; DCP stores it as what ``torch.save`` makes of it."""
+
+    name: str
+    part: int
+    node: Node
+
+
+@dataclass(slots=True)
+class Described:
+    """All that a rank has.
+
+    Attributes:
+        items: In the order of the state.
+        values: In the order of the state.
+        paths: Of each leaf, by its name in DCP, the keys and positions that lead to it.
+        structure: A digest of everything but bytes and values: equal as long as the same plan will do.
+    """
+
+    items: list[Item] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    structure: int = 0
+
+    def shared_values(self) -> int:
+        """A digest of the values that all ranks have in common."""
+        return digest(
+            msgspec.msgpack.encode([(value.name, value.node) for value in self.values if value.part == SHARED])
+        )
+
+
+def describe(manifests: Sequence[Manifest], rank: int) -> Described:
+    """What a rank has to put into a checkpoint.
+
+    Args:
+        manifests: Of its snapshots, by part.
+        rank: Its number, which is part of the names of what is its own.
+
+    Raises:
+        CheckpointError: Two leaves have one name in DCP, or a tensor is divided in another way than torch divides.
+    """
+    return Describer().describe(manifests, rank)
+
+
+class Describer:
+    """Describes a rank's states one after the other, and looks anew only at what has changed."""
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] = ()
+        self._items: list[Item] = []
+        self._structure = 0
+
+    def describe(self, manifests: Sequence[Manifest], rank: int) -> Described:
+        """As the function of that name."""
+        described = Described()
+        walks = []
+        for part, manifest in enumerate(manifests):
+            walk = _Walk(manifest, part, (f"rank_{rank}",) if part == LOCAL else (), described)
+            walk.find_leaves()
+            walks.append(walk)
+        key = (
+            rank,
+            [(manifest.tensors, manifest.layouts, manifest.meshes) for manifest in manifests],
+            [walk.tensors for walk in walks],
+            [(value.name, value.part) for value in described.values],
+        )
+        if key != self._key:
+            for walk in walks:
+                walk.add_items()
+            self._key, self._items = key, described.items
+            self._structure = _digest_of(described)
+        described.items = self._items
+        described.structure = self._structure
+        return described
+
+
+def _digest_of(described: Described) -> int:
+    hasher = Hasher()
+    hasher.update(repr(described.items).encode("utf-8", "surrogatepass"))
+    hasher.update(repr([(value.name, value.part) for value in described.values]).encode("utf-8", "surrogatepass"))
+    return hasher.intdigest()
+
+
+class _Walk:
+    """One part of a state.
+
+    Attributes:
+        tensors: By the node, names: what is tied is stored once, under all its names.
+    """
+
+    def __init__(self, manifest: Manifest, part: int, base: tuple[str, ...], described: Described) -> None:
+        self._manifest = manifest
+        self._part = part
+        self._base = base
+        self._prefix = "".join(f"{step}." for step in base)
+        self._described = described
+        self.tensors: dict[Node, list[str]] = {}
+        self._entries: set[int] = set()
+
+    def find_leaves(self) -> None:
+        """Finds names, values and tensors."""
+        tree = self._manifest.tree
+        if not isinstance(tree, (MappingNode, DefaultDictNode)):
+            raise CheckpointError("expected a state that is a dict, as torch.distributed.checkpoint does")
+        paths, values = self._described.paths, self._described.values
+        for path, node in self._leaves(tree, self._base):
+            name = ".".join(map(str, path))
+            if name in paths:
+                raise CheckpointError(
+                    "expected paths that differ when they are joined by dots, got two of one", path=name
+                )
+            paths[name] = path
+            tensor = _tensor_of(node)
+            if tensor is None:
+                values.append(Value(name, self._part, node))
+            else:
+                self.tensors.setdefault(tensor, []).append(name)
+
+    def add_items(self) -> None:
+        """Adds what is to be stored of the tensors, and of the leaves that are none."""
+        for tensor, names in self.tensors.items():
+            self._add_tensor(tensor, tuple(names))
+        for index, entry in enumerate(self._manifest.tensors):
+            if index not in self._entries:
+                # Bytes of leaves that are no tensors, and what tensors of other shapes look into.
+                piece = Slice(entry.start, entry.end - entry.start) if entry.end > entry.start else None
+                key = (f"{self._prefix}{entry.name} (bytes)", ())
+                self._add(Item(key, self._part, index, piece, True, (), "uint8", (), (), ()))
+
+    def _leaves(self, node: Node, path: _Path) -> Iterator[tuple[_Path, Node]]:
+        if isinstance(node, (MappingNode, DefaultDictNode)):
+            for key, value in zip(node.items[::2], node.items[1::2], strict=False):
+                yield from self._below(value, (*path, key if isinstance(key, str) else _label(key, self._manifest)))
+        elif isinstance(node, SequenceNode):
+            for position, value in enumerate(node.items):
+                yield from self._below(value, (*path, position))
+
+    def _below(self, node: Node, path: _Path) -> Iterator[tuple[_Path, Node]]:
+        if isinstance(node, (MappingNode, DefaultDictNode)) or (_is_list(node) and not _is_terminal(node)):
+            yield from self._leaves(node, path)
+        else:
+            yield path, node
+
+    def _add(self, item: Item) -> None:
+        self._described.items.append(item)
+
+    def _add_tensor(self, node: Node, names: tuple[str, ...]) -> None:
+        local = node.local if isinstance(node, DTensorNode) else node
+        assert isinstance(local, (TensorNode, LayoutNode, ViewNode)), "a tensor"
+        entry = self._manifest.tensors[local.index]
+        shape, strides, start = entry.shape, None, entry.start
+        dtype = name_of(DTYPES_BY_SAFETENSORS_NAME[entry.dtype])
+        item_bytes = ITEM_BITS[entry.dtype] // 8
+        if isinstance(local, LayoutNode):
+            shape, dtype = local.shape, local.dtype
+            item_bytes = (entry.end - entry.start) // math.prod(shape) if math.prod(shape) else item_bytes
+        elif isinstance(local, ViewNode):
+            shape, start = local.shape, entry.start + local.offset * item_bytes
+            strides = tuple(stride * item_bytes for stride in local.stride)
+        if strides is None:
+            strides = row_major_strides(shape, item_bytes)
+        global_shape: tuple[int, ...] = shape
+        region: Region = tuple(((0, size),) if size else () for size in shape)
+        if isinstance(node, DTensorNode):
+            layout = self._manifest.layouts[node.layout]
+            global_shape = layout.global_shape
+            held = region_of(self._manifest.meshes[layout.mesh], layout.placements, global_shape)
+            if held is None:
+                return  # This rank stands outside the mesh.
+            region = held
+            if shape_of(region) != shape:
+                raise CheckpointError(
+                    f"expected a local part of {list(shape_of(region))}, as torch divides it, got {list(shape)}",
+                    path=names[0],
+                )
+        boxes = list(_boxes(region))
+        is_entry = len(boxes) == 1 and not isinstance(local, ViewNode)
+        base = f"{self._prefix}{entry.name}" if not isinstance(local, ViewNode) else f"{names[0]} (view)"
+        if is_entry:
+            self._entries.add(local.index)
+        for held_origin, offset, counts in boxes:
+            piece = slice_of(start, strides, held_origin, counts, item_bytes) if math.prod(counts) else None
+            if piece is None and 0 not in global_shape:
+                continue  # An empty part; where the whole is empty, DCP wants to know of it.
+            self._add(
+                Item(
+                    (base, offset), self._part, local.index, piece, is_entry, names, dtype, global_shape, offset, counts
+                )
+            )
+
+
+def _label(key: Node, manifest: Manifest) -> str:
+    """What DCP makes of a key that is no str."""
+    return str(value_of(key, manifest, memoryview(b"")))
+
+
+def _tensor_of(node: Node) -> Node | None:
+    """The node of a tensor as it is stored, ``None`` if it is no tensor that DCP would take for one."""
+    value = node.value if isinstance(node, LeafNode) else node
+    return value if isinstance(value, (TensorNode, LayoutNode, ViewNode, DTensorNode)) else None
+
+
+def _is_list(node: Node) -> bool:
+    return isinstance(node, SequenceNode) and node.kind == "list"
+
+
+def _is_terminal(node: Node) -> bool:
+    """As DCP's function of that name."""
+    if isinstance(node, (MappingNode, DefaultDictNode)):
+        return False
+    if not isinstance(node, SequenceNode) or not _is_list(node):
+        return True
+    return all(_is_terminal(item) and _tensor_of(item) is None for item in node.items)
+
+
+def _boxes(region: Region) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """Where each box begins in the local part, where in the whole tensor, and its extent."""
+    by_dim = []
+    for intervals in region:
+        ends = list(itertools.accumulate(end - start for start, end in intervals))
+        by_dim.append(
+            [(after - (end - start), start, end - start) for (start, end), after in zip(intervals, ends, strict=True)]
+            or [(0, 0, 0)]
+        )
+    for combination in itertools.product(*by_dim):
+        yield (
+            tuple(position for position, _, _ in combination),
+            tuple(start for _, start, _ in combination),
+            tuple(count for _, _, count in combination),
+        )

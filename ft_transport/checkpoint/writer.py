@@ -1,0 +1,321 @@
+"""The writer process: it takes snapshots by their descriptors and writes this rank's share of a checkpoint.
+
+Started with the number of a descriptor, its end of a pair of sockets. It
+has no process group and no accelerator, and ends when the other end is closed, so that it never outlives its trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ft_transport.checkpoint.consolidated import INDEX_NAME, create, put
+from ft_transport.checkpoint.digested_file import DigestedFile, digested, write_small
+from ft_transport.checkpoint.directory import MANIFEST_NAME, sync_directory
+from ft_transport.checkpoint.manifest import (
+    FORMAT_VERSION,
+    NOT_HERE,
+    CheckpointManifest,
+    data_file_name,
+    encode_manifest,
+    encode_rank_file,
+    rank_file_name,
+)
+from ft_transport.checkpoint.save_plan import (
+    OWN_STATE_ADVICE,
+    SavePlan,
+    Share,
+    encode_dcp_metadata,
+    find_diverged,
+    make_plan,
+)
+from ft_transport.checkpoint.torch_envelope import FrameTable, saved
+from ft_transport.checkpoint.values import value_of
+from ft_transport.checkpoint.write_items import SHARED, Described, Describer, Item, describe
+from ft_transport.checkpoint.writer_messages import (
+    Answer,
+    Bytes,
+    Cancel,
+    Compare,
+    Create,
+    Describe,
+    Digest,
+    Done,
+    Drop,
+    Failed,
+    Headers,
+    Plan,
+    Request,
+    Reread,
+    Shares,
+    Take,
+    Taken,
+    Write,
+    Written,
+    decode_written,
+    receive_request,
+    send,
+)
+from ft_transport.coordination.votes import AbandonedError
+from ft_transport.coordination.votes import describe as describe_failure
+from ft_transport.errors import ReplicasDivergedError, RestoreError
+from ft_transport.state.dtypes import DTYPES_BY_NAME
+from ft_transport.wire.integrity import digest
+from ft_transport.wire.manifest import Manifest, decode_header
+from ft_transport.wire.merging import Path as TreePath
+from ft_transport.wire.merging import StoredLeaf, TensorLike, merge_trees
+from ft_transport.wire.nodes import Node
+from ft_transport.wire.strided import gathered
+
+_NICENESS: Final = 5
+"""Training comes first where there are more threads than cores."""
+_DCP_METADATA_NAME: Final = ".metadata"
+_DIGEST_BYTES: Final = 8
+
+
+class Writer:
+    """The work of a writer process, without its connection.
+
+    Args:
+        check: Called now and then while files are written; what it raises ends the writing.
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        self._check = check
+        self._frames = FrameTable()
+        self._rank = 0
+        self._headers: list[bytes] = []
+        self._manifests: list[Manifest] = []
+        self._data: list[memoryview] = []
+        self._describer = Describer()
+        self._described = Described()
+        self._plan: SavePlan | None = None
+        self._dcp_metadata: tuple[list[tuple[tuple[int, int], ...]], bytes] | None = None
+
+    def perform(self, request: Request, descriptors: list[int]) -> Answer:
+        """Does what is asked. The descriptors are closed.
+
+        Raises:
+            Exception: What went wrong, for the trainer to know.
+        """
+        match request:
+            case Take():
+                return self._take(request, descriptors)
+            case Drop():
+                self.drop()
+                return Done()
+            case Cancel():
+                return Done()
+            case Headers():
+                return Bytes(tuple(self._headers))
+            case Plan():
+                return self._make_plan(request)
+            case Create():
+                return self._create(Path(request.directory))
+            case Reread():
+                return self._reread(Path(request.directory), request.names)
+            case Digest():
+                return Bytes((b"".join(self._digest(self._described.items[at]) for at in request.items),))
+            case Compare():
+                return self._compare(request)
+            case Write():
+                return self._write(Path(request.directory), request.share)
+            case Describe():
+                return self._describe(request)
+
+    def drop(self) -> None:
+        """Lets go of the snapshots."""
+        self._manifests.clear()
+        self._headers.clear()
+        self._described = Described()
+        # What looks into a mapping keeps it, so that it ends with the last view of it.
+        self._data.clear()
+
+    def _take(self, request: Take, descriptors: list[int]) -> Taken:
+        self.drop()
+        self._rank = request.rank
+        try:
+            for descriptor, start, num_bytes in zip(descriptors, request.starts, request.num_bytes, strict=True):
+                begin = start - start % mmap.ALLOCATIONGRANULARITY
+                mapping = mmap.mmap(descriptor, start + num_bytes - begin, offset=begin, prot=mmap.PROT_READ)
+                whole = memoryview(mapping)[start - begin :]
+                header_bytes = int.from_bytes(whole[:8], "little")
+                self._headers.append(bytes(whole[8 : 8 + header_bytes]))
+                self._manifests.append(decode_header(self._headers[-1]))
+                self._data.append(whole[8 + header_bytes :])
+                whole.release()
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._described = self._describer.describe(self._manifests, self._rank)
+        return Taken(self._described.structure, self._described.shared_values())
+
+    def _make_plan(self, request: Plan) -> Shares:
+        manifests = [tuple(decode_header(header) for header in headers) for headers in request.headers]
+        names = [f"rank {rank}" for rank in range(len(manifests))]
+        try:
+            merge_trees([each[SHARED].tree for each in manifests], _Ignoring(), names=names)
+        except RestoreError as error:
+            what = error.message.rsplit("; what belongs", 1)[0]
+            raise ReplicasDivergedError(f"{what}; {OWN_STATE_ADVICE}", path=error.path) from error
+        self._dcp_metadata = None
+        described = [describe(each, rank) for rank, each in enumerate(manifests)]
+        self._plan = make_plan(described, request.consolidated)
+        return Shares(tuple(self._plan.shares))
+
+    def _create(self, directory: Path) -> Written:
+        assert self._plan is not None, "the plan comes first"
+        consolidation = self._plan.consolidation
+        assert consolidation is not None, "it is asked for where there is one"
+        create(directory, consolidation)
+        return Written((write_small(directory / INDEX_NAME, consolidation.index),), ())
+
+    def _reread(self, directory: Path, names: tuple[str, ...]) -> Written:
+        return Written(tuple(digested(directory / name, self._check) for name in names), ())
+
+    def _compare(self, request: Compare) -> Done:
+        assert self._plan is not None, "the plan comes first"
+        find_diverged(
+            self._plan,
+            [
+                [int.from_bytes(each[at : at + _DIGEST_BYTES], "big") for at in range(0, len(each), _DIGEST_BYTES)]
+                for each in request.digests
+            ],
+        )
+        return Done()
+
+    def _digest(self, item: Item) -> bytes:
+        return digest(self._bytes_of(item)).to_bytes(_DIGEST_BYTES, "big")
+
+    def _bytes_of(self, item: Item) -> memoryview:
+        piece = item.piece
+        if piece is None:
+            return memoryview(b"")
+        return gathered(self._data[item.part], piece)
+
+    def _write(self, directory: Path, share: Share) -> Written:
+        places = []
+        positions = [[NOT_HERE] * len(manifest.tensors) for manifest in self._manifests]
+        name = data_file_name(self._rank)
+        self._check()
+        with DigestedFile(directory / name, self._check) as file:
+            for at in share.items:
+                item = self._described.items[at]
+                before = after = b""
+                if item.names:
+                    frame = self._frames.frame_of(DTYPES_BY_NAME[item.dtype], item.shape)
+                    before, after = frame.before, frame.after
+                start = file.position
+                if item.is_entry:
+                    positions[item.part][item.entry] = start + len(before)
+                file.write(before, self._bytes_of(item), after)
+                places.append((start, file.position - start))
+            for at in share.values:
+                value = self._described.values[at]
+                start = file.position
+                file.write(saved(value_of(value.node, self._manifests[value.part], self._data[value.part])))
+                places.append((start, file.position - start))
+            data_file = file.finish()
+        self._put_consolidated(directory, share)
+        # A trainer that has died meanwhile has a successor, perhaps, who has made a directory of this name.
+        self._check()
+        description = encode_rank_file(name, self._headers, positions)
+        description_file = write_small(directory / rank_file_name(self._rank), description)
+        sync_directory(directory)
+        return Written((data_file, description_file), tuple(places))
+
+    def _put_consolidated(self, directory: Path, share: Share) -> None:
+        for number, name in enumerate(share.files):
+            targets = [(at, start) for at, file, start in share.targets if file == number]
+            if not targets:
+                continue
+            descriptor = os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                for at, start in targets:
+                    self._check()
+                    item = self._described.items[at]
+                    if item.num_bytes:
+                        put(descriptor, self._bytes_of(item), item, start)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _describe(self, request: Describe) -> Done:
+        assert self._plan is not None, "the plan comes first"
+        directory = Path(request.directory)
+        written = [decode_written(each) for each in request.written]
+        reread = [decode_written(each) for each in request.reread]
+        places = [each.places for each in written]
+        # By the same plan everything is at the same place again, as a rule, and 10,000 tensors take half a second.
+        if self._dcp_metadata is None or self._dcp_metadata[0] != places:
+            self._dcp_metadata = (places, encode_dcp_metadata(self._plan, places))
+        files = [write_small(directory / _DCP_METADATA_NAME, self._dcp_metadata[1])]
+        manifest = CheckpointManifest(
+            format=FORMAT_VERSION,
+            step=request.step,
+            num_ranks=len(written),
+            local_keys=request.local_keys,
+            files=(*files, *(file for each in (*written, *reread) for file in each.files)),
+        )
+        write_small(directory / MANIFEST_NAME, encode_manifest(manifest))
+        return Done()
+
+
+class _Ignoring:
+    """Compares what is no tensor; the digests of tensors are compared elsewhere."""
+
+    def tensor(self, path: TreePath, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
+        """See ``wire.merging.LeafVisitor``."""
+        del path, sources
+        return nodes[0]
+
+    def stored(self, path: TreePath, source: int, node: StoredLeaf) -> Node:
+        """See ``wire.merging.LeafVisitor``."""
+        del path, source
+        return node
+
+
+def serve(connection: socket.socket) -> None:
+    """Answers requests until the other side is gone."""
+
+    def check() -> None:
+        readable, _, _ = select.select([connection], [], [], 0)
+        if readable:
+            raise AbandonedError("gave up because another rank has failed, or the trainer is gone")
+
+    writer = Writer(check)
+    send(connection, Done())
+    while (received := receive_request(connection)) is not None:
+        request, descriptors = received
+        answer: Answer
+        try:
+            answer = writer.perform(request, descriptors)
+        except Exception as error:
+            answer = Failed(describe_failure(error))
+        send(connection, answer)
+        if isinstance(request, Drop):
+            gc.collect()
+
+
+def main() -> None:
+    """Runs a writer process."""
+    torch.set_num_threads(1)
+    # What is made here has no cycles, and looking for some takes longer than making it.
+    gc.disable()
+    os.nice(_NICENESS)
+    # Whoever interrupts the trainer from a terminal means the trainer.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):
+        serve(connection)

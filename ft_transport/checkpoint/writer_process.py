@@ -1,0 +1,184 @@
+"""The trainer's end of a writer process: starts it, asks it, notices its death, and ends it."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from ft_transport.checkpoint.writer_messages import Answer, Cancel, Failed, Request, receive_answer, send
+from ft_transport.coordination.votes import rebuild
+from ft_transport.errors import WriterFailedError
+from ft_transport.http.fork_safety import close_in_children, making_socket
+
+_TICK_S: Final = 0.1
+_CANCEL_S: Final = 10.0
+_END_S: Final = 5.0
+_PROGRAM: Final = """
+import sys
+sys.path[:] = [place for place in sys.path if place]
+from ft_transport.checkpoint.writer import main
+main()
+"""
+_COMMAND: Final = (sys.executable, "-c", _PROGRAM)
+"""The directory that the trainer was started in is no place to import from: a ``queue.py`` there is the user's."""
+
+
+class WriterProcess:
+    """One writer process. `is_alive` may be called by any thread, the rest by one at a time.
+
+    Args:
+        command: What to run; the number of its socket's descriptor is added.
+    """
+
+    def __init__(self, command: Sequence[str] = _COMMAND) -> None:
+        self._command = tuple(command)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self.number = 0
+        close_in_children(self)
+
+    def is_mine(self, candidate: socket.socket) -> bool:
+        """See ``http.fork_safety``."""
+        return self._connection is not None and candidate.fileno() == self._connection.fileno()
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process, if there is one."""
+        return self._process.pid if self._process is not None else None
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        process = self._process
+        return process is not None and process.poll() is None
+
+    def start(self, timeout_s: float) -> None:
+        """Starts a process in place of any earlier one, and returns when it has imported what it needs.
+
+        Raises:
+            WriterFailedError: It could not be started, or was not ready in time.
+        """
+        self.close()
+        with making_socket:
+            ours, theirs = socket.socketpair()
+            self._connection = ours
+        try:
+            environment = dict(os.environ)
+            # It has to find what this process has found, from wherever that was started.
+            here = str(Path(__file__).parents[2])
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*self._command, str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self.close()
+            raise WriterFailedError(f"expected to start the writer process {self._command}: {error}") from error
+        self.number += 1
+        self._answer(time.monotonic() + timeout_s, "to be ready", lambda: None)
+
+    def call(
+        self,
+        request: Request,
+        descriptors: Sequence[int] = (),
+        *,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> Answer:
+        """Has the writer do something, and returns its answer.
+
+        Args:
+            request: What.
+            descriptors: Of snapshots, if it brings any.
+            timeout_s: After which the writer is taken for stuck, and ended.
+            check: Called now and then meanwhile; if it raises, the writer gives up and this raises the same.
+
+        Raises:
+            WriterFailedError: It died, or did not answer in time.
+            Exception: What went wrong there.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        what = f"to answer {type(request).__name__}"
+        self._send(request, descriptors, what, deadline_s)
+        try:
+            answer = self._answer(deadline_s, what, check)
+        except WriterFailedError:
+            raise
+        except BaseException:
+            self._cancel()
+            raise
+        if isinstance(answer, Failed):
+            raise rebuild(answer.failure)
+        return answer
+
+    def close(self) -> None:
+        """Ends the process. May be called twice."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+        process, self._process = self._process, None
+        if process is not None:
+            _end(process)
+
+    def _send(self, request: Request, descriptors: Sequence[int], what: str, deadline_s: float) -> None:
+        if self._connection is None:
+            raise WriterFailedError(f"expected a writer process {what}, there is none")
+        try:
+            self._connection.settimeout(max(deadline_s - time.monotonic(), _TICK_S))
+            send(self._connection, request, descriptors)
+        except OSError as error:  # a timeout is one
+            raise self._died(what) from error
+
+    def _answer(self, deadline_s: float, what: str, check: Callable[[], None]) -> Answer:
+        connection = self._connection
+        assert connection is not None, "it was sent something"
+        while not select.select([connection], [], [], _TICK_S)[0]:
+            if time.monotonic() > deadline_s:
+                if self._process is not None:
+                    self._process.kill()
+                raise self._died(f"{what} in time")
+            check()
+        try:
+            connection.settimeout(max(deadline_s - time.monotonic(), _TICK_S))
+            return receive_answer(connection)
+        except (OSError, EOFError) as error:
+            raise self._died(what) from error
+
+    def _cancel(self) -> None:
+        """Makes the writer give up; both of its answers are read, so that the next is that to the next request."""
+        try:
+            deadline_s = time.monotonic() + _CANCEL_S
+            self._send(Cancel(), (), "to give up", deadline_s)
+            for _ in range(2):
+                self._answer(deadline_s, "to give up", lambda: None)
+        except WriterFailedError:
+            self.close()
+
+    def _died(self, what: str) -> WriterFailedError:
+        process = self._process
+        status = _end(process) if process is not None else None
+        number = process.pid if process is not None else None
+        return WriterFailedError(f"expected the writer process {number} {what}, it ended with status {status}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> int | None:
+    """Ends a process that has been told to. Returns its status, ``None`` if the system does not let it go."""
+    try:
+        return process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    try:
+        return process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        # It hangs in the system, as on a file server that is gone; what is left of it ends with that.
+        return None

@@ -1,0 +1,4 @@
+"""The network side: a server that sends what it is given, and clients that fill the memory they are given.
+
+``transfer`` comes in with memory and manifests. Nothing here imports torch.
+"""

@@ -1,0 +1,294 @@
+"""Sending a part of a snapshot's file as the body of an answer, from where it lies straight to the socket.
+
+A thread per body lets the kernel send in large pieces while it waits for the receiver by itself: an event loop would
+wake up for each megabyte or so that the receiver takes, and would ask the training thread for the interpreter each
+time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from aiohttp import web
+
+from ft_transport.errors import SnapshotError
+from ft_transport.http.slice_sender import send_frames
+from ft_transport.http.snapshot_cache import Reading
+from ft_transport.wire.served import LentFile, MemoryFile, ServedMemory
+from ft_transport.wire.slices import Frame, answer_bytes
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BYTES: Final = 64 << 10
+_PIECE_BYTES: Final = 64 << 20
+_LEAST_BYTES: Final = 4 << 20
+"""What a receiver has to take within ``stall_timeout_s``, unless less is left."""
+_ACKED_BYTES: Final = struct.Struct("=120xQ")
+"""``tcpi_bytes_acked`` in ``struct tcp_info`` (``linux/tcp.h``, since Linux 4.1); the handshake counts as one."""
+
+_MAX_VIEWS_PER_SEND: Final = 512
+"""Below IOV_MAX, which Linux puts at 1024 (``man 2 writev``)."""
+_LENT_PIECE_BYTES: Final = 4 << 20
+"""It is digested first: no more than what the processor's cache then still holds."""
+_LONGEST_WAIT: Final = struct.pack("ll", 0, 20_000)
+"""``struct timeval``, 20 ms: so long a call that sends lent memory may wait for the receiver, and the owner for it."""
+_NO_LIMIT: Final = struct.pack("ll", 0, 0)
+_FLUSH_TICK_S: Final = 0.005
+_DROP_UNSENT: Final = struct.pack("ii", 1, 0)
+
+
+async def send_range(
+    request: web.Request,
+    reading: Reading,
+    response: web.StreamResponse,
+    start: int,
+    end: int,
+    *,
+    stall_timeout_s: float,
+) -> web.StreamResponse:
+    """Answers with bytes ``[start, end)`` of the file, or with the head alone if that was asked for.
+
+    A receiver that goes away or stalls ends its connection; that is its own affair and no error of the server.
+    """
+    response.content_length = end - start
+    return await _answer(request, reading, response, _Range(reading.snapshot.memory, start, end), stall_timeout_s)
+
+
+async def send_slices(
+    request: web.Request,
+    reading: Reading,
+    response: web.StreamResponse,
+    frames: Sequence[Frame],
+    *,
+    stall_timeout_s: float,
+) -> web.StreamResponse:
+    """Answers with the frames that were asked for (``wire.slices``); otherwise as `send_range`."""
+    response.content_length = answer_bytes(frames)
+    return await _answer(request, reading, response, _Slices(reading.snapshot.memory, frames), stall_timeout_s)
+
+
+async def _answer(
+    request: web.Request, reading: Reading, response: web.StreamResponse, content: _Content, stall_timeout_s: float
+) -> web.StreamResponse:
+    try:
+        await response.prepare(request)
+        if request.method != "HEAD":
+            await _send_body(request, reading, content, stall_timeout_s)
+        await response.write_eof()
+    except OSError as error:
+        logger.info("the answer to receiver %s ended early: %s", request.remote, error)
+        if request.transport is not None:
+            request.transport.abort()
+    return response
+
+
+async def _send_body(request: web.Request, reading: Reading, content: _Content, stall_timeout_s: float) -> None:
+    transport = request.transport
+    if transport is None or transport.is_closing():
+        raise ConnectionResetError("it closed the connection")
+    # The kernel holds pages of a memory file until the receiver has read them.
+    reading.unread_s = stall_timeout_s
+    memory = reading.snapshot.memory
+    if isinstance(content, _Range) and isinstance(memory, MemoryFile):
+        start, end = content.position, content.end
+        num_first = min(_FIRST_BYTES, end - start)
+        with open(memory.descriptor, "rb", buffering=0, closefd=False) as file:
+            # The event loop's own sendfile waits until the head of the answer has left its buffers.
+            sending = asyncio.get_running_loop().sendfile(transport, file, memory.start + start, num_first)
+            try:
+                await asyncio.wait_for(sending, timeout=stall_timeout_s)
+            except asyncio.TimeoutError:
+                raise _stalled(request, num_first, stall_timeout_s) from None
+            except RuntimeError:
+                # asyncio's, where the connection was closed just before; it would be logged with all that it keeps.
+                if not transport.is_closing():
+                    raise
+                raise ConnectionResetError("it closed the connection") from None
+        content.position += num_first
+        if content.position == end:
+            return
+    else:
+        await _flushed(request, transport, stall_timeout_s)
+    if transport.is_closing():
+        raise ConnectionResetError("it closed the connection")
+    # With a descriptor of its own, the thread can never write to a connection that came after this one.
+    connected = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+    was_reading = transport.is_reading()
+    transport.pause_reading()
+    try:
+        body = _Body(connected, content)
+        await _send_on_thread(request, body, stall_timeout_s)
+    finally:
+        connected.close()
+        if was_reading:
+            transport.resume_reading()
+
+
+class _Content(Protocol):
+    """What a thread sends. ``position`` and ``end`` count bytes of it; the first ones may have been sent before."""
+
+    position: int
+    end: int
+
+    def send_to(self, connected: socket.socket) -> None:
+        """Sends what is left; blocks. Counts ``position`` up."""
+
+
+class _Range:
+    """Bytes ``[position, end)`` of the file."""
+
+    def __init__(self, memory: ServedMemory, position: int, end: int) -> None:
+        self._memory = memory
+        self.position = position
+        self.end = end
+
+    def send_to(self, connected: socket.socket) -> None:
+        if isinstance(self._memory, MemoryFile):
+            self._send_file(connected, self._memory)
+        else:
+            self._send_lent(connected, self._memory)
+
+    def _send_file(self, connected: socket.socket, file: MemoryFile) -> None:
+        # Where nobody says what the receiver has acknowledged, what the kernel took has to stand for it.
+        piece_bytes = _PIECE_BYTES if _acked_bytes(connected) else _LEAST_BYTES
+        while self.position < self.end:
+            num_bytes = min(self.end - self.position, piece_bytes)
+            sent = os.sendfile(connected.fileno(), file.descriptor, file.start + self.position, num_bytes)
+            if not sent:
+                raise ConnectionAbortedError(f"the memory file ends at {self.position}, expected {self.end}")
+            self.position += sent
+
+    def _send_lent(self, connected: socket.socket, file: LentFile) -> None:
+        """The kernel takes a copy of what is sent, so the owner waits for no receiver, but for one call at most."""
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LONGEST_WAIT)
+        while self.position < self.end:
+            end = min(self.end, self.position + _LENT_PIECE_BYTES)
+            try:
+                with file.borrow(self.position, end) as views:
+                    self.position += connected.sendmsg(views[:_MAX_VIEWS_PER_SEND])
+            except BlockingIOError:
+                continue
+            except SnapshotError as error:
+                raise ConnectionAbortedError(str(error)) from error
+
+
+class _Slices:
+    """The frames of a request for slices, each with its digest."""
+
+    def __init__(self, memory: ServedMemory, frames: Sequence[Frame]) -> None:
+        self._memory = memory
+        self._frames = frames
+        self.position = 0
+        self.end = answer_bytes(frames)
+
+    def send_to(self, connected: socket.socket) -> None:
+        try:
+            for sent in send_frames(connected, self._memory, self._frames):
+                self.position += sent
+        except SnapshotError as error:
+            raise ConnectionAbortedError(str(error)) from error
+
+
+class _Body:
+    """What one thread sends, and how far the receiver is."""
+
+    def __init__(self, connected: socket.socket, content: _Content) -> None:
+        self.connected = connected
+        self._content = content
+        self._num_acked_before = _acked_bytes(connected)
+        self._num_bytes = content.end - content.position
+
+    def send(self) -> None:
+        """Sends everything; blocks."""
+        # The flag belongs to the connection, not to its descriptor: the event loop needs it back.
+        self.connected.settimeout(None)
+        try:
+            # asyncio has it send each part at once; a body is better sent in full segments, until its end.
+            self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
+            self._content.send_to(self.connected)
+        finally:
+            os.set_blocking(self.connected.fileno(), False)
+            with contextlib.suppress(OSError):  # The receiver is gone.
+                self.connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _NO_LIMIT)
+                # Sends what is left (man 7 tcp).
+                self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def remaining_bytes(self) -> int:
+        """How much the receiver has yet to take; too little by what was on its way when the body began."""
+        if self._num_acked_before:
+            return self._num_bytes - (_acked_bytes(self.connected) - self._num_acked_before)
+        return self._content.end - self._content.position
+
+
+async def _flushed(request: web.Request, transport: asyncio.WriteTransport, stall_timeout_s: float) -> None:
+    """Returns when the head of the answer has left the event loop's buffers, as it has at once as a rule."""
+    deadline_s = time.monotonic() + stall_timeout_s
+    while num_bytes := transport.get_write_buffer_size():
+        if time.monotonic() > deadline_s:
+            raise _stalled(request, num_bytes, stall_timeout_s)
+        await asyncio.sleep(_FLUSH_TICK_S)
+
+
+async def _send_on_thread(request: web.Request, body: _Body, stall_timeout_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[BaseException | None] = loop.create_future()
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            body.send()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown at the same moment.
+            loop.call_soon_threadsafe(ended.set_result, error)
+
+    remaining = body.remaining_bytes()
+    threading.Thread(target=run, name="ft-transport-send", daemon=True).start()
+    try:
+        while not (await asyncio.wait({ended}, timeout=stall_timeout_s))[0]:
+            before, remaining = remaining, body.remaining_bytes()
+            expected = max(1, min(_LEAST_BYTES, before))
+            if before - remaining < expected:
+                raise _stalled(request, expected, stall_timeout_s)
+    finally:
+        # Whatever ended the wait: the thread uses the socket and the memory file, which belong to the caller.
+        while not ended.done():
+            _cut_off(body.connected)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({ended})
+    error = ended.result()
+    if error is not None:
+        raise error
+
+
+def _cut_off(connected: socket.socket) -> None:
+    """Wakes the thread that is sending; its call fails. What is unsent is dropped when the connection is closed."""
+    with contextlib.suppress(OSError):  # The receiver was faster.
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DROP_UNSENT)
+        connected.shutdown(socket.SHUT_RDWR)
+
+
+def _acked_bytes(connected: socket.socket) -> int:
+    """How much of what was sent the receiver's system has acknowledged since the connection began; 0 if unknown."""
+    if sys.platform != "linux":
+        return 0
+    info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_BYTES.size)
+    return int(_ACKED_BYTES.unpack(info)[0]) if len(info) == _ACKED_BYTES.size else 0
+
+
+def _stalled(request: web.Request, num_bytes: int, stall_timeout_s: float) -> ConnectionResetError:
+    logger.warning(
+        "receiver %s took less than %d bytes in %.0f s and was cut off", request.remote, num_bytes, stall_timeout_s
+    )
+    # send_range aborts: only that frees the socket of a peer that does not read; a close would wait for it.
+    return ConnectionResetError("it stalled")

@@ -1,0 +1,414 @@
+"""One HTTP connection with blocking reads straight into given memory, every wait of which has a deadline.
+
+``http.client`` parses the answers; the bytes of a body are read from its socket directly, because passing them through
+Python objects costs more than the transfer itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Final
+
+from ft_transport.errors import (
+    DeadlineExceededError,
+    PeerAuthenticationError,
+    PeerError,
+    PeerNotReadyError,
+    PeerProtocolError,
+    PeerUnreachableError,
+    SnapshotReplacedError,
+    StepNotServedError,
+    TransportError,
+)
+from ft_transport.http.fork_safety import close_in_children, making_socket
+from ft_transport.http.peer_address import PeerAddress, look_up
+from ft_transport.http.timed_socket import TimedSocket
+from ft_transport.http.token import TOKEN_VARIABLE, JobToken
+from ft_transport.wire.routes import AFTER_HEADER, SERVED_STEPS_HEADER, parse_after, parse_served_steps
+
+_MAX_ERROR_BODY_BYTES: Final = 2048
+_MAX_VIEWS_PER_READ: Final = 512
+"""Below IOV_MAX, which Linux puts at 1024 (``man 2 readv``)."""
+_WAKE_BYTES: Final = 256 << 10
+"""Half the wake-ups that a receiver has without it; with far more, the sender runs into a full window."""
+_TICK_S: Final = 0.1
+"""How often a read that waits for more looks at the clock."""
+_CLOCK_TOLERANCE_S: Final = 0.001
+"""A wait may end this much before its time, because the system counts in milliseconds."""
+
+
+class Progress:
+    """When the data of a fetch last came on. Shared by its connections.
+
+    Args:
+        timeout_s: How long it may stand still, in seconds.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.last_s = time.monotonic()
+
+    def note(self) -> None:
+        """Something has come, or this side was busy by itself."""
+        self.last_s = time.monotonic()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a peer may take.
+
+    Attributes:
+        deadline_s: When all has to be done, on the monotonic clock.
+        connect_timeout_s: For one connection attempt, in seconds.
+        stall_timeout_s: Without a single byte, and on top of what ``min_bytes_per_s`` allows, in seconds.
+        min_bytes_per_s: A body that comes slower than this, averaged over the request, is given up.
+        progress: Ends everything where no data comes for too long, however many requests are tried.
+    """
+
+    deadline_s: float
+    connect_timeout_s: float
+    stall_timeout_s: float
+    min_bytes_per_s: float
+    progress: Progress | None = None
+
+    def end_s(self) -> float:
+        """When the deadline, or the time without progress, is over; the latter moves on with every byte."""
+        if self.progress is None:
+            return self.deadline_s
+        return min(self.deadline_s, self.progress.last_s + self.progress.timeout_s)
+
+    def is_over(self) -> bool:
+        """Whether no more time is left."""
+        return time.monotonic() >= self.end_s() - _CLOCK_TOLERANCE_S
+
+    def note_progress(self) -> None:
+        """The time without progress begins anew."""
+        if self.progress is not None:
+            self.progress.note()
+
+    def reason(self) -> str:
+        """Why no more time is left."""
+        if self.progress is not None and self.end_s() < self.deadline_s:
+            return f"no data came for {self.progress.timeout_s:.3g} s"
+        return "the deadline passed"
+
+    def remaining_s(self, doing: str, peer: PeerAddress) -> float:
+        """Seconds left.
+
+        Raises:
+            DeadlineExceededError: None are.
+        """
+        remaining_s = self.end_s() - time.monotonic()
+        if remaining_s <= 0:
+            raise DeadlineExceededError(f"timed out {doing}: {self.reason()}", peer=str(peer))
+        return remaining_s
+
+
+class Connection:
+    """A keep-alive connection to one peer. Used by one thread at a time; a context manager that closes it.
+
+    Args:
+        peer: The server.
+        token: Sent with every request if given.
+        patience: How long things may take.
+    """
+
+    def __init__(self, peer: PeerAddress, *, token: JobToken | None, patience: Patience) -> None:
+        self.peer = peer
+        self._token = token
+        self._patience = patience
+        self._http: HTTPConnection | None = None
+        self._socket: TimedSocket | None = None
+        self._address: object = None
+        self._ahead = b""
+        self._is_interrupted = False
+        self._started_s = self._received_s = 0.0
+        self._received = 0
+        self._body_bytes = 0
+        self._tick_s = 0.0
+        close_in_children(self)
+
+    def is_mine(self, candidate: socket.socket) -> bool:
+        """See ``http.fork_safety``."""
+        timed = self._socket
+        if timed is not None and candidate.fileno() == timed.raw.fileno():
+            return True
+        try:
+            # While it is being closed, Python has forgotten its descriptor already.
+            return bool(candidate.getpeername() == self._address)
+        except OSError:  # not connected
+            return False
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drops the connection; the next request opens a new one."""
+        if self._socket is not None:
+            self._socket.raw.close()
+        self._http = self._socket = None
+        self._ahead = b""
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether it was given up; no request on it succeeds any more."""
+        return self._is_interrupted
+
+    def interrupt(self) -> None:
+        """Ends what another thread is waiting for at once, and all requests to come. Thread-safe."""
+        self._is_interrupted = True
+        timed = self._socket
+        if timed is not None:
+            with contextlib.suppress(OSError):
+                timed.raw.shutdown(socket.SHUT_RDWR)
+
+    def get(
+        self,
+        path: str,
+        *,
+        headers: dict[str, str],
+        expected_status: int,
+        answer_within_s: float,
+        body: bytes | None = None,
+    ) -> HTTPResponse:
+        """Sends a request and reads the head of the answer; the body is read with ``read_into`` afterwards.
+
+        Args:
+            path: Path and query.
+            headers: Further ones.
+            expected_status: Any other is an error.
+            answer_within_s: How long the peer may take on purpose, in seconds.
+            body: Is posted, if there is one.
+
+        Raises:
+            PeerUnreachableError: No connection, it broke, or nothing came for too long.
+            PeerError: The peer refused; the class says why.
+            DeadlineExceededError: The deadline passed.
+        """
+        asked = dict(headers)
+        asked["Accept-Encoding"] = "identity"
+        if self._token is not None:
+            asked["Authorization"] = self._token.header()
+        try:
+            http = self._connected()
+            assert self._socket is not None
+            self._socket.read_until_s = min(
+                self._patience.end_s(), time.monotonic() + answer_within_s + self._patience.stall_timeout_s
+            )
+            self._socket.in_head, self._socket.head_complete = True, False
+            self._socket.wake_at(1)
+            http.request("GET" if body is None else "POST", path, body=body, headers=asked)
+            response = http.getresponse()
+            self._socket.in_head = False
+            self._started_s = self._received_s = time.monotonic()
+            self._received = 0
+            self._body_bytes = response.length or 0
+            self._tick_s = 0.0
+            if response.status != expected_status:
+                raise self._refusal(response)
+            # What was read ahead while looking for the end of the head belongs to the body.
+            self._socket.head_complete = True
+            self._ahead = response.fp.peek()
+            return response
+        except TimeoutError as error:
+            self.close()
+            if isinstance(error, TransportError):
+                raise
+            raise self._timed_out("waiting for the answer to", path) from error
+        except OSError as error:
+            self.close()
+            if isinstance(error, TransportError):
+                raise
+            raise PeerUnreachableError(
+                f"expected an answer to {path}, the connection failed: {type(error).__name__}: {error}",
+                peer=str(self.peer),
+            ) from error
+        except HTTPException as error:
+            self.close()
+            raise PeerProtocolError(
+                f"expected an HTTP answer to {path}, got {type(error).__name__}: {str(error)[:200]!r}",
+                peer=str(self.peer),
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, views: Sequence[memoryview]) -> None:
+        """Fills all views, in order, with the next bytes of the body.
+
+        Raises:
+            PeerUnreachableError: The body ended early or came too slowly.
+            DeadlineExceededError: The deadline passed.
+        """
+        assert self._socket is not None
+        # What this side did in between is no fault of the peer's.
+        self._received_s = time.monotonic()
+        if self._received:
+            self._patience.note_progress()
+        try:
+            num_later = self._body_bytes - self._received - sum(map(len, views))
+            self._socket.wake_at(_WAKE_BYTES if num_later >= _WAKE_BYTES else 1)
+            for start in range(0, len(views), _MAX_VIEWS_PER_READ):
+                self._fill(list(views[start : start + _MAX_VIEWS_PER_READ]))
+        except TimeoutError as error:
+            self.close()
+            if isinstance(error, TransportError):
+                raise
+            raise self._timed_out("reading", f"after {self._received} bytes") from error
+        except OSError as error:
+            self.close()
+            if isinstance(error, TransportError):
+                raise
+            raise PeerUnreachableError(f"the connection broke: {error}", peer=str(self.peer)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def end_response(self, response: HTTPResponse) -> None:
+        """Frees the connection for the next request, once the body was read to its end."""
+        response.close()
+        if response.will_close:
+            self.close()
+
+    def _connected(self) -> HTTPConnection:
+        if self._http is not None:
+            return self._http
+        timed = self._open()
+        self._http = HTTPConnection(self.peer.host, self.peer.port)
+        self._http.auto_open = 0
+        self._http.sock = timed
+        return self._http
+
+    def _open(self) -> TimedSocket:
+        """Connects to the first of the peer's addresses that answers."""
+        doing = f"connecting to {self.peer}"
+        timeout_s = min(self._patience.connect_timeout_s, self._patience.remaining_s(doing, self.peer))
+        failures = []
+        for family, kind, protocol, _name, address in look_up(
+            self.peer, timeout_s=timeout_s, is_given_up=lambda: self._is_interrupted
+        ):
+            timeout_s = min(self._patience.connect_timeout_s, self._patience.remaining_s(doing, self.peer))
+            with making_socket:
+                self._socket = timed = TimedSocket(socket.socket(family, kind, protocol))
+            self._address = address
+            try:
+                timed.raw.settimeout(timeout_s)
+                timed.raw.connect(address)
+                timed.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            except OSError as error:
+                self.close()
+                failures.append(f"{address[0]}: {type(error).__name__}: {error}")
+                continue
+            if self._is_interrupted:
+                raise PeerUnreachableError("the request was given up", peer=str(self.peer))
+            return timed
+        self._patience.remaining_s(doing, self.peer)
+        raise PeerUnreachableError(f"no address accepts a connection: {'; '.join(failures)}", peer=str(self.peer))
+
+    def _fill(self, views: list[memoryview]) -> None:
+        sock = self._socket
+        assert sock is not None
+        index = 0
+        while index < len(views) and self._ahead:
+            taken = min(len(self._ahead), len(views[index]))
+            views[index][:taken] = self._ahead[:taken]
+            self._ahead = self._ahead[taken:]
+            self._received += taken
+            if taken < len(views[index]):
+                views[index] = views[index][taken:]
+                break
+            index += 1
+        while index < len(views):
+            self._check_pace()
+            try:
+                if index == len(views) - 1:
+                    got = sock.raw.recv_into(views[index], 0, socket.MSG_WAITALL)
+                else:
+                    got = sock.raw.recvmsg_into(views[index:], 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                continue
+            if not got:
+                raise PeerUnreachableError(
+                    f"expected more of the body, the peer closed the connection after {self._received} bytes",
+                    peer=str(self.peer),
+                )
+            self._received += got
+            self._received_s = time.monotonic()
+            self._patience.note_progress()
+            while got:
+                size = len(views[index])
+                if got < size:
+                    views[index] = views[index][got:]
+                    break
+                got -= size
+                index += 1
+
+    def _check_pace(self) -> None:
+        """Allows the next read, until the deadline, the stall timeout or the minimum throughput ends it."""
+        patience = self._patience
+        until_s = min(
+            patience.end_s(),
+            self._received_s + patience.stall_timeout_s,
+            self._started_s + patience.stall_timeout_s + self._received / patience.min_bytes_per_s,
+        )
+        remaining_s = until_s - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError
+        tick_s = min(_TICK_S, remaining_s)
+        if tick_s != self._tick_s:
+            assert self._socket is not None
+            self._socket.block(tick_s)
+            self._tick_s = tick_s
+
+    def _timed_out(self, doing: str, what: str) -> TransportError:
+        """The error after a wait: the whole deadline is over, or this peer is too slow and another try may help."""
+        if self._patience.is_over():
+            return DeadlineExceededError(f"timed out {doing} {what}: {self._patience.reason()}", peer=str(self.peer))
+        return PeerUnreachableError(
+            f"timed out {doing} {what}: nothing came for {self._patience.stall_timeout_s:g} s, or less than "
+            f"{self._patience.min_bytes_per_s:.0f} bytes/s",
+            peer=str(self.peer),
+        )
+
+    def _refusal(self, response: HTTPResponse) -> PeerError:
+        text = ""
+        with contextlib.suppress(OSError, HTTPException, ValueError):
+            text = response.read(_MAX_ERROR_BODY_BYTES).decode("utf-8", "replace")
+        peer = str(self.peer)
+        reason = f"{response.status} {response.reason}: {text}"
+        match response.status:
+            case 401:
+                refused = "the peer refused this side's job token"
+                if self._token is None:
+                    refused = "the peer asks for a job token, and this side has none"
+                return PeerAuthenticationError(f"{refused} ({TOKEN_VARIABLE}): {reason}", peer=peer)
+            case 404 | 410:
+                served = parse_served_steps(response.headers.get(SERVED_STEPS_HEADER))
+                return StepNotServedError(
+                    f"the peer does not serve it: {reason}", served=served, is_past=response.status == 410, peer=peer
+                )
+            case 409:
+                return SnapshotReplacedError(f"the snapshot was replaced: {reason}", peer=peer)
+            case 503:
+                retry_after_s = _seconds(response.headers.get("Retry-After"))
+                after = parse_after(response.headers.get(AFTER_HEADER))
+                return PeerNotReadyError(
+                    f"the peer is not ready: {reason}", retry_after_s=retry_after_s, after=after, peer=peer
+                )
+            case _:
+                return PeerProtocolError(f"unexpected answer {reason}", peer=peer)
+
+
+def _seconds(text: str | None) -> float:
+    """What a ``Retry-After`` header says, within reason; one second where it says nothing of use."""
+    if text is not None and text.isascii() and text.isdigit() and len(text) <= 3:
+        return float(text)
+    return 1.0

@@ -1,0 +1,136 @@
+"""A forked child keeps no connection of its parent's alive.
+
+A child that the trainer forks, such as a worker of a data loader, inherits every socket. If the trainer dies, its
+peers would see their connections stay open and silent for as long as one such child lives, and wait for their stall
+timeouts. (A process that is spawned inherits none: PEP 446.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Final, Protocol
+
+from ft_transport.runtime.handler_safety import SafeCondition
+
+_DESCRIPTORS: Final = "/dev/fd"
+_LONGEST_DELAY_S: Final = 5.0
+"""A fork that has waited as long for `delaying_forks` goes on, and its child may keep a socket."""
+
+
+class SocketHolder(Protocol):
+    """Whatever has sockets open."""
+
+    def is_mine(self, candidate: socket.socket) -> bool:
+        """Whether a socket belongs to it. Called in the child."""
+
+
+making_socket: Final = threading.RLock()
+"""Held from the moment that a socket exists until its holder knows it; a fork waits for that."""
+_holders: weakref.WeakSet[SocketHolder] = weakref.WeakSet()
+
+
+class _Gate:
+    """Lets a fork wait until nobody makes sockets that have no holder yet."""
+
+    def __init__(self) -> None:
+        self._changed = SafeCondition()
+        self._num_inside = 0
+
+    def enter(self) -> None:
+        with self._changed:
+            self._num_inside += 1
+
+    def leave(self) -> None:
+        with self._changed:
+            self._num_inside -= 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        self._changed.acquire()
+        self._changed.wait_for(lambda: not self._num_inside, timeout=_LONGEST_DELAY_S)
+
+    def open(self) -> None:
+        self._changed.release()
+
+
+_gate = _Gate()
+
+
+@contextlib.contextmanager
+def delaying_forks() -> Iterator[None]:
+    """Lets forks of other threads wait, for a while, until the end of the block.
+
+    For code that makes sockets inside a library, where they are found only when the library is done. Several threads
+    may be inside at once.
+    """
+    gate = _gate
+    gate.enter()
+    try:
+        yield
+    finally:
+        gate.leave()
+
+
+def close_in_children(holder: SocketHolder) -> None:
+    """Closes the holder's sockets in every child that is forked from now on, for as long as the holder lives."""
+    _holders.add(holder)
+
+
+def _before_fork() -> None:
+    # The gate first: who waits for a library must not keep others from making sockets.
+    _gate.close()
+    making_socket.acquire()
+
+
+def _after_fork() -> None:
+    making_socket.release()
+    _gate.open()
+
+
+def _close_all() -> None:
+    global _gate  # noqa: PLW0603 - nobody inside the parent's ever leaves it here
+    making_socket.release()
+    _gate = _Gate()
+    holders = list(_holders)
+    mine = [number for number in _open_descriptors() if _is_of_any(holders, number)] if holders else []
+    if not mine:
+        return
+    # The numbers stay taken: the child's copies of the Python objects will close them once more. One is closed first,
+    # because the table of descriptors may be full.
+    os.close(mine[0])
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in mine:
+        if number != null:
+            os.dup2(null, number, inheritable=False)
+    if null not in mine:
+        os.close(null)
+
+
+def _open_descriptors() -> Iterable[int]:
+    try:
+        return [int(name) for name in os.listdir(_DESCRIPTORS)]
+    except OSError:  # The table is full, or there is no such directory.
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return range(soft_limit if 0 <= soft_limit < 1 << 16 else 1 << 16)
+
+
+def _is_of_any(holders: list[SocketHolder], number: int) -> bool:
+    """Asks the system what the descriptor is, and not the objects that know of it: the fork may have come between."""
+    with contextlib.suppress(OSError):
+        candidate = socket.socket(fileno=number)
+        try:
+            return candidate.family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX) and any(
+                holder.is_mine(candidate) for holder in holders
+            )
+        finally:
+            candidate.detach()
+    return False
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_close_all)

@@ -1,0 +1,84 @@
+"""Digests that come after the data: of a snapshot in lent memory, which is digested while it is sent."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from ft_transport.errors import PeerProtocolError, PeerUnreachableError
+from ft_transport.http.chunk_client import Destination
+from ft_transport.http.connection import Connection
+from ft_transport.wire.integrity import DIGEST_HEX_DIGITS, Hasher
+from ft_transport.wire.manifest import Manifest, decode_digests
+from ft_transport.wire.routes import digests_path
+
+_RETRY_PAUSE_S: Final = 0.1
+
+
+def fetch_digests(connection: Connection, manifest: Manifest, *, max_failures: int) -> tuple[int, ...]:
+    """The digests of all chunks.
+
+    Args:
+        connection: To the peer that served the data; it may have been closed for having been idle.
+        manifest: Of the snapshot.
+        max_failures: How often it may fail.
+
+    Raises:
+        PeerError: It cannot be reached, refuses, or answers outside the protocol.
+        ManifestError: What it sent are no digests.
+        DeadlineExceededError: They did not come in time.
+    """
+    if not manifest.chunks.num_chunks:
+        return ()
+    for _ in range(max_failures - 1):
+        try:
+            return _ask(connection, manifest)
+        except PeerUnreachableError:
+            connection.close()
+            time.sleep(_RETRY_PAUSE_S)
+    return _ask(connection, manifest)
+
+
+def _ask(connection: Connection, manifest: Manifest) -> tuple[int, ...]:
+    response = connection.get(
+        digests_path(manifest.step, manifest.snapshot_id), headers={}, expected_status=200, answer_within_s=0.0
+    )
+    expected_bytes = DIGEST_HEX_DIGITS * manifest.chunks.num_chunks
+    if response.length != expected_bytes:
+        raise PeerProtocolError(
+            f"expected digests of {expected_bytes} bytes, the peer announced {response.length}",
+            peer=str(connection.peer),
+            step=manifest.step,
+        )
+    body = bytearray(expected_bytes)
+    connection.read_into([memoryview(body)])
+    connection.end_response(response)
+    return decode_digests(body.decode("ascii", "replace"), manifest.chunks.num_chunks, peer=str(connection.peer))
+
+
+def find_damaged(manifest: Manifest, destination: Destination, *, num_threads: int) -> list[int]:
+    """The chunks whose bytes in ``destination`` do not have the digest of the manifest.
+
+    Args:
+        manifest: With digests.
+        destination: What was received, or lies there.
+        num_threads: Threads that read it.
+    """
+    expected = manifest.digests
+    assert expected is not None, "they have been asked for"
+    actual = digest_chunks(manifest, destination, num_threads=num_threads)
+    return [chunk for chunk, digest in enumerate(actual) if digest != expected[chunk]]
+
+
+def digest_chunks(manifest: Manifest, destination: Destination, *, num_threads: int) -> list[int]:
+    """The digests of all chunks of what lies in ``destination``."""
+
+    def digest(chunk: int) -> int:
+        hasher = Hasher()
+        for view in destination.buffers(*manifest.chunks.range_of(chunk, chunk + 1)):
+            hasher.update(view)
+        return hasher.intdigest()
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-verify") as pool:
+        return list(pool.map(digest, range(manifest.chunks.num_chunks)))

@@ -1,0 +1,447 @@
+"""The HTTP server: aiohttp on a thread and an event loop of its own.
+
+Bodies go from the memory file to the socket with ``sendfile``, or from memory that is lent, so neither Python nor the
+training thread touches them.
+Nothing here waits for a lock of the trainer or copies device memory. Only what is lent is digested here, on the threads
+that send it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from ft_transport.errors import (
+    ConfigurationError,
+    PeerAuthenticationError,
+    PeerNotReadyError,
+    SnapshotReplacedError,
+    StepNotServedError,
+    TransportError,
+)
+from ft_transport.http.body_sender import send_range, send_slices
+from ft_transport.http.fork_safety import close_in_children
+from ft_transport.http.own_address import LISTEN_BACKLOG, advertised_host, listen
+from ft_transport.http.snapshot_cache import Reading, Shelf
+from ft_transport.http.token import JobToken
+from ft_transport.wire.manifest import SnapshotId
+from ft_transport.wire.routes import (
+    AFTER_HEADER,
+    AFTER_PARAMETER,
+    DIGESTS_ROUTE,
+    FULL_ROUTE,
+    LATEST,
+    MANIFEST_DIGEST_HEADER,
+    METADATA_ROUTE,
+    SERVED_STEPS_HEADER,
+    SLICES_ROUTE,
+    SNAPSHOT_PARAMETER,
+    STATUS_ROUTE,
+    WAIT_PARAMETER,
+    StepSelector,
+    parse_after,
+    parse_step,
+)
+from ft_transport.wire.served import MemoryFile
+from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES, decode_request
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S: Final = 30.0
+_KEEP_ALIVE_S: Final = 75.0
+"""How long a connection may be silent; aiohttp's own default is an hour."""
+_TICK_S: Final = 0.1
+_SETTLING_ROUNDS: Final = 5
+_MAX_CONNECTIONS: Final = 512
+"""No crowd of receivers may take the descriptors and the memory that the training needs."""
+
+FreshSnapshot = Callable[[int | None], int | None]
+"""Asks the owner of the state for a snapshot that is not older than now, or of the step that is given, without waiting
+for it. Returns the number (``Shelf.newest_sequence``) after which a snapshot is new enough; ``None`` if that step is
+past. Thread-safe, and called on the event loop."""
+
+
+class SnapshotServer:
+    """Serves the snapshots of a shelf until ``close``.
+
+    Args:
+        shelf: What is served.
+        host: Address to bind, ``None`` for all.
+        port: Port to bind, 0 for any.
+        advertise: Host, address or interface that peers are told.
+        replica: How this replica calls itself in ``/status``.
+        token: Required on every route if given.
+        max_wait_s: The longest that a request is held until its step is there, in seconds.
+        stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
+        fresh_snapshot: Asks for a new snapshot when ``latest`` is requested.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        *,
+        host: str | None,
+        port: int,
+        advertise: str | None,
+        replica: str,
+        token: JobToken | None,
+        max_wait_s: float,
+        stall_timeout_s: float,
+        fresh_snapshot: FreshSnapshot | None,
+    ) -> None:
+        self._shelf = shelf
+        self._replica = replica
+        self._token = token
+        self._max_wait_s = max_wait_s
+        self._stall_timeout_s = stall_timeout_s
+        self.fresh_snapshot = fresh_snapshot
+        self.server_id = secrets.token_hex(8)
+        self._socket = listen(host, port)
+        try:
+            self.port: int = self._socket.getsockname()[1]
+            self.address = f"http://{advertised_host(advertise, bound=host)}:{self.port}"
+            # The class by name: a policy that the process has set may make loops without sendfile (uvloop).
+            self._loop = asyncio.SelectorEventLoop()
+            self._changed = asyncio.Event()
+            self._closing = False
+            self._handlers: set[asyncio.Task[object]] = set()
+            started: Future[None] = Future()
+            self._thread = threading.Thread(target=self._run, args=(started,), name="ft-transport-server", daemon=True)
+            self._thread.start()
+            started.result(_START_TIMEOUT_S)
+        except BaseException:
+            self._socket.close()
+            raise
+        shelf.listen(self._on_change)
+        close_in_children(self)
+
+    def is_mine(self, candidate: socket.socket) -> bool:
+        """See ``http.fork_safety``. Whatever was accepted has the port of the listener, until that is given up."""
+        if self._loop.is_closed() or candidate.family == socket.AF_UNIX:
+            return False
+        return bool(candidate.getsockname()[1] == self.port)
+
+    def close(self, *, wait: bool) -> None:
+        """Stops serving; running transfers are cut off. May be called again, to wait after all.
+
+        Args:
+            wait: Whether to return only when the thread has ended.
+        """
+        if not self._closing:
+            self._closing = True
+            with contextlib.suppress(RuntimeError):  # The thread has ended already.
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        if wait:
+            self._thread.join()
+
+    def _run(self, started: Future[None]) -> None:
+        loop = self._loop
+        asyncio.set_event_loop(loop)
+        try:
+            try:
+                runner, listener = loop.run_until_complete(self._start())
+            except BaseException as error:
+                started.set_exception(error)
+                return
+            started.set_result(None)
+            loop.run_forever()
+            loop.run_until_complete(self._stop(runner, listener))
+        finally:
+            self._socket.close()
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
+    async def _start(self) -> tuple[web.AppRunner, asyncio.AbstractServer]:
+        app = web.Application(middlewares=[self._guard], client_max_size=MAX_REQUEST_BODY_BYTES)
+        app.router.add_get(METADATA_ROUTE, self._metadata, allow_head=True)
+        app.router.add_get(FULL_ROUTE, self._full, allow_head=True)
+        app.router.add_get(DIGESTS_ROUTE, self._digests)
+        app.router.add_post(SLICES_ROUTE, self._slices)
+        app.router.add_get(STATUS_ROUTE, self._status, allow_head=True)
+        runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, shutdown_timeout=0.1, keepalive_timeout=_KEEP_ALIVE_S
+        )
+        await runner.setup()
+        server = runner.server
+        assert server is not None
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Each may take two, while a body is sent.
+        max_connections = _MAX_CONNECTIONS if soft_limit < 0 else min(_MAX_CONNECTIONS, soft_limit // 4)
+
+        def accept() -> asyncio.BaseProtocol:
+            return server() if len(server.connections) < max_connections else _Busy()
+
+        return runner, await self._loop.create_server(accept, sock=self._socket, backlog=LISTEN_BACKLOG)
+
+    async def _stop(self, runner: web.AppRunner, listener: asyncio.AbstractServer) -> None:
+        listener.close()
+        # asyncio takes three rounds of the loop from an accepted connection to one that can be closed.
+        for _ in range(_SETTLING_ROUNDS):
+            await asyncio.sleep(0)
+        for handler in tuple(self._handlers):
+            handler.cancel()
+        await runner.cleanup()
+        # And one from a closed transport to a closed socket.
+        for _ in range(_SETTLING_ROUNDS):
+            await asyncio.sleep(0)
+
+    def _on_change(self) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown at the same moment.
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Asks for the token, and turns errors into answers that say what was expected."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers.add(task)
+        try:
+            if self._token is not None and not self._token.accepts(request.headers.get("Authorization")):
+                raise PeerAuthenticationError("expected the job token as 'Authorization: Bearer TOKEN'")
+            return await handler(request)
+        except TransportError as error:
+            # The path as it came: a decoded one may hold line ends, and forge lines of the log.
+            logger.info("%s %s from %s refused: %s", request.method, request.raw_path[:200], request.remote, error)
+            headers = {SERVED_STEPS_HEADER: ",".join(map(str, self._shelf.steps()))}
+            if isinstance(error, PeerNotReadyError):
+                headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+                if error.after is not None:
+                    headers[AFTER_HEADER] = str(error.after)
+            if isinstance(error, PeerAuthenticationError):
+                headers = {"WWW-Authenticate": "Bearer"}
+            is_past = isinstance(error, StepNotServedError) and error.is_past
+            return web.json_response(
+                {"error": type(error).__name__, "message": str(error)},
+                status=410 if is_past else error.http_status,
+                headers=headers,
+            )
+        finally:
+            self._handlers.discard(task)
+
+    async def _status(self, _request: web.Request) -> web.StreamResponse:
+        newest = self._shelf.newest()
+        body = {
+            "state": "serving" if newest is not None else "empty",
+            "replica": self._replica,
+            "server": self.server_id,
+            "step": newest.step if newest is not None else None,
+            "steps": self._shelf.steps(),
+            "snapshot": newest.snapshot_id if newest is not None else None,
+            "snapshot_bytes": newest.total_bytes if newest is not None else 0,
+            "clients": self._shelf.num_readers(),
+        }
+        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+    async def _metadata(self, request: web.Request) -> web.StreamResponse:
+        reading = await self._read(request)
+        with reading as snapshot:
+            headers = {
+                "Content-Type": "application/json",
+                "Cache-Control": "no-store",
+                "ETag": f'"{snapshot.snapshot_id}"',
+                MANIFEST_DIGEST_HEADER: f"{reading.manifest_digest:016x}",
+            }
+            # All of the file's header but the length before it.
+            return await self._send(request, reading, web.StreamResponse(headers=headers), 8, len(snapshot.header))
+
+    async def _full(self, request: web.Request) -> web.StreamResponse:
+        reading = await self._read(request)
+        with reading as snapshot:
+            total = snapshot.total_bytes
+            etag = f'"{snapshot.snapshot_id}"'
+            headers = {
+                "Content-Type": "application/octet-stream",
+                "Content-Disposition": f'attachment; filename="step-{snapshot.step}.safetensors"',
+                "Accept-Ranges": "bytes",
+                "Cache-Control": "no-store",
+                "ETag": etag,
+            }
+            asked = _asked_range(request, total, etag)
+            if asked is None:
+                return await self._send(request, reading, web.StreamResponse(headers=headers), 0, total)
+            start, end = asked
+            if start >= end:
+                raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{total}"})
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{total}"
+            return await self._send(request, reading, web.StreamResponse(status=206, headers=headers), start, end)
+
+    async def _digests(self, request: web.Request) -> web.StreamResponse:
+        reading = await self._read(request)
+        with reading as snapshot:
+            memory = snapshot.memory
+            if isinstance(memory, MemoryFile):
+                raise StepNotServedError("expected a snapshot whose digests come later; they are in the metadata")
+            # They are there already if all of the data was sent.
+            computing = asyncio.get_running_loop().run_in_executor(None, memory.encoded_digests)
+            return web.Response(text=await computing)
+
+    async def _slices(self, request: web.Request) -> web.StreamResponse:
+        reading = await self._read(request)
+        with reading as snapshot:
+            try:
+                body = await asyncio.wait_for(request.read(), self._stall_timeout_s)
+            except (asyncio.TimeoutError, ConnectionError, web.RequestPayloadError):
+                raise web.HTTPRequestTimeout(text="the body did not come") from None
+            frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
+            headers = {"Content-Type": "application/octet-stream", "Cache-Control": "no-store"}
+            return await send_slices(
+                request,
+                reading,
+                web.StreamResponse(headers=headers),
+                frames,
+                stall_timeout_s=self._stall_timeout_s,
+            )
+
+    async def _send(
+        self, request: web.Request, reading: Reading, response: web.StreamResponse, start: int, end: int
+    ) -> web.StreamResponse:
+        return await send_range(request, reading, response, start, end, stall_timeout_s=self._stall_timeout_s)
+
+    async def _read(self, request: web.Request) -> Reading:
+        """Begins reading the snapshot that a request names, waiting for it if it may still come."""
+        step = parse_step(request.match_info["step"])
+        if step is None:
+            raise StepNotServedError(
+                f"expected a step number or 'latest' in the path, got {request.match_info['step'][:64]!r}"
+            )
+        is_closed = _closed_of(request)
+        bound_to = request.query.get(SNAPSHOT_PARAMETER)
+        if bound_to is not None:
+            reading = self._shelf.read(step, snapshot_id=SnapshotId(bound_to), is_closed=is_closed)
+            if reading is None:
+                raise SnapshotReplacedError(
+                    f"expected snapshot {bound_to[:32]} of step {step}, which is no longer served; start again"
+                )
+            return reading
+        after = self._after(request) if step == LATEST else 0
+        deadline_s = time.monotonic() + self._wait_s(request)
+        while True:
+            changed = self._changed
+            reading = self._shelf.read(step, after_sequence=after, is_closed=is_closed)
+            if reading is not None:
+                return reading
+            remaining_s = deadline_s - time.monotonic()
+            if step != LATEST and self._is_past(step):
+                served = self._shelf.steps()
+                raise StepNotServedError(
+                    f"expected a step to come, or one of {list(served)}; this replica is past step {step}",
+                    served=served,
+                    is_past=True,
+                )
+            if remaining_s <= 0 or not self._may_come(step):
+                return self._read_or_refuse(step, after, is_closed)
+            with contextlib.suppress(asyncio.TimeoutError):
+                # Of a step that its owner passes without a snapshot nobody tells.
+                await asyncio.wait_for(changed.wait(), remaining_s if step == LATEST else min(remaining_s, _TICK_S))
+
+    def _after(self, request: web.Request) -> int:
+        """The number behind which a snapshot is new enough for this request, or was for an earlier one like it."""
+        fresh_snapshot = self.fresh_snapshot
+        if fresh_snapshot is None:
+            return 0
+        earlier = parse_after(request.query.get(AFTER_PARAMETER))
+        if earlier is not None and self._shelf.holds_newer(earlier):
+            return earlier
+        fresh = fresh_snapshot(None)
+        assert fresh is not None, "the present state is never past"
+        return fresh if earlier is None else min(earlier, fresh)
+
+    def _is_past(self, step: int) -> bool:
+        """Asks the owner for a snapshot of a step to come; says whether there will be none."""
+        ask = self.fresh_snapshot
+        if ask is None or step in self._shelf.steps() or ask(step) is not None:
+            return False
+        # It may have been put there at this very moment.
+        return step not in self._shelf.steps()
+
+    def _may_come(self, step: StepSelector) -> bool:
+        newest_step = self._shelf.newest_step()
+        return step == LATEST or newest_step is None or step > newest_step
+
+    def _read_or_refuse(self, step: StepSelector, after: int, is_closed: Callable[[], bool]) -> Reading:
+        """After the wait: what has come at the last moment, or the reason why nothing has."""
+        reading = self._shelf.read(step, after_sequence=after, is_closed=is_closed)
+        if reading is not None:
+            return reading
+        served = self._shelf.steps()
+        failure = self._shelf.failure()
+        attempt = f"; the last attempt failed: {failure}" if failure is not None else ""
+        if not served:
+            raise PeerNotReadyError(
+                f"expected a snapshot, and none has been taken yet{attempt}", after=after, step=step
+            )
+        if step == LATEST:
+            raise PeerNotReadyError(
+                f"expected a snapshot of the present state, the newest is one of an earlier state (step {served[-1]}): "
+                f"the trainer has reached no step boundary since, or every snapshot is still being fetched{attempt}",
+                after=after,
+                step=step,
+            )
+        raise StepNotServedError(f"expected step {step}, this replica serves {list(served)}", served=served)
+
+    def _wait_s(self, request: web.Request) -> float:
+        text = request.query.get(WAIT_PARAMETER)
+        if text is None:
+            return self._max_wait_s
+        try:
+            asked_s = float(text)
+        except ValueError:
+            asked_s = -1.0
+        if not 0 <= asked_s < float("inf"):
+            raise ConfigurationError(f"expected a number of seconds in '{WAIT_PARAMETER}', got {text[:64]!r}")
+        return min(asked_s, self._max_wait_s)
+
+
+class _Busy(asyncio.Protocol):
+    """Answers whoever connects while there are too many, and closes."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(
+            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+        )
+        transport.close()
+
+
+def _closed_of(request: web.Request) -> Callable[[], bool]:
+    """Says whether the receiver of an answer can read no more of it."""
+    transport = request.transport
+    if transport is None:
+        return lambda: True
+    # Where the server itself closes after the answer, that says nothing of how far the receiver is.
+    return transport.is_closing if request.keep_alive else lambda: False
+
+
+def _asked_range(request: web.Request, total: int, etag: str) -> tuple[int, int] | None:
+    """The half-open range that a request asks for, empty if it lies outside; ``None`` for the whole file."""
+    # RFC 9110: a range is defined for GET alone (14.2), and If-Range makes it conditional (13.1.5).
+    if request.method != "GET" or request.headers.get("If-Range", etag) != etag:
+        return None
+    try:
+        asked = request.http_range
+    except ValueError:
+        return None  # Several ranges, or another unit, which a server may ignore (14.2).
+    if asked.start is None and asked.stop is None:
+        return None
+    if asked.start == 0 and asked.stop is None and "=-" in request.headers.get("Range", ""):
+        return total, total  # The last zero bytes.
+    start, end, _ = asked.indices(total)
+    return start, end

@@ -1,0 +1,87 @@
+"""SGLang: adapters by ``/load_lora_adapter``, weights by ``/update_weights_from_disk``.
+
+Routes: https://docs.sglang.io/advanced_features/sglang_for_rl.html and https://docs.sglang.io/advanced_features/lora.html,
+as python/sglang/srt/entrypoints/http_server.py has them. Failures answer 400 with ``success: false``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from ft_transport.errors import EngineRefusedError
+from ft_transport.publish.engines.engine import Answer, Delivery, EngineConnection
+from ft_transport.publish.engines.models import adapter_confirmed, adapters_served
+from ft_transport.publish.naming import adapter_name, checked_url, older_names, version_in
+
+_MAX_DIGITS: Final = 18
+_ADVICE: Final = "this SGLang takes no weights at run time; publish a LoRA adapter as a LoRAAdapter"
+
+
+@dataclass(frozen=True, slots=True)
+class SGLangEngine:
+    """An SGLang server.
+
+    Attributes:
+        url: Its base URL.
+        lora_name: Under which name requests find the adapter, with ``{version}`` in it: SGLang refuses a name that is
+            loaded already. The one before is unloaded once the new one is there.
+        pause: What happens to requests while weights are replaced (SGLang's ``mode``).
+        headers: Sent with each request.
+    """
+
+    url: str
+    lora_name: str = "policy-{version}"
+    pause: Literal["abort", "retract", "in_place"] = "retract"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", checked_url(self.url))
+
+    async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
+        """See `Engine`."""
+        if delivery.kind == "weights":
+            return await self._update(connection, delivery)
+        name = adapter_name(self.lora_name, delivery.version)
+        served = await adapters_served(connection)
+        if served.get(name) != str(delivery.directory):
+            if name in served:
+                _check(await connection.post("/unload_lora_adapter", {"lora_name": name}))
+            _check(
+                await connection.post(
+                    "/load_lora_adapter", {"lora_name": name, "lora_path": str(delivery.directory), "pinned": False}
+                )
+            )
+        version = await adapter_confirmed(connection, name, delivery)
+        for old in older_names(self.lora_name, served, version):
+            with suppress(EngineRefusedError):  # It costs the engine memory, and is tried again with the next version.
+                _check(await connection.post("/unload_lora_adapter", {"lora_name": old}))
+                connection.serving -= {version_in(served[old])}
+        return version
+
+    async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
+        async with connection.resuming(lambda: connection.post("/continue_generation", {})):
+            await connection.pause("/pause_generation", {"mode": self.pause}, advice=_ADVICE)
+            _check(
+                await connection.post(
+                    "/update_weights_from_disk",
+                    {"model_path": str(delivery.directory), "weight_version": str(delivery.version)},
+                )
+            )
+            if self.pause != "in_place":  # Then running requests go on with the cache that they have.
+                await connection.post("/flush_cache")
+        answer = await connection.get("/get_model_info")
+        said = answer.json()
+        version = said.get("weight_version") if isinstance(said, dict) else None
+        if not isinstance(version, str) or not version.isdecimal() or len(version) > _MAX_DIGITS:
+            raise answer.refusal(f"expected weight_version {delivery.version}")
+        return int(version)
+
+
+def _check(answer: Answer) -> None:
+    """A status of 200 may come with ``success: false``."""
+    said = answer.json()
+    if not isinstance(said, dict) or said.get("success") is not True:
+        raise answer.refusal("expected success")

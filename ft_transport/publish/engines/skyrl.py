@@ -1,0 +1,47 @@
+"""SkyRL's inference server: vLLM with a route that loads an adapter in place.
+
+``POST /skyrl/v1/load_lora_adapter`` (skyrl/backends/skyrl_train/inference_servers/vllm_server_actor.py) replaces what
+is loaded under the name; https://github.com/NovaSky-AI/SkyRL. What else the server has is vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ft_transport.errors import EngineRefusedError
+from ft_transport.publish.engines.engine import Delivery, EngineConnection
+from ft_transport.publish.engines.models import adapter_confirmed, adapters_served
+from ft_transport.publish.naming import adapter_name, checked_url
+
+
+@dataclass(frozen=True, slots=True)
+class SkyRLEngine:
+    """An inference server of SkyRL, for adapters.
+
+    Attributes:
+        url: Its base URL.
+        lora_name: Under which name requests find the adapter.
+        headers: Sent with each request.
+    """
+
+    url: str
+    lora_name: str = "skyrl-lora"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", checked_url(self.url))
+
+    async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
+        """See `Engine`."""
+        if delivery.kind != "adapter":
+            raise EngineRefusedError("expected an adapter: SkyRL's server takes weights by NCCL alone", peer=self.url)
+        name = adapter_name(self.lora_name, delivery.version)
+        if (await adapters_served(connection)).get(name) != str(delivery.directory):
+            answer = await connection.post(
+                "/skyrl/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(delivery.directory)}
+            )
+            said = answer.json()
+            if not isinstance(said, dict) or said.get("status") != "ok":
+                raise answer.refusal("expected the status ok")
+        return await adapter_confirmed(connection, name, delivery)

@@ -1,0 +1,365 @@
+"""Publishing weights to inference engines: the facade of ``ft_transport.publish``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+# Not the builtin one before Python 3.11.
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from ft_transport.checkpoint.claim import RootClaim
+from ft_transport.checkpoint.compare_settings import checked_root, compare_settings
+from ft_transport.coordination.consensus import Agreement, RankGroup
+from ft_transport.coordination.exchange import Exchange
+from ft_transport.errors import ConfigurationError, PublishError, SnapshotLimitError
+from ft_transport.publish.adapter import CONFIG_NAME, LoRAAdapter, is_adapter
+from ft_transport.publish.engines.engine import Delivery, Engine, Kind
+from ft_transport.publish.export import Content, Exporter
+from ft_transport.publish.notify import EngineFleet
+from ft_transport.publish.report import POLICIES, Policy, PublishReport
+from ft_transport.publish.report_store import NoticeBoard
+from ft_transport.publish.versions import VersionDirectory
+from ft_transport.runtime.at_exit import at_exit
+from ft_transport.settings import check_duration, check_number
+from ft_transport.state.copying import default_num_threads
+from ft_transport.transport import HTTPTransport
+
+logger = logging.getLogger(__name__)
+
+Weights: TypeAlias = LoRAAdapter | Mapping[str, torch.Tensor]
+_STAGING_PAUSE_S: Final = 0.1
+_STAGING_TIMEOUT: Final = timedelta(minutes=10)
+_EXIT_TIMEOUT: Final = timedelta(seconds=60)
+_MARGIN_S: Final = 5.0
+"""Beyond the engines' deadline: the report has to be posted, and found."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishHandle:
+    """A version that is on disk and that engines are being told of. Any thread of any rank may wait for the outcome.
+
+    Attributes:
+        version: Its number.
+        directory: Where it lies.
+    """
+
+    version: int
+    directory: Path
+    _wait: Callable[[Callable[[PublishReport], bool], float], PublishReport]
+    _timeout_s: float
+
+    def result(self, timeout: timedelta | None = None) -> PublishReport:
+        """Waits until the policy is met, or cannot be any more; slower engines may still be pending then.
+
+        Args:
+            timeout: By default what the engines have, and a little more.
+
+        Raises:
+            PublishError: It cannot be met; names the engines, with status and body of a refusal. ``report`` has all.
+            DeadlineExceededError: It was not decided in time.
+            RankGoneError: Rank 0, which tells the engines, is gone.
+        """
+        report = self._wait(lambda each: each.verdict != "open", self._seconds(timeout))
+        if report.verdict == "bad":
+            raise _failure(report)
+        return report
+
+    def report(self, timeout: timedelta | None = None) -> PublishReport:
+        """Waits until no engine is pending any more; raises as `result`, but no PublishError."""
+        return self._wait(lambda each: each.is_final, self._seconds(timeout))
+
+    def _seconds(self, timeout: timedelta | None) -> float:
+        return self._timeout_s if timeout is None else timeout.total_seconds()
+
+
+class Publisher:
+    """Publishes versions of weights to inference engines.
+
+    All ranks export a version together, and are free as soon as it is on disk. Rank 0 then tells all engines at once,
+    on a thread of its own, and posts what came of it; nobody waits in a collective for HTTP.
+
+    Args:
+        engines: Whom to tell. Rank 0 tells its own; what other ranks pass is not looked at.
+        root: A directory for versions, ``version-N`` each; engines see it under the same path. One publisher at a time
+            writes there.
+        process_group: All ranks that hold parts of the weights. By default all of ``torch.distributed``, or this
+            process alone where that is not initialised.
+        policy: When `PublishHandle.result` is content: ``all`` engines have confirmed the version, a ``quorum`` (more
+            than half), or as many as do (``best effort``). An engine that failed is told of every further version, and
+            counts again once it has confirmed one.
+        engine_timeout: Deadline of each engine for each version, from when it is done with the one before.
+        timeout: How long a rank may go without a sign of life during an export.
+        silence_timeout: How long rank 0 may go without one while engines are told.
+        num_copy_threads: That copy the weights.
+        transport: Serves versions, from rank 0, to engines that pull them (`PullingEngine`); looked at on rank 0 alone.
+            The publisher does not shut it down.
+
+    Raises:
+        CheckpointInUseError: Another publisher writes to this root.
+        ConfigurationError: A setting cannot work.
+        TransportError: A rank failed; the same error on all of them.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        root: str | os.PathLike[str],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        policy: Policy = "all",
+        engine_timeout: timedelta = timedelta(seconds=60),
+        timeout: timedelta = timedelta(minutes=10),
+        silence_timeout: timedelta = timedelta(seconds=5),
+        num_copy_threads: int | None = None,
+        transport: HTTPTransport[Any] | None = None,
+    ) -> None:
+        for name, duration in {
+            "engine_timeout": engine_timeout,
+            "timeout": timeout,
+            "silence_timeout": silence_timeout,
+        }.items():
+            check_duration(name, duration, at_least=timedelta.resolution)
+        self._root = checked_root(root)
+        # An engine may be loading the version before.
+        self._timeout_s = 2 * engine_timeout.total_seconds() + _MARGIN_S
+        group = RankGroup(process_group)
+        self._agreement = Agreement(group, "publish", timeout)
+        self._exchange = Exchange(group, "publish", timeout)
+        self._board = NoticeBoard(group.store("publish/reports"), silence_timeout.total_seconds())
+        self._directory = VersionDirectory(self._root)
+        self._claim = RootClaim(self._root)
+        self._exporter: Exporter | None = None
+        self._fleet: EngineFleet | None = None
+        self._transport = transport
+        self._telling: dict[int, Future[PublishReport]] = {}
+        self._mutex = threading.Lock()
+        self._is_closed = False
+        self._process_id = os.getpid()
+        _publishers.add(self)
+
+        def check() -> Mapping[str, object]:
+            if policy not in POLICIES:
+                raise ConfigurationError(f"expected one of {POLICIES} as policy, got {policy!r}")
+            number = default_num_threads() if num_copy_threads is None else num_copy_threads
+            threads = check_number("num_copy_threads", number, at_least=1)
+            if transport is not None and not isinstance(transport, HTTPTransport):
+                raise ConfigurationError(f"expected an HTTPTransport as transport, got {type(transport).__name__}")
+            told = tuple(engines) if self._agreement.is_first else ()
+            for engine in told:
+                if not isinstance(engine, Engine):
+                    raise ConfigurationError(f"expected engines with url, headers and deliver, got {engine!r}")
+            urls = [engine.url for engine in told]
+            if len(set(urls)) < len(urls):
+                raise ConfigurationError(f"expected each engine once, got {urls}")
+            self._exporter = Exporter(self._agreement, self._exchange, self._directory, num_threads=threads)
+            self._fleet = EngineFleet(told, policy, engine_timeout, self._board.tick)
+            return {"policy": policy, "engine_timeout": engine_timeout}
+
+        try:
+            compare_settings(self._agreement, "compare the settings", check)
+            self._agreement.on_first("set up the root", self._set_up_root)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def root(self) -> Path:
+        """The directory of versions."""
+        return self._root
+
+    def publish(self, version: int, weights: Weights | Callable[[], Weights]) -> PublishHandle:
+        """Exports a version, and begins to tell the engines. All ranks call it alike, on the training thread.
+
+        When this returns, the version is on disk, and the weights may be changed.
+
+        Args:
+            version: Greater than every one before, those of earlier runs included.
+            weights: A LoRA adapter, or all weights by name; or a function that returns them. Whole tensors, the same on
+                every rank, or DTensors.
+
+        Raises:
+            StaleVersionError: The version is not newer.
+            TransportError: A rank failed; the same error on all of them.
+        """
+        version = check_number("version", version, at_least=0)
+        if self._is_closed:
+            raise PublishError("expected a publisher that is open, this one is closed")
+        assert self._exporter is not None, "it is open"
+        directory = self._exporter.export(version, lambda: _content_of(weights))
+        if self._agreement.is_first:
+            self._tell(version, directory)
+            return PublishHandle(
+                version,
+                directory,
+                lambda until, timeout_s: self._board.wait_here(version, until, timeout_s),
+                self._timeout_s,
+            )
+        return PublishHandle(
+            version,
+            directory,
+            lambda until, timeout_s: self._board.wait_there(version, until, timeout_s),
+            self._timeout_s,
+        )
+
+    def latest(self) -> int | None:
+        """The newest version, also of earlier runs; ``None`` if there is none. Called by all ranks."""
+        said = self._agreement.on_first(
+            "find the newest version", lambda: ",".join(map(str, self._directory.versions())).encode()
+        )
+        return int(said.split(b",")[-1]) if said else None
+
+    def close(self, timeout: timedelta | None = None) -> None:
+        """Waits for the engines that are being told, and ends the thread. May be called twice.
+
+        Args:
+            timeout: How long to wait; who has not confirmed by then is given up. By default what the engines have.
+        """
+        self._is_closed = True
+        deadline_s = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
+        with self._mutex:
+            under_way = list(self._telling.values())
+        for telling in under_way:
+            try:
+                telling.exception(max(0.0, deadline_s - time.monotonic()))
+            except FutureTimeoutError:
+                logger.warning("engines that were still being told are given up")
+        if self._fleet is not None:
+            self._fleet.close()
+        self._exchange.close()
+        if self._exporter is not None:
+            self._exporter.close()
+        self._claim.release()
+
+    def _close_at_exit(self) -> None:
+        # A forked child has none of the threads.
+        if self._process_id == os.getpid() and not self._is_closed:
+            self.close(_EXIT_TIMEOUT)
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
+
+    def _set_up_root(self) -> None:
+        self._claim.take("a publisher", _MARGIN_S)
+        self._directory.recover()
+
+    def _tell(self, version: int, directory: Path) -> None:
+        kind: Kind = "adapter" if (directory / CONFIG_NAME).exists() else "weights"
+        address = _Served(self._transport, version, directory).address if self._transport is not None else None
+        delivery = Delivery(version, kind, directory, address)
+        assert self._fleet is not None, "it is open"
+        telling = self._fleet.tell(delivery, self._board.post)
+        with self._mutex:
+            self._telling[version] = telling
+        telling.add_done_callback(lambda _: self._told(version))
+
+    def _told(self, version: int) -> None:
+        """Deletes what no engine uses any more. On the thread that tells engines."""
+        with self._mutex:
+            del self._telling[version]
+            told = set(self._telling)
+        assert self._fleet is not None, "it has told them"
+        used = self._fleet.versions_in_use()
+        if used is None:
+            return  # Of an engine that never confirmed one, it may be any.
+        try:
+            removed = self._directory.remove_unused(used | told)
+        except OSError as error:
+            logger.warning("old versions could not be deleted: %s", error)
+        else:
+            logger.debug("versions %s are not used any more and were deleted", removed)
+
+
+class _Served:
+    """A version that is put on a transport when the first engine asks for it.
+
+    Args:
+        transport: The transport.
+        version: The version.
+        directory: Where its files are.
+    """
+
+    def __init__(self, transport: HTTPTransport[Any], version: int, directory: Path) -> None:
+        self._transport = transport
+        self._version = version
+        self._directory = directory
+        self._staging: asyncio.Task[None] | None = None
+
+    async def address(self) -> str:
+        """Where it is served. On the loop that tells engines."""
+        if self._staging is None:
+            self._staging = asyncio.get_running_loop().create_task(asyncio.to_thread(self._stage))
+        # Whoever runs out of time gives up for himself alone.
+        await asyncio.shield(self._staging)
+        return self._transport.metadata()
+
+    def _stage(self) -> None:
+        files = sorted(self._directory.glob("*.safetensors"))
+        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        deadline_s = time.monotonic() + _STAGING_TIMEOUT.total_seconds()
+        while True:
+            try:
+                self._transport.send_checkpoint([], self._version, {"weights": weights}, _STAGING_TIMEOUT)
+                return
+            except SnapshotLimitError:
+                # Slow engines still read earlier versions.
+                if time.monotonic() > deadline_s:
+                    raise
+            time.sleep(_STAGING_PAUSE_S)
+
+
+_publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()
+
+
+@at_exit
+def _close_all() -> None:
+    """Engines that are being told when the process ends are still told; a thread that is cut off may abort it."""
+    for publisher in list(_publishers):
+        publisher._close_at_exit()
+
+
+def _content_of(weights: Weights | Callable[[], Weights]) -> Content:
+    # A module is callable, too.
+    value: object = weights() if callable(weights) and not isinstance(weights, nn.Module) else weights
+    if isinstance(value, LoRAAdapter):
+        return Content("adapter", value.tensors, {CONFIG_NAME: value.encoded_config()})
+    if isinstance(value, nn.Module):
+        raise PublishError(
+            f"expected a LoRAAdapter or weights by name, got a module, {type(value).__name__}; pass its state_dict(), "
+            "or LoRAAdapter.of(module, config)"
+        )
+    if not isinstance(value, Mapping):
+        raise PublishError(f"expected a LoRAAdapter or weights by name, got {type(value).__name__}")
+    if not value:
+        raise PublishError("expected a LoRAAdapter or weights by name, got no weights")
+    if is_adapter(value):
+        raise PublishError(
+            "expected all weights of a model, or a LoRAAdapter, got LoRA's matrices alone, which engines take for no "
+            "model; pass LoRAAdapter(tensors, config), or LoRAAdapter.of(module, config)",
+            path=next(iter(value)),
+        )
+    return Content("weights", value, {})
+
+
+def _failure(report: PublishReport) -> PublishError:
+    error = PublishError(f"expected engines to use version {report.version}; {report}")
+    error.report = report
+    return error

@@ -1,0 +1,309 @@
+"""Arenas: reusable host buffers, each one anonymous memory file that the kernel can send from.
+
+A fresh mapping is filled at about a tenth of the speed of memory, because every page has to be found and cleared
+first; so arenas are made resident once and then reused for snapshot after snapshot. ``ArenaPool.prepare`` does that on
+a thread of its own, before they are needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from ft_transport.errors import SnapshotError, SnapshotLimitError
+from ft_transport.runtime.handler_safety import SafeCondition
+from ft_transport.state.host_memory import available_bytes
+from ft_transport.wire.manifest import MAX_HEADER_BYTES
+
+HEADER_ROOM_BYTES: Final = -(-(MAX_HEADER_BYTES + 8) // (2 << 20)) * (2 << 20)
+"""Where the tensor data begins in an arena's file.
+
+The header is encoded after the copy, when the digests are known, and is put right before the data. The room before it
+is a hole in the file and takes no memory.
+"""
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14, include/uapi/asm-generic/mman-common.h
+_POPULATE_BYTES: Final = 4 << 20
+"""At once: meanwhile other threads of the process wait when they map memory."""
+_REST_SHARE: Final = 4.0
+"""Memory that nobody waits for is made resident in a fifth of the time: the training needs the core and the mapping."""
+
+logger = logging.getLogger(__name__)
+
+
+class Arena:
+    """One memory file with room for ``capacity_bytes`` of tensor data, mapped and resident.
+
+    Not thread-safe: whoever holds it writes it, and after that nobody does until it returns to its pool.
+
+    Args:
+        capacity_bytes: Room for data.
+        pin: As for ``ArenaPool``.
+        is_wanted: Asked now and then while the memory is made resident, which takes a second for a gigabyte or two.
+        rest: Called now and then meanwhile, with the seconds of work since the last call.
+
+    Attributes:
+        capacity_bytes: Room for data.
+        data: ``uint8 [capacity_bytes]``, the mapping as a CPU tensor.
+        view: The same memory for those who do not need a tensor.
+        descriptor: The memory file; data begins at ``HEADER_ROOM_BYTES``.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        pin: Callable[[torch.Tensor], Callable[[], None]] | None,
+        is_wanted: Callable[[], bool],
+        rest: Callable[[float], None] | None = None,
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.descriptor = _memory_file()
+        self._unpin: Callable[[], None] | None = None
+        try:
+            os.ftruncate(self.descriptor, HEADER_ROOM_BYTES + capacity_bytes)
+            self._mapping = mmap.mmap(self.descriptor, capacity_bytes, offset=HEADER_ROOM_BYTES)
+            self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)
+            _make_resident(self.data.data_ptr(), capacity_bytes, is_wanted, rest)
+            self.view = memoryview(self._mapping)
+            if pin is not None:
+                self._unpin = pin(self.data)
+        except BaseException:
+            os.close(self.descriptor)
+            # Whoever keeps the error keeps its traceback, and with that this object.
+            vars(self).clear()
+            raise
+
+    def write_header(self, header: bytes) -> int:
+        """Puts ``header`` right before the data. Returns the position in the file where it begins."""
+        start = HEADER_ROOM_BYTES - len(header)
+        written = 0
+        while written < len(header):
+            written += os.pwrite(self.descriptor, memoryview(header)[written:], start + written)
+        return start
+
+    def close(self) -> None:
+        """Gives the memory back once the last tensor that looks into it is gone."""
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+        os.close(self.descriptor)
+        # The tensor keeps the mapping alive for as long as anybody holds it.
+        del self.data, self.view, self._mapping
+
+
+class ArenaPool:
+    """At most ``max_arenas`` arenas, handed out one holder each and reused. Thread-safe.
+
+    Args:
+        max_arenas: How many may exist at once.
+        pin: Page-locks an arena for device copies and returns the function that undoes it; ``None`` without a device.
+    """
+
+    def __init__(self, max_arenas: int, *, pin: Callable[[torch.Tensor], Callable[[], None]] | None = None) -> None:
+        self._max_arenas = max_arenas
+        self._pin = pin
+        self._changed = SafeCondition()
+        self._free: list[Arena] = []
+        self._num_taken = 0
+        self._num_waiting = 0
+        self._preparing: threading.Thread | None = None
+        self._prepared_bytes = 0
+        self._closed = False
+
+    def prepare(self, data_bytes: int) -> None:
+        """Makes, in the background, as many arenas with room for ``data_bytes`` as there may be. Returns at once.
+
+        Does nothing while an earlier call is still being carried out. A failure is logged; ``take`` tries again.
+        Memory that nobody has asked for yet is taken only where as much stays free.
+
+        Raises:
+            SnapshotError: The system has no further thread.
+        """
+        with self._changed:
+            if self._closed or self._preparing is not None or not self._is_one_missing(data_bytes):
+                return
+            preparing = threading.Thread(
+                target=self._prepare, args=(data_bytes,), name="ft-transport-arena", daemon=True
+            )
+            self._preparing, self._prepared_bytes = preparing, data_bytes
+            try:
+                preparing.start()
+            except RuntimeError as error:
+                self._preparing = None
+                raise SnapshotError(f"expected a thread that prepares memory for snapshots: {error}") from error
+
+    def take(self, data_bytes: int) -> Arena:
+        """An arena with room for ``data_bytes``: a free one that is large enough, or else a new one.
+
+        Raises:
+            SnapshotLimitError: Every arena is taken.
+            SnapshotError: There is not enough memory, or the pool was closed.
+        """
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise SnapshotError("expected an open transport, got one that was shut down")
+                fitting = [arena for arena in self._free if arena.capacity_bytes >= data_bytes]
+                if fitting:
+                    arena = min(fitting, key=lambda candidate: candidate.capacity_bytes)
+                    self._free.remove(arena)
+                    self._num_taken += 1
+                    return arena
+                is_coming = self._preparing is not None and self._prepared_bytes >= data_bytes
+                if not is_coming or self._num_taken >= self._max_arenas:
+                    break
+                # It is here sooner than one that is begun now, and its thread always ends.
+                self._num_waiting += 1
+                self._changed.notify_all()
+                try:
+                    self._changed.wait()
+                finally:
+                    self._num_waiting -= 1
+            # What is being prepared for a smaller state is of no more use.
+            self._prepared_bytes = max(self._prepared_bytes, data_bytes)
+            if self._num_taken >= self._max_arenas:
+                raise SnapshotLimitError(
+                    f"expected at most {self._max_arenas} snapshots alive at once (max_snapshots), and all of them are "
+                    "still being written or read"
+                )
+            outgrown = self._drop_outgrown(data_bytes)
+            self._num_taken += 1
+        for arena in outgrown:
+            arena.close()
+        try:
+            # A snapshot that does not come costs a receiver time; one that the system ends this process for, a replica.
+            _refuse_beyond_available(data_bytes)
+            return self._make(data_bytes, is_wanted=lambda: not self._closed)
+        except BaseException as error:
+            with self._changed:
+                self._num_taken -= 1
+            if isinstance(error, (OSError, OverflowError)):
+                raise SnapshotError(f"expected {data_bytes} bytes of host memory for a snapshot: {error}") from error
+            raise
+
+    def give_back(self, arena: Arena) -> None:
+        """Returns an arena that nobody reads any more."""
+        with self._changed:
+            self._num_taken -= 1
+            keep = not self._closed
+            if keep:
+                self._free.append(arena)
+                self._changed.notify_all()
+        if not keep:
+            arena.close()
+
+    def close(self) -> None:
+        """Frees what is free now, and the rest as it comes back."""
+        with self._changed:
+            self._closed = True
+            preparing = self._preparing
+            free, self._free = self._free, []
+            self._changed.notify_all()
+        for arena in free:
+            arena.close()
+        if preparing is not None:
+            preparing.join()
+
+    def _prepare(self, data_bytes: int) -> None:
+        try:
+            while True:
+                with self._changed:
+                    if not self._is_prepared_for(data_bytes) or not self._is_one_missing(data_bytes):
+                        return
+                    outgrown = self._drop_outgrown(data_bytes)
+                for arena in outgrown:
+                    arena.close()
+                _refuse_beyond_available(2 * data_bytes)
+                arena = self._make(data_bytes, is_wanted=lambda: self._is_prepared_for(data_bytes), rest=self._rest)
+                with self._changed:
+                    keep = self._is_prepared_for(data_bytes)
+                    if keep:
+                        self._free.append(arena)
+                        self._changed.notify_all()
+                if not keep:
+                    arena.close()
+        except Exception as error:
+            if self._is_prepared_for(data_bytes):
+                logger.warning("no memory could be prepared for snapshots of %d bytes: %s", data_bytes, error)
+        finally:
+            with self._changed:
+                self._preparing = None
+                self._changed.notify_all()
+
+    def _make(
+        self, data_bytes: int, *, is_wanted: Callable[[], bool], rest: Callable[[float], None] | None = None
+    ) -> Arena:
+        page = mmap.PAGESIZE
+        return Arena(max(-(-data_bytes // page) * page, page), pin=self._pin, is_wanted=is_wanted, rest=rest)
+
+    def _rest(self, worked_s: float) -> None:
+        """Leaves the machine to the training for a while, unless somebody waits for the memory."""
+        with self._changed:
+            if not (self._num_waiting or self._closed):
+                self._changed.wait(_REST_SHARE * worked_s)
+
+    def _is_prepared_for(self, data_bytes: int) -> bool:
+        return not self._closed and self._prepared_bytes <= data_bytes
+
+    def _is_one_missing(self, data_bytes: int) -> bool:
+        num_fitting = sum(arena.capacity_bytes >= data_bytes for arena in self._free)
+        return self._num_taken + num_fitting < self._max_arenas
+
+    def _drop_outgrown(self, data_bytes: int) -> list[Arena]:
+        """Takes out what is too small for today's state, which is of no more use."""
+        outgrown = [arena for arena in self._free if arena.capacity_bytes < data_bytes]
+        self._free = [arena for arena in self._free if arena.capacity_bytes >= data_bytes]
+        return outgrown
+
+
+def _refuse_beyond_available(num_bytes: int) -> None:
+    available = available_bytes()
+    if available is not None and num_bytes > available:
+        raise SnapshotError(f"expected {num_bytes} bytes of free host memory for a snapshot, {available} are left")
+
+
+def _memory_file() -> int:
+    if sys.platform == "linux":
+        return os.memfd_create("ft-transport-snapshot", os.MFD_CLOEXEC)
+    with tempfile.NamedTemporaryFile(prefix="ft-transport-snapshot-") as file:
+        return os.dup(file.fileno())
+
+
+def _make_resident(
+    address: int, num_bytes: int, is_wanted: Callable[[], bool], rest: Callable[[float], None] | None
+) -> None:
+    for start in range(0, num_bytes, _POPULATE_BYTES):
+        started_s = time.monotonic()
+        if not is_wanted():
+            raise SnapshotError("expected to be still wanted: the transport was shut down, or the state has grown")
+        piece = min(_POPULATE_BYTES, num_bytes - start)
+        try:
+            _populate(address + start, piece)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS):  # no memory
+                raise
+            # A kernel before 5.14.
+            ctypes.memset(address + start, 0, piece)
+        if rest is not None:
+            rest(time.monotonic() - started_s)
+
+
+def _populate(address: int, num_bytes: int) -> None:
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    # Not mmap.madvise, which keeps the GIL all the while.
+    if ctypes.CDLL(None, use_errno=True).madvise(
+        ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE
+    ):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

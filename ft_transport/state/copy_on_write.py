@@ -1,0 +1,274 @@
+"""Live memory that is read in place: a snapshot without a copy, for as long as nobody wants to change the state.
+
+The owner of the memory calls ``LentMemory.recall`` before he changes it. What lies there is then copied once, and
+whoever reads goes on with the copy. So a state that does not change while it is read costs neither memory nor a copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import torch
+
+from ft_transport.errors import SnapshotError
+from ft_transport.runtime.handler_safety import SafeCondition
+from ft_transport.state.arena import Arena
+from ft_transport.state.copying import Column, HostCopier, HostCopies
+from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.integrity import Hasher
+from ft_transport.wire.manifest import encode_digests
+
+logger = logging.getLogger(__name__)
+
+_MAX_GATHERING: Final = 4
+_gathering: Final = threading.BoundedSemaphore(_MAX_GATHERING)
+"""What many receivers have gathered at one time would keep the owner waiting."""
+_LONGEST_BORROW_S: Final = 10.0
+"""A borrower does nothing that waits, so that this passes only where the machine itself stands still."""
+
+
+class LentMemory:
+    """The data of one snapshot, block by block in live memory or in copies of it. Thread-safe.
+
+    Args:
+        starts: Where in the data each block begins; int64.
+        num_bytes: Length of each block; int64.
+        addresses: Where each block lies now; int64.
+        lent: Indices of the blocks that are live memory.
+        owners: What keeps the memory of all blocks from being freed.
+        data_bytes: Length of the data.
+        arena: Holds the blocks that are not lent; ``None`` where ``owners`` do. Belongs to this object.
+        take_arena: Called on ``recall`` where there is no arena yet.
+        give_back: Takes the arena at the end.
+        copier: Copies and digests.
+        chunk_bytes: Size of the chunks that are digested.
+        check: Raises if the live memory has changed without a `recall`. Asked before a copy of it is made, and before
+            the digests are told: no receiver relies on bytes without these.
+
+    Attributes:
+        storages: Addresses of the storages that are lent; a change of any other leaves it as it is.
+    """
+
+    def __init__(
+        self,
+        *,
+        starts: Column,
+        num_bytes: Column,
+        addresses: Column,
+        lent: Column,
+        owners: list[torch.Tensor],
+        data_bytes: int,
+        arena: Arena | None,
+        take_arena: Callable[[int], Arena],
+        give_back: Callable[[Arena], None],
+        copier: HostCopier,
+        chunk_bytes: int,
+        check: Callable[[], None],
+    ) -> None:
+        filled = np.flatnonzero(num_bytes)
+        order = filled[np.argsort(starts[filled], kind="stable")]
+        self._starts = starts[order]
+        self._num_bytes = num_bytes[order]
+        self._addresses = addresses[order]
+        self._blocks = _views_of(self._addresses, self._num_bytes)
+        self._block_starts: list[int] = self._starts.tolist()
+        to_copy = np.zeros(len(starts), dtype=np.bool_)
+        # Without an arena, everything has to find a place there.
+        to_copy[lent if arena is not None else slice(None)] = True
+        self._to_copy = np.flatnonzero(to_copy[order])
+        self._owners = owners
+        self._data_bytes = data_bytes
+        self._arena = arena
+        self._take_arena = take_arena
+        self._give_back = give_back
+        self._copier = copier
+        self._check = check
+        self._header = b""
+        self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
+        self._digests: list[int | None] = [None] * self._chunks.num_chunks
+        # One who recalls copies; whoever does so meanwhile waits for the copy.
+        self._copying = threading.Lock()
+        self._digesting = threading.Lock()
+        self._changed = SafeCondition()
+        self._num_borrowers = 0
+        self._num_borrowers_of_lent = 0
+        self._is_lent = True
+        self._is_lost = False
+        self._is_closed = False
+        self.storages = frozenset(owner.untyped_storage().data_ptr() for owner in owners)
+
+    def set_header(self, header: bytes) -> None:
+        """Sets what the file begins with; before anybody borrows."""
+        self._header = header
+
+    @contextmanager
+    def borrow(self, start: int, end: int) -> Iterator[list[memoryview]]:
+        """See ``wire.served.LentFile``."""
+        header_bytes = len(self._header)
+        head = [memoryview(self._header)[start:end]] if start < header_bytes else []
+        start, end = max(0, start - header_bytes), max(0, end - header_bytes)
+        with self._borrowing():
+            # Here the bytes come to the processor's cache, from where the kernel takes them next.
+            self._digest_chunks_that_begin_in(start, end)
+            yield head + self._views(start, end)
+
+    @contextmanager
+    def borrow_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
+        """See ``wire.served.LentFile``."""
+        with _gathering, self._borrowing():
+            yield self._views(start, end)
+
+    @contextmanager
+    def _borrowing(self) -> Iterator[None]:
+        with self._changed:
+            if self._is_lost or self._is_closed:
+                raise SnapshotError("expected a snapshot of memory that can still be read, and it is gone")
+            # Who comes after the recall reads the copy, for which the owner does not wait.
+            is_of_lent = self._is_lent
+            self._num_borrowers += 1
+            self._num_borrowers_of_lent += is_of_lent
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_borrowers -= 1
+                self._num_borrowers_of_lent -= is_of_lent
+                self._let_go()
+                self._changed.notify_all()
+
+    def encoded_digests(self) -> str:
+        """See ``wire.served.LentFile``."""
+        with self._digesting:
+            for chunk, known in enumerate(self._digests):
+                if known is None:
+                    start, _ = self._chunks.range_of(chunk, chunk + 1)
+                    with self.borrow(len(self._header) + start, len(self._header) + start + 1):
+                        pass
+            self._refuse_moved()
+        return encode_digests([digest for digest in self._digests if digest is not None])
+
+    def recall(self) -> None:
+        """Copies what is lent, and returns when nobody reads it any more. May be called again, and after an error.
+
+        If there is no memory for the copy, the snapshot is lost: its readers get an error, and the owner goes on.
+        """
+        with self._copying:
+            with self._changed:
+                is_to_copy = self.is_lent
+                # Nobody gives back what is being written or read.
+                self._num_borrowers += is_to_copy
+            if is_to_copy:
+                try:
+                    self._copy()
+                finally:
+                    with self._changed:
+                        self._num_borrowers -= 1
+                        self._let_go()
+        deadline_s = time.monotonic() + _LONGEST_BORROW_S
+        with self._changed:
+            while self._num_borrowers_of_lent and (left_s := deadline_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            if self._num_borrowers_of_lent:
+                logger.error("lent memory is still being read after %.0f s", _LONGEST_BORROW_S)
+            self._let_go()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it changed without a recall, or was recalled and there was no memory for the copy."""
+        return self._is_lost
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether any of it is live memory still."""
+        return self._is_lent and not self._is_closed
+
+    def close(self) -> None:
+        """Lets go of the memory, as soon as the last one who borrows it is done."""
+        with self._changed:
+            self._is_closed = True
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Frees what nobody needs any more; under the mutex."""
+        if not self._num_borrowers_of_lent and not self.is_lent:
+            self._owners = []
+        if self._is_closed and not self._num_borrowers and self._arena is not None:
+            arena, self._arena = self._arena, None
+            self._give_back(arena)
+
+    def _refuse_moved(self) -> None:
+        """Gives the snapshot up if its memory has changed while it was lent.
+
+        Raises:
+            SnapshotError: It has.
+        """
+        with self._copying:
+            # What was copied has been checked before, and may have changed since.
+            if self._is_lent:
+                try:
+                    self._check()
+                except SnapshotError:
+                    with self._changed:
+                        self._is_lost, self._is_lent = True, False
+                    raise
+            if self._is_lost:
+                raise SnapshotError("expected a snapshot of memory that can still be read, and it is gone")
+
+    def _copy(self) -> None:
+        """Copies what is lent into the arena; from then on that is what is borrowed."""
+        arena, taken = self._arena, None
+        try:
+            self._check()
+            if arena is None:
+                arena = taken = self._take_arena(self._data_bytes)
+            indices = self._to_copy
+            addresses = self._addresses.copy()
+            addresses[indices] = arena.data.data_ptr() + self._starts[indices]
+            self._copier.copy(HostCopies(addresses[indices], self._addresses[indices], self._num_bytes[indices]))
+            with self._changed:
+                if not self._is_closed:
+                    self._blocks = _views_of(addresses, self._num_bytes)
+                    self._arena, taken, self._is_lent = arena, None, False
+        except SnapshotError as error:
+            logger.warning("a snapshot that is being read is lost, because its memory changes: %s", error)
+            with self._changed:
+                self._is_lost, self._is_lent = True, False
+        finally:
+            if taken is not None:
+                self._give_back(taken)
+
+    def _digest_chunks_that_begin_in(self, start: int, end: int) -> None:
+        chunk_bytes = self._chunks.chunk_bytes
+        for chunk in range(-(-start // chunk_bytes), -(-end // chunk_bytes)):
+            if self._digests[chunk] is None:
+                hasher = Hasher()
+                for view in self._views(*self._chunks.range_of(chunk, chunk + 1)):
+                    hasher.update(view)
+                self._digests[chunk] = hasher.intdigest()
+
+    def _views(self, start: int, end: int) -> list[memoryview]:
+        blocks, starts = self._blocks, self._block_starts
+        views = []
+        block = max(0, bisect_right(starts, start) - 1)
+        while start < end:
+            begin = start - starts[block]
+            view = blocks[block][begin : end - starts[block]]
+            views.append(view)
+            start += len(view)
+            block += 1
+        return views
+
+
+def _views_of(addresses: Column, num_bytes: Column) -> list[memoryview]:
+    return [
+        memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+        for address, length in zip(addresses.tolist(), num_bytes.tolist(), strict=True)
+    ]

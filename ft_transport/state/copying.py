@@ -1,0 +1,123 @@
+"""Copies between host blocks at the speed of memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ft_transport.errors import SnapshotError
+from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.integrity import digest
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+Column: TypeAlias = npt.NDArray[np.int64]
+
+_MIN_SHARE_BYTES: Final = 1 << 20
+"""Below this a second thread costs more than it saves."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostCopies:
+    """``num_bytes[i]`` from address ``sources[i]`` to ``targets[i]``; the caller keeps both alive and unchanged.
+
+    Columns, because a state may have tens of thousands of tensors and the lock is held while they are divided.
+    """
+
+    targets: Column
+    sources: Column
+    num_bytes: Column
+
+
+def default_num_threads() -> int:
+    """Threads that saturate the memory of common machines; more only take cores from the training."""
+    return min(8, os.cpu_count() or 1)
+
+
+class HostCopier:
+    """A pool of threads that copy and digest memory. Thread-safe.
+
+    ``ctypes.memmove`` releases the GIL and starts no intra-op threads of torch, which would compete with those of the
+    training thread.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._pool = SafeExecutor(num_threads, "ft-transport-copy")
+
+    def copy(self, copies: HostCopies) -> None:
+        """Performs all copies, divided evenly by bytes among the threads; returns when the last is done."""
+        total = int(copies.num_bytes.sum())
+        if total < 2 * _MIN_SHARE_BYTES or self._num_threads == 1:
+            _copy_all(copies)
+            return
+        shares = _divide(copies, max(total // self._num_threads + 1, _MIN_SHARE_BYTES))
+        futures: list[Future[None]] = []
+        try:
+            futures.extend(self._submit(_copy_all, share) for share in shares)
+            for future in futures:
+                future.result()
+        finally:
+            # A signal handler may raise here: nothing may be written any more when the caller lets go of the memory.
+            for future in futures:
+                future.exception()
+
+    def digests(self, data: memoryview, chunks: ChunkTable) -> list[int]:
+        """One digest per chunk of ``data``, computed by all threads."""
+
+        def digest_of(index: int) -> int:
+            start, end = chunks.range_of(index, index + 1)
+            return digest(data[start:end])
+
+        return [future.result() for future in [self._submit(digest_of, index) for index in range(chunks.num_chunks)]]
+
+    def _submit(self, function: Callable[[T], R], argument: T) -> Future[R]:
+        try:
+            return self._pool.submit(function, argument)
+        except RuntimeError as error:
+            raise SnapshotError("expected an open transport, got one that was shut down") from error
+
+    def close(self) -> None:
+        """Ends the threads after the work that they have."""
+        self._pool.shutdown(wait=True)
+
+
+def _copy_all(copies: HostCopies) -> None:
+    memmove = ctypes.memmove
+    for target, source, num_bytes in zip(
+        copies.targets.tolist(), copies.sources.tolist(), copies.num_bytes.tolist(), strict=True
+    ):
+        memmove(target, source, num_bytes)
+
+
+def _divide(copies: HostCopies, share_bytes: int) -> list[HostCopies]:
+    """Splits the columns into shares of ``share_bytes``, cutting through large copies."""
+    ends = np.cumsum(copies.num_bytes)
+    total = int(ends[-1]) if len(ends) else 0
+    shares = []
+    for start in range(0, total, share_bytes):
+        end = min(start + share_bytes, total)
+        first = int(np.searchsorted(ends, start, side="right"))
+        last = int(np.searchsorted(ends, end, side="left"))
+        part = slice(first, last + 1)
+        targets, sources, num_bytes = (
+            copies.targets[part].copy(),
+            copies.sources[part].copy(),
+            copies.num_bytes[part].copy(),
+        )
+        skipped = start - int(ends[first] - copies.num_bytes[first])
+        targets[0] += skipped
+        sources[0] += skipped
+        num_bytes[0] -= skipped
+        num_bytes[-1] -= int(ends[last]) - end
+        shares.append(HostCopies(targets, sources, num_bytes))
+    return shares

@@ -1,0 +1,305 @@
+"""Leaves that are no tensors, and the registry of encodings for types of the user's own.
+
+Decoding never imports, calls or unpickles anything that the bytes name: constants come from fixed tables, named
+tuples from classes that the receiver already has, and custom types from functions that the receiver registered.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ft_transport.errors import ConfigurationError, ManifestError
+from ft_transport.state.dtypes import DTYPES_BY_NAME, name_of
+from ft_transport.wire.nodes import (
+    BigIntNode,
+    BytesNode,
+    ComplexNode,
+    ConstantNode,
+    FloatNode,
+    NamedTupleNode,
+    Node,
+    NumpyScalarNode,
+    StringNode,
+)
+
+_JSON_INT_LIMIT: Final = 2**63
+_MAX_BIG_INT_DIGITS: Final = 1 << 20
+
+DEFAULT_FACTORIES: Final[dict[str, Callable[[], object] | None]] = {
+    "none": None, "list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str, "bool": bool,
+    "tuple": tuple,
+}  # fmt: skip
+_NUMPY_DTYPE: Final = re.compile(r"[|<>](b1|[iufcSUV][1-9][0-9]{0,9}|[mM]8(\[[0-9]{0,9}[A-Za-z]{1,7}\])?)")
+"""The type strings that numpy gives to dtypes of plain values; ``numpy.dtype`` itself understands far more."""
+
+_LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+_MEMORY_FORMATS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.memory_format)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """How a type of the user's own travels: as a value of supported kinds, under a name both sides know."""
+
+    name: str
+    type: type[Any]
+    encode: Callable[[Any], object]
+    decode: Callable[[Any], object]
+
+
+_by_type: dict[type[Any], Encoding] = {}
+_by_name: dict[str, Encoding] = {}
+
+
+def register_encoding(
+    type_: type[Any], *, name: str, encode: Callable[[Any], object], decode: Callable[[Any], object]
+) -> None:
+    """Lets values of ``type_`` (exactly, not subclasses) travel in a state.
+
+    Both sides have to register it before the first snapshot or fetch. Not thread-safe against running ones.
+
+    Args:
+        type_: The type.
+        name: What names it on the wire; must be the same on both sides and not taken.
+        encode: Turns a value into any nesting of supported kinds (tensors too). Called under the read lock.
+        decode: The inverse. It is given values that came from the network: it must not trust them.
+
+    Raises:
+        ConfigurationError: The name or the type is taken by another encoding.
+    """
+    encoding = Encoding(name=name, type=type_, encode=encode, decode=decode)
+    for taken in (_by_type.get(type_), _by_name.get(name)):
+        if taken is not None and (taken.type, taken.name) != (type_, name):
+            raise ConfigurationError(
+                f"expected a free name and type for an encoding, {name!r} / {type_.__qualname__} clashes with "
+                f"{taken.name!r} / {taken.type.__qualname__}"
+            )
+    _by_type[type_] = encoding
+    _by_name[name] = encoding
+
+
+def encoding_for_type(type_: type[Any]) -> Encoding | None:
+    """The encoding registered for exactly this type."""
+    return _by_type.get(type_)
+
+
+def encoding_for_name(name: str) -> Encoding | None:
+    """The encoding registered under this name."""
+    return _by_name.get(name)
+
+
+def key_label(key: object) -> str:
+    """How a key of a mapping reads in a path. Runs no code of types that are not Python's own."""
+    if type(key) is str:
+        return key
+    if type(key) is tuple:
+        return f"({', '.join(key_label(item) for item in key)})"
+    if type(key) is int:
+        # Decimal digits are limited, and take time that grows with the square of their number.
+        return str(key) if key.bit_length() <= 64 else f"{key:#x}"
+    if key is None or type(key) in (bool, float, complex, bytes) or isinstance(key, np.generic):
+        return repr(key)
+    return f"<{type(key).__name__}>"
+
+
+def encode_int(value: int) -> Node:
+    """An int of any size."""
+    return value if -_JSON_INT_LIMIT <= value < _JSON_INT_LIMIT else BigIntNode(f"{value:x}")
+
+
+def decode_int(node: BigIntNode) -> int:
+    """The inverse of ``encode_int`` for ints outside the 64-bit range."""
+    if len(node.digits) > _MAX_BIG_INT_DIGITS:
+        raise ManifestError(f"expected an int of at most {_MAX_BIG_INT_DIGITS} digits, got {len(node.digits)}")
+    return int(node.digits, 16)
+
+
+def encode_float(value: float) -> Node:
+    """A float; a nan keeps its sign and payload."""
+    return value if value - value == 0.0 else FloatNode(float_bits(value))
+
+
+def float_bits(value: float) -> str:
+    """The bits of a float64 as 16 hexadecimal digits."""
+    return struct.pack(">d", value).hex()
+
+
+def float_from_bits(bits: str) -> float:
+    """The inverse of ``float_bits``."""
+    value: float = struct.unpack(">d", bytes.fromhex(bits))[0]
+    return value
+
+
+def encode_complex(value: complex) -> Node:
+    """A Python complex number."""
+    return ComplexNode(float_bits(value.real), float_bits(value.imag))
+
+
+def encode_str(value: str) -> Node:
+    """A str; lone surrogates survive."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return StringNode(value.encode("utf-8", "surrogatepass"))
+    return value
+
+
+def encode_numpy_scalar(value: np.generic[Any]) -> Node:
+    """A numpy scalar of a fixed-size dtype without objects or fields."""
+    return NumpyScalarNode(value.dtype.str, value.tobytes())
+
+
+def numpy_dtype(text: str) -> np.dtype[Any]:
+    """The numpy dtype that ``text`` names.
+
+    Raises:
+        ManifestError: It names none, or one whose values are pointers or records.
+    """
+    if _NUMPY_DTYPE.fullmatch(text) is None:
+        raise ManifestError(f"expected the type string of a numpy dtype of plain values, got {text[:64]!r}")
+    try:
+        return np.dtype(text)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ManifestError(f"expected a numpy type string, got {text[:64]!r}") from error
+
+
+def numpy_values(text: str, data: bytes | bytearray) -> np.ndarray[Any, Any]:
+    """The values of dtype ``text`` that ``data`` holds, in one dimension; shares its memory.
+
+    Raises:
+        ManifestError: The dtype is unknown, or the bytes are not values of it.
+    """
+    dtype = numpy_dtype(text)
+    if len(data) % dtype.itemsize:
+        raise ManifestError(f"expected bytes of a numpy {dtype}, got {len(data)}")
+    if dtype.kind == "U" and data:
+        # numpy does not look at them before Python crashes on them.
+        code_points = np.frombuffer(data, dtype=np.dtype(f"{text[0]}u4"))
+        if int(code_points.max()) > sys.maxunicode:
+            raise ManifestError(f"expected the characters of a numpy {dtype}, got {int(code_points.max()):#x}")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def is_plain_numpy_dtype(dtype: np.dtype[Any]) -> bool:
+    """Whether values of the dtype are self-contained bytes that its type string describes."""
+    return not dtype.hasobject and dtype.fields is None and dtype.subdtype is None and dtype.isbuiltin != 2
+
+
+def is_plain_numpy_scalar(value: np.generic[Any]) -> bool:
+    """Whether the scalar comes back from its dtype and bytes. Strings lose trailing zeros there, and empty ones all."""
+    if not is_plain_numpy_dtype(value.dtype) or not value.dtype.itemsize:
+        return False
+    match value:
+        case np.str_():
+            return not value.endswith("\0")
+        case np.bytes_():
+            return not value.endswith(b"\0")
+        case _:
+            return True
+
+
+def encode_constant(value: object) -> Node | None:
+    """A dtype, device, layout or memory format of torch; ``None`` for anything else."""
+    match value:
+        case torch.dtype():
+            return ConstantNode("dtype", name_of(value))
+        case torch.device():
+            return ConstantNode("device", str(value))
+        case torch.layout():
+            return ConstantNode("layout", str(value))
+        case torch.memory_format():
+            return ConstantNode("memory_format", str(value))
+        case _:
+            return None
+
+
+def decode_constant(node: ConstantNode) -> object:
+    """The inverse of ``encode_constant``, from fixed tables."""
+    value: object | None
+    match node.kind:
+        case "dtype":
+            value = DTYPES_BY_NAME.get(node.name)
+        case "layout":
+            value = _LAYOUTS.get(node.name)
+        case "memory_format":
+            value = _MEMORY_FORMATS.get(node.name)
+        case "device":
+            try:
+                value = torch.device(node.name)
+            except (RuntimeError, Warning):  # deprecated kinds warn, and a warning may be an error
+                value = None
+            if str(value) != node.name:  # torch keeps 8 bits of an index
+                value = None
+    if value is None:
+        raise ManifestError(f"expected a {node.kind} of this torch {torch.__version__}, got {node.name[:64]!r}")
+    return value
+
+
+def decode_simple(node: BigIntNode | FloatNode | ComplexNode | StringNode | BytesNode | NumpyScalarNode) -> object:
+    """Leaves that need nothing but themselves."""
+    match node:
+        case BigIntNode():
+            return decode_int(node)
+        case FloatNode():
+            return float_from_bits(node.bits)
+        case ComplexNode():
+            return complex(float_from_bits(node.real_bits), float_from_bits(node.imag_bits))
+        case StringNode():
+            try:
+                return node.data.decode("utf-8", "surrogatepass")
+            except UnicodeDecodeError as error:
+                raise ManifestError(f"expected a str: {error}") from error
+        case BytesNode():
+            return bytearray(node.data) if node.mutable else node.data
+        case NumpyScalarNode():
+            values = numpy_values(node.dtype, node.data)
+            if len(values) != 1:
+                raise ManifestError(f"expected the bytes of one numpy {values.dtype}, got {len(values)}")
+            return values[0]
+
+
+def is_named_tuple_type(type_: type[Any]) -> bool:
+    """Whether the type looks like ``collections.namedtuple`` or ``typing.NamedTuple`` made it."""
+    fields = getattr(type_, "_fields", None) if issubclass(type_, tuple) else None
+    return isinstance(fields, tuple) and all(isinstance(field, str) for field in fields)
+
+
+def find_named_tuple_type(node: NamedTupleNode) -> type[Any] | None:
+    """The class that this process has under the node's name, if it is a named tuple of the same fields."""
+    found: Any = sys.modules.get(node.module)
+    for part in node.qualname.split("."):
+        # The plain dictionaries of modules and classes: any other look-up could run code for a name from the network
+        # (a module's __getattr__, the import behind a lazy module, a property).
+        if issubclass(type(found), ModuleType):
+            found = object.__getattribute__(found, "__dict__").get(part)
+        elif issubclass(type(found), type):
+            found = type.__getattribute__(found, "__dict__").get(part)
+        else:
+            return None
+    if not issubclass(type(found), type) or not is_named_tuple_type(found):  # isinstance asks the object
+        return None
+    return found if list(found._fields) == node.fields else None
+
+
+def named_tuple_type(node: NamedTupleNode) -> type[Any]:
+    """The receiver's own class for a named tuple: found among loaded modules, never imported.
+
+    Raises:
+        ManifestError: No loaded module has it, or it has other fields.
+    """
+    found = find_named_tuple_type(node)
+    if found is None:
+        raise ManifestError(
+            f"expected the named tuple {node.module[:100]}.{node.qualname[:100]} with {len(node.fields)} fields "
+            f"{node.fields[:10]} to be defined in this process; import its module before receiving, or register an "
+            "encoding for it"
+        )
+    return found

@@ -1,0 +1,151 @@
+"""The fast lane of flattening, for what nearly every tensor of a large state is.
+
+That is a row-major CPU tensor which is alone in its memory and under its name. The walk through the state only lists
+such tensors; here they are described in one loop that does nothing else. What is found out of place has to be walked
+again, off the lane.
+"""
+
+from __future__ import annotations
+
+from array import array
+from operator import attrgetter
+from typing import Final
+
+import numpy as np
+import torch
+
+from ft_transport.state.blocks import Blocks
+from ft_transport.state.dtypes import SAFETENSORS_NAMES
+
+_PLAIN_NAMES: Final = {dtype: name for dtype, name in SAFETENSORS_NAMES.items() if not dtype.is_complex}
+_ITEM_BYTES: Final = {dtype: dtype.itemsize for dtype in _PLAIN_NAMES}
+_TAKEN_NAMES: Final = ("__metadata__", "")
+"""No entry has these: the one is the header's own, and the other is the root, which has a name of its own."""
+
+_facts_of: Final = attrgetter("dtype", "shape", "nbytes", "requires_grad", "is_cpu")
+
+
+class OffLaneError(Exception):
+    """Tensors entered the fast lane that do not belong there; ``ids`` are theirs."""
+
+    def __init__(self, ids: frozenset[int]) -> None:
+        super().__init__(len(ids))
+        self.ids = ids
+
+
+class FastLane:
+    """Describes the tensors that were added to ``blocks.names`` and ``blocks.sources`` alone.
+
+    Args:
+        blocks: What the state consists of.
+
+    Attributes:
+        names: All names that are taken, by tensors on and off the lane.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.names: set[str] = set(_TAKEN_NAMES)
+        self._blocks = blocks
+        self._in_lane: list[range] = []
+        self._num_indexed = 0
+        self._index_at: dict[int, int] = {}
+
+    def settle(self) -> None:
+        """Describes what has been listed since the last call.
+
+        It asks each tensor as little as it can, and makes few objects: this is under the lock.
+
+        Raises:
+            OffLaneError: Some are no row-major CPU tensors, or share a name with others.
+        """
+        start, end = len(self._blocks.shapes), len(self._blocks.names)
+        if start == end:
+            return
+        try:
+            is_plain = self._describe_from(start)
+        except RuntimeError:  # Tensors of another layout have no address, and nested ones no shape.
+            is_plain = False
+        if not is_plain:
+            raise OffLaneError(self._off_lane_ids())
+        self._in_lane.append(range(start, end))
+
+    def _describe_from(self, start: int) -> bool:
+        """Fills the columns; false, with the columns in part filled, if a tensor or a name is out of place."""
+        blocks = self._blocks
+        sources, names = blocks.sources[start:], blocks.names[start:]
+        num_names = len(self.names)
+        self.names.update(names)
+        if len(self.names) - num_names < len(names):
+            return False
+        dtypes: list[torch.dtype] = []
+        add_dtype, add_shape = dtypes.append, blocks.shapes.append
+        add_num_bytes, add_address = blocks.num_bytes.append, blocks.addresses.append
+        # Row by row, because a tensor that has just been looked at is in the processor's cache.
+        facts = map(_facts_of, sources)
+        for source, (dtype, shape, num_bytes, requires_grad, is_cpu) in zip(sources, facts, strict=True):
+            if requires_grad or not is_cpu or not source.is_contiguous() or source.is_neg():
+                return False
+            add_dtype(dtype)
+            add_shape(shape)
+            add_num_bytes(num_bytes)
+            add_address(source.data_ptr())
+        kinds = set(dtypes)
+        if not kinds <= _PLAIN_NAMES.keys():
+            return False
+        if len(kinds) == 1:
+            blocks.dtypes.extend([_PLAIN_NAMES[dtypes[0]]] * len(dtypes))
+            blocks.item_bytes.extend(array("q", [dtypes[0].itemsize]) * len(dtypes))
+        else:
+            blocks.dtypes.extend(map(_PLAIN_NAMES.__getitem__, dtypes))
+            blocks.item_bytes.extend(map(_ITEM_BYTES.__getitem__, dtypes))
+        return True
+
+    def check(self) -> None:
+        """Makes sure that the tensors of the lane have memory, and that no other begins where one of them does.
+
+        Raises:
+            OffLaneError: Some have none, or begin at an address of others.
+        """
+        if not self._in_lane:
+            return
+        addresses = np.asarray(self._blocks.addresses)
+        is_in_lane = np.zeros(len(addresses), dtype=np.bool_)
+        for lane in self._in_lane:
+            is_in_lane[lane.start : lane.stop] = True
+        order = np.argsort(addresses, kind="stable")
+        is_again = np.zeros(len(addresses), dtype=np.bool_)
+        is_again[order[1:]] = addresses[order[1:]] == addresses[order[:-1]]
+        if (is_in_lane & (is_again | (addresses == 0))).any():
+            raise OffLaneError(self._off_lane_ids())
+
+    def _off_lane_ids(self) -> frozenset[int]:
+        names, addresses = set(_TAKEN_NAMES), {0}
+        found = set()
+        for name, source in zip(self._blocks.names, self._blocks.sources, strict=True):
+            has_address = source.layout is torch.strided and not source.is_nested
+            address = source.data_ptr() if has_address else 0
+            if (
+                source.dtype not in _PLAIN_NAMES
+                or source.requires_grad
+                or not source.is_cpu
+                or address in addresses
+                or not source.is_contiguous()
+                or source.is_neg()
+                or name in names
+            ):
+                found.add(id(source))
+            names.add(name)
+            addresses.add(address)
+        return frozenset(found)
+
+    def first_at(self, address: int) -> int | None:
+        """The index of the first row-major tensor that begins at an address."""
+        for lane in self._in_lane[self._num_indexed :]:
+            for index in lane:
+                self._index_at.setdefault(self._blocks.addresses[index], index)
+        self._num_indexed = len(self._in_lane)
+        return self._index_at.get(address)
+
+    def note(self, address: int, index: int) -> None:
+        """Tells of a row-major tensor off the lane."""
+        self._index_at.setdefault(address, index)

@@ -1,0 +1,435 @@
+"""A nested state becomes a tree of nodes and a list of memory blocks to copy.
+
+Nothing is copied here. Blocks refer to the live tensors, so flatten and copy belong under one read lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import msgspec
+import numpy as np
+import torch
+
+from ft_transport.errors import SnapshotError, UnsupportedLeafError
+from ft_transport.state import encodings
+from ft_transport.state.blocks import Blocks, FlatState
+from ft_transport.state.dtensors import dtensor_type
+from ft_transport.state.dtypes import QUANTIZED, SAFETENSORS_NAMES, carrier_of, is_dense, name_of
+from ft_transport.state.fast_lane import FastLane, OffLaneError
+from ft_transport.state.placements import LayoutEncoder
+from ft_transport.state.views import Base, ViewKey, find_views, view_key
+from ft_transport.wire.nodes import (
+    BytesNode,
+    CustomNode,
+    DefaultDictNode,
+    DequeNode,
+    DTensorNode,
+    LayoutNode,
+    LeafNode,
+    MappingNode,
+    NamedTupleNode,
+    Node,
+    NumpyArrayNode,
+    QuantizedNode,
+    SequenceNode,
+    StoredBytesNode,
+    TensorNode,
+    ViewNode,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+MAX_DEPTH: Final = 100
+"""Deepest nesting accepted: a level takes up to seven frames of Python's default thousand."""
+_MAX_LANE_ATTEMPTS: Final = 3
+_INLINE_BYTES: Final = 4096
+"""Longer bytes leaves go to the data, where they are copied, chunked and digested like tensors."""
+
+
+def flatten(state: object) -> FlatState:
+    """Describes ``state`` and lists the memory that its tensors occupy.
+
+    Tensors that share memory exactly are stored once (a tie). A tensor that is a view into another one of the same
+    state is described as a view of it, so the receiver's copies share memory as the sender's do.
+
+    Raises:
+        UnsupportedLeafError: A leaf has no safe encoding; the error names its path.
+        SnapshotError: The state contains itself or is nested too deeply.
+    """
+    try:
+        flat = _flatten_in_lane(state)
+        blocks = flat.blocks
+        views = find_views(blocks.names, blocks.sources, blocks.addresses, blocks.num_bytes)
+        if views:
+            flat = _flatten(state, views, None)
+    except RecursionError as error:
+        raise SnapshotError(f"expected a state that Python's recursion limit lets through: {error}") from error
+    except SnapshotError as error:
+        error.path = error.path or "(root)"
+        raise
+    return flat
+
+
+def _flatten_in_lane(state: object) -> FlatState:
+    """Flattens with the fast lane open for all tensors but those that turn out to be out of place there."""
+    off_lane: frozenset[int] = frozenset()
+    for _ in range(_MAX_LANE_ATTEMPTS):
+        try:
+            return _flatten(state, {}, off_lane)
+        except OffLaneError as error:
+            off_lane |= error.ids
+    return _flatten(state, {}, None)
+
+
+def _flatten(state: object, views: dict[ViewKey, Base], off_lane: frozenset[int] | None) -> FlatState:
+    flattener = _Flattener(views, off_lane)
+    try:
+        tree = flattener.encode_root(state)
+        return FlatState(tree=tree, blocks=flattener.blocks, layouts=flattener.layouts.table)
+    finally:
+        # Its own methods hold it, and it holds live tensors, which must not wait for the garbage collector.
+        flattener.encoders.clear()
+
+
+class _Flattener:
+    """Walks one state once.
+
+    Args:
+        views: The tensors that are views of others.
+        off_lane: Ids of the tensors that are none for the fast lane; ``None`` if nothing is to enter it.
+    """
+
+    def __init__(self, views: dict[ViewKey, Base], off_lane: frozenset[int] | None) -> None:
+        self.blocks = Blocks()
+        self.layouts = LayoutEncoder()
+        self._views = views
+        self._lane = FastLane(self.blocks)
+        self._is_lane_open = off_lane is not None
+        self._off_lane = off_lane or frozenset()
+        self._node_by_memory: dict[tuple[object, ...], Node] = {}
+        # Tensors whose address stands for them above, but which are no source: kept, so that nobody takes the address.
+        self._kept: list[torch.Tensor] = []
+        self._open: set[int] = set()
+        self.encoders: dict[type[Any], Callable[[Any, str], Node]] = {
+            torch.Tensor: self._tensor,
+            torch.nn.Parameter: self._parameter,
+            dict: lambda value, path: MappingNode("dict", self._mapping_items(value, path)),
+            OrderedDict: lambda value, path: MappingNode("ordered", self._mapping_items(value, path)),
+            Counter: lambda value, path: MappingNode("counter", self._mapping_items(value, path)),
+            defaultdict: self._default_dict,
+            list: lambda value, path: self._sequence("list", value, path),
+            tuple: lambda value, path: self._sequence("tuple", value, path),
+            set: lambda value, path: self._sequence("set", value, path),
+            frozenset: lambda value, path: self._sequence("frozenset", value, path),
+            torch.Size: lambda value, path: self._sequence("size", value, path),
+            deque: lambda value, path: DequeNode(value.maxlen, self._items(value, value, path)),
+            type(None): lambda _value, _path: None,
+            bool: lambda value, _path: bool(value),
+            int: lambda value, _path: encodings.encode_int(value),
+            float: lambda value, _path: encodings.encode_float(value),
+            complex: lambda value, _path: encodings.encode_complex(value),
+            str: lambda value, _path: encodings.encode_str(value),
+            bytes: lambda value, path: self._bytes(value, path, mutable=False),
+            bytearray: lambda value, path: self._bytes(value, path, mutable=True),
+            np.ndarray: self._numpy_array,
+        }
+
+    def encode_root(self, state: object) -> Node:
+        """The tree of the whole state; afterwards the blocks are complete."""
+        try:
+            tree = self.encode(state, "")
+        except SnapshotError:
+            # An earlier tensor may be what is wrong first, which only the slow lane can say.
+            self._lane.settle()
+            self._lane.check()
+            raise
+        self._lane.settle()
+        self._lane.check()
+        return tree
+
+    def encode(self, value: object, path: str) -> Node:
+        encoder = self.encoders.get(type(value))
+        return encoder(value, path) if encoder is not None else self._other(value, path)
+
+    def _other(self, value: object, path: str) -> Node:
+        type_ = type(value)
+        if type_ is dtensor_type():
+            return self._dtensor(value, path)  # type: ignore[arg-type]
+        custom = encodings.encoding_for_type(type_)
+        if custom is not None:
+            return self._custom(custom, value, path)
+        if isinstance(value, np.generic) and encodings.is_plain_numpy_scalar(value):
+            return encodings.encode_numpy_scalar(value)
+        if encodings.is_named_tuple_type(type_) and isinstance(value, tuple):
+            return self._named_tuple(value, path)
+        constant = encodings.encode_constant(value)
+        if constant is not None:
+            return constant
+        raise UnsupportedLeafError(
+            f"expected a leaf with a safe encoding, got {type_.__module__}.{type_.__qualname__}; leave it out of the "
+            "state, or give its type an encoding with register_encoding",
+            path=path,
+        )
+
+    def _custom(self, custom: encodings.Encoding, value: object, path: str) -> Node:
+        self._enter(value, path)
+        try:
+            try:
+                encoded = custom.encode(value)
+            except Exception as error:
+                raise SnapshotError(
+                    f"the encoding {custom.name!r} failed: {type(error).__name__}: {error}", path=path
+                ) from error
+            return CustomNode(custom.name, self.encode(encoded, path))
+        finally:
+            self._open.discard(id(value))
+
+    def _named_tuple(self, value: tuple[object, ...], path: str) -> Node:
+        type_ = type(value)
+        node = NamedTupleNode(
+            type_.__module__,
+            type_.__qualname__,
+            list(type_._fields),  # type: ignore[attr-defined]
+            self._items(value, value, path),
+        )
+        if encodings.find_named_tuple_type(node) is not type_ or getattr(value, "__dict__", None):
+            raise UnsupportedLeafError(
+                f"expected a named tuple whose class a receiver finds as {type_.__module__}.{type_.__qualname__}, with "
+                "nothing but its fields; define it at the top of a module, or register an encoding for it",
+                path=path,
+            )
+        return node
+
+    def _enter(self, container: object, path: str) -> None:
+        if id(container) in self._open:
+            raise SnapshotError("expected a tree, got a container that contains itself", path=path)
+        if len(self._open) >= MAX_DEPTH:
+            raise SnapshotError(f"expected at most {MAX_DEPTH} levels of nesting", path=f"{path[:100]}…")
+        self._open.add(id(container))
+
+    def _items(self, container: object, values: Iterable[object], path: str) -> list[Node]:
+        self._enter(container, path)
+        try:
+            prefix = f"{path}." if path else ""
+            return [
+                encodings.encode_int(value) if type(value) is int else self.encode(value, f"{prefix}{index}")
+                for index, value in enumerate(values)
+            ]
+        finally:
+            self._open.discard(id(container))
+
+    def _sequence(
+        self, kind: Literal["list", "tuple", "set", "frozenset", "size"], value: Iterable[object], path: str
+    ) -> Node:
+        items = self._items(value, value, path)
+        if kind in ("set", "frozenset"):
+            # Iteration order differs between processes (hash randomisation); equal sets read the same everywhere.
+            items.sort(key=msgspec.json.encode)
+        return SequenceNode(kind, items)
+
+    def _mapping_items(self, value: dict[Any, object], path: str) -> list[Node]:
+        self._enter(value, path)
+        try:
+            prefix = f"{path}." if path else ""
+            has_lane = self._is_lane_open and path.isascii()
+            off_lane = self._off_lane
+            names, sources = self.blocks.names, self.blocks.sources
+            plain = torch.Tensor
+            items: list[Node] = []
+            add = items.append
+            for key, item in value.items():
+                if type(key) is str and key.isascii():
+                    name = prefix + key
+                    add(key)
+                    if type(item) is plain and has_lane and (not off_lane or id(item) not in off_lane):
+                        add(TensorNode(len(names)))
+                        names.append(name)
+                        sources.append(item)
+                        continue
+                elif type(key) is int and encodings.encode_int(key) is key:
+                    name = f"{prefix}{key}"
+                    add(key)
+                else:
+                    name = prefix + encodings.key_label(key)
+                    add(self.encode(key, f"{name} (key)"))
+                if type(item) is dict:
+                    add(MappingNode("dict", self._mapping_items(item, name)))
+                else:
+                    add(self.encode(item, name))
+            return items
+        finally:
+            self._open.discard(id(value))
+
+    def _default_dict(self, value: defaultdict[Any, object], path: str) -> Node:
+        factory = next(
+            (name for name, type_ in encodings.DEFAULT_FACTORIES.items() if type_ is value.default_factory), None
+        )
+        if factory is None:
+            raise UnsupportedLeafError(
+                f"expected a defaultdict of a builtin type, got the factory {value.default_factory!r}", path=path
+            )
+        return DefaultDictNode(factory, self._mapping_items(value, path))  # type: ignore[arg-type]
+
+    def _bytes(self, value: bytes | bytearray, path: str, *, mutable: bool) -> Node:
+        if len(value) <= _INLINE_BYTES:
+            return BytesNode(bytes(value), mutable)
+        block = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        return StoredBytesNode(self._store_bytes(block, path), mutable)
+
+    def _numpy_array(self, value: np.ndarray[Any, Any], path: str) -> Node:
+        if not encodings.is_plain_numpy_dtype(value.dtype) or not value.dtype.itemsize:
+            raise UnsupportedLeafError(f"expected a numpy array of plain values, got dtype {value.dtype}", path=path)
+        # Read afresh, because numpy memory may be read-only or of another byte order, which torch cannot wrap.
+        data = bytearray(value.tobytes())
+        block = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return NumpyArrayNode(self._store_bytes(block, path), value.dtype.str, value.shape)
+
+    def _parameter(self, value: torch.Tensor, path: str) -> Node:
+        return LeafNode(self._tensor(value.detach(), path), parameter=True, requires_grad=value.requires_grad)
+
+    def _dtensor(self, value: DTensor, path: str) -> Node:
+        self._check_leaf(value, path)
+        # DTensor.clone() and friends dispatch collectively; the local shard is all that this process has.
+        layout = self.layouts.index_of(value, path)
+        node = DTensorNode(self._plain_tensor(value.to_local().detach(), path), layout)
+        # A Parameter made of a DTensor has the class DTensor, and only isinstance tells.
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        if is_parameter or value.requires_grad:
+            return LeafNode(node, parameter=is_parameter, requires_grad=value.requires_grad)
+        return node
+
+    def _tensor(self, value: torch.Tensor, path: str) -> Node:
+        if value.requires_grad:
+            self._check_leaf(value, path)
+            return LeafNode(self._plain_tensor(value.detach(), path), parameter=False, requires_grad=True)
+        return self._plain_tensor(value, path)
+
+    @staticmethod
+    def _check_leaf(value: torch.Tensor, path: str) -> None:
+        if value.requires_grad and not value.is_leaf:
+            raise UnsupportedLeafError(
+                "expected a leaf of the autograd graph, got a computed tensor; put its detach() into the state",
+                path=path,
+            )
+
+    def _plain_tensor(self, value: torch.Tensor, path: str) -> Node:
+        dtype = value.dtype
+        is_cpu = value.is_cpu
+        if value.layout is not torch.strided or type(value) is not torch.Tensor or (not is_cpu and value.is_meta):
+            raise UnsupportedLeafError(
+                f"expected a dense tensor with memory, got {type(value).__name__} of layout {value.layout} on "
+                f"{value.device}; put its parts, or a dense copy, into the state",
+                path=path,
+            )
+        self._lane.settle()
+        wire_dtype = SAFETENSORS_NAMES.get(dtype)
+        if wire_dtype is None and value.is_quantized:
+            return self._quantized(value, path)
+        is_lazy = value.is_neg() or (dtype.is_complex and value.is_conj())
+        contiguous = value.is_contiguous() and not is_lazy
+        try:
+            shape = value.shape
+        except RuntimeError as error:  # nested tensors, which say that they are strided
+            raise UnsupportedLeafError(f"expected a tensor with a shape: {error}", path=path) from error
+        memory: tuple[object, ...] | None = None
+        address = 0
+        if value.nbytes:
+            start = value.data_ptr()
+            if not start:
+                raise UnsupportedLeafError("expected a tensor with memory, got one whose storage was freed", path=path)
+            base = self._views.get(view_key(value)) if self._views and not is_lazy else None
+            if base is not None:
+                return self._view(value, base)
+            if contiguous:
+                memory = (start, dtype, shape)
+                address = start if is_cpu else 0
+            else:
+                memory = (start, dtype, shape, value.stride(), value.is_neg(), value.is_conj())
+            known = self._node_by_memory.get(memory)
+            if known is not None:
+                return known
+            first = self._lane.first_at(address)
+            if first is not None and self.blocks.sources[first].dtype is dtype and self.blocks.shapes[first] == shape:
+                return TensorNode(first)
+        if wire_dtype is not None and contiguous:
+            index = self._store(value, path, wire_dtype, shape, address)
+            if address:
+                self._lane.note(address, index)
+            node: Node = TensorNode(index)
+        else:
+            node = self._described(value, path, wire_dtype, tuple(shape))
+        if memory is not None:
+            self._node_by_memory[memory] = node
+            if is_lazy:
+                self._kept.append(value)
+        return node
+
+    def _described(self, value: torch.Tensor, path: str, wire_dtype: str | None, shape: tuple[int, ...]) -> Node:
+        """A tensor of which the entry alone would not say dtype or memory layout."""
+        source = value.resolve_conj().resolve_neg()
+        # Holes are left out: they are memory of somebody else.
+        is_row_major = source.is_contiguous() or not is_dense(shape, source.stride())
+        stride = torch.empty(shape, device="meta").stride() if is_row_major else source.stride()
+        if wire_dtype is not None:
+            index = self._store(source, path, wire_dtype, shape, _host_address(source))
+            return TensorNode(index) if is_row_major else LayoutNode(index, name_of(value.dtype), shape, stride)
+        if not source.is_contiguous():
+            source = source.view(carrier_of(source.dtype))
+        itemsize = value.dtype.itemsize
+        entry_shape = shape if itemsize == 1 else (*shape, itemsize)
+        index = self._store(source, path, "U8", entry_shape, _host_address(source))
+        return LayoutNode(index, name_of(value.dtype), shape, stride)
+
+    def _view(self, value: torch.Tensor, base: Base) -> Node:
+        tensor, name = base
+        node = self._plain_tensor(tensor, name)
+        assert isinstance(node, TensorNode), "a base is row-major and of a dtype that safetensors knows"
+        offset = (value.data_ptr() - tensor.data_ptr()) // value.dtype.itemsize
+        return ViewNode(node.index, tuple(value.shape), value.stride(), offset)
+
+    def _quantized(self, value: torch.Tensor, path: str) -> Node:
+        if value.dtype not in QUANTIZED:
+            raise UnsupportedLeafError(f"expected a tensor of whole bytes, got dtype {value.dtype}", path=path)
+        if value.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            raise UnsupportedLeafError(
+                f"expected a tensor quantized per tensor, got {value.qscheme()}; store its integers and scales instead",
+                path=path,
+            )
+        return QuantizedNode(
+            self._plain_tensor(value.int_repr(), path),
+            name_of(value.dtype),
+            encodings.float_bits(value.q_scale()),
+            value.q_zero_point(),
+        )
+
+    def _store_bytes(self, block: torch.Tensor, path: str) -> int:
+        return self._store(block, path, "U8", (block.numel(),), _host_address(block))
+
+    def _store(self, source: torch.Tensor, path: str, dtype: str, shape: tuple[int, ...], address: int) -> int:
+        self._lane.settle()
+        blocks = self.blocks
+        name = path or "(root)"
+        if not name.isascii():
+            # Lone surrogates, which a str key may hold, have no place in JSON.
+            name = name.encode("utf-8", "backslashreplace").decode()
+        if name in self._lane.names:
+            numbered = (f"{name}#{number}" for number in count(2))
+            name = next(candidate for candidate in numbered if candidate not in self._lane.names)
+        self._lane.names.add(name)
+        blocks.names.append(name)
+        blocks.sources.append(source)
+        blocks.dtypes.append(dtype)
+        blocks.shapes.append(shape)
+        blocks.num_bytes.append(source.nbytes)
+        blocks.item_bytes.append(source.dtype.itemsize)
+        blocks.addresses.append(address)
+        return len(blocks.names) - 1
+
+
+def _host_address(source: torch.Tensor) -> int:
+    return source.data_ptr() if source.is_cpu and source.is_contiguous() else 0

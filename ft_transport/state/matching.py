@@ -1,0 +1,293 @@
+"""Which of the receiver's own tensors take the bytes of a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from ft_transport.state import placements
+from ft_transport.state.dtensors import is_dtensor
+from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, name_of, overlaps_itself
+from ft_transport.state.unflatten import as_plain
+from ft_transport.state.views import ViewKey, extent_bytes, has_own_memory, view_key
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.nodes import (
+    DefaultDictNode,
+    DequeNode,
+    DTensorNode,
+    LayoutNode,
+    LeafNode,
+    MappingNode,
+    NamedTupleNode,
+    Node,
+    SequenceNode,
+    TensorNode,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+class Mismatch(NamedTuple):
+    """A tensor of the receiver's at whose place one of another dtype, shape or division comes.
+
+    Both are described, as ``float32[2, 3]`` where these differ.
+    """
+
+    path: str
+    own: str
+    received: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming:
+    """What is known of a state before its first byte is received.
+
+    Attributes:
+        step: The committed step that it shows.
+        mismatches: Where it differs in dtype or shape from the receiver's own state.
+    """
+
+    step: int
+    mismatches: tuple[Mismatch, ...]
+    _tree: Node
+
+    def keys(self, *path: str | int) -> tuple[str, ...] | None:
+        """The str keys of the mapping at ``path``, ``None`` if there is no mapping."""
+        node = self._node(path)
+        if not isinstance(node, MappingNode):
+            return None
+        return tuple(key for key in node.items[::2] if isinstance(key, str))
+
+    def num_items(self, *path: str | int) -> int | None:
+        """The length of the list or tuple at ``path``, ``None`` if there is none."""
+        node = self._node(path)
+        return len(node.items) if isinstance(node, SequenceNode) else None
+
+    def _node(self, path: tuple[str | int, ...]) -> Node:
+        node: Node = self._tree
+        for step in path:
+            match node:
+                case MappingNode():
+                    pairs = zip(node.items[::2], node.items[1::2], strict=False)
+                    node = next((value for key, value in pairs if type(key) is type(step) and key == step), None)
+                case SequenceNode() if isinstance(step, int) and 0 <= step < len(node.items):
+                    node = node.items[step]
+                case _:
+                    return None
+        return node
+
+
+class Offer(NamedTuple):
+    """A tensor of the receiver that fits a node, and the memory from its first element to behind its last."""
+
+    node: TensorNode | LayoutNode
+    tensor: torch.Tensor
+    is_direct: bool
+    start: int
+    end: int
+
+
+class Matcher:
+    """Finds, for each entry of the table, a tensor of the receiver that can take its bytes.
+
+    Attributes:
+        direct: By entry, the tensor whose memory takes the bytes as they come.
+        indirect: Tensors that are copied to at the end.
+        destinations: Entry and memory of every tensor in ``direct`` and ``indirect``; those in ``direct`` whose very
+            object is the receiver's may be missing.
+        mismatches: Tensors that stand where one of another dtype or shape comes.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        # What the fast lane took, column by column: an object for each tensor would wake the garbage collector.
+        self._plain: dict[int, torch.Tensor] = {}
+        self._plain_starts: list[int] = []
+        self._has_fast_lane = True
+        self.direct: dict[int, torch.Tensor] = {}
+        self.indirect: list[tuple[TensorNode | LayoutNode, torch.Tensor]] = []
+        self.destinations: dict[tuple[int, ViewKey], Offer] = {}
+        self.mismatches: list[Mismatch] = []
+
+    def match(self, node: Node, into: object) -> None:
+        """Walks the tree and the receiver's state side by side."""
+        self._collect(node, into)
+        if self._overlap():
+            # Again, with every tensor looked at by itself, in the order of the tree.
+            self._has_fast_lane = False
+            self._plain.clear()
+            self._plain_starts.clear()
+            self.destinations.clear()
+            self.mismatches.clear()
+            self._collect(node, into)
+            self._refuse_overlapping()
+        self.direct.update(self._plain)
+        for offer in self.destinations.values():
+            if offer.is_direct and offer.node.index not in self.direct:
+                self.direct[offer.node.index] = offer.tensor
+            else:
+                self.indirect.append((offer.node, offer.tensor))
+
+    def _collect(self, node: Node, into: object) -> None:
+        match node:
+            case None | bool() | int() | float() | str():
+                return
+            case TensorNode():
+                if is_dtensor(into):
+                    self._note_other_division(node, into, "a plain tensor")
+                elif isinstance(into, torch.Tensor):
+                    self._consider(node, into)
+            case MappingNode() | DefaultDictNode():
+                if isinstance(into, Mapping):
+                    self._collect_values(node.items, into)
+            case SequenceNode(kind="list" | "tuple") | NamedTupleNode() | DequeNode():
+                if isinstance(into, Sequence) and len(into) == len(node.items):
+                    for item, counterpart in zip(node.items, into, strict=True):
+                        self._collect(item, counterpart)
+            case LeafNode():
+                if isinstance(into, torch.Tensor):
+                    self._collect(node.value, into.detach())
+            case DTensorNode():
+                if is_dtensor(into):
+                    self._collect_part(node, into)
+                elif isinstance(into, torch.Tensor):
+                    self._note_other_division(node.local, into, "a part of a DTensor")
+            case LayoutNode():
+                if isinstance(into, torch.Tensor) and not is_dtensor(into):
+                    self._consider_layout(node, into)
+            case _:
+                return
+
+    def _collect_part(self, node: DTensorNode, into: DTensor) -> None:
+        manifest = self._manifest
+        if node.layout >= len(manifest.layouts):
+            return  # Reported with its path when the state is built.
+        layout = manifest.layouts[node.layout]
+        if placements.matches(into, layout, manifest.meshes[layout.mesh]):
+            self._collect(node.local, into.to_local().detach())
+            return
+        local = node.local
+        if (
+            into.shape != layout.global_shape
+            and isinstance(local, (TensorNode, LayoutNode))
+            and local.index < len(manifest.tensors)
+        ):
+            entry = manifest.tensors[local.index]
+            dtype = DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype)
+            name = name_of(dtype) if dtype is not None else entry.dtype
+            self._note_mismatch(entry.name, into, name, layout.global_shape)
+        elif into.shape == layout.global_shape:
+            mesh = manifest.meshes[layout.mesh]
+            at = placements.decode_placements(layout.placements)
+            self._note_other_division(local, into, f"the part of coordinate {mesh.coordinate} of {mesh.shape} by {at}")
+
+    def _note_other_division(self, node: Node, into: torch.Tensor, received: str) -> None:
+        if isinstance(node, (TensorNode, LayoutNode)) and node.index < len(self._manifest.tensors):
+            own = f"a plain tensor of {list(into.shape)}"
+            if is_dtensor(into):
+                mesh = into.device_mesh
+                at = mesh.get_coordinate()
+                own = f"the part of coordinate {tuple(at or ())} of {tuple(mesh.mesh.shape)} by {into.placements}"
+            self.mismatches.append(Mismatch(self._manifest.tensors[node.index].name, own, received))
+
+    def _collect_values(self, items: Sequence[Node], into: Mapping[object, object]) -> None:
+        for key, value in zip(items[::2], items[1::2], strict=False):
+            if isinstance(key, (str, int)):
+                counterpart = into.get(key)
+                if counterpart is None or (
+                    type(value) is TensorNode
+                    and type(counterpart) is torch.Tensor
+                    and self._take_plain(value.index, counterpart)
+                ):
+                    continue
+                self._collect(value, counterpart)
+
+    def _take_plain(self, index: int, into: torch.Tensor) -> bool:
+        """A fast lane for what nearly every tensor of a large state is; ``False`` for any other.
+
+        That is a row-major CPU tensor with memory of its own, whose entry nobody else has claimed.
+        """
+        if not self._has_fast_lane or index >= len(self._manifest.tensors) or index in self._plain:
+            return False
+        entry = self._manifest.tensors[index]
+        dtype = into.dtype
+        if not (
+            DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype) is dtype
+            and into.layout is torch.strided
+            and into.is_cpu
+            and into.shape == entry.shape
+            and into.is_contiguous()
+            and not (into.requires_grad or into.is_neg() or (dtype.is_complex and into.is_conj()))
+        ):
+            return False
+        start = into.data_ptr()
+        if not start or entry.start == entry.end:
+            return False
+        self._plain[index] = into
+        self._plain_starts.append(start)
+        return True
+
+    def _consider(self, node: TensorNode, into: torch.Tensor) -> None:
+        index = node.index
+        if index >= len(self._manifest.tensors):
+            return  # Reported with its path when the state is built.
+        entry = self._manifest.tensors[index]
+        dtype = DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype)
+        if into.shape == entry.shape and dtype is into.dtype:
+            self._offer(node, into, is_row_major=True)
+        else:
+            self._note_mismatch(entry.name, into, name_of(dtype) if dtype is not None else entry.dtype, entry.shape)
+
+    def _consider_layout(self, node: LayoutNode, into: torch.Tensor) -> None:
+        if node.index >= len(self._manifest.tensors):
+            return
+        if into.shape == node.shape and name_of(into.dtype) == node.dtype:
+            self._offer(node, into, is_row_major=False)
+        else:
+            self._note_mismatch(self._manifest.tensors[node.index].name, into, node.dtype, node.shape)
+
+    def _note_mismatch(self, path: str, into: torch.Tensor, dtype: str, shape: Sequence[int]) -> None:
+        own = f"{name_of(into.dtype)}{list(into.shape)}"
+        self.mismatches.append(Mismatch(path, own, f"{dtype[:64]}{list(shape)}"))
+
+    def _offer(self, node: TensorNode | LayoutNode, into: torch.Tensor, *, is_row_major: bool) -> None:
+        if not has_own_memory(into):
+            return
+        tensor = as_plain(into)
+        is_contiguous = tensor.is_contiguous()
+        if not is_contiguous and overlaps_itself(tensor.shape, tensor.stride()):
+            return
+        key = view_key(tensor)
+        num_bytes = tensor.nbytes if is_contiguous else extent_bytes(tensor)
+        if key[0] or not num_bytes:  # a storage that was freed has no address
+            is_direct = is_row_major and is_contiguous and tensor.is_cpu and not (tensor.is_neg() or tensor.is_conj())
+            self.destinations.setdefault((node.index, key), Offer(node, tensor, is_direct, key[0], key[0] + num_bytes))
+
+    def _overlap(self) -> bool:
+        """Whether any two of the receiver's tensors share memory, told without looking at any pair."""
+        table = self._manifest.tensors
+        starts = [*self._plain_starts, *(offer.start for offer in self.destinations.values())]
+        num_bytes = [
+            *(table[index].end - table[index].start for index in self._plain),
+            *(offer.end - offer.start for offer in self.destinations.values()),
+        ]
+        columns = np.array([starts, num_bytes], dtype=np.int64)
+        columns = columns[:, np.argsort(columns[0], kind="stable")]
+        return bool((columns[0, 1:] < np.maximum.accumulate(columns[0] + columns[1])[:-1]).any())
+
+    def _refuse_overlapping(self) -> None:
+        """Of the receiver's tensors that share memory, keeps the first: each byte has one entry that writes it."""
+        by_start = sorted(self.destinations.items(), key=lambda item: item[1].start)
+        written: dict[torch.device, int] = {}
+        for key, offer in by_start:
+            if offer.start == offer.end:
+                continue
+            if offer.start < written.get(offer.tensor.device, 0):
+                del self.destinations[key]
+            else:
+                written[offer.tensor.device] = offer.end

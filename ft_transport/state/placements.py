@@ -1,0 +1,268 @@
+"""DTensors: what a snapshot says of a shard's place, and how a receiver rebuilds one on a mesh of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ft_transport.errors import ManifestError, RestoreError, UnsupportedLeafError
+from ft_transport.state.dtensors import is_dtensor
+from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, Placement
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+# torch.distributed.tensor takes half a second to import, so a function that needs it does: a state with a DTensor has
+# imported it already.
+
+
+def encode_placements(dtensor: DTensor, path: str) -> list[Placement]:
+    """The placements of a DTensor.
+
+    Raises:
+        UnsupportedLeafError: A partial placement: its value is only known after a reduction over the mesh.
+    """
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
+
+    encoded = []
+    for placement in dtensor.placements:
+        match placement:
+            # The strided shard first: in some releases of torch it is a subclass of the plain one.
+            case _StridedShard():
+                encoded.append(Placement("strided_shard", placement.dim, int(placement.split_factor)))
+            case Shard():
+                encoded.append(Placement("shard", placement.dim))
+            case Replicate():
+                encoded.append(Placement("replicate"))
+            case _:
+                raise UnsupportedLeafError(
+                    f"expected a DTensor that is sharded or replicated, got placement {placement}; redistribute it "
+                    "first",
+                    path=path,
+                )
+    return encoded
+
+
+def decode_placements(placements: Sequence[Placement]) -> tuple[TorchPlacement, ...]:
+    """The inverse of ``encode_placements``."""
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
+
+    decoded: list[TorchPlacement] = []
+    for placement in placements:
+        match placement.kind:
+            case "shard":
+                decoded.append(Shard(placement.dim))
+            case "replicate":
+                decoded.append(Replicate())
+            case "strided_shard":
+                decoded.append(_StridedShard(placement.dim, split_factor=placement.split_factor))
+    return tuple(decoded)
+
+
+class LayoutEncoder:
+    """Collects the layouts of the DTensors of one state.
+
+    Attributes:
+        table: What was collected.
+    """
+
+    def __init__(self) -> None:
+        self.table = LayoutTable()
+        self._meshes: dict[int, tuple[DeviceMesh, Mesh]] = {}
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def index_of(self, dtensor: DTensor, path: str) -> int:
+        """The index of its layout in the table. Offset and coordinate are those of this process.
+
+        Raises:
+            UnsupportedLeafError: A partial placement.
+        """
+        mesh = dtensor.device_mesh
+        key = (id(mesh), dtensor.placements, dtensor.shape, dtensor.stride())
+        index = self._known.get(key)
+        if index is None:
+            at = encode_placements(dtensor, path)
+            index = self._known[key] = self.table.add(
+                self._mesh(mesh), at, global_shape=tuple(dtensor.shape), global_stride=dtensor.stride()
+            )
+        return index
+
+    def _mesh(self, mesh: DeviceMesh) -> Mesh:
+        known = self._meshes.get(id(mesh))
+        if known is None:
+            # The mesh is kept, so that no other one takes its id.
+            known = self._meshes[id(mesh)] = (mesh, describe_mesh(mesh))
+        return known[1]
+
+
+def describe_mesh(mesh: DeviceMesh) -> Mesh:
+    """A mesh in plain numbers, with this process's place in it."""
+    coordinate = mesh.get_coordinate()
+    return Mesh(
+        device_type=mesh.device_type,
+        shape=tuple(mesh.mesh.shape),
+        ranks=tuple(mesh.mesh.flatten().tolist()),
+        dim_names=tuple(mesh.mesh_dim_names) if mesh.mesh_dim_names is not None else None,
+        coordinate=tuple(coordinate) if coordinate is not None else None,
+    )
+
+
+def matches(dtensor: DTensor, layout: Layout, mesh: Mesh) -> bool:
+    """Whether the receiver's DTensor holds the very part that the layout describes, so that bytes can land in it."""
+    coordinate = dtensor.device_mesh.get_coordinate()
+    return (
+        tuple(dtensor.shape) == layout.global_shape
+        and tuple(dtensor.device_mesh.mesh.shape) == mesh.shape
+        and dtensor.placements == decode_placements(layout.placements)
+        and _is_same_place(coordinate, mesh.coordinate, layout.placements)
+    )
+
+
+def _is_same_place(here: Sequence[int] | None, there: Sequence[int] | None, at: Sequence[Placement]) -> bool:
+    """Whether both hold the same part: where a mesh dimension replicates, all along it do."""
+    if here is None or there is None:
+        return here is there
+    return all(
+        own == other or placement.kind == "replicate" for own, other, placement in zip(here, there, at, strict=True)
+    )
+
+
+def spans_ranks(state: object) -> bool:
+    """Whether any DTensor of a state lies on a mesh of several ranks."""
+    return any(dtensor.device_mesh.size() > 1 for dtensor in _dtensors(state))
+
+
+class MeshResolver:
+    """Finds, for a DTensor that has no counterpart in the receiver's state, the receiver's mesh to put it on.
+
+    Args:
+        state: The receiver's own state, whose DTensors show which meshes it has; may be ``None``.
+        meshes: Meshes that the caller names for this purpose.
+    """
+
+    def __init__(self, state: object, meshes: Sequence[DeviceMesh] = ()) -> None:
+        self._state = state
+        self._meshes = list(meshes)
+        self._resolved: dict[Mesh, DeviceMesh] = {}
+
+    def resolve(self, described: Mesh, path: str) -> DeviceMesh:
+        """A mesh of the shape and names that are described.
+
+        Raises:
+            RestoreError: The receiver has no such mesh and torch.distributed is not initialised to build one.
+        """
+        known = self._resolved.get(described)
+        if known is None:
+            known = self._resolved[described] = self._resolve(described, path)
+        return known
+
+    def _resolve(self, described: Mesh, path: str) -> DeviceMesh:
+        names = described.dim_names
+        candidates = [
+            mesh
+            for mesh in chain(self._meshes, (dtensor.device_mesh for dtensor in _dtensors(self._state)))
+            if tuple(mesh.mesh.shape) == described.shape and mesh.mesh_dim_names == names
+        ]
+        # Of several of one form, that of the same ranks; others mean the same place in another job.
+        for mesh in candidates:
+            if tuple(mesh.mesh.flatten().tolist()) == described.ranks:
+                return mesh
+        if candidates:
+            return candidates[0]
+        if not dist.is_initialized() or not _is_device_type(described.device_type):
+            raise RestoreError(
+                f"expected a device mesh of shape {list(described.shape)} and names {names} in the receiver's state, "
+                "found none, and torch.distributed is not initialised to build one; receive into a state that has it",
+                path=path,
+            )
+        # No process group is created: a collective over this mesh is the caller's to set up.
+        ranks = torch.tensor(described.ranks, dtype=torch.int).reshape(described.shape)
+        mesh = DeviceMesh(described.device_type, ranks, mesh_dim_names=names, _init_backend=False)
+        self._meshes.append(mesh)
+        return mesh
+
+
+def rebuild(local: torch.Tensor, layout: Layout, described: Mesh, mesh: DeviceMesh, path: str) -> DTensor:
+    """A DTensor around ``local`` on ``mesh``; no collective runs.
+
+    Args:
+        local: The shard.
+        layout: What the sender said of it.
+        described: The sender's mesh.
+        mesh: The receiver's, of the same form.
+        path: The place, for errors.
+
+    Raises:
+        ManifestError: The layout contradicts the local shard.
+        RestoreError: The receiver stands elsewhere in the mesh, where another part belongs.
+    """
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
+    _check(local, layout, described, path)
+    here = mesh.get_coordinate()
+    if not _is_same_place(here, described.coordinate, layout.placements):
+        raise RestoreError(
+            f"expected the shard of mesh coordinate {here}, which is this process's own, got that of "
+            f"{described.coordinate}",
+            path=path,
+        )
+    try:
+        dtensor = DTensor.from_local(
+            local,
+            mesh,
+            decode_placements(layout.placements),
+            run_check=False,
+            shape=torch.Size(layout.global_shape),
+            stride=layout.global_stride,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ManifestError(f"expected a global shape that torch can count: {error}", path=path) from error
+    if here is None:
+        # Outside the mesh from_local forgets the shard, which distribute_tensor, for one, leaves there.
+        dtensor._local_tensor = local
+    return dtensor
+
+
+def _is_device_type(name: str) -> bool:
+    try:
+        return torch.device(name).type == name
+    except (RuntimeError, Warning):  # deprecated kinds warn, and a warning may be an error
+        return False
+
+
+def _check(local: torch.Tensor, layout: Layout, mesh: Mesh, path: str) -> None:
+    """Refuses a layout that is not that of the local shard; torch takes both as they are."""
+    if mesh.coordinate is None:  # a process outside the mesh holds an empty tensor of any rank
+        return
+    if local.dim() != len(layout.global_shape):
+        raise ManifestError(
+            f"expected a shard of {len(layout.global_shape)} dimensions, got one of {local.dim()}", path=path
+        )
+    sharded = {placement.dim for placement in layout.placements if placement.kind != "replicate"}
+    for dim, (whole, part, start) in enumerate(zip(layout.global_shape, local.shape, layout.local_offset, strict=True)):
+        if part > whole or (part != whole and dim not in sharded) or start > whole:
+            raise ManifestError(
+                f"expected a part of {list(layout.global_shape)}, got {list(local.shape)} from "
+                f"{list(layout.local_offset)}",
+                path=path,
+            )
+
+
+def _dtensors(state: object) -> Iterator[DTensor]:
+    pending: list[Any] = [state]
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        if is_dtensor(value):
+            yield value
+        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            pending.extend(value.values() if isinstance(value, Mapping) else value)

@@ -1,0 +1,391 @@
+"""A state that arrives in another layout: what of it this rank needs, and where that belongs.
+
+The trees of all sources become one manifest: that of a peer which has the receiver's own layout. Nobody serves it, but
+``state.restore`` takes it as it takes any, so that everything about destinations is as for a state that arrives in
+the same layout. Beside it stands the list of what is wanted, which ``wire.reshard`` plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import msgspec
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ft_transport.errors import ManifestError, RestoreError
+from ft_transport.runtime.garbage_collector import collector_paused
+from ft_transport.state.dtensors import is_dtensor
+from ft_transport.state.dtypes import (
+    DTYPES_BY_SAFETENSORS_NAME,
+    WHOLE_BYTE_DTYPES_BY_NAME,
+    is_dense,
+    name_of,
+)
+from ft_transport.state.placements import describe_mesh, encode_placements
+from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES, ChunkTable
+from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, Placement, Region, region_of, shape_of
+from ft_transport.wire.manifest import ITEM_BITS, Manifest, TensorEntry
+from ft_transport.wire.merging import Path, StoredLeaf, TensorLike, merge_trees, path_name
+from ft_transport.wire.nodes import DTensorNode, LayoutNode, Node, TensorNode, ViewNode
+from ft_transport.wire.reshard import StoredNode, Wanted
+from ft_transport.wire.slices import row_major_strides
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+_MAX_DATA_BYTES: Final = 2**62
+
+LikeFunction: TypeAlias = Callable[[tuple[str | int, ...]], torch.Tensor | None]
+"""Given the path of a tensor that the receiver does not have yet, one of its own that is divided in the same way."""
+
+_Where: TypeAlias = tuple[int, tuple[Placement, ...]]
+"""A mesh of the receiver's, by its id, and how a tensor lies on it."""
+_Kind: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int | None, ...]]
+"""Shape, sources, and layout at each source: tensors of one kind are divided in one way, as a rule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resharding:
+    """What comes of the manifests of several sources.
+
+    Attributes:
+        manifest: What a peer with the receiver's layout would serve. Its digests are ``None``.
+        wanted: What the receiver needs, in the order of the first source's data.
+    """
+
+    manifest: Manifest
+    wanted: tuple[Wanted, ...]
+
+
+class _Described(NamedTuple):
+    """A tensor as the first source has it: name, start and dtype of its entry, and its own dtype where it is named."""
+
+    name: str
+    start: int
+    dtype: str
+    torch_dtype: str | None
+    item_bytes: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+
+
+class _Held(NamedTuple):
+    """A tensor at all sources that have any of it."""
+
+    first: _Described
+    global_shape: tuple[int, ...]
+    sources: tuple[int, ...]
+    nodes: tuple[StoredNode, ...]
+    layouts: tuple[int | None, ...]
+
+
+def reshard(
+    manifests: Sequence[Manifest],
+    into: object,
+    *,
+    like: LikeFunction | None = None,
+    names: Sequence[str] | None = None,
+) -> Resharding:
+    """Says what a receiver needs of a state whose parts several sources have.
+
+    Args:
+        manifests: Of one step, one for each source. What is not sharded comes from the first that has it.
+        into: The receiver's own state: its DTensors say in which layout they are to come. Where it has a plain tensor,
+            or the sources have, a whole one comes. ``None`` takes everything whole.
+        like: For tensors that are not in ``into``, such as the state of an optimizer that has not stepped yet. By
+            default they are divided as those tensors of ``into`` are which have the same shape and layout at the
+            sources.
+        names: What the sources are called in errors.
+
+    Raises:
+        RestoreError: The sources contradict each other; or what they have as a DTensor has no counterpart in ``into``
+            to say how it is to be divided.
+        ManifestError: A manifest contradicts itself.
+    """
+    with collector_paused():
+        builder = _Builder(manifests, into, like, None, names)
+        tree = builder.build()
+        if builder.num_missing:
+            # Only now is it known how those are divided that the receiver has.
+            builder = _Builder(manifests, into, like, builder.learned, names)
+            tree = builder.build()
+    order = sorted(range(len(builder.wanted)), key=builder.held_starts.__getitem__)
+    home = manifests[0]
+    return Resharding(
+        manifest=Manifest(
+            step=home.step,
+            snapshot_id=home.snapshot_id,
+            tensors=tuple(builder.entries),
+            tree=tree,
+            meshes=tuple(builder.layouts.meshes),
+            layouts=tuple(builder.layouts.layouts),
+            chunks=ChunkTable(data_bytes=builder.data_bytes, chunk_bytes=DEFAULT_CHUNK_BYTES),
+            digests=None,
+            header_bytes=0,
+        ),
+        wanted=tuple(builder.wanted[index] for index in order),
+    )
+
+
+class _Builder:
+    """Implements ``wire.merging.LeafVisitor``.
+
+    Args:
+        manifests: By source.
+        into: The receiver's state.
+        like: See `reshard`.
+        learned: How tensors of each kind are divided by the receiver; ``None`` while that is being found out.
+        names: Of the sources.
+    """
+
+    def __init__(
+        self,
+        manifests: Sequence[Manifest],
+        into: object,
+        like: LikeFunction | None,
+        learned: dict[_Kind, set[_Where | None]] | None,
+        names: Sequence[str] | None,
+    ) -> None:
+        self._names = names
+        self._manifests = manifests
+        self._into = into
+        self._like = like
+        self._is_final = learned is not None
+        self.learned: dict[_Kind, set[_Where | None]] = learned if learned is not None else {}
+        self.num_missing = 0
+        self._containers: dict[Path, object] = {}
+        self._meshes: dict[int, tuple[DeviceMesh, Mesh]] = {}
+        self._places: dict[tuple[object, ...], tuple[int, Region]] = {}
+        self._nodes: dict[tuple[object, ...], Node] = {}
+        self.entries: list[TensorEntry] = []
+        self.layouts = LayoutTable()
+        self.wanted: list[Wanted] = []
+        self.held_starts: list[int] = []
+        self.data_bytes = 0
+
+    def build(self) -> Node:
+        return merge_trees([manifest.tree for manifest in self._manifests], self, names=self._names)
+
+    def tensor(self, path: Path, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
+        """See ``wire.merging.LeafVisitor``."""
+        first = nodes[0]
+        if type(first) is ViewNode and not any(type(node) is DTensorNode for node in nodes):
+            own = self._counterpart(path)
+            if not is_dtensor(own):
+                return self._view(path, sources, nodes, first)
+        layouts = tuple([node.layout if type(node) is DTensorNode else None for node in nodes])
+        stored: Any = tuple([node.local if type(node) is DTensorNode else node for node in nodes])
+        described = self._describe(sources[0], stored[0], path)
+        shape, global_stride = described.shape, None
+        if type(first) is DTensorNode:
+            layout = self._layout(sources[0], first.layout, path)
+            shape, global_stride = layout.global_shape, layout.global_stride
+        where = self._where(path, (shape, sources, layouts))
+        index, region = None, _whole(shape)
+        if where is not None:
+            index, region = self._place(where, shape, global_stride)
+        # An empty part is tied to nothing, here or there: what shares its memory shows where there is some.
+        shows = next((at for at, source in enumerate(sources) if self._has_bytes(source, stored[at])), 0)
+        key = (shows, stored[shows], index, sources, shape, layouts)
+        node = self._nodes.get(key)
+        if node is None or not all(region):
+            held = _Held(described, shape, sources, stored, layouts)
+            local = self._want(path, held, region, is_part=index is not None)
+            node = self._nodes[key] = local if index is None else DTensorNode(local, index)
+        return node
+
+    def stored(self, path: Path, source: int, node: StoredLeaf) -> Node:
+        """See ``wire.merging.LeafVisitor``."""
+        where = TensorNode(node.index)
+        described = self._describe(source, where, path)
+        held = _Held(described, described.shape, (source,), (where,), (None,))
+        local = self._want(path, held, _whole(described.shape), is_part=False)
+        return msgspec.structs.replace(node, index=local.index)
+
+    def _view(self, path: Path, sources: tuple[int, ...], nodes: tuple[TensorLike, ...], view: ViewNode) -> Node:
+        """A view of a tensor that comes whole stays one: the receiver's copies share memory as the sources' do."""
+        bases: Any = tuple([TensorNode(node.index) if type(node) is ViewNode else node for node in nodes])
+        if any(type(base) is not TensorNode for base in bases):
+            raise ManifestError("expected a view at every source or at none", path=path_name(path))
+        described = self._describe(sources[0], bases[0], path)
+        key = (0, bases[0], None, sources, described.shape, (None,) * len(sources))
+        base = self._nodes.get(key)
+        if base is None:
+            held = _Held(described, described.shape, sources, bases, (None,) * len(sources))
+            base = self._nodes[key] = self._want(path, held, _whole(described.shape), is_part=False)
+        assert isinstance(base, TensorNode), "an entry as it stands"
+        return msgspec.structs.replace(view, index=base.index)
+
+    def _describe(self, source: int, node: object, path: Path) -> _Described:
+        tensors = self._manifests[source].tensors
+        if not isinstance(node, (TensorNode, LayoutNode, ViewNode)) or node.index >= len(tensors):
+            raise ManifestError(f"expected a tensor of the table, got {node}", path=path_name(path))
+        entry = tensors[node.index]
+        item_bytes = ITEM_BITS[entry.dtype] // 8
+        if type(node) is LayoutNode:
+            dtype = WHOLE_BYTE_DTYPES_BY_NAME.get(node.dtype)
+            if dtype is None:
+                raise ManifestError(f"expected a dtype of this torch, got {node.dtype[:64]!r}", path=path_name(path))
+            is_carried = dtype.itemsize != item_bytes
+            if math.prod(node.shape) * dtype.itemsize != entry.end - entry.start or (is_carried and item_bytes != 1):
+                raise ManifestError(
+                    f"expected bytes for {node.dtype}{list(node.shape)}, got {entry.dtype}{list(entry.shape)}",
+                    path=path_name(path),
+                )
+            return _Described(entry.name, entry.start, entry.dtype, node.dtype, dtype.itemsize, node.shape, node.stride)
+        if type(node) is ViewNode:
+            return _Described(entry.name, entry.start, entry.dtype, None, item_bytes, node.shape, None)
+        return _Described(entry.name, entry.start, entry.dtype, None, item_bytes, entry.shape, None)
+
+    def _has_bytes(self, source: int, node: Any) -> bool:
+        tensors = self._manifests[source].tensors
+        return (
+            isinstance(node, (TensorNode, LayoutNode, ViewNode))
+            and node.index < len(tensors)
+            and tensors[node.index].end > tensors[node.index].start
+        )
+
+    def _layout(self, source: int, index: int, path: Path) -> Layout:
+        layouts = self._manifests[source].layouts
+        if index >= len(layouts):
+            raise ManifestError(f"expected a layout of the table, got index {index}", path=path_name(path))
+        return layouts[index]
+
+    def _where(self, path: Path, kind: _Kind) -> _Where | None:
+        """How the receiver divides a tensor; ``None`` if it takes a whole one."""
+        shape, _, layouts = kind
+        is_sharded = any(layout is not None for layout in layouts)
+        own = self._counterpart(path)
+        if self._into is None and self._like is None:
+            return None
+        if own is None and self._like is not None:
+            own = self._like(tuple(step for step in path if isinstance(step, (str, int))))
+            if isinstance(own, torch.Tensor) and own.shape != shape:
+                own = None
+        if is_dtensor(own):
+            where = self._where_is(own, shape, path)
+        elif isinstance(own, torch.Tensor):
+            where = None
+        else:
+            return self._learned_where(path, kind, is_sharded=is_sharded)
+        if not self._is_final:
+            self.learned.setdefault(kind, set()).add(where)
+        return where
+
+    def _learned_where(self, path: Path, kind: _Kind, *, is_sharded: bool) -> _Where | None:
+        if not self._is_final:
+            self.num_missing += 1
+            return None
+        ways = self.learned.get(kind, set())
+        if len(ways) != 1 and not is_sharded:
+            return None
+        if len(ways) != 1:
+            found = f"{len(ways)} different ways to do it" if ways else "none"
+            raise RestoreError(
+                f"expected a tensor in the receiver's state, or one of the same shape {list(kind[0])} and layout at "
+                f"the sources, that shows how it is to be divided; found {found}: let an optimizer step once before "
+                "(or pass like=...), so that its states are there",
+                path=path_name(path),
+            )
+        return next(iter(ways))
+
+    def _counterpart(self, path: Path) -> object:
+        """What the receiver has at a path."""
+        if not path:
+            return self._into
+        try:
+            parent = self._containers.get(path[:-1])
+            if parent is None:
+                parent = self._containers[path[:-1]] = self._counterpart(path[:-1]) or ()
+        except TypeError:
+            return None  # A key that no mapping of str and int has.
+        step = path[-1]
+        if isinstance(parent, Mapping):
+            return parent.get(step) if isinstance(step, (str, int)) else None
+        if isinstance(parent, Sequence) and isinstance(step, int) and step < len(parent):
+            return parent[step]
+        return None
+
+    def _where_is(self, own: DTensor, shape: tuple[int, ...], path: Path) -> _Where:
+        mesh = own.device_mesh
+        if id(mesh) not in self._meshes:
+            self._meshes[id(mesh)] = (mesh, describe_mesh(mesh))
+        where = (id(mesh), tuple(encode_placements(own, path_name(path))))
+        if tuple(own.shape) == shape and self._meshes[id(mesh)][1].coordinate is not None:
+            _, region = self._place(where, shape, own.stride())
+            local_shape = tuple(own._local_tensor.shape)
+            if local_shape != shape_of(region):
+                raise RestoreError(
+                    f"expected a local shard of {list(shape_of(region))} by the placements {own.placements}, the "
+                    f"receiver's is one of {list(local_shape)}; another division than torch's own can only be received "
+                    "in the same layout",
+                    path=path_name(path),
+                )
+        return where
+
+    def _place(
+        self, where: _Where, shape: tuple[int, ...], global_stride: tuple[int, ...] | None
+    ) -> tuple[int, Region]:
+        key = (where, shape, global_stride)
+        place = self._places.get(key)
+        if place is None:
+            mesh = self._meshes[where[0]][1]
+            stride = global_stride if global_stride is not None else row_major_strides(shape, 1)
+            region = region_of(mesh, where[1], shape) or ((),) * len(shape)
+            offset = [intervals[0][0] if intervals else 0 for intervals in region]
+            index = self.layouts.add(mesh, where[1], global_shape=shape, global_stride=stride, local_offset=offset)
+            place = self._places[key] = (index, region)
+        return place
+
+    def _want(self, path: Path, held: _Held, region: Region, *, is_part: bool) -> TensorNode | LayoutNode:
+        """Adds a tensor, or a part of one, to what is wanted; returns its node."""
+        described = held.first
+        shape = shape_of(region)
+        index, start = len(self.entries), self.data_bytes
+        is_carried = ITEM_BITS[described.dtype] // 8 != described.item_bytes
+        self.data_bytes += math.prod(shape) * described.item_bytes
+        if self.data_bytes > _MAX_DATA_BYTES:
+            raise ManifestError("expected a state whose bytes can be counted", path=path_name(path))
+        entry_shape = (*shape, described.item_bytes) if is_carried else shape
+        self.entries.append(TensorEntry(described.name, described.dtype, entry_shape, start, self.data_bytes))
+        self.held_starts.append(described.start)
+        self.wanted.append(
+            Wanted(
+                path=described.name,
+                start=start,
+                dtype=described.dtype,
+                item_bytes=described.item_bytes,
+                global_shape=held.global_shape,
+                region=region,
+                sources=held.sources,
+                nodes=held.nodes,
+                layouts=held.layouts,
+            )
+        )
+        row_major = row_major_strides(shape, 1)
+        stride = row_major
+        if described.stride is not None and held.layouts[0] is None and not is_part:
+            stride = described.stride
+        dtype = described.torch_dtype
+        own = self._counterpart(path) if is_part else None
+        if is_dtensor(own):
+            local = own._local_tensor
+            if tuple(local.shape) == shape and not local.is_contiguous() and is_dense(shape, local.stride()):
+                stride = tuple(local.stride())
+                dtype = dtype if dtype is not None else name_of(DTYPES_BY_SAFETENSORS_NAME[described.dtype])
+        # A carrier may have items of the same size.
+        is_plain = not is_carried and stride == row_major and dtype in (None, _dtype_name(described.dtype))
+        return TensorNode(index) if dtype is None or is_plain else LayoutNode(index, dtype, shape, stride)
+
+
+def _dtype_name(safetensors_name: str) -> str | None:
+    dtype = DTYPES_BY_SAFETENSORS_NAME.get(safetensors_name)
+    return name_of(dtype) if dtype is not None else None
+
+
+def _whole(shape: tuple[int, ...]) -> Region:
+    return tuple(((0, size),) if size else () for size in shape)

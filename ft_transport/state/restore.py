@@ -1,0 +1,252 @@
+"""Receiving a snapshot: its bytes land in the receiver's own tensors where they fit, and in fresh memory elsewhere.
+
+``Restore`` hands out the memory for any range of the data, so the network layer needs to know nothing of tensors, and
+builds the nested state once every byte was verified. Until then a receiver's tensors may hold a mixture; if the fetch
+fails, ``poison`` overwrites what was touched, so that a part of a state cannot be taken for a whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ft_transport.errors import ManifestError, RestoreError
+from ft_transport.runtime.garbage_collector import collector_paused
+from ft_transport.runtime.handler_safety import SafeEvent
+from ft_transport.state import placements
+from ft_transport.state.dtensors import is_dtensor
+from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, carrier_of
+from ft_transport.state.matching import Incoming, Matcher
+from ft_transport.state.unflatten import Unflattener, as_plain
+from ft_transport.state.views import extent_bytes, has_own_memory, view_key
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.nodes import DTensorNode, LayoutNode, LeafNode, Node, TensorNode, ViewNode
+from ft_transport.wire.plan import DestinationPlan
+
+_ALIGN_BYTES: Final = 64
+_KEEP_SHARED_BYTES: Final = 16 << 10
+"""A smaller fresh tensor gets memory of its own at the end, so that it alone does not keep the whole buffer alive."""
+_POISON_BYTE: Final = 0xFF
+"""All bits set is a NaN in every IEEE floating-point type and -1 in every signed one."""
+
+
+class Restore:
+    """Memory for one snapshot on the receiver, and the state that comes out of it.
+
+    The methods may be called from several threads, ``finish`` and ``poison`` after all others have returned.
+
+    Args:
+        manifest: What will be received.
+        into: The receiver's own state, of any shape. A CPU tensor in it that stands at the same place as one in the
+            snapshot, with the same dtype, shape and row-major layout, is received into directly. A tensor that fits
+            but is on a device or has another memory layout is copied to at the end. Everything else is ignored.
+        meshes: Meshes for DTensors that have no counterpart in ``into``.
+        max_bytes: Refuse a snapshot larger than this.
+
+    Attributes:
+        incoming: What comes, before it does.
+
+    Raises:
+        RestoreError: The snapshot is larger than ``max_bytes``.
+    """
+
+    def __init__(
+        self, manifest: Manifest, *, into: object = None, meshes: Sequence[DeviceMesh] = (), max_bytes: int
+    ) -> None:
+        if manifest.data_bytes > max_bytes:
+            raise RestoreError(
+                f"expected a snapshot of at most {max_bytes} bytes (max_receive_bytes), got {manifest.data_bytes}",
+                step=manifest.step,
+            )
+        self._manifest = manifest
+        self._into = into
+        self._meshes = meshes
+        self._touched = SafeEvent()
+        matcher = Matcher(manifest)
+        try:
+            with collector_paused():
+                matcher.match(manifest.tree, into)
+        except RecursionError as error:
+            raise ManifestError("expected a tree that Python's recursion limit lets through") from error
+        self._is_copying = False
+        self._direct = matcher.direct
+        self._indirect = matcher.indirect
+        self._destinations = matcher.destinations
+        self.incoming = Incoming(step=manifest.step, mismatches=tuple(matcher.mismatches), _tree=manifest.tree)
+        self._fresh, self._fresh_offsets = _allocate_fresh(manifest, self._direct)
+        self._fresh_view = memoryview(self._fresh) if self._fresh is not None else None
+        filled = sorted((entry.start, index) for index, entry in enumerate(manifest.tensors) if entry.end > entry.start)
+        self._slots = [index for _, index in filled]
+        self._plan = DestinationPlan([start for start, _ in filled], manifest.data_bytes)
+
+    @property
+    def in_place_bytes(self) -> int:
+        """How many bytes land directly in the receiver's own tensors."""
+        return sum(self._manifest.tensors[index].end - self._manifest.tensors[index].start for index in self._direct)
+
+    @property
+    def destination_touched(self) -> bool:
+        """Whether bytes may have landed in the receiver's own tensors."""
+        return self._touched.is_set()
+
+    def buffers(self, start: int, end: int) -> list[memoryview]:
+        """Writable uint8 views that cover ``[start, end)`` of the data once, in order."""
+        if self._direct:
+            self._touched.set()
+        return self.present(start, end)
+
+    def present(self, start: int, end: int) -> list[memoryview]:
+        """The same as `buffers`, only to be read: what lies there before anything is received."""
+        return [
+            self._memory(self._slots[piece.slot], piece.offset, piece.num_bytes)
+            for piece in self._plan.pieces(start, end)
+        ]
+
+    def finish(self) -> object:
+        """Builds the state. Called once, after every byte was received.
+
+        Tensors received in place are the receiver's own objects; others are new, on the CPU.
+
+        Raises:
+            ManifestError: The tree does not agree with the tensor table or names what this process does not have.
+            RestoreError: A DTensor needs a mesh that the receiver does not have.
+        """
+        unflattener = Unflattener(
+            manifest=self._manifest,
+            tensor_of=self._tensor,
+            is_destination=self._is_destination,
+            meshes=placements.MeshResolver(self._into, self._meshes),
+        )
+        try:
+            with collector_paused():
+                state = unflattener.build(self._manifest.tree, self._into)
+        except RecursionError as error:
+            raise ManifestError("expected a tree that Python's recursion limit lets through") from error
+        # All that can be wrong with the snapshot is found before the first one is written.
+        sources = [self._source_of(node) for node, _ in self._indirect]
+        if self._indirect:
+            self._touched.set()
+            self._is_copying = True
+        for (_, target), source in zip(self._indirect, sources, strict=True):
+            _copy_bits(target, source)
+        return state
+
+    def poison(self) -> None:
+        """Overwrites the receiver's own tensors with a pattern that reads as NaN (as -1 in integers).
+
+        Called after a fetch failed midway: the mixture that they hold must not be trained on unnoticed.
+        """
+        for tensor in self._direct.values():
+            # A bool of all bits set is no valid bool.
+            value = 1 if tensor.dtype is torch.bool else _POISON_BYTE
+            ctypes.memset(tensor.data_ptr(), value, tensor.nbytes)
+        for node, target in self._indirect if self._is_copying else ():
+            bits = torch.full((self._source_of(node).nbytes,), _POISON_BYTE, dtype=torch.uint8)
+            if target.dtype is torch.bool:
+                bits.fill_(1)
+            _copy_bits(target, bits.view(target.dtype).view(target.shape))
+
+    def _memory(self, index: int, offset: int, num_bytes: int) -> memoryview:
+        """A part of the memory that takes entry ``index``."""
+        tensor = self._direct.get(index)
+        if tensor is not None:
+            return memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr() + offset)).cast("B")
+        assert self._fresh_view is not None, "an entry with bytes has memory"
+        start = self._fresh_offsets[index] + offset
+        return self._fresh_view[start : start + num_bytes]
+
+    def fills(self, node: Node, into: torch.Tensor) -> bool:
+        """Whether all of the receiver's tensor ``into``, which stands where ``node`` does, gets its bytes in place.
+
+        One without memory of its own (on ``meta``, or of another class) is none that could, and counts as filled.
+        """
+        match node:
+            case LeafNode():
+                return self.fills(node.value, into.detach())
+            case DTensorNode():
+                return not is_dtensor(into) or self.fills(node.local, into.to_local().detach())
+            case TensorNode() | LayoutNode():
+                return (
+                    not has_own_memory(into)
+                    or not extent_bytes(into)
+                    or self._direct.get(node.index) is into
+                    or (node.index, view_key(as_plain(into))) in self._destinations
+                )
+            case ViewNode():
+                return not has_own_memory(into) or any(
+                    into.data_ptr() == base.data_ptr() + node.offset * base.dtype.itemsize
+                    and into.stride() == node.stride
+                    for base in self._taking(node.index)
+                )
+            case _:
+                return True
+
+    def _taking(self, index: int) -> list[torch.Tensor]:
+        """The receiver's tensors that take entry ``index``."""
+        direct = self._direct.get(index)
+        others = [offer.tensor for (taken, _), offer in self._destinations.items() if taken == index]
+        return others if direct is None else [direct, *others]
+
+    def _is_destination(self, index: int, tensor: torch.Tensor) -> bool:
+        return self._direct.get(index) is tensor or (index, view_key(tensor)) in self._destinations
+
+    def _source_of(self, node: TensorNode | LayoutNode) -> torch.Tensor:
+        source = self._tensor(node.index)
+        return Unflattener.reinterpret(source, node) if isinstance(node, LayoutNode) else source
+
+    def _tensor(self, index: int) -> torch.Tensor:
+        """The entry ``index`` as a tensor of its wire dtype: the receiver's own, or one in fresh memory."""
+        direct = self._direct.get(index)
+        if direct is not None:
+            return direct
+        entry = self._manifest.tensors[index]
+        dtype = DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype)
+        if dtype is None:
+            raise ManifestError(f"expected a dtype that this torch has, got {entry.dtype}", path=entry.name)
+        if entry.end == entry.start:
+            return torch.empty(entry.shape, dtype=dtype)
+        assert self._fresh is not None
+        num_items = (entry.end - entry.start) // dtype.itemsize
+        tensor = torch.frombuffer(self._fresh, dtype=dtype, count=num_items, offset=self._fresh_offsets[index]).view(
+            entry.shape
+        )
+        return tensor.clone() if entry.end - entry.start < _KEEP_SHARED_BYTES else tensor
+
+
+def _allocate_fresh(manifest: Manifest, direct: Mapping[int, torch.Tensor]) -> tuple[mmap.mmap | None, dict[int, int]]:
+    """One buffer for all entries that have no tensor of the receiver's."""
+    offsets = {}
+    end = 0
+    for index, entry in enumerate(manifest.tensors):
+        if index not in direct and entry.end > entry.start:
+            offsets[index] = end
+            end += -(-(entry.end - entry.start) // _ALIGN_BYTES) * _ALIGN_BYTES
+    if not end:
+        return None, offsets
+    # Private, because shared anonymous memory gets no huge pages on most systems.
+    try:
+        buffer = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise RestoreError(f"expected {end} bytes of memory to receive into: {error}", step=manifest.step) from error
+    if sys.platform == "linux":
+        # Fewer, larger page faults: a fresh buffer of small pages is filled at a fraction of the speed.
+        with contextlib.suppress(OSError):  # a kernel without them
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer, offsets
+
+
+def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies to a tensor of the same dtype and shape, whatever its device, strides or dtype."""
+    target = target.detach()
+    if not (target.is_conj() or target.is_neg()):
+        # Of many small dtypes torch can copy the bits only.
+        carrier = carrier_of(target.dtype)
+        target, source = target.view(carrier), source.view(carrier)
+    target.copy_(source)

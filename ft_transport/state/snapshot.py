@@ -1,0 +1,486 @@
+"""Taking a snapshot: a state at one step becomes an immutable safetensors file in host memory.
+
+``SnapshotTaker.begin`` flattens the state and copies what cannot wait; ``PendingSnapshot.copy_deferred`` copies the
+rest and may run on another thread; both belong under the read lock. ``PendingSnapshot.finish`` computes digests and
+header, and needs no lock, because it reads the arena only.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ft_transport.errors import SnapshotError
+from ft_transport.runtime.garbage_collector import collector_paused
+from ft_transport.state.arena import Arena, ArenaPool
+from ft_transport.state.blocks import FlatState
+from ft_transport.state.copy_on_write import LentMemory
+from ft_transport.state.copying import Column, HostCopier, HostCopies
+from ft_transport.state.device import Accelerator, DeviceCopier, Marks, TorchAccelerator, pinning
+from ft_transport.state.dtypes import carrier_of
+from ft_transport.state.flatten import flatten
+from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
+from ft_transport.wire.served import MemoryFile
+
+
+def nothing_moved() -> None:
+    """The check of a state that nobody watches."""
+
+
+_DATA_ALIGN_BYTES: Final = 4096
+"""The data begins on a page of the file, so that the kernel sends whole pages of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A state at a step, as one safetensors file; a copy, or live memory that is copied before it changes.
+
+    Attributes:
+        step: The committed step that it shows.
+        snapshot_id: Tells it from every other snapshot.
+        header: The file's first bytes: length prefix, JSON header, padding.
+        memory: Where it lies: in the memory file of an arena, or in part in live memory that is lent.
+        total_bytes: Length of the safetensors file.
+        close: Gives the memory back. Called exactly once, when nobody reads any more.
+    """
+
+    step: int
+    snapshot_id: SnapshotId
+    header: bytes
+    memory: MemoryFile | LentMemory
+    total_bytes: int
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldState:
+    """A state at a step of which a snapshot may still be taken, as long as its large tensors stay as they are.
+
+    What is small, or something else may change, has been copied already. It takes no arena.
+    """
+
+    step: int
+    flat: FlatState
+    marks: Marks
+    check: Callable[[], None]
+
+    @property
+    def is_lendable(self) -> bool:
+        """Whether all of it lies in host memory, so that it can be served without a copy."""
+        blocks = self.flat.blocks
+        return all(
+            address or not num_bytes for address, num_bytes in zip(blocks.addresses, blocks.num_bytes, strict=True)
+        )
+
+
+class SnapshotTaker:
+    """Takes snapshots into a pool of reusable arenas.
+
+    Args:
+        max_snapshots: How many may be alive at once.
+        num_threads: Threads that copy and digest.
+        chunk_bytes: Size of the chunks that are digested and fetched.
+        is_digested: Whether snapshots have digests; who writes them to disk digests the files.
+        accelerator: Where streams come from; for tests. ``None`` takes torch's own.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_snapshots: int,
+        num_threads: int,
+        chunk_bytes: int,
+        is_digested: bool = True,
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        self._pool = ArenaPool(max_snapshots, pin=pinning())
+        self._copier = HostCopier(num_threads)
+        self._device_copier = DeviceCopier(accelerator if accelerator is not None else TorchAccelerator())
+        self._chunk_bytes = chunk_bytes
+        self._is_digested = is_digested
+
+    def prepare(self, state: object) -> None:
+        """Makes memory for snapshots of ``state`` ready in the background; returns when its size is known.
+
+        Called on the thread that owns the state.
+
+        Raises:
+            SnapshotError: The state cannot be captured.
+        """
+        with collector_paused():
+            flat = flatten(state)
+        self._pool.prepare(_data_bytes(flat))
+
+    def begin(
+        self,
+        step: int,
+        state: object,
+        *,
+        deferrable: Callable[[torch.Tensor], bool] | None = None,
+        lendable: Callable[[torch.Tensor], bool] | None = None,
+        check_deferred: Callable[[], None] = nothing_moved,
+        check_lent: Callable[[], None] = nothing_moved,
+    ) -> PendingSnapshot:
+        """Flattens ``state`` and copies everything that is not ``deferrable``.
+
+        Called under the read lock, on the thread that owns the state.
+
+        Args:
+            step: The committed step that the state shows.
+            state: Any nesting of supported kinds.
+            deferrable: Says of a live tensor that nothing changes it before the read lock is released.
+            lendable: Says of a live tensor that it is not to be copied at all: its owner calls ``LentMemory.recall``
+                before he changes it. One that does not lie in host memory as the file wants it is copied nevertheless.
+            check_deferred: Raises if what was deferred has changed before it was copied.
+            check_lent: Raises if what is lent has changed without a recall; asked before a receiver may rely on it.
+
+        Raises:
+            SnapshotError: The state cannot be captured; nothing is held.
+        """
+        with collector_paused():
+            flat = flatten(state)
+        pending = self._prepare_to_copy(step, flat, self._mark(flat), check_deferred, check_lent)
+        try:
+            pending.copy_now(deferrable, lendable)
+            return pending
+        except BaseException:
+            pending.abandon()
+            raise
+
+    def hold(
+        self,
+        step: int,
+        state: object,
+        *,
+        deferrable: Callable[[torch.Tensor], bool],
+        max_bytes: int,
+        check: Callable[[], None] = nothing_moved,
+    ) -> HeldState | None:
+        """Copies what is not ``deferrable``, so that a snapshot of this step can be begun later.
+
+        Called under the read lock, on the thread that owns the state.
+
+        Args:
+            step: The committed step that the state shows.
+            state: Any nesting of supported kinds.
+            deferrable: Says of a live tensor that nothing changes it before the read lock is released.
+            max_bytes: Copy no more than this.
+            check: Raises if what was not copied here has changed since.
+
+        Returns:
+            The held state; ``None`` if more would have to be copied.
+
+        Raises:
+            SnapshotError: The state cannot be captured.
+        """
+        with collector_paused():
+            flat = flatten(state)
+        blocks = flat.blocks
+        own = [index for index, source in enumerate(blocks.sources) if not deferrable(source)]
+        if sum(blocks.num_bytes[index] for index in own) > max_bytes:
+            return None
+        for index in own:
+            copy = blocks.sources[index].detach().clone(memory_format=torch.contiguous_format)
+            blocks.sources[index] = copy
+            if blocks.addresses[index]:
+                blocks.addresses[index] = copy.data_ptr()
+        return HeldState(step=step, flat=flat, marks=self._mark(flat), check=check)
+
+    def begin_held(self, held: HeldState) -> PendingSnapshot:
+        """Begins the snapshot of a held state, once; everything is left to ``copy_deferred``. On any thread.
+
+        Raises:
+            SnapshotError: There is no memory for it.
+        """
+        pending = self._prepare_to_copy(held.step, held.flat, held.marks, held.check, held.check)
+        pending.defer_all()
+        return pending
+
+    def lend_held(self, held: HeldState) -> PendingSnapshot:
+        """Begins a snapshot that lends the memory of a held state, once; it takes no arena. On any thread.
+
+        The owner calls ``LentMemory.recall`` before he changes anything of it.
+
+        Args:
+            held: One that ``is_lendable``.
+        """
+        pending = self._pending(held.step, held.flat, held.marks, held.check, held.check, arena=None)
+        pending.lend_all()
+        return pending
+
+    def _mark(self, flat: FlatState) -> Marks:
+        """After what has been queued on the devices by now, the copies may begin."""
+        devices = {
+            source.device
+            for source, address in zip(flat.blocks.sources, flat.blocks.addresses, strict=True)
+            if not address and not source.is_cpu
+        }
+        return self._device_copier.mark(sorted(devices, key=str)) if devices else {}
+
+    def _prepare_to_copy(
+        self,
+        step: int,
+        flat: FlatState,
+        marks: Marks,
+        check_deferred: Callable[[], None],
+        check_lent: Callable[[], None],
+    ) -> PendingSnapshot:
+        arena = self._pool.take(_data_bytes(flat))
+        try:
+            return self._pending(step, flat, marks, check_deferred, check_lent, arena=arena)
+        except BaseException:
+            self._pool.give_back(arena)
+            raise
+
+    def _pending(
+        self,
+        step: int,
+        flat: FlatState,
+        marks: Marks,
+        check_deferred: Callable[[], None],
+        check_lent: Callable[[], None],
+        *,
+        arena: Arena | None,
+    ) -> PendingSnapshot:
+        return PendingSnapshot(
+            step=step,
+            flat=flat,
+            arena=arena,
+            pool=self._pool,
+            copier=self._copier,
+            device_copier=self._device_copier,
+            marks=marks,
+            chunk_bytes=self._chunk_bytes,
+            is_digested=self._is_digested,
+            check_deferred=check_deferred,
+            check_lent=check_lent,
+        )
+
+    def close(self) -> None:
+        """Ends the threads and frees the arenas that nobody reads."""
+        self._copier.close()
+        self._pool.close()
+
+
+class PendingSnapshot:
+    """A snapshot whose bytes are still being copied. Used by one thread at a time.
+
+    Attributes:
+        step: The committed step.
+        lent: The memory of a snapshot that is lent in part; ``None`` if all of it is copied.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: int,
+        flat: FlatState,
+        arena: Arena | None,
+        pool: ArenaPool,
+        copier: HostCopier,
+        device_copier: DeviceCopier,
+        marks: Marks,
+        chunk_bytes: int,
+        is_digested: bool,
+        check_deferred: Callable[[], None],
+        check_lent: Callable[[], None],
+    ) -> None:
+        self.step = step
+        self.lent: LentMemory | None = None
+        self._flat = flat
+        self._starts = _lay_out(flat)
+        self._num_bytes = np.asarray(flat.blocks.num_bytes)
+        self._addresses = np.asarray(flat.blocks.addresses)
+        self._data_bytes = _data_bytes(flat)
+        self._arena = arena
+        self._pool = pool
+        self._copier = copier
+        self._device_copier = device_copier
+        self._chunks = ChunkTable(data_bytes=self._data_bytes, chunk_bytes=chunk_bytes)
+        self._deferred: Column = np.empty(0, dtype=np.int64)
+        self._is_held = True
+        self._marks = marks
+        self._is_digested = is_digested
+        self._check_deferred = check_deferred
+        self._check_lent = check_lent
+
+    def copy_now(
+        self,
+        deferrable: Callable[[torch.Tensor], bool] | None,
+        lendable: Callable[[torch.Tensor], bool] | None = None,
+    ) -> None:
+        """Copies every block that is neither deferrable nor lent, and notes the others."""
+        is_lent = self._which(lendable) & (self._addresses != 0)
+        is_deferred = self._which(deferrable) & ~is_lent
+        self._deferred = np.flatnonzero(is_deferred)
+        self._copy(np.flatnonzero(~(is_deferred | is_lent)))
+        if is_lent.any():
+            self._lend(np.flatnonzero(is_lent))
+
+    def defer_all(self) -> None:
+        """Notes every block for ``copy_deferred``."""
+        self._deferred = np.arange(len(self._flat.blocks.sources))
+
+    def lend_all(self) -> None:
+        """Leaves every block where it is."""
+        self._lend(np.arange(len(self._flat.blocks.sources)))
+
+    def copy_deferred(self) -> None:
+        """Copies the rest. The caller still holds the read lock and releases it afterwards."""
+        deferred, self._deferred = self._deferred, self._deferred[:0]
+        try:
+            self._copy(deferred)
+            if len(deferred):
+                self._check_deferred()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def finish(self) -> Snapshot:
+        """Digests what was copied and encodes the header. The live state is not looked at, but for what is lent."""
+        assert self._is_held, "nothing follows finish, or a failure"
+        assert not len(self._deferred), "copy_deferred comes before finish"
+        try:
+            blocks = self._flat.blocks
+            tree = self._flat.tree
+            with collector_paused():
+                table = [
+                    TensorEntry(name, dtype, tuple(shape), start, start + num_bytes)
+                    for name, dtype, shape, start, num_bytes in zip(
+                        blocks.names, blocks.dtypes, blocks.shapes, self._starts.tolist(), blocks.num_bytes, strict=True
+                    )
+                ]
+            # Live tensors must not outlive the copy: they would keep replaced parameters in memory.
+            blocks.sources.clear()
+            digests = self._digests()
+            snapshot_id = SnapshotId(secrets.token_hex(16))
+            header = encode_header(
+                step=self.step,
+                snapshot_id=snapshot_id,
+                tensors=table,
+                tree=tree,
+                chunks=self._chunks,
+                digests=digests,
+                align_bytes=_DATA_ALIGN_BYTES,
+                layouts=self._flat.layouts,
+            )
+            memory = self._put_header(header)
+        except BaseException:
+            self.abandon()
+            raise
+        self._is_held = False
+        return Snapshot(
+            step=self.step,
+            snapshot_id=snapshot_id,
+            header=header,
+            memory=memory,
+            total_bytes=len(header) + self._data_bytes,
+            close=self._closing(),
+        )
+
+    def abandon(self) -> None:
+        """Gives the arena back without a snapshot. Does nothing after ``finish`` or a failure."""
+        if self._is_held:
+            self._is_held = False
+            self._flat.blocks.sources.clear()
+            self._closing()()
+
+    def _which(self, chosen: Callable[[torch.Tensor], bool] | None) -> npt.NDArray[np.bool_]:
+        sources = self._flat.blocks.sources
+        if chosen is None:
+            return np.zeros(len(sources), dtype=np.bool_)
+        return np.fromiter(map(chosen, sources), dtype=np.bool_, count=len(sources))
+
+    def _lend(self, indices: Column) -> None:
+        addresses = self._addresses
+        if self._arena is not None:
+            addresses = self._starts + self._arena.data.data_ptr()
+            addresses[indices] = self._addresses[indices]
+        sources = self._flat.blocks.sources
+        self.lent = LentMemory(
+            starts=self._starts,
+            num_bytes=self._num_bytes,
+            addresses=addresses,
+            lent=indices,
+            owners=[sources[index] for index in indices.tolist()],
+            data_bytes=self._data_bytes,
+            arena=self._arena,
+            take_arena=self._pool.take,
+            give_back=self._pool.give_back,
+            copier=self._copier,
+            chunk_bytes=self._chunks.chunk_bytes,
+            check=self._check_lent,
+        )
+
+    def _digests(self) -> list[int] | None:
+        if self.lent is not None or not self._is_digested:
+            return None
+        assert self._arena is not None, "what is not lent is copied"
+        return self._copier.digests(self._arena.view[: self._data_bytes], self._chunks)
+
+    def _put_header(self, header: bytes) -> MemoryFile | LentMemory:
+        if self.lent is not None:
+            self.lent.set_header(header)
+            return self.lent
+        assert self._arena is not None, "what is not lent is copied"
+        start = self._arena.write_header(header)
+        return MemoryFile(self._arena.descriptor, start, start + len(header), self._arena.view[: self._data_bytes])
+
+    def _closing(self) -> Callable[[], None]:
+        """What gives the memory back; it holds on to nothing else."""
+        if self.lent is not None:
+            return self.lent.close
+        assert self._arena is not None, "what is not lent is copied"
+        return functools.partial(self._pool.give_back, self._arena)
+
+    def _copy(self, indices: Column) -> None:
+        blocks = self._flat.blocks
+        indices = indices[self._num_bytes[indices] > 0]
+        if not len(indices):
+            return
+        assert self._arena is not None, "what is copied has an arena"
+        has_address = self._addresses[indices] != 0
+        host = indices[has_address]
+        targets = self._starts[host] + self._arena.data.data_ptr()
+        self._copier.copy(HostCopies(targets, self._addresses[host], self._num_bytes[host]))
+        device: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index in indices[~has_address].tolist():
+            source = blocks.sources[index]
+            carried = source.view(carrier_of(source.dtype))
+            if source.is_cpu:
+                self._target(index, source).copy_(carried)
+            else:
+                device.append((self._target(index, source), carried))
+        if device:
+            self._device_copier.copy(device, self._marks)
+
+    def _target(self, index: int, source: torch.Tensor) -> torch.Tensor:
+        assert self._arena is not None, "what is copied has an arena"
+        start = int(self._starts[index])
+        block = self._arena.data[start : start + self._flat.blocks.num_bytes[index]]
+        return block.view(carrier_of(source.dtype)).view(source.shape)
+
+
+def _data_bytes(flat: FlatState) -> int:
+    data_bytes = sum(flat.blocks.num_bytes)
+    if data_bytes >= 2**62:
+        raise SnapshotError(f"expected a state of less than 2**62 bytes, got {data_bytes}")
+    return data_bytes
+
+
+def _lay_out(flat: FlatState) -> Column:
+    """Where each block begins: larger items first, so that each is aligned to its item size without any hole."""
+    blocks = flat.blocks
+    num_bytes = np.asarray(blocks.num_bytes)
+    order = np.argsort(-np.asarray(blocks.item_bytes), kind="stable")
+    starts = np.empty_like(num_bytes)
+    starts[order] = np.cumsum(num_bytes[order]) - num_bytes[order]
+    return starts

@@ -1,0 +1,347 @@
+"""A tree of nodes becomes a nested state again, without trusting the tree."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ft_transport.errors import ManifestError, RestoreError, TransportError
+from ft_transport.state import encodings
+from ft_transport.state.dtensors import is_dtensor
+from ft_transport.state.dtypes import DTYPES_BY_NAME, QUANTIZED, WHOLE_BYTE_DTYPES_BY_NAME, carrier_of, is_dense
+from ft_transport.state.placements import MeshResolver, matches, rebuild
+from ft_transport.state.views import has_own_memory, view_key
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.nodes import (
+    BigIntNode,
+    BytesNode,
+    ComplexNode,
+    ConstantNode,
+    CustomNode,
+    DefaultDictNode,
+    DequeNode,
+    DTensorNode,
+    FloatNode,
+    LayoutNode,
+    LeafNode,
+    MappingNode,
+    NamedTupleNode,
+    Node,
+    NumpyArrayNode,
+    NumpyScalarNode,
+    QuantizedNode,
+    SequenceNode,
+    StoredBytesNode,
+    StringNode,
+    TensorNode,
+    ViewNode,
+)
+
+_MAX_LABEL_CHARACTERS: Final = 200
+
+
+class Unflattener:
+    """Builds one state. Not thread-safe.
+
+    Args:
+        tensor_of: The entry of the tensor table with a given index, as a tensor of its wire dtype and shape. Called at
+            most once per index; raises ``IndexError`` for one that the table does not have.
+        is_destination: Whether a tensor of the receiver's was chosen to take the data of an entry.
+        manifest: Whose layouts the DTensors name.
+        meshes: Where DTensors without a counterpart go.
+    """
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        tensor_of: Callable[[int], torch.Tensor],
+        is_destination: Callable[[int, torch.Tensor], bool],
+        meshes: MeshResolver,
+    ) -> None:
+        self._manifest = manifest
+        self._tensor_of = tensor_of
+        self._is_destination = is_destination
+        self._meshes = meshes
+        self._tensors: dict[Node, torch.Tensor] = {}
+
+    def build(self, node: Node, into: object, path: str = "") -> object:
+        """The value that ``node`` describes.
+
+        Args:
+            node: What came.
+            into: The receiver's own value at the same place, if it has one; its tensors are returned where the data
+                was received into them.
+            path: The place, for errors.
+
+        Raises:
+            ManifestError: The node contradicts the tensor table or itself.
+            RestoreError: It needs something that the receiver does not have.
+        """
+        try:
+            return self._build(node, into, path)
+        except TransportError as error:
+            error.path = error.path or path or "(root)"
+            raise
+
+    def _build(self, node: Node, into: object, path: str) -> object:
+        match node:
+            case None | bool() | int() | float() | str():
+                return node
+            case BigIntNode() | FloatNode() | ComplexNode() | StringNode() | BytesNode() | NumpyScalarNode():
+                return encodings.decode_simple(node)
+            case TensorNode() | LayoutNode() | ViewNode():
+                return self._tensor(node, into, path)
+            case MappingNode():
+                return self._mapping(node, into, path)
+            case DefaultDictNode():
+                # The factory's type follows from the node's closed set of names.
+                return defaultdict(encodings.DEFAULT_FACTORIES[node.factory], self._pairs(node.items, into, path))
+            case SequenceNode():
+                return self._sequence(node, into, path)
+            case NamedTupleNode():
+                type_ = encodings.named_tuple_type(node)
+                if len(node.items) != len(node.fields):
+                    raise ManifestError(f"expected {len(node.fields)} values, got {len(node.items)}", path=path)
+                # tuple.__new__ and not the class itself, whose constructor is code that the name would choose.
+                return tuple.__new__(type_, self._items(node.items, into, path))
+            case DequeNode():
+                return deque(self._items(node.items, into, path), node.maxlen)
+            case ConstantNode():
+                return encodings.decode_constant(node)
+            case NumpyArrayNode():
+                return self._numpy_array(node, path)
+            case StoredBytesNode():
+                data = self._bytes_of(node.index, path)
+                return bytearray(data) if node.mutable else data.tobytes()
+            case CustomNode():
+                return self._custom(node, path)
+            case QuantizedNode():
+                return self._quantized(node, path)
+            case LeafNode():
+                return self._leaf(node, into, path)
+            case DTensorNode():
+                return self._dtensor(node, into, path)
+
+    @staticmethod
+    def reinterpret(stored: torch.Tensor, node: LayoutNode) -> torch.Tensor:
+        """``stored`` in the dtype and shape of ``node``, still row-major; shares its memory.
+
+        Raises:
+            ManifestError: The bytes are not as many as dtype and shape need.
+        """
+        dtype = WHOLE_BYTE_DTYPES_BY_NAME.get(node.dtype)
+        if dtype is None:
+            raise ManifestError(f"expected a dtype of torch {torch.__version__}, got {node.dtype[:64]!r}")
+        if math.prod(node.shape) * dtype.itemsize != stored.nbytes:
+            raise ManifestError(f"expected bytes for {node.dtype}{list(node.shape)}, got {stored.nbytes}")
+        try:
+            # Not reshape: a single element may have any stride, which the view as bytes does not take.
+            flat = stored.detach().as_strided((stored.numel(),), (1,))
+            return flat.view(torch.uint8).view(dtype).view(node.shape)
+        except RuntimeError as error:  # an empty shape with sizes beyond what torch can count
+            raise ManifestError(f"expected a shape that torch can count, got {list(node.shape)}") from error
+
+    def _stored(self, index: int, path: str) -> torch.Tensor:
+        key = TensorNode(index)
+        if key not in self._tensors:
+            try:
+                self._tensors[key] = self._tensor_of(index)
+            except IndexError:
+                raise ManifestError(f"expected a tensor of the table, got index {index}", path=path) from None
+        return self._tensors[key]
+
+    def _tensor(self, node: TensorNode | LayoutNode | ViewNode, into: object, path: str) -> torch.Tensor:
+        # A view is never a destination of its own: it shows what its base was given.
+        receiver = as_plain(into) if has_own_memory(into) else None
+        if receiver is not None and type(node) is not ViewNode and self._is_destination(node.index, receiver):
+            return receiver
+        known = self._tensors.get(node)
+        if known is None:
+            known = self._make_tensor(node, path)
+            self._tensors[node] = known
+        if receiver is not None and known.numel() and view_key(receiver) == view_key(known):
+            return receiver
+        return known
+
+    def _make_tensor(self, node: TensorNode | LayoutNode | ViewNode, path: str) -> torch.Tensor:
+        stored = self._stored(node.index, path)
+        match node:
+            case TensorNode():
+                return stored
+            case LayoutNode():
+                return self._laid_out(self.reinterpret(stored, node), node, path)
+            case ViewNode():
+                if len(node.shape) != len(node.stride):
+                    raise ManifestError("expected as many strides as dimensions", path=path)
+                last = sum((size - 1) * step for size, step in zip(node.shape, node.stride, strict=True))
+                if 0 in node.shape or math.prod(node.shape) >= 2**62 or node.offset + last >= stored.numel():
+                    raise ManifestError(f"expected a view inside {stored.numel()} elements, got {node}", path=path)
+                return stored.detach().as_strided(node.shape, node.stride, stored.storage_offset() + node.offset)
+
+    @staticmethod
+    def _laid_out(tensor: torch.Tensor, node: LayoutNode, path: str) -> torch.Tensor:
+        if tensor.stride() == node.stride:
+            return tensor
+        if len(node.stride) != len(node.shape) or not is_dense(node.shape, node.stride):
+            raise ManifestError(f"expected strides of a dense layout, got {node.stride} for {node.shape}", path=path)
+        # Expanded dimensions are stored repeated; one copy of each element is enough.
+        compact = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in node.stride)]
+        laid_out = torch.empty_strided(compact.shape, node.stride, dtype=tensor.dtype)
+        carrier = carrier_of(tensor.dtype)
+        laid_out.view(carrier).copy_(compact.view(carrier))
+        return laid_out.as_strided(node.shape, node.stride)
+
+    def _pairs(self, items: Sequence[Node], into: object, path: str) -> Iterator[tuple[Any, object]]:
+        if len(items) % 2:
+            raise ManifestError("expected as many values as keys", path=path)
+        counterparts: Mapping[Any, object] = into if isinstance(into, Mapping) else {}
+        for key_node, value_node in zip(items[::2], items[1::2], strict=True):
+            key: Any = key_node if type(key_node) is str else self.build(key_node, None, path)
+            label = (key if type(key) is str else encodings.key_label(key))[:_MAX_LABEL_CHARACTERS]
+            name = f"{path}.{label}" if path else label
+            try:
+                counterpart = counterparts.get(key)
+            except TypeError:
+                raise ManifestError(f"expected a hashable key, got {type(key).__name__}", path=path) from None
+            # A fast lane for what nearly every item of a large state is.
+            if type(value_node) is TensorNode:
+                yield key, self._tensor(value_node, counterpart, name)
+            else:
+                yield key, self.build(value_node, counterpart, name)
+
+    def _mapping(self, node: MappingNode, into: object, path: str) -> object:
+        pairs = self._pairs(node.items, into, path)
+        match node.kind:
+            case "dict":
+                return dict(pairs)
+            case "ordered":
+                return OrderedDict(pairs)
+            case "counter":
+                return Counter(dict(pairs))
+
+    def _items(self, items: Sequence[Node], into: object, path: str) -> list[object]:
+        counterparts: Sequence[object] = (
+            into if isinstance(into, (list, tuple, deque)) and len(into) == len(items) else [None] * len(items)
+        )
+        return [
+            self.build(item, counterpart, f"{path}.{index}" if path else str(index))
+            for index, (item, counterpart) in enumerate(zip(items, counterparts, strict=True))
+        ]
+
+    def _sequence(self, node: SequenceNode, into: object, path: str) -> object:
+        items = self._items(node.items, into, path)
+        try:
+            match node.kind:
+                case "list":
+                    return items
+                case "tuple":
+                    return tuple(items)
+                case "set":
+                    return set(items)
+                case "frozenset":
+                    return frozenset(items)
+                case "size":
+                    return torch.Size(items)  # type: ignore[arg-type]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ManifestError(f"expected the items of a {node.kind}: {error}", path=path) from error
+
+    def _bytes_of(self, index: int, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        stored = self._stored(index, path)
+        if stored.dtype is not torch.uint8:
+            raise ManifestError(f"expected stored bytes, got {stored.dtype}", path=path)
+        return stored.reshape(-1).numpy()
+
+    def _numpy_array(self, node: NumpyArrayNode, path: str) -> np.ndarray[Any, Any]:
+        values = encodings.numpy_values(node.dtype, bytearray(self._bytes_of(node.index, path)))
+        if math.prod(node.shape) != len(values):
+            raise ManifestError(f"expected values for {list(node.shape)}, got {len(values)}", path=path)
+        try:
+            return values.reshape(node.shape)
+        except ValueError as error:  # more dimensions, or an empty shape with larger sizes, than numpy can count
+            raise ManifestError(f"expected a shape that numpy can count, got {list(node.shape)}") from error
+
+    def _custom(self, node: CustomNode, path: str) -> object:
+        encoding = encodings.encoding_for_name(node.name)
+        if encoding is None:
+            raise RestoreError(
+                f"expected the encoding {node.name[:64]!r} to be registered in this process (register_encoding)",
+                path=path,
+            )
+        value = self.build(node.value, None, path)
+        try:
+            return encoding.decode(value)
+        except TransportError:
+            raise
+        except Exception as error:
+            raise RestoreError(
+                f"the encoding {encoding.name!r} could not decode what came: {type(error).__name__}: {error}", path=path
+            ) from error
+
+    def _quantized(self, node: QuantizedNode, path: str) -> torch.Tensor:
+        dtype = DTYPES_BY_NAME.get(node.dtype)
+        # Copied below: a view or an expanded tensor may be larger than what was sent.
+        values = self.build(node.values, None, path) if isinstance(node.values, (TensorNode, LayoutNode)) else None
+        integers = QUANTIZED.get(dtype) if dtype is not None else None
+        if integers is None or not isinstance(values, torch.Tensor) or values.dtype != integers:
+            raise ManifestError(f"expected the integers of a quantized tensor, got {node.dtype[:64]!r}", path=path)
+        if abs(node.zero_point) >= 2**31:
+            raise ManifestError(f"expected a zero point of 32 bits, got {node.zero_point}", path=path)
+        try:
+            return torch._make_per_tensor_quantized_tensor(
+                values, encodings.float_from_bits(node.scale_bits), node.zero_point
+            )
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ManifestError(f"expected a scale and zero point for {node.dtype}: {error}", path=path) from error
+
+    def _leaf(self, node: LeafNode, into: object, path: str) -> torch.Tensor:
+        receiver = into.detach() if isinstance(into, torch.Tensor) else None
+        value = self.build(node.value, receiver, path)
+        if (
+            isinstance(into, torch.Tensor)
+            and value is receiver
+            and into.is_leaf
+            and into.requires_grad == node.requires_grad
+            and isinstance(into, torch.nn.Parameter) == node.parameter
+        ):
+            return into
+        if not isinstance(value, torch.Tensor):
+            raise ManifestError(f"expected a tensor, got {type(value).__name__}", path=path)
+        if node.requires_grad and not (value.is_floating_point() or value.is_complex()):
+            raise ManifestError(f"expected a floating-point tensor to require grad, got {value.dtype}", path=path)
+        # One parameter at several places stays one; a tensor's node is all that names it.
+        is_named = isinstance(node.value, (TensorNode, LayoutNode, ViewNode))
+        if is_named and node in self._tensors:
+            return self._tensors[node]
+        if node.parameter:
+            leaf: torch.Tensor = torch.nn.Parameter(value, requires_grad=node.requires_grad)
+        else:
+            leaf = value.detach().requires_grad_(node.requires_grad)
+        if is_named:
+            self._tensors[node] = leaf
+        return leaf
+
+    def _dtensor(self, node: DTensorNode, into: object, path: str) -> torch.Tensor:
+        if node.layout >= len(self._manifest.layouts):
+            raise ManifestError(f"expected a layout of the table, got index {node.layout}", path=path)
+        layout = self._manifest.layouts[node.layout]
+        described = self._manifest.meshes[layout.mesh]
+        receiver = into.to_local().detach() if is_dtensor(into) and matches(into, layout, described) else None
+        local = self.build(node.local, receiver, path)
+        if is_dtensor(into) and receiver is not None and local is receiver:
+            return as_plain(into)
+        if not isinstance(local, torch.Tensor) or is_dtensor(local):
+            raise ManifestError(f"expected a local shard, got {type(local).__name__}", path=path)
+        return rebuild(local.detach(), layout, described, self._meshes.resolve(described, path), path)
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or without what makes it a Parameter or a leaf, where it was sent as neither."""
+    if type(tensor) is torch.Tensor and not tensor.requires_grad:
+        return tensor
+    return tensor.detach() if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else tensor

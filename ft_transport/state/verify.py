@@ -1,0 +1,170 @@
+"""Whether a live state is, bit for bit, the one that a manifest describes; without anything being sent.
+
+What a receiver holds after its load functions have run need not be what it was sent: a function may skip, convert or
+reorder. The digests of the manifest's chunks are computed anew from the live tensors, so each byte is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import msgspec
+import numpy as np
+import torch
+
+from ft_transport.runtime.garbage_collector import collector_paused
+from ft_transport.state.blocks import FlatState
+from ft_transport.state.dtypes import carrier_of
+from ft_transport.state.flatten import flatten
+from ft_transport.wire.integrity import Hasher
+from ft_transport.wire.layouts import Layout
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.nodes import MappingNode
+
+_ENDS: Final = ".[]"
+_Tagged = msgspec.Struct
+
+
+def find_differences(manifest: Manifest, state: object, *, num_threads: int) -> tuple[str, ...]:
+    """Where ``state`` is not the state that ``manifest`` describes.
+
+    Args:
+        manifest: Of the state that it shall be.
+        state: Live; nothing may change it meanwhile. The order of keys in dicts does not matter.
+        num_threads: Threads that read it.
+
+    Returns:
+        Paths, each with what differs there. A difference in the bytes of a tensor is named by the tensors of the chunk
+        that holds it. Empty if there is none.
+
+    Raises:
+        UnsupportedLeafError: A leaf of ``state`` has no safe encoding.
+    """
+    with collector_paused():
+        flat = flatten(state)
+        walk = _Walk(manifest, flat)
+        walk.compare("", manifest.tree, flat.tree)
+    if walk.differences:
+        return tuple(walk.differences)
+    return tuple(_differing_tensors(manifest, flat, walk.counterparts, num_threads))
+
+
+class _Walk:
+    """Compares two trees, and pairs the entries of their tensor tables."""
+
+    def __init__(self, manifest: Manifest, flat: FlatState) -> None:
+        self._manifest = manifest
+        self._blocks = flat.blocks
+        self._layouts = flat.layouts
+        self.counterparts: dict[int, int] = {}
+        self.differences: list[str] = []
+
+    def compare(self, path: str, expected: object, actual: object) -> None:
+        if isinstance(expected, MappingNode) and isinstance(actual, MappingNode) and expected.kind == "dict":
+            self._compare_mappings(path, expected, actual)
+        elif isinstance(expected, _Tagged) and type(expected) is type(actual):
+            for name in expected.__struct_fields__:
+                ours, theirs = getattr(actual, name), getattr(expected, name)
+                if name == "index":
+                    self._pair(path, theirs, ours)
+                elif name == "layout":
+                    self._compare_layouts(path, theirs, ours)
+                else:
+                    self.compare(path, theirs, ours)
+        elif isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
+            if len(expected) != len(actual):
+                self._note(path, f"{len(expected)} items", f"{len(actual)}")
+            for position, (theirs, ours) in enumerate(zip(expected, actual, strict=False)):
+                self.compare(f"{path}[{position}]", theirs, ours)
+        # A nan is a node of bits, and True is not 1.
+        elif type(expected) is not type(actual) or expected != actual:
+            self._note(path, _shown(expected), _shown(actual))
+
+    def _compare_mappings(self, path: str, expected: MappingNode, actual: MappingNode) -> None:
+        theirs, ours = _by_key(expected), _by_key(actual)
+        if theirs.keys() != ours.keys():
+            self._note(path, f"the keys {_shown(sorted(theirs))}", _shown(sorted(ours)))
+            return
+        for key, value in theirs.items():
+            self.compare(f"{path}.{key}".lstrip(_ENDS), value, ours[key])
+
+    def _pair(self, path: str, theirs: int, ours: int) -> None:
+        if self.counterparts.setdefault(theirs, ours) != ours:
+            self._note(path, "a tensor that is tied to another", "one of its own")
+            return
+        entry, blocks = self._manifest.tensors[theirs], self._blocks
+        own = (blocks.dtypes[ours], tuple(blocks.shapes[ours]))
+        if (entry.dtype, tuple(entry.shape)) != own:
+            self._note(entry.name, f"{entry.dtype}{list(entry.shape)}", f"{own[0]}{list(own[1])}")
+
+    def _compare_layouts(self, path: str, theirs: int, ours: int) -> None:
+        expected, actual = self._manifest.layouts[theirs], self._layouts.layouts[ours]
+        where = (self._manifest.meshes[expected.mesh].shape, self._layouts.meshes[actual.mesh].shape)
+        self.compare(path, [where[0], *_part(expected)], [where[1], *_part(actual)])
+
+    def _note(self, path: str, expected: str, actual: str) -> None:
+        self.differences.append(f"{path or 'the state'}: expected {expected}, got {actual}")
+
+
+def _part(layout: Layout) -> list[object]:
+    """What two ranks that hold the same part have in common; their places in the mesh may differ."""
+    return [layout.placements, layout.global_shape, layout.local_offset]
+
+
+def _by_key(node: MappingNode) -> dict[str, object]:
+    pairs = zip(node.items[::2], node.items[1::2], strict=True)
+    return {key if isinstance(key, str) else repr(key): value for key, value in pairs}
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:100]
+
+
+def _differing_tensors(
+    manifest: Manifest, flat: FlatState, counterparts: dict[int, int], num_threads: int
+) -> Iterator[str]:
+    """The chunks whose digest, over the live tensors, is another."""
+    order = sorted(counterparts, key=lambda index: manifest.tensors[index].start)
+    filled = [index for index in order if manifest.tensors[index].end > manifest.tensors[index].start]
+    starts = [manifest.tensors[index].start for index in filled]
+    sources = [_flat(flat.blocks.sources[counterparts[index]]) for index in filled]
+
+    digests = manifest.digests
+    assert digests is not None, "whoever has received the data has asked for them"
+
+    def agrees(chunk: int) -> bool:
+        start, end = manifest.chunks.range_of(chunk, chunk + 1)
+        hasher = Hasher()
+        for piece in _pieces(sources, starts, start, end):
+            hasher.update(piece)
+        return hasher.intdigest() == digests[chunk]
+
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-agreement") as pool:
+        for chunk, is_equal in enumerate(pool.map(agrees, range(manifest.chunks.num_chunks))):
+            if not is_equal:
+                start, end = manifest.chunks.range_of(chunk, chunk + 1)
+                first, after = _covering(starts, start, end)
+                names = [manifest.tensors[index].name for index in filled[first:after]]
+                yield f"expected other bytes in {', '.join(names[:5])}" + (" …" if len(names) > 5 else "")
+
+
+def _covering(starts: Sequence[int], start: int, end: int) -> tuple[int, int]:
+    """The range of tensors that ``[start, end)`` of the data touches."""
+    return int(np.searchsorted(starts, start, side="right")) - 1, int(np.searchsorted(starts, end, side="left"))
+
+
+def _pieces(sources: Sequence[torch.Tensor], starts: Sequence[int], start: int, end: int) -> Iterator[memoryview]:
+    first, after = _covering(starts, start, end)
+    for position in range(first, after):
+        data = sources[position]
+        piece = data[max(0, start - starts[position]) : min(len(data), end - starts[position])]
+        yield piece.cpu().numpy().data
+
+
+def _flat(source: torch.Tensor) -> torch.Tensor:
+    """The elements in row-major order as uint8, on the tensor's own device; without a copy if they lie so."""
+    items = source.detach().view(carrier_of(source.dtype)).contiguous()
+    # A single element may have any stride, which the view as bytes does not take.
+    return items.as_strided((items.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,80 @@
+"""Which tensors of a state are views into others, so that the receiver's share memory as the sender's do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias, TypeGuard
+
+import numpy as np
+import torch
+
+from ft_transport.state.dtypes import SAFETENSORS_NAMES
+
+ViewKey: TypeAlias = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""Where a tensor lies and how it reads its memory."""
+Base: TypeAlias = tuple[torch.Tensor, str]
+"""A tensor that others are views of, and the name of its entry."""
+
+
+def view_key(tensor: torch.Tensor) -> ViewKey:
+    """The same for two tensors exactly if they show the same elements of the same memory."""
+    return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def has_own_memory(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether the value is a tensor whose elements are where its address and strides say. Subclasses may lie."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta  # type: ignore[attr-defined]
+
+
+def extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the tensor's first element to behind its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.dtype.itemsize
+
+
+def find_views(
+    names: Sequence[str], tensors: Sequence[torch.Tensor], addresses: Sequence[int], num_bytes: Sequence[int]
+) -> dict[ViewKey, Base]:
+    """The tensors that lie inside another contiguous one of the same dtype and storage, each with that other one.
+
+    Args:
+        names: What each tensor is called.
+        tensors: No two of which are the same memory read in the same way.
+        addresses: Where each begins if its elements lie one behind the other; 0 where that has yet to be found out.
+        num_bytes: How many bytes its elements are.
+    """
+    starts = np.array(addresses, dtype=np.int64)
+    ends = starts + np.asarray(num_bytes, dtype=np.int64)
+    for index in np.flatnonzero(starts == 0).tolist():
+        starts[index] = tensors[index].data_ptr()
+        ends[index] = starts[index] + extent_bytes(tensors[index])
+    order = np.lexsort((-ends, starts))
+    # Nearly always nothing overlaps, which this tells without looking at any pair.
+    if not (starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any():
+        return {}
+    # Of those that begin and end together, the row-major one first: it is the base of the others.
+    is_strided = np.fromiter((not tensor.is_contiguous() for tensor in tensors), dtype=np.bool_, count=len(tensors))
+    order = np.lexsort((is_strided, -ends, starts))
+    views: dict[ViewKey, Base] = {}
+    base: torch.Tensor | None = None
+    base_name = ""
+    base_end = 0
+    for index in order.tolist():
+        source = tensors[index]
+        end = int(ends[index])
+        if base is not None and end <= base_end and end > int(starts[index]):
+            offset_bytes = source.data_ptr() - base.data_ptr()
+            if (
+                source.dtype == base.dtype
+                and source.device == base.device
+                and source.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+                and offset_bytes % source.dtype.itemsize == 0
+            ):
+                views[view_key(source)] = (base, base_name)
+        elif end > base_end and source.is_contiguous() and source.dtype in SAFETENSORS_NAMES:
+            base, base_name, base_end = source, names[index], end
+    return views

@@ -1,1 +1,0 @@
-"""The torch side: states become snapshots, and snapshots become states again. Nothing here knows the network."""

@@ -1,0 +1,316 @@
+"""Taking snapshots of this replica's own state, and putting them where the server finds them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ft_transport.errors import SnapshotError, TransportError
+from ft_transport.http.snapshot_cache import Shelf
+from ft_transport.settings import check_number
+from ft_transport.state.copy_on_write import LentMemory
+from ft_transport.state.snapshot import HeldState, PendingSnapshot, SnapshotTaker, nothing_moved
+from ft_transport.wire.manifest import SnapshotId
+from ft_transport.wire.served import MemoryFile
+
+_MAX_FAILURE_CHARACTERS: Final = 1000
+
+
+@dataclass(slots=True, eq=False)
+class _Loan:
+    """Live memory that a snapshot is served from, until the owner recalls it.
+
+    Attributes:
+        memory: The memory.
+        snapshot_id: Its name, once it is served.
+    """
+
+    memory: LentMemory
+    snapshot_id: SnapshotId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotLease:
+    """A snapshot that is not replaced before ``release`` was called, once.
+
+    Attributes:
+        step: The committed step that it shows.
+        descriptor: Of the memory file that it lies in; it belongs to the transport.
+        start: Where in that the safetensors file begins.
+        num_bytes: Its length.
+        release: Lets the snapshot go.
+    """
+
+    step: int
+    descriptor: int
+    start: int
+    num_bytes: int
+    release: Callable[[], None]
+
+
+class SnapshotInProgress:
+    """A snapshot whose small parts are copied and whose large ones may still be copied in the background.
+
+    Each method is called once, in this order, on any one thread at a time: ``copy_deferred`` under the read lock,
+    then ``publish``.
+    """
+
+    def __init__(self, pending: PendingSnapshot, shelf: Shelf, loan: _Loan | None) -> None:
+        self._pending = pending
+        self._shelf = shelf
+        self._loan = loan
+
+    def copy_deferred(self) -> None:
+        """Copies what ``begin_snapshot`` left for later; the read lock may be released afterwards."""
+        try:
+            self._pending.copy_deferred()
+        except BaseException:
+            self._shelf.cancel_reservation()
+            raise
+
+    def publish(self) -> None:
+        """Digests the state and serves it. Needs no lock."""
+        try:
+            snapshot = self._pending.finish()
+        except BaseException:
+            self._shelf.cancel_reservation()
+            raise
+        loan = self._loan
+        if loan is not None:
+            loan.snapshot_id = snapshot.snapshot_id
+        self._shelf.put(snapshot)
+        # It may have been recalled before anybody knew its name.
+        if loan is not None and loan.memory.is_lost:
+            self._shelf.retire(snapshot.snapshot_id, even_if_needed=True)
+            raise SnapshotError("expected memory for a copy of what has changed meanwhile, and there is none")
+
+    def abandon(self) -> None:
+        """Gives everything back without a snapshot."""
+        self._pending.abandon()
+        self._shelf.cancel_reservation()
+
+
+class SnapshotServing:
+    """Takes snapshots of one replica's state and serves them. Thread-safe where nothing else is said.
+
+    Args:
+        shelf: Where they are put.
+        taker: Takes them.
+    """
+
+    def __init__(self, shelf: Shelf, taker: SnapshotTaker) -> None:
+        self._shelf = shelf
+        self._taker = taker
+        self._loans: list[_Loan] = []
+        self._loans_mutex = threading.Lock()
+
+    def prepare(self, state: object) -> None:
+        """Makes the memory for ``max_snapshots`` snapshots of ``state`` ready, so that none of them waits for it.
+
+        Memory that is used for the first time comes at about a tenth of the speed at which it is copied to. A state
+        that has become larger needs another call, or else its next snapshots make room for themselves.
+
+        Args:
+            state: A state of the same size as those that will be sent. Looked at on the calling thread, which has to
+                be the one that owns it; the memory is made ready on another thread, after this has returned.
+
+        Raises:
+            SnapshotError: The state cannot be captured.
+        """
+        self._taker.prepare(state)
+
+    def begin_snapshot(
+        self,
+        step: int,
+        state: object,
+        *,
+        deferrable: Callable[[torch.Tensor], bool] | None = None,
+        lendable: Callable[[torch.Tensor], bool] | None = None,
+        check_deferred: Callable[[], None] = nothing_moved,
+        check_lent: Callable[[], None] = nothing_moved,
+    ) -> SnapshotInProgress:
+        """Begins a snapshot on the thread that owns the state; the caller holds the read lock.
+
+        Args:
+            step: The committed step that the state shows.
+            state: Any nesting of supported kinds.
+            deferrable: Says of a live tensor that it stays as it is while the read lock is held, so that
+                ``SnapshotInProgress.copy_deferred`` may copy it later.
+            lendable: Says of a live tensor that the owner calls `recall` before he changes it. It is served from where
+                it lies, without a copy.
+            check_deferred: Raises a ``SnapshotError`` if what was deferred has changed all the same; asked when it has
+                been copied. The snapshot fails then.
+            check_lent: Raises one if what is lent has changed without a `recall`; asked before any receiver can rely on
+                what was sent. The snapshot is gone then.
+
+        Raises:
+            SnapshotError: The state cannot be captured, or too many snapshots are still being fetched.
+        """
+        step = check_number("step", step, at_least=0)
+        self._shelf.reserve()
+        try:
+            pending = self._taker.begin(
+                step,
+                state,
+                deferrable=deferrable,
+                lendable=lendable,
+                check_deferred=check_deferred,
+                check_lent=check_lent,
+            )
+            return self._in_progress(pending)
+        except BaseException as error:
+            self._shelf.cancel_reservation()
+            if isinstance(error, TransportError) and error.step is None:
+                error.step = step
+            raise
+
+    def hold_state(
+        self,
+        step: int,
+        state: object,
+        *,
+        deferrable: Callable[[torch.Tensor], bool],
+        max_bytes: int,
+        check: Callable[[], None] = nothing_moved,
+    ) -> HeldState | None:
+        """Copies what is not ``deferrable``, so that a snapshot of this step can be begun by ``begin_held``.
+
+        For an owner who learns only after the step boundary that somebody needs a snapshot. Takes no memory but for
+        the copies, and no place among ``max_snapshots``. Called on the thread that owns the state; the caller holds
+        the read lock from here until ``SnapshotInProgress.copy_deferred`` has returned.
+
+        Args:
+            step: The committed step that the state shows.
+            state: Any nesting of supported kinds.
+            deferrable: Says of a live tensor that it stays as it is while the read lock is held.
+            max_bytes: Copy no more than this.
+            check: Raises a ``SnapshotError`` if what was not copied here has changed since.
+
+        Returns:
+            What to begin the snapshot with; ``None`` if more would have to be copied.
+
+        Raises:
+            SnapshotError: The state cannot be captured.
+        """
+        return self._taker.hold(
+            check_number("step", step, at_least=0), state, deferrable=deferrable, max_bytes=max_bytes, check=check
+        )
+
+    def begin_held(self, held: HeldState) -> SnapshotInProgress:
+        """Begins the snapshot of a held state, once. On any thread.
+
+        Raises:
+            SnapshotError: There is no memory for it, or too many snapshots are still being fetched.
+        """
+        self._shelf.reserve()
+        try:
+            return self._in_progress(self._taker.begin_held(held))
+        except BaseException:
+            self._shelf.cancel_reservation()
+            raise
+
+    def lend_held(self, held: HeldState) -> SnapshotInProgress:
+        """Begins a snapshot that is served from where the state lies, without a copy, once. On any thread.
+
+        The owner calls `recall` before he changes anything of the state, an optimizer's step included. The read lock
+        may be released as soon as this has returned.
+
+        Args:
+            held: One that ``is_lendable``.
+
+        Raises:
+            SnapshotError: Too many snapshots are still being fetched.
+        """
+        self._shelf.reserve()
+        try:
+            return self._in_progress(self._taker.lend_held(held))
+        except BaseException:
+            self._shelf.cancel_reservation()
+            raise
+
+    def recall(self, changing: Callable[[], Set[int]] | None = None) -> None:
+        """Makes the live memory that is lent the caller's own again; he is about to change it.
+
+        What is still being read, or has been asked for, is copied first. Anything else is no longer served.
+
+        Args:
+            changing: Returns the addresses of the storages that will change; asked only where something is lent.
+                ``None`` stands for all.
+        """
+        if not self._loans:
+            return
+        with self._loans_mutex:
+            loans = list(self._loans)
+        changed: Set[int] | None = None
+        for loan in loans:
+            # One that is not lent any more may still be read where it lay: another thread recalls it.
+            if changing is not None and loan.memory.is_lent:
+                changed = changed if changed is not None else changing()
+                if changed.isdisjoint(loan.memory.storages):
+                    continue
+            if loan.snapshot_id is not None:
+                self._shelf.retire(loan.snapshot_id, even_if_needed=False)
+            loan.memory.recall()
+            if loan.memory.is_lost and loan.snapshot_id is not None:
+                self._shelf.retire(loan.snapshot_id, even_if_needed=True)
+            with self._loans_mutex, contextlib.suppress(ValueError):
+                self._loans.remove(loan)
+
+    def _in_progress(self, pending: PendingSnapshot) -> SnapshotInProgress:
+        loan = None
+        if pending.lent is not None:
+            loan = _Loan(pending.lent)
+            with self._loans_mutex:
+                self._loans[:] = [earlier for earlier in self._loans if earlier.memory.is_lent]
+                self._loans.append(loan)
+        return SnapshotInProgress(pending, self._shelf, loan)
+
+    def lease(self, step: int) -> SnapshotLease:
+        """Keeps the newest snapshot of a step, for a reader on this host, until the lease is released.
+
+        Raises:
+            SnapshotError: There is none, or it is served from live memory.
+        """
+        released = threading.Event()
+        # Who reads it here has read it when he lets it go: nothing is on its way to him any more.
+        reading = self._shelf.read(step, is_closed=released.is_set)
+        if reading is None:
+            raise SnapshotError("expected a snapshot, there is none", step=step)
+
+        def release() -> None:
+            released.set()
+            reading.__exit__()
+
+        memory = reading.snapshot.memory
+        if not isinstance(memory, MemoryFile):
+            release()
+            raise SnapshotError("expected a snapshot in memory of its own, it is served from live memory", step=step)
+        return SnapshotLease(
+            step=step,
+            descriptor=memory.descriptor,
+            start=memory.start,
+            num_bytes=reading.snapshot.total_bytes,
+            release=release,
+        )
+
+    def newest_sequence(self) -> int:
+        """How many snapshots have been published so far."""
+        return self._shelf.newest_sequence()
+
+    def newest_step(self) -> int | None:
+        """The step of the newest snapshot, ``None`` before the first."""
+        return self._shelf.newest_step()
+
+    def snapshot_failed(self, step: int, error: BaseException) -> None:
+        """Tells whoever waits for a snapshot why none has come; until the next one is served.
+
+        Args:
+            step: The step that it would have shown.
+            error: Its type and message are sent to the receivers.
+        """
+        self._shelf.note_failure(f"step {step}: {type(error).__name__}: {error}"[:_MAX_FAILURE_CHARACTERS])

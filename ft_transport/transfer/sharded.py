@@ -1,0 +1,223 @@
+"""Receiving a state whose parts are spread over the ranks of a group, in whatever layout this rank has."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ft_transport.errors import (
+    DeadlineExceededError,
+    PeerError,
+    PeerUnreachableError,
+    RestoreError,
+    StepNotServedError,
+    TransportError,
+)
+from ft_transport.http.connection import Connection
+from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.manifest_client import fetch_manifest, fetch_server_id
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.slice_client import Source, fetch_slices
+from ft_transport.state.matching import Incoming
+from ft_transport.state.resharding import LikeFunction, reshard
+from ft_transport.state.restore import Restore
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.routes import LATEST, StepSelector
+
+_MAX_ASKED_AT_ONCE: Final = 16
+_LARGEST_LEAD: Final = 1 << 16
+_TICK_S: Final = 2.0
+"""Once a source has answered, the others are asked so often whether they are alive, and have so long to say so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedRequest:
+    """What to receive, and how.
+
+    Attributes:
+        sources: Who has it; what is not sharded comes from the first that has it.
+        step: A step, or ``latest``.
+        settings: Connections, deadlines and the like.
+        unreachable_s: How long a source may be out of reach before the first byte, in seconds.
+        meshes: For DTensors that the receiver does not have.
+        max_bytes: More than this is refused.
+        into: The receiver's own state.
+        like: See `reshard`.
+        check: Called with what will come, before any of it does.
+    """
+
+    sources: Sequence[PeerAddress]
+    step: StepSelector
+    settings: FetchSettings
+    unreachable_s: float
+    meshes: Sequence[DeviceMesh]
+    max_bytes: int
+    into: object = None
+    like: LikeFunction | None = None
+    check: Callable[[Incoming], None] | None = None
+
+
+def receive_sharded(request: ShardedRequest) -> tuple[Manifest, Restore]:
+    """Receives what this rank needs; see ``HTTPTransport.fetch_sharded``.
+
+    Returns:
+        What a peer of this rank's layout would have served, without digests, and the memory that holds it.
+
+    Raises:
+        TransportError: What had landed in ``into`` was overwritten with NaN patterns then.
+    """
+    with _asked(request) as (sources, unreachable):
+        try:
+            names = [str(source.peer) for source in sources]
+            resharding = reshard([source.manifest for source in sources], request.into, like=request.like, names=names)
+            restore = Restore(
+                resharding.manifest, into=request.into, meshes=request.meshes, max_bytes=request.max_bytes
+            )
+            if request.check is not None:
+                request.check(restore.incoming)
+            try:
+                fetch_slices(sources, resharding.wanted, restore, request.settings)
+            except BaseException as error:
+                poison(restore, error)
+                raise
+        except TransportError as error:
+            error.step = error.step if error.step is not None else sources[0].manifest.step
+            if unreachable:
+                error.message += f"; out of reach: {', '.join(map(str, unreachable))}"
+            raise
+    return resharding.manifest, restore
+
+
+def step_of(request: ShardedRequest) -> int:
+    """The step that all sources show when they are asked for their latest state, as one."""
+    with _asked(request) as (sources, _):
+        return sources[0].manifest.step
+
+
+def poison(restore: Restore, error: BaseException) -> None:
+    """Makes sure that nobody trains on what has landed before ``error``."""
+    if restore.destination_touched:
+        restore.poison()
+        if isinstance(error, TransportError):
+            error.destination_touched = True
+
+
+@contextmanager
+def _asked(request: ShardedRequest) -> Iterator[tuple[list[Source], list[TransportError]]]:
+    """All sources that answer, with their manifests of one step; and why the others did not.
+
+    As long as this is open, the sources keep their snapshots, for the time of a lease at least.
+    """
+    settings = request.settings
+    with ExitStack() as stack:
+        connections: dict[PeerAddress, Connection] = {}
+        stack.callback(_close_all, connections)
+        gone: dict[PeerAddress, TransportError] = {}
+
+        def ask(step: StepSelector) -> list[Source]:
+            # What was asked for before is not needed, and must not keep its place.
+            _close_all(connections)
+            for peer in request.sources:
+                if peer in gone:
+                    continue
+                connections[peer] = Connection(peer, token=settings.token, patience=settings.patience)
+            with ThreadPoolExecutor(
+                min(len(connections), _MAX_ASKED_AT_ONCE), thread_name_prefix="ft-transport-manifest"
+            ) as pool:
+                asking = {
+                    peer: pool.submit(fetch_manifest, connection, step, settings, unreachable_s=request.unreachable_s)
+                    for peer, connection in connections.items()
+                }
+                try:
+                    _wait_for(asking, settings)
+                except BaseException:
+                    # Nobody waits for the others' answers, and the pool ends when they do.
+                    for peer, each in asking.items():
+                        each.cancel()
+                        connections[peer].interrupt()
+                    raise
+                for peer, each in asking.items():
+                    if not each.done():
+                        connections[peer].interrupt()
+            for peer, each in asking.items():
+                error = each.exception()
+                if isinstance(error, TransportError):
+                    # It is not asked again: the others have answered.
+                    gone[peer] = error
+            if all(peer in gone for peer in asking):
+                raise next(iter(gone.values()))
+            return [Source(peer, each.result()) for peer, each in asking.items() if peer not in gone]
+
+        yield _of_one_step(ask, request.step), list(gone.values())
+
+
+def _close_all(connections: dict[PeerAddress, Connection]) -> None:
+    for connection in connections.values():
+        connection.close()
+    connections.clear()
+
+
+def _wait_for(asking: Mapping[PeerAddress, Future[Manifest]], settings: FetchSettings) -> None:
+    """Returns when all have an answer, but for those that are out of reach, or that do not answer anything any more.
+
+    Raises:
+        TransportError: The first error that is another.
+    """
+    has_answer = False
+    left = dict(asking)
+    while left:
+        done, _ = wait(left.values(), timeout=_TICK_S if has_answer else None, return_when=FIRST_COMPLETED)
+        for each in done:
+            error = each.exception()
+            if error is not None and not isinstance(error, PeerUnreachableError):
+                raise error
+            has_answer = has_answer or error is None
+        # One that waits for its trainer's step boundary answers meanwhile; one that hangs does not.
+        left = {peer: each for peer, each in left.items() if each not in done and (done or _answers(peer, settings))}
+
+
+def _answers(peer: PeerAddress, settings: FetchSettings) -> bool:
+    patience = dataclasses.replace(
+        settings.patience,
+        deadline_s=min(settings.patience.deadline_s, time.monotonic() + _TICK_S),
+    )
+    try:
+        with Connection(peer, token=settings.token, patience=patience) as connection:
+            fetch_server_id(connection)
+    except (PeerUnreachableError, DeadlineExceededError):
+        return False
+    except PeerError:
+        return True
+    return True
+
+
+def _is_past(error: BaseException) -> bool:
+    return isinstance(error, StepNotServedError) and error.is_past
+
+
+def _of_one_step(ask: Callable[[StepSelector], list[Source]], step: StepSelector) -> list[Source]:
+    """Asks until all sources show one step.
+
+    Each rank begins a snapshot at its own next step boundary, so those that are asked for their latest state may show
+    neighbouring steps. Then all are asked for a step to come, ever further ahead, until none of them is past it.
+    """
+    sources = ask(step)
+    lead = 1
+    while step == LATEST and len(steps := {source.manifest.step for source in sources}) > 1:
+        if lead > _LARGEST_LEAD:
+            raise RestoreError(f"expected sources that train together, got steps {sorted(steps)}")
+        try:
+            return ask(max(steps) + lead)
+        except StepNotServedError as error:
+            if not _is_past(error):
+                raise
+            lead *= 2
+            sources = ask(LATEST)
+    return sources

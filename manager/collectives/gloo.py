@@ -1,0 +1,245 @@
+"""The collectives between replicas: a process group that is set up afresh whenever the members change.
+
+`GlooProcessGroup` is torch's own gloo group behind the four methods that the manager calls. Any process group of
+torchft (``torchft.process_group.ProcessGroup``) has them too, so its NCCL groups can be passed in.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined] # exported, undeclared
+
+from ft_transport import delaying_forks
+from manager.collectives.gloo_abort import GlooSockets
+from manager.collectives.stores import StoreConnections
+
+_LOOK_AFTER_S: Final = 1.0
+"""How long gloo is trusted to notice the end of a connection by itself."""
+_GLOO_CONTEXT: Final = 0
+"""What precedes the ranks in the keys of a process group's first (and only) gloo context."""
+
+
+class ReplicaProcessGroup(Protocol):
+    """A process group with one rank per replica; signatures as in torchft's ``ProcessGroup``."""
+
+    def configure(  # noqa: PLR0917 - torchft's signature
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Ends what it was, and meets the other members at ``store_addr`` (``host:port/prefix``). Blocks."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Begins an allreduce in place; returns a ``torch.distributed.Work``."""
+
+    def abort(self) -> None:
+        """Ends it at once, so that whoever waits in one of its collectives fails."""
+
+    def errored(self) -> Exception | None:
+        """An error that it noticed by itself."""
+
+    def shutdown(self) -> None:
+        """Gives everything back."""
+
+
+class GlooProcessGroup:
+    """torch's gloo process group, set up afresh by every `configure`.
+
+    Args:
+        timeout: For each collective.
+        connect_timeout: For meeting the other members.
+
+    Attributes:
+        connect_timeout: As given; the next `configure` reads it.
+        stores: The connections that it uses.
+    """
+
+    def __init__(
+        self, timeout: timedelta = timedelta(seconds=60), connect_timeout: timedelta = timedelta(seconds=10)
+    ) -> None:
+        self._timeout = timeout
+        self.connect_timeout = connect_timeout
+        self.stores = StoreConnections()
+        # Any, because torch declares a few of its methods only.
+        self._group: Any = None
+        self._sockets: GlooSockets | None = None
+        self._mutex = threading.Lock()
+        self._world_size = 1
+
+    def configure(  # noqa: PLR0917 - torchft's signature
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Meet the other members. A group of one needs no store and meets nobody.
+
+        Args:
+            store_addr: ``host:port/prefix``; the prefix must not have been used before.
+            replica_id: For messages.
+            rank: Rank in the group.
+            world_size: Number of members.
+            quorum_id: Not used.
+            group_rank: Not used.
+            group_world_size: Not used.
+            global_ranks: Not used.
+
+        Raises:
+            QuorumError: The store does not answer.
+            RuntimeError: The others did not come in time.
+        """
+        del replica_id, quorum_id, group_rank, group_world_size, global_ranks
+        self.abort()
+        self._world_size = world_size
+        if world_size == 1:
+            return
+        place, _, prefix = store_addr.partition("/")
+        connection, timeout = self.stores.at_address(place), self.connect_timeout
+        # A connection that has broken since its last use is made anew by this one.
+        connection.missing([prefix], timeout)
+
+        def meet(store: Any) -> tuple[Any, list[bytes]]:
+            meeting = PrefixStore(prefix, store)
+            group: Any = ProcessGroupGloo(meeting, rank, world_size, timeout)
+            group.set_timeout(self._timeout)
+            return group, [bytes(meeting.get(f"{_GLOO_CONTEXT}/{other}")) for other in range(world_size)]
+
+        # A child that is forked before gloo's sockets are known would keep them.
+        with delaying_forks():
+            group, said = connection.call(meet, timeout, may_repeat=False)
+            own = said.pop(rank)
+            sockets = GlooSockets(own, said)
+        with self._mutex:
+            self._group, self._sockets = group, sockets
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Begin an allreduce in place.
+
+        Raises:
+            RuntimeError: The group was aborted, or gloo refuses.
+        """
+        if self._world_size == 1:
+            return _Done(tensors)
+        with self._mutex:
+            group, sockets = self._group, self._sockets
+        if group is None or sockets is None:
+            raise RuntimeError("expected a process group, and it has been aborted")
+        return WatchedWork(group.allreduce(tensors, opts), sockets, self._timeout)
+
+    def abort(self) -> None:
+        """Close the connections to the other members: their collectives fail, and so do this one's."""
+        with self._mutex:
+            # In a list, so that nothing else refers to it when the thread drops it.
+            held, sockets = [self._group], self._sockets
+            self._group = self._sockets = None
+        if sockets is not None:
+            sockets.shut_down()
+        if held[0] is not None:
+            _let_go(held)
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name under which torchft's ``ManagedProcessGroup`` registers a backend of its own."""
+        return "ft-transport-gloo"
+
+    def errored(self) -> Exception | None:
+        """Return ``None``: gloo tells of its errors where a collective is waited for."""
+        return None
+
+    def shutdown(self) -> None:
+        """As `abort`, and close the connections to stores."""
+        self.abort()
+        self.stores.close()
+
+
+class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
+    """A collective of gloo that is not waited for when a connection under it has ended.
+
+    gloo at times misses the end of a connection; whoever waits for the other end would then wait for all of the group's
+    timeout.
+
+    Args:
+        work: gloo's.
+        sockets: The connections of its process group.
+        timeout: The longest wait.
+    """
+
+    def __init__(self, work: Any, sockets: GlooSockets, timeout: timedelta) -> None:
+        super().__init__()
+        self._work = work
+        self._sockets = sockets
+        self._timeout = timeout
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until it is done.
+
+        Raises:
+            RuntimeError: It failed, or was not done in time.
+            ConnectionError: A connection has ended, and gloo has not noticed.
+        """
+        deadline_s = time.monotonic() + (timeout if timeout is not None else self._timeout).total_seconds()
+        had_ended = False
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                return bool(self._work.wait(timedelta(seconds=max(0.001, min(_LOOK_AFTER_S, left_s)))))
+            except RuntimeError:
+                # It tells of its own failure; what it has no failure for, is a wait that was too short.
+                if self._work.is_completed():
+                    return bool(self._work.wait())
+                if left_s > _LOOK_AFTER_S and not had_ended:
+                    # It has one more turn to notice.
+                    had_ended = self._sockets.have_ended()
+                    continue
+                held, self._work = [self._work], None
+                _let_go(held)
+                if not had_ended:
+                    raise
+                raise ConnectionError("expected the collective to end: a member has closed its connection") from None
+
+    def is_completed(self) -> bool:
+        """Whether it is done."""
+        return self._work is None or bool(self._work.is_completed())
+
+
+def _let_go(held: list[Any]) -> None:
+    """Drop what is in the list on a thread of its own: the destructors of gloo wait for collectives that run.
+
+    The interpreter waits for that thread before it ends: a destructor that takes the GIL afterwards aborts the process.
+    """
+    try:
+        threading.Thread(target=held.clear, name="ft-transport-gloo-end", daemon=False).start()
+    except RuntimeError:  # The interpreter is about to end, or there is no thread left.
+        held.clear()
+
+
+class _Done(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
+    """A collective of one member."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(tensors)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        del timeout
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._future

@@ -1,0 +1,122 @@
+"""Process groups that are set up by ``reconfigure``: torch's own from 2.14 on, and torchft's since 2026.
+
+Each member has a handle, and is given the handles of all in the order of their ranks
+(``ReconfigureOptions`` in torch/csrc/distributed/c10d; torchft/process_group.py, ``reconfigure_with_store``). The
+handles are exchanged where the members meet anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from manager.collectives.stores import StoreConnections
+from manager.errors import QuorumError
+
+
+class Reconfigurable(Protocol):
+    """What such a process group has; those of torchft have ``set_rank_info`` and ``errored`` besides."""
+
+    def get_reconfigure_handle(self) -> str:
+        """Names this member until it is reconfigured."""
+
+    def reconfigure(self, opts: Any) -> Any:
+        """Begins to meet the members that the options name; returns a ``torch.distributed.Work``."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Begins an allreduce in place."""
+
+    def abort(self) -> None:
+        """Ends what runs."""
+
+    def shutdown(self) -> None:
+        """Gives everything back."""
+
+
+@dataclass(slots=True)
+class _Options:
+    """Where torch has no ``ReconfigureOptions`` of its own; same attributes."""
+
+    uuid: int = 0
+    handles: list[str] = field(default_factory=list)
+    timeout: timedelta | None = None
+    hints: dict[str, str] = field(default_factory=dict)
+
+
+class ReconfigurableGroup:
+    """Such a process group behind the methods that the manager calls (``process_group.ReplicaProcessGroup``).
+
+    Args:
+        group: Reconfigured at each new quorum.
+        connect_timeout: For the exchange of the handles, and for meeting.
+
+    Attributes:
+        connect_timeout: As given; the next `configure` reads it.
+        stores: The connections that it uses.
+    """
+
+    def __init__(self, group: Reconfigurable, connect_timeout: timedelta) -> None:
+        self._group = group
+        self.connect_timeout = connect_timeout
+        self.stores = StoreConnections()
+
+    def configure(  # noqa: PLR0917 - torchft's signature
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Exchange handles at ``store_addr`` (``host:port/prefix``) and reconfigure the group.
+
+        Raises:
+            QuorumError: The others did not come in time, or the store does not answer.
+        """
+        del global_ranks
+        set_rank_info = getattr(self._group, "set_rank_info", None)
+        if set_rank_info is not None:
+            set_rank_info(replica_id, group_rank or 0, group_world_size or 1)
+        options = getattr(torch._C._distributed_c10d, "ReconfigureOptions", _Options)()
+        options.uuid = quorum_id or 0
+        options.handles = self._exchange(store_addr, rank, world_size)
+        options.timeout = self.connect_timeout
+        self._group.reconfigure(options).wait(self.connect_timeout)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Begin an allreduce in place."""
+        return self._group.allreduce(tensors, opts)
+
+    def abort(self) -> None:
+        """End what runs."""
+        self._group.abort()
+
+    def errored(self) -> Exception | None:
+        """Return an error that the group noticed by itself."""
+        errored = getattr(self._group, "errored", None)
+        error = errored() if errored is not None else None
+        return error if isinstance(error, Exception) else None
+
+    def shutdown(self) -> None:
+        """Give everything back."""
+        self._group.shutdown()
+        self.stores.close()
+
+    def _exchange(self, store_addr: str, rank: int, world_size: int) -> list[str]:
+        handle = self._group.get_reconfigure_handle()
+        if world_size == 1:
+            return [handle]
+        place, _, prefix = store_addr.partition("/")
+        store, timeout = self.stores.at_address(place), self.connect_timeout
+        store.set(f"{prefix}/handle/{rank}", handle, timeout)
+        keys = [f"{prefix}/handle/{member}" for member in range(world_size)]
+        handles = store.get(keys, timeout)
+        if handles is None:
+            raise QuorumError(f"expected all of {keys} within {timeout.total_seconds():g} s")
+        return [each.decode() for each in handles]

@@ -1,0 +1,90 @@
+"""Whether the members of a process group are there, found out before anybody waits for them where no wait can be ended.
+
+The Lighthouse may count a replica that was killed a moment ago: its request for the quorum was still pending, and its
+last sign of life is fresh. Setting up a process group with it waits for the whole timeout. So the members meet in the
+store first, and whoever is missing there is knocked at, at the address where it serves its state: where nobody listens
+any more, the replica is dead.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final
+from urllib.parse import urlsplit
+
+from manager.collectives.stores import StoreConnection
+from manager.errors import QuorumError, QuorumTimeoutError
+
+_KNOCK_AFTER: Final = timedelta(milliseconds=200)
+_KNOCK_TIMEOUT_S: Final = 1.0
+_SHORTEST_S: Final = 0.001
+
+
+def meet(
+    *,
+    store: StoreConnection,
+    prefix: str,
+    rank: int,
+    names: Sequence[str],
+    addresses: Sequence[str],
+    timeout: timedelta,
+) -> None:
+    """Return when all members have called this.
+
+    Args:
+        store: Where they meet.
+        prefix: Of the keys; never used before.
+        rank: Of this replica.
+        names: The members, by rank; for messages.
+        addresses: Where each serves its state.
+        timeout: For everything.
+
+    Raises:
+        QuorumError: One of them is dead, the store does not answer, or somebody did not come in time.
+    """
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    keys = {other: f"{prefix}/{other}" for other in range(len(names)) if other != rank}
+    missing = list(keys)
+    # One of them may have the store.
+    _refuse_dead(missing, names, addresses, deadline_s)
+    store.set(f"{prefix}/{rank}", names[rank], _left(deadline_s))
+    while not store.wait(
+        [keys[other] for other in missing],
+        min(_KNOCK_AFTER, _left(deadline_s)),
+        patience=max(_KNOCK_AFTER, _left(deadline_s)),
+    ):
+        unset = store.missing([keys[other] for other in missing], _left(deadline_s))
+        missing = [other for other in missing if keys[other] in unset]
+        _refuse_dead(missing, names, addresses, deadline_s)
+        if missing and time.monotonic() >= deadline_s:
+            raise QuorumTimeoutError(
+                f"expected {[names[other] for other in missing]} to come within {timeout.total_seconds():g} s"
+            )
+
+
+def _left(deadline_s: float) -> timedelta:
+    return timedelta(seconds=max(_SHORTEST_S, deadline_s - time.monotonic()))
+
+
+def _refuse_dead(others: Sequence[int], names: Sequence[str], addresses: Sequence[str], deadline_s: float) -> None:
+    for other in others:
+        patience_s = min(_KNOCK_TIMEOUT_S, deadline_s - time.monotonic())
+        if patience_s <= 0:
+            return
+        if nobody_listens(addresses[other], patience_s):
+            raise QuorumError(f"{names[other]} is dead: nobody listens at {addresses[other]}")
+
+
+def nobody_listens(address: str, timeout_s: float) -> bool:
+    """Whether the host says that nobody listens there. One that says nothing may be slow, or out of reach."""
+    parts = urlsplit(address)
+    try:
+        with socket.create_connection((parts.hostname or "", parts.port or 80), timeout_s):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False

@@ -1,0 +1,315 @@
+"""Connections to torch's ``TCPStore``: one to each store, made when it is first needed and kept.
+
+A client of a ``TCPStore`` looks its host's name up in its constructor, which takes seconds where the resolver is slow;
+so nobody connects anew for each process group. Its calls have no deadline of their own: one that is sent to a process
+that is stopped returns when that process goes on. So a thread of the connection makes them, and the caller waits for
+the thread no longer than its timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, Final, TypeAlias, TypeVar
+
+from torch.distributed import (  # type: ignore[attr-defined] # exported, undeclared
+    DistError,
+    DistNetworkError,
+    TCPStore,
+)
+
+from ft_transport.runtime.deadline import Deadline
+from ft_transport.runtime.handler_safety import SafeFuture
+from manager.errors import QuorumError, QuorumTimeoutError
+
+T = TypeVar("T")
+_Job: TypeAlias = tuple["Future[Any]", Callable[[Any], Any]]
+
+_MAX_OTHERS: Final = 8
+_SHORTEST_PAUSE_S: Final = 0.0002
+_LONGEST_PAUSE_S: Final = 0.05
+_PAUSE_SHARE: Final = 0.05
+"""By how much a wait may take longer: who waits for long looks seldom, beside the training thread."""
+_GRACE_S: Final = 0.25
+"""For the answer to come back: the store counts the timeout itself."""
+_SHORTEST_CONNECT_S: Final = 1.0
+"""A resolver may be slower than one caller is patient; the next caller then finds the connection made."""
+
+
+class StoreConnections:
+    """One connection to each store. Any thread may call it.
+
+    Every replica that starts again brings another store, so those that were used least recently are closed.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._own: dict[tuple[str, int], StoreConnection] = {}
+        self._others: dict[tuple[str, int], StoreConnection] = {}
+        self._is_closed = False
+
+    def at(self, host: str, port: int) -> StoreConnection:
+        """Return the connection to this store. Connects with the first call of one of its methods.
+
+        Raises:
+            QuorumError: The connections have been closed.
+        """
+        place, oldest = (host, port), None
+        with self._mutex:
+            if self._is_closed:
+                raise QuorumError(f"expected no more need of the store at {host}:{port}: has been shut down")
+            if place in self._own:
+                return self._own[place]
+            connection = self._others.pop(place, None) or StoreConnection(host, port)
+            self._others[place] = connection
+            if len(self._others) > _MAX_OTHERS:
+                oldest = self._others.pop(next(iter(self._others)))
+        if oldest is not None:
+            oldest.close()
+        return connection
+
+    def own(self, host: str, port: int, store: TCPStore | None = None) -> StoreConnection:
+        """As `at`, for a store of this replica itself, whose connection is kept.
+
+        Args:
+            host: Of the store.
+            port: Of the store.
+            store: If it is in this process: to connect to it once more may take seconds, too.
+        """
+        with self._mutex:
+            connection = self._own[host, port] = StoreConnection(host, port, store)
+            return connection
+
+    def at_address(self, address: str) -> StoreConnection:
+        """As `at`, for ``host:port``."""
+        host, _, port = address.rpartition(":")
+        return self.at(host.strip("[]"), int(port))
+
+    def close(self) -> None:
+        """Close every connection."""
+        with self._mutex:
+            self._is_closed = True
+            connections = [*self._own.values(), *self._others.values()]
+            self._own, self._others = {}, {}
+        for connection in connections:
+            connection.close()
+
+
+class StoreConnection:
+    """A connection to one store. A broken one is made anew once per call. Any thread may call it, one after the other.
+
+    Args:
+        host: Of the store.
+        port: Of the store.
+        store: What to begin with; ``None`` to connect with the first call.
+    """
+
+    def __init__(self, host: str, port: int, store: TCPStore | None = None) -> None:
+        self._host = host
+        self._port = port
+        self._first: TCPStore | None = store
+        self._mutex = threading.Lock()
+        self._worker: _Worker | None = None
+        self._is_closed = False
+
+    def set(self, key: str, value: str | bytes, timeout: timedelta) -> None:
+        """Set a key."""
+
+        def set_and_see(store: Any) -> None:
+            store.set(key, value)
+            # A store does not answer to `set`; only this shows that it is still there.
+            store.check([key])
+
+        self.call(set_and_see, timeout)
+
+    def set_once(self, key: str, value: str, timeout: timedelta, *, remove: Sequence[str] = ()) -> bytes:
+        """Set a key unless it is set already, and remove others. Returns the value that it has then."""
+
+        def set_and_remove(store: Any) -> bytes:
+            stored = bytes(store.compare_set(key, "", value))
+            for each in remove:
+                store.delete_key(each)
+            return stored
+
+        return self.call(set_and_remove, timeout)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta, *, patience: timedelta) -> bool:
+        """Wait until all keys are set. Returns whether they are.
+
+        Args:
+            keys: What to wait for.
+            timeout: For the keys to be set.
+            patience: For the store to answer; a busy machine may need longer than a short timeout.
+        """
+        found = self._poll(lambda store: True if store.check(list(keys)) else None, timeout, patience)
+        return found is not None
+
+    def get(self, keys: Sequence[str], timeout: timedelta, *, unless: Sequence[str] = ()) -> list[bytes] | None:
+        """Wait until all keys are set. Returns their values, or ``None`` if they are not.
+
+        Args:
+            keys: What to wait for.
+            timeout: For the keys to be set.
+            unless: If one of these is set, nothing is waited for.
+        """
+
+        def get(store: Any) -> list[bytes] | None:
+            if store.check(list(keys)):
+                return [bytes(store.get(key)) for key in keys]
+            return [] if any(store.check([key]) for key in unless) else None
+
+        return self._poll(get, timeout) or None
+
+    def _poll(self, look: Callable[[Any], T | None], timeout: timedelta, patience: timedelta | None = None) -> T | None:
+        """Call ``look`` until it finds something. A wait of the store's own could be neither interrupted nor left."""
+        deadline = Deadline.after(timeout)
+        began_s = time.monotonic()
+        while True:
+            found = self.call(look, patience or deadline.cap(timeout))
+            if found is not None or deadline.is_over():
+                return found
+            pause_s = min(max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * (time.monotonic() - began_s)), _LONGEST_PAUSE_S)
+            time.sleep(min(pause_s, deadline.cap(timeout).total_seconds()))
+
+    def missing(self, keys: Sequence[str], timeout: timedelta) -> list[str]:
+        """Return those of the keys that are not set."""
+        return self.call(lambda store: [key for key in keys if not store.check([key])], timeout)
+
+    def add(self, key: str, number: int, timeout: timedelta) -> int:
+        """Add to a counter, and return what it is then."""
+        return int(self.call(lambda store: store.add(key, number), timeout, may_repeat=False))
+
+    def replace(self, key: str, old: str, new: str, timeout: timedelta) -> None:
+        """Set a key if it has the old value."""
+        self.call(lambda store: store.compare_set(key, old, new), timeout)
+
+    def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
+        """Call ``function`` with the store, on the thread of the connection.
+
+        Args:
+            function: What to do; a ``TCPStore`` is passed to it.
+            timeout: For everything.
+            may_repeat: Whether ``function`` may be called once more if the connection turns out to be broken.
+
+        Raises:
+            QuorumError: The store did not answer in time, or the connection has been closed.
+            Exception: Whatever ``function`` raises.
+        """
+        deadline_s = time.monotonic() + timeout.total_seconds() + _GRACE_S
+        while True:
+            worker = self._running_worker(timeout)
+            was_connected = worker.is_connected
+            future = worker.submit(function)
+            try:
+                return future.result(max(0.0, deadline_s - time.monotonic()))
+            except TimeoutError as error:
+                # Where it only waits for its turn, or for the connection, the thread goes on.
+                if not future.cancel() and worker.is_connected:
+                    self._drop(worker)
+                raise QuorumTimeoutError(self._unanswered(f"no answer in {timeout.total_seconds():g} s")) from error
+            except DistNetworkError as error:
+                self._drop(worker)
+                if not (was_connected and may_repeat):
+                    raise QuorumError(self._unanswered(str(error))) from error
+            except DistError as error:
+                raise QuorumError(self._unanswered(str(error))) from error
+            finally:
+                # It refers to the error, and the error to this frame.
+                del future
+
+    def close(self) -> None:
+        """Close the connection; what waits for it raises."""
+        with self._mutex:
+            self._is_closed = True
+            worker, self._worker, self._first = self._worker, None, None
+        if worker is not None:
+            worker.end()
+            worker.join(_GRACE_S)
+
+    def _unanswered(self, reason: str) -> str:
+        return f"expected the store at {self._host}:{self._port} to answer: {reason}"
+
+    def _running_worker(self, timeout: timedelta) -> _Worker:
+        with self._mutex:
+            if self._is_closed:
+                raise QuorumError(self._unanswered("has been shut down"))
+            if self._worker is None:
+                first, self._first = self._first, None
+                connect_s = max(timeout.total_seconds(), _SHORTEST_CONNECT_S)
+                self._worker = _Worker(self._host, self._port, connect_s, first)
+            return self._worker
+
+    def _drop(self, worker: _Worker) -> None:
+        with self._mutex:
+            if self._worker is worker:
+                self._worker = None
+        worker.end()
+
+
+class _Worker:
+    """The thread of one connection: connects, and then does one job after the other."""
+
+    def __init__(self, host: str, port: int, timeout_s: float, store: TCPStore | None) -> None:
+        self.is_connected = store is not None
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._current: Future[Any] | None = None
+        # A daemon: where the store's process is stopped, its call does not return.
+        self._thread = threading.Thread(
+            target=self._run, args=(host, port, timeout_s, [store]), name="ft-transport-store", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, function: Callable[[Any], T]) -> Future[T]:
+        future: Future[T] = SafeFuture()
+        self._jobs.put((future, function))
+        return future
+
+    def end(self) -> None:
+        """Let nobody wait any longer; the thread ends when the call does that it is in."""
+        self._jobs.put(None)
+        current = self._current
+        if current is not None and not current.cancel():
+            with contextlib.suppress(InvalidStateError):
+                current.set_exception(DistNetworkError("the connection was closed"))
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+    def _run(self, host: str, port: int, timeout_s: float, first: list[TCPStore | None]) -> None:
+        # Out of the list, which the thread object keeps: nothing else refers to the store when this ends.
+        store: Any = first.pop()
+        while (job := self._jobs.get()) is not None:
+            self._current, function = job
+            try:
+                if store is None and not self._current.cancelled():
+                    store = TCPStore(
+                        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+                    )
+                    self.is_connected = True
+                if self._current.set_running_or_notify_cancel():
+                    _finish(self._current, function(store))
+            except BaseException as error:
+                current = self._current
+                if current.running() or (not current.done() and current.set_running_or_notify_cancel()):
+                    _finish(current, error)
+                del current
+            # What waits for the next job refers to nothing of the last one.
+            self._current = None
+            del job, function
+        while not self._jobs.empty():
+            if (job := self._jobs.get()) is not None and job[0].set_running_or_notify_cancel():
+                _finish(job[0], DistNetworkError("the connection was closed"))
+
+
+def _finish(future: Future[Any], outcome: Any) -> None:
+    # Whoever closed the connection may have been first.
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

@@ -1,0 +1,80 @@
+"""A guard for torchft's DiLoCo (torchft/local_sgd.py): its outer sync changes the state inside the write lock too.
+
+torchft takes the lock for the inner optimizer's step alone. At an outer sync, DiLoCo then restores the global
+parameters, lets the outer optimizer step and saves the result, while readers are let in. And its state functions copy
+the backup of the global parameters at every call, although that changes at an outer sync only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from manager.errors import ManagerError
+from manager.state.guard_marks import GUARD_MARK
+from manager.state.optimizer_guard import OptimizerAttachment
+from manager.state_manager import StateManager
+
+_CHANGING_METHODS: Final = ("restore_parameters", "save_parameters", "_merge_parameters")
+
+
+class DiLoCoFragment(Protocol):
+    """What the guard needs of torchft's ``_StreamingDiLoCoFragment``."""
+
+    original_parameters: dict[str, torch.Tensor]
+    _fragment_id: int
+    _outer_optimizer: Optimizer
+
+
+def guard_diloco(manager: StateManager, diloco: Any) -> OptimizerAttachment:
+    """Make every change that ``diloco`` makes to the state a write section of the manager, and its backup stable.
+
+    Call it once, after making the ``DiLoCo`` and before training. Attach the inner optimizer as well.
+
+    Args:
+        manager: The one that ``diloco`` was made with.
+        diloco: A ``torchft.local_sgd.DiLoCo``.
+
+    Returns:
+        The attachment of its outer optimizers.
+
+    Raises:
+        ManagerError: It is none, or it belongs to another manager.
+    """
+    fragments = getattr(diloco, "_fragments", None)
+    if not isinstance(fragments, list) or getattr(diloco, "_manager", None) is not manager:
+        raise ManagerError(
+            f"expected a torchft.local_sgd.DiLoCo that was made with this manager, got {type(diloco).__name__}"
+        )
+    outer_optimizers: dict[int, Optimizer] = {}
+    for fragment in fragments:
+        for name in _CHANGING_METHODS:
+            setattr(fragment, name, _inside_write_section(manager, getattr(fragment, name), name))
+        outer_optimizers[id(fragment._outer_optimizer)] = fragment._outer_optimizer
+        manager.replace_state_dict_fn(
+            f"StreamingDiLoCoFragment_{fragment._fragment_id}", functools.partial(_live_state, fragment), is_stable=True
+        )
+    setattr(diloco, GUARD_MARK, "guard_diloco")
+    attachment: OptimizerAttachment = manager.attach(*outer_optimizers.values())
+    return attachment
+
+
+def _inside_write_section(manager: StateManager, change: Callable[[], object], name: str) -> Callable[[], object]:
+    @functools.wraps(change)
+    def guarded() -> object:
+        with manager.writing(f"DiLoCo's {name}"):
+            return change()
+
+    return guarded
+
+
+def _live_state(fragment: DiLoCoFragment) -> dict[str, object]:
+    """What the fragment's own state function returns, without its copies."""
+    return {
+        "outer_optimizer": fragment._outer_optimizer.state_dict(),
+        "original_parameters": dict(fragment.original_parameters),
+    }

@@ -1,0 +1,142 @@
+"""A digest of what optimizers and schedulers change, at a step boundary, to be compared with the other replicas'.
+
+The tensors are read in the background while forward and backward run; a read section keeps the optimizers from changing
+them until then. Reading takes as long as the memory allows (about 0.1 s for each GB on one core), once for each
+comparison; a step that computes for longer than that does not wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from typing import Final
+
+from torch.optim import Optimizer
+
+from ft_transport import TensorDigests, TransportError
+from ft_transport.runtime.handler_safety import SafeExecutor
+from manager.errors import LockTimeoutError, ManagerError
+from manager.quorum.divergence import Claim
+from manager.snapshots.boundary_keeper import BoundaryKeeper
+from manager.state.guarded_memory import belongs_to, memory_at, parameters_of
+from manager.state.lock import Section, StateLock
+
+logger = logging.getLogger(__name__)
+
+_BOUNDARY_PATIENCE: Final = timedelta(milliseconds=100)
+
+
+class StateComparison:
+    """Digests a replica's state at the boundaries that are to be compared. Belongs to the training thread.
+
+    Args:
+        lock: The lock around the state.
+        keeper: Knows what only optimizers and write sections change; nothing else is compared.
+        state: Calls the state functions.
+    """
+
+    def __init__(self, *, lock: StateLock, keeper: BoundaryKeeper, state: Callable[[], object]) -> None:
+        self._lock = lock
+        self._keeper = keeper
+        self._state = state
+        self._pool: SafeExecutor | None = None
+        self._pending: tuple[int, str, Future[dict[str, int]]] | None = None
+        self.is_wanted = False
+        """Whether the next boundary is to be compared whatever its number."""
+
+    def begin(self, step: int, lineage: str, optimizers: Sequence[Optimizer]) -> None:
+        """Begin to digest the state of this boundary. What cannot be digested is logged, and not compared."""
+        self.is_wanted = False
+        section: Section | None = None
+        try:
+            if self._lock.write_owned():
+                return
+            section = self._lock.acquire_read(f"comparing step {step}", _BOUNDARY_PATIENCE, detached=True)
+            state = self._state()
+            guarded = self._keeper.guarded(optimizers) | self._keeper.stable(state)
+            check = self._keeper.watch([each for each in parameters_of(optimizers) if memory_at(each) in guarded])
+            digests = TensorDigests(state, belongs_to(guarded, at_least_bytes=0))
+            if self._pool is None:
+                self._pool = SafeExecutor(1, "ft-transport-compare")
+            values = {f"{key} (values)": _digest_of_values(each) for key, each in self._keeper.values(state).items()}
+            self._pending = step, lineage, self._pool.submit(_compute, digests, values, check, section)
+            section = None
+        except (TransportError, ManagerError) as error:
+            level = logging.DEBUG if isinstance(error, LockTimeoutError) else logging.WARNING
+            logger.log(level, "step %d is not compared with the other replicas': %s", step, error)
+        finally:
+            if section is not None and section.is_open:
+                section.release()
+
+    def claim(self, timeout: timedelta) -> Claim:
+        """Return what this replica says of the last boundary that was digested; waits until it is."""
+        table = self.table(timeout)
+        if table is None or self._pending is None:
+            return Claim()
+        step, lineage, _ = self._pending
+        ordered = sorted(table.items())
+        return Claim(
+            step=step,
+            lineage=lineage,
+            tensors=_digest([name for name, _ in ordered]),
+            digest=_digest([digest for _, digest in ordered]),
+        )
+
+    def table(self, timeout: timedelta) -> dict[str, int] | None:
+        """Return the digest of each tensor by its path; ``None`` if nothing was digested."""
+        if self._pending is None:
+            return None
+        step, _, future = self._pending
+        try:
+            error = future.exception(timeout.total_seconds())
+        except FutureTimeoutError:
+            error = ManagerError(f"no digest in {timeout.total_seconds():g} s")
+        if error is None:
+            return future.result()
+        logger.warning("step %d is not compared with the other replicas': %s", step, error)
+        self._pending = None
+        return None
+
+    def forget(self) -> None:
+        """Say nothing of the boundary before: another state was loaded since."""
+        self._pending = None
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+
+
+def _digest(values: Sequence[object]) -> str:
+    return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
+
+
+def _digest_of_values(values: object) -> int:
+    return int(_digest(list(_leaves(values, ""))), 16)
+
+
+def _leaves(values: object, path: str) -> Iterator[str]:
+    """Numbers, words and the like, each with its place. Objects of other classes may print as they lie in memory."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from _leaves(value, f"{path}.{key}")
+    elif isinstance(values, (list, tuple)):
+        for index, value in enumerate(values):
+            yield from _leaves(value, f"{path}.{index}")
+    elif isinstance(values, (bool, int, float, str, type(None))):
+        yield f"{path}={values!r}"
+
+
+def _compute(
+    digests: TensorDigests, values: dict[str, int], check: Callable[[], None], section: Section
+) -> dict[str, int]:
+    try:
+        computed = {**digests.compute(), **values}
+        check()
+        return computed
+    finally:
+        section.release()

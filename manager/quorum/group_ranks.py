@@ -1,0 +1,414 @@
+"""What the ranks of one replica agree on, through the store that their launcher gave them (torch's TCPStore).
+
+Group rank 0 speaks for the replica: it asks the Lighthouse, and passes the answer on. A step is committed by all ranks
+or by none. Each exchange has its own number, and its keys are removed once all ranks have come to a later one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from enum import Enum
+from typing import Final
+
+import msgspec
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, undeclared
+
+from ft_transport.runtime.deadline import Deadline
+from manager.collectives.stores import StoreConnection
+from manager.errors import QuorumError, QuorumTimeoutError
+from manager.quorum.decision import NO_WHOLE_STATE
+from manager.quorum.divergence import Claim
+from manager.quorum.structure import UNKNOWN, Structure
+
+_RESTART_ENV: Final = "TORCHELASTIC_RESTART_COUNT"
+_RUN_ENV: Final = "TORCHELASTIC_RUN_ID"
+_NOBODY: Final = ""
+_LONGEST: Final = timedelta(days=1)
+_LOOK_AGAIN_S: Final = 0.02
+_PARTING: Final = timedelta(milliseconds=200)
+"""For what is said after a timeout is over, or to somebody who may be gone."""
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank says before the replica asks for a quorum, or after a step.
+
+    Attributes:
+        step: The committed step that it holds, or ``quorum.NO_WHOLE_STATE``.
+        lineage: The lineage of that step.
+        group: Key of the process group that it holds and that works; empty if there is none.
+        num_groups: How many process groups it has begun to set up.
+        address: Where it serves its state.
+        can_serve: Whether it can take a snapshot of the step boundary that it is at.
+        may_heal: Whether it waits for the quorum, and heals if the replica is behind.
+        is_irregular: Its optimizers did not each make one step for the last commit.
+        claim: What it says of the last state that was to be compared.
+        refusals: Why it does not want to commit.
+        structure: What its part of the state looks like.
+    """
+
+    step: int
+    lineage: str
+    group: str
+    num_groups: int
+    address: str
+    can_serve: bool = True
+    may_heal: bool = True
+    is_irregular: bool = False
+    claim: Claim = msgspec.field(default_factory=Claim)
+    refusals: tuple[str, ...] = ()
+    structure: Structure = ()
+
+
+def own_store(timeout: timedelta) -> TCPStore:
+    """Start a store inside this process, for a replica of one rank without a launcher."""
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
+class Incarnation:
+    """What the ranks of one replica share from when rank 0 makes its manager until it closes it.
+
+    A launcher's store outlives its workers, and a process may make one manager after the other: what an earlier one
+    left in the store must not be taken for an answer of this one. So rank 0 publishes a new name for itself, and each
+    other rank claims a name that this rank, in whichever process, has not claimed before.
+
+    Args:
+        store: Shared by the ranks.
+        rank: Rank within the replica.
+        replica_id: Of this start of the replica, as rank 0 says; the others learn it.
+        timeout: For rank 0 to publish its name.
+
+    Attributes:
+        prefix: Of all keys that the ranks exchange.
+        replica_id: As rank 0 said.
+
+    Raises:
+        QuorumError: Rank 0 did not come in time, or the store does not answer.
+    """
+
+    def __init__(self, store: StoreConnection, rank: int, replica_id: str, timeout: timedelta) -> None:
+        run = f"{os.environ.get(_RUN_ENV, '')}/{os.environ.get(_RESTART_ENV, '0')}"
+        self._base = f"ft_transport/{run}"
+        self._key = f"{self._base}/current"
+        self._store = store
+        self._published = ""
+        if rank == 0:
+            self._published = f"{uuid.uuid4()} {replica_id}"
+            store.set(self._key, self._published, timeout)
+            name = self._published
+        else:
+            name = self._claim(rank, timeout)
+        unique, _, self.replica_id = name.partition(" ")
+        self.prefix = f"{self._base}/{unique}"
+
+    def close(self) -> None:
+        """Let no rank take this incarnation for a living one. Rank 0 does it; where the store is gone, nobody can."""
+        if self._published:
+            with contextlib.suppress(QuorumError):
+                self._store.replace(self._key, self._published, _NOBODY, _PARTING)
+
+    def _claim(self, rank: int, timeout: timedelta) -> str:
+        deadline = Deadline.after(timeout)
+        earlier: set[str] = set()
+        while not deadline.is_over():
+            found = self._store.get([self._key], deadline.cap(timeout))
+            name = found[0].decode() if found else _NOBODY
+            if name != _NOBODY and name not in earlier:
+                claim = f"{self._base}/{name.partition(' ')[0]}/claims/{rank}"
+                if self._store.add(claim, 1, deadline.cap(timeout)) == 1:
+                    return name
+                earlier.add(name)
+            time.sleep(min(_LOOK_AGAIN_S, deadline.cap(timeout).total_seconds()))
+        raise QuorumTimeoutError(
+            f"rank {rank}: expected rank 0 of this replica to start within {timeout.total_seconds():g} s"
+            + (f", found only what it left when it started before: {sorted(earlier)}" if earlier else "")
+        )
+
+
+class Exchange(Enum):
+    """The kinds of exchange between the ranks of a replica, and what each means for ranks that came for another."""
+
+    QUORUM = "quorum"
+    """Before a step. Ranks that are not there yet give their step up, and then come; so this asks again."""
+    HEAL = "heal"
+    """After receiving a state: a vote. Who is elsewhere has not healed."""
+    COMMIT = "commit"
+    """After a step: a vote. Who is elsewhere has given the step up."""
+
+
+class _Sent(msgspec.Struct, frozen=True):
+    """A rank's report, what it came for, and which attempt of it at this exchange this is."""
+
+    kind: Exchange
+    report: RankReport
+    attempt: int
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank 0's answer to all ranks, published once for each exchange.
+
+    Attributes:
+        kind: What all ranks came for; ``None`` if they came for different things, or one did not come.
+        result: For ranks that came for it.
+        attempts: To which attempts of each rank.
+        error: Why there is no result.
+        is_at_odds: They came for different things.
+        is_timeout: Somebody did not come in time.
+    """
+
+    kind: Exchange | None = None
+    result: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
+    attempts: tuple[int, ...] = ()
+    error: str = ""
+    is_at_odds: bool = False
+    is_timeout: bool = False
+
+
+class _AtOddsError(QuorumError):
+    """Ranks of one replica came for different things."""
+
+
+class ReplicaGroup:
+    """The ranks of one replica. Every rank makes the same exchanges in the same order; none from two threads at once.
+
+    A rank may miss its turn: a signal handler raises while it waits, or it comes too late. So an exchange that a rank
+    has begun stays open until it has the answer; what it does next is done under the same number. Ranks that meet there
+    for different things learn that, and not one of them waits for a timeout.
+
+    Args:
+        store: Shared by the ranks; ``None`` for a replica of one rank, which needs nobody's agreement.
+        prefix: Of the keys in it; never used before.
+        rank: Rank within the replica.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, store: StoreConnection | None, prefix: str, rank: int, world_size: int) -> None:
+        assert store is not None or world_size == 1, "ranks need a store to agree"
+        self._store = store
+        self._prefix = prefix
+        self.rank = rank
+        self.world_size = world_size
+        # Number of the exchange that is open or comes next, and how often this rank has begun it. One value, so that a
+        # handler that raises leaves both of one exchange.
+        self._current = (1, 0)
+        self._old_keys: list[str] = []
+
+    def exchange(
+        self,
+        kind: Exchange,
+        report: RankReport,
+        answer: Callable[[tuple[RankReport, ...]], bytes],
+        *,
+        gathering: timedelta,
+        answering: timedelta,
+    ) -> bytes:
+        """Bring every rank's report to group rank 0, and its answer to every rank.
+
+        Args:
+            kind: What for.
+            report: This rank's.
+            answer: Makes the answer, in JSON, from all reports in the order of ranks. Called on group rank 0 alone.
+            gathering: How long rank 0 waits for the others.
+            answering: How long the others wait for rank 0.
+
+        Raises:
+            QuorumError: A rank did not come in time, or rank 0 has no answer; then all ranks that wait raise it.
+        """
+        if self._store is None:
+            return answer((report,))
+        deadline = Deadline.after(gathering if self.rank == 0 else answering)
+        while True:
+            try:
+                if self.rank == 0:
+                    return self._lead(self._store, kind, report, answer, deadline=deadline, publishing=gathering)
+                return self._follow(self._store, kind, report, deadline)
+            except _AtOddsError:
+                if kind is not Exchange.QUORUM or deadline.is_over():
+                    raise
+
+    def agree(
+        self, kind: Exchange, report: RankReport, *, gathering: timedelta, answering: timedelta
+    ) -> tuple[str, ...]:
+        """Tell why the replica does not commit: every rank's refusals, the same for all. Empty if it commits.
+
+        Args:
+            kind: ``HEAL`` or ``COMMIT``.
+            report: This rank's.
+            gathering: See `exchange`.
+            answering: See `exchange`.
+
+        Raises:
+            QuorumError: A rank did not answer in time.
+        """
+        if self._store is None:
+            return report.refusals
+        try:
+            agreed = self.exchange(kind, report, _refusals, gathering=gathering, answering=answering)
+        except _AtOddsError as error:
+            return (str(error),)
+        return tuple(msgspec.json.decode(agreed, type=list[str]))
+
+    def close(self) -> None:
+        """Let no other rank wait for this one, as far as the store still answers."""
+        if self._store is not None:
+            with contextlib.suppress(QuorumError):
+                self._store.set(self._left_key(self.rank), "", _PARTING)
+
+    def _lead(
+        self,
+        store: StoreConnection,
+        kind: Exchange,
+        report: RankReport,
+        answer: Callable[[tuple[RankReport, ...]], bytes],
+        *,
+        deadline: Deadline,
+        publishing: timedelta,
+    ) -> bytes:
+        """Group rank 0's part of one exchange."""
+        number, num_begun = self._current
+        if num_begun and not store.missing([self._key(number, "answer")], deadline.cap(_LONGEST)):
+            # It was interrupted after it had answered: the others have that answer.
+            answered = self._answer(store, number, deadline)
+            self._current = number, num_begun = number + 1, 0
+            if answered.kind is kind is not Exchange.QUORUM:
+                return bytes(answered.result)
+        sent = _Sent(kind, report, num_begun + 1)
+        self._current = (number, sent.attempt)
+        keys = {self._key(number, rank): rank for rank in range(1, self.world_size)}
+        try:
+            found = self._await(store, keys, deadline.cap(_LONGEST))
+            all_sent = (sent, *(msgspec.json.decode(each, type=_Sent) for each in found))
+            if len({each.kind for each in all_sent}) > 1:
+                came = ", ".join(f"rank {rank} for {each.kind.value}" for rank, each in enumerate(all_sent))
+                raise _AtOddsError(f"the ranks of this replica came for different things: {came}")
+            result = answer(tuple(each.report for each in all_sent))
+        except QuorumError as error:
+            with contextlib.suppress(QuorumError):
+                self._publish(store, number, _failure(error), _PARTING)
+            raise
+        attempts = tuple(each.attempt for each in all_sent)
+        # Who is here has the answers of all exchanges before.
+        old, self._old_keys = self._old_keys, []
+        answer_to_all = _Answer(kind=kind, result=msgspec.Raw(result), attempts=attempts)
+        published = self._publish(store, number, answer_to_all, publishing, remove=old)
+        if published.error:
+            raise QuorumError(f"rank 0 of this replica has already told the others: {published.error}")
+        return bytes(published.result)
+
+    def _follow(self, store: StoreConnection, kind: Exchange, report: RankReport, deadline: Deadline) -> bytes:
+        """Another rank's part of one exchange."""
+        number, num_begun = self._current
+        sent = _Sent(kind, report, num_begun + 1)
+        self._current = (number, sent.attempt)
+        store.set(self._key(number, self.rank), msgspec.json.encode(sent), deadline.cap(_LONGEST))
+        answer = self._answer(store, number, deadline)
+        self._current = (number + 1, 0)
+        if answer.error:
+            error_type = QuorumTimeoutError if answer.is_timeout else _AtOddsError if answer.is_at_odds else QuorumError
+            raise error_type(f"rank 0 of this replica: {answer.error}")
+        is_to_this = answer.kind is kind and answer.attempts[self.rank] == sent.attempt
+        # A vote counts as it was taken, also where this rank has thought better of it meanwhile.
+        if is_to_this or answer.kind is kind is not Exchange.QUORUM:
+            return bytes(answer.result)
+        raise _AtOddsError(f"rank 0 of this replica has answered rank {self.rank} before it was interrupted")
+
+    def _answer(self, store: StoreConnection, number: int, deadline: Deadline) -> _Answer:
+        (found,) = self._await(store, {self._key(number, "answer"): 0}, deadline.cap(_LONGEST))
+        return msgspec.json.decode(found, type=_Answer)
+
+    def _publish(
+        self, store: StoreConnection, number: int, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()
+    ) -> _Answer:
+        """Answer the exchange. Returns what the others read: an earlier answer, if there is one."""
+        key = self._key(number, "answer")
+        stored = store.set_once(key, msgspec.json.encode(answer).decode(), timeout, remove=remove)
+        self._current = (number + 1, 0)
+        self._old_keys += [key, *(self._key(number, rank) for rank in range(1, self.world_size))]
+        return msgspec.json.decode(stored, type=_Answer)
+
+    def _await(self, store: StoreConnection, keys: dict[str, int], timeout: timedelta) -> list[bytes]:
+        """Wait for what others write; ``keys`` says which key comes from which rank."""
+        missing, reason = list(keys), ""
+        left = {self._left_key(rank): rank for rank in keys.values()}
+        try:
+            if (values := store.get(missing, timeout, unless=list(left))) is not None:
+                return values
+            gone = set(left) - set(store.missing(list(left), _PARTING))
+            if gone:
+                ranks = sorted(left[key] for key in gone)
+                raise QuorumError(f"expected all ranks of this replica, and of ranks {ranks} the manager was shut down")
+            missing = store.missing(missing, _PARTING)
+        except QuorumTimeoutError as error:
+            reason = f" ({error})"
+        raise QuorumTimeoutError(
+            f"rank {self.rank}: expected {', '.join(f'rank {keys[key]}' for key in missing)} of this replica within "
+            f"{timeout.total_seconds():.3g} s{reason}"
+        )
+
+    def _key(self, number: int, name: int | str) -> str:
+        return f"{self._prefix}/{number}/{name}"
+
+    def _left_key(self, rank: int) -> str:
+        return f"{self._prefix}/left/{rank}"
+
+
+def _failure(error: QuorumError) -> _Answer:
+    return _Answer(
+        error=str(error),
+        is_at_odds=isinstance(error, _AtOddsError),
+        is_timeout=isinstance(error, QuorumTimeoutError),
+    )
+
+
+def _refusals(reports: Sequence[RankReport]) -> bytes:
+    return msgspec.json.encode(
+        [f"rank {rank}: {reason}" for rank, each in enumerate(reports) for reason in each.refusals]
+    )
+
+
+def report_of_group(reports: Sequence[RankReport]) -> RankReport:
+    """What the replica as a whole holds and does: ranks that hold different states hold no whole one together."""
+    states = {(report.step, report.lineage, report.is_irregular) for report in reports}
+    step, lineage, is_irregular = states.pop()
+    if states and step == 0 and all(other == 0 for other, _, _ in states):
+        # One rank was given the state of another replica, one was not: both begin again.
+        lineage, is_irregular = "", False
+    elif states:
+        step, lineage, is_irregular = NO_WHOLE_STATE, "", False
+    groups = {report.group for report in reports}
+    return RankReport(
+        step=step,
+        lineage=lineage,
+        group=groups.pop() if len(groups) == 1 else "",
+        num_groups=sum(report.num_groups for report in reports),
+        address=reports[0].address,
+        can_serve=all(report.can_serve for report in reports),
+        may_heal=all(report.may_heal for report in reports),
+        is_irregular=is_irregular,
+        claim=_claim_of_group([report.claim for report in reports]),
+        structure=_structure_of_group([report.structure for report in reports]),
+    )
+
+
+def _structure_of_group(structures: Sequence[Structure]) -> Structure:
+    """Ranks hold parts of different shapes. What one of them does not compare, or does not have, none compares."""
+    parts = [dict(each) for each in structures]
+    keys = dict.fromkeys(key for each in parts for key in each)
+    joined = {key: [each.get(key, UNKNOWN) for each in parts] for key in keys}
+    return tuple(sorted((key, UNKNOWN if UNKNOWN in each else "-".join(each)) for key, each in joined.items()))
+
+
+def _claim_of_group(claims: Sequence[Claim]) -> Claim:
+    if len({(claim.step, claim.lineage) for claim in claims}) > 1:
+        return Claim()
+    # Ranks hold parts of different shapes, so each has names and digests of its own.
+    return replace(
+        claims[0],
+        tensors="-".join(claim.tensors for claim in claims),
+        digest="-".join(claim.digest for claim in claims),
+    )

@@ -1,0 +1,231 @@
+"""Signs of life to the Lighthouse, and whether it may have missed them.
+
+Native threads send them (torchft's ``ManagerServer``), so that code which holds the GIL for longer than the Lighthouse
+is patient does not cost this replica its place. A slow thread of Python sends a few more, whose answers show that the
+Lighthouse is there.
+
+Where Python was silent for too long, the question is whether the native threads were too: they go on while the GIL is
+held, and stop with the process (``SIGSTOP``, a frozen container, a paused machine). The kernel counts how often they
+gave up the processor, and between two signs of life that is always about as often.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from ft_transport.runtime.handler_safety import SafeEvent
+
+logger = logging.getLogger(__name__)
+
+_TASKS: Final = Path("/proc/self/task")
+_NATIVE_NAMES: Final = ("torchft", "tokio")
+_COUNTER: Final = "voluntary_ctxt_switches:"
+_MOST_RUNS: Final = 6.0
+"""How often native threads run for one sign of life, before it has been measured: four times in torchft 0.2."""
+_SHARE_OF_TIMEOUT: Final = 0.25
+_SHARE_OF_WINDOW: Final = 0.5
+_NUM_WINDOWS: Final = 16
+_SHORT_READ_S: Final = 0.02
+_NUM_READS: Final = 3
+
+_starting = threading.Lock()
+
+
+class NativeThreads:
+    """Threads that ``start`` starts, as the kernel sees them.
+
+    Args:
+        start: Starts them.
+
+    Attributes:
+        owner: What ``start`` returned.
+    """
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        with _starting:
+            before = _native_threads()
+            self.owner: Any = start()
+            self._threads = _native_threads() - before
+
+    def num_runs(self) -> int | None:
+        """How often they have given up the processor so far; ``None`` where the kernel does not tell."""
+        num_runs = 0
+        try:
+            for thread in self._threads:
+                status = (_TASKS / thread / "status").read_text()
+                num_runs += next(int(line.split()[1]) for line in status.splitlines() if line.startswith(_COUNTER))
+        except (OSError, StopIteration, ValueError):
+            return None
+        return num_runs if self._threads else None
+
+
+def _native_threads() -> frozenset[str]:
+    found = set()
+    with suppress(OSError):
+        for task in _TASKS.iterdir():
+            with suppress(OSError):  # gone in the meantime
+                if (task / "comm").read_text().startswith(_NATIVE_NAMES):
+                    found.add(task.name)
+    return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """A moment at which this replica was alive: the time, and how often the native threads had run."""
+
+    sent_s: float
+    num_runs: int | None
+
+
+class Lapses:
+    """Counts the silences that the Lighthouse may have taken for this replica's death. Any thread may call it.
+
+    Args:
+        timeout_s: How long the Lighthouse is patient.
+        interval_s: Between two signs of the native threads.
+        num_runs: See `NativeThreads`.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        interval_s: float,
+        num_runs: Callable[[], int | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._assumed_rate = _MOST_RUNS / interval_s
+        self._num_runs = num_runs
+        self._clock = clock
+        self._mutex = threading.Lock()
+        self._rates: deque[float] = deque(maxlen=_NUM_WINDOWS)
+        self._num_lapses = 0
+        self._has_failed = False
+        self._last = self._window = self.now()
+
+    def now(self) -> Sign:
+        """Return what is sent now, if it is sent now."""
+        for _ in range(_NUM_READS):
+            num_runs, begun_s = self._num_runs(), self._clock()
+            # Reading gives the GIL away: both have to be of one moment.
+            again = self._num_runs()
+            if self._clock() - begun_s < _SHORT_READ_S:
+                return Sign(begun_s, num_runs if again is not None else None)
+        return Sign(begun_s, again)
+
+    def note(self, sign: Sign) -> None:
+        """The Lighthouse has answered what was sent then."""
+        with self._mutex:
+            self._judge(sign)
+            self._has_failed = False
+            if sign.sent_s > self._last.sent_s:
+                self._last = sign
+                self._learn(sign)
+
+    def note_failure(self) -> None:
+        """The Lighthouse could not be reached."""
+        with self._mutex:
+            self._has_failed = True
+
+    def count(self) -> int:
+        """How many there were so far."""
+        with self._mutex:
+            # Asking the kernel takes longer than a step may cost.
+            if self._clock() - self._last.sent_s >= self._timeout_s:
+                self._judge(self.now())
+            return self._num_lapses
+
+    def _judge(self, now: Sign) -> None:
+        silent_s = now.sent_s - self._last.sent_s
+        if silent_s < self._timeout_s:
+            return
+        if self._has_failed or silent_s - self._running_s(now) >= self._timeout_s:
+            self._num_lapses += 1
+        # One silence counts once, however often somebody asks.
+        self._last = self._window = now
+
+    def _running_s(self, now: Sign) -> float:
+        """For how long the native threads have run, since the last sign."""
+        if now.num_runs is None or self._last.num_runs is None:
+            return 0.0
+        rate = median(self._rates) if self._rates else self._assumed_rate
+        return (now.num_runs - self._last.num_runs) / rate
+
+    def _learn(self, sign: Sign) -> None:
+        window_s = sign.sent_s - self._window.sent_s
+        if window_s < self._timeout_s * _SHARE_OF_WINDOW:
+            return
+        if sign.num_runs is not None and self._window.num_runs is not None and sign.num_runs > self._window.num_runs:
+            self._rates.append((sign.num_runs - self._window.num_runs) / window_s)
+        self._window = sign
+
+
+class Heartbeat:
+    """Gives signs of life until it is closed.
+
+    Args:
+        start: Starts the native threads that give them; what it returns has ``shutdown()``.
+        beat: Gives one more and waits for the answer.
+        whom: For messages.
+        interval: Between two signs of the native threads.
+        timeout: How long the Lighthouse is patient.
+
+    Attributes:
+        lapses: When it may have missed them.
+        was_unreachable: Set when the Lighthouse could not be reached; whoever takes note of it clears it.
+    """
+
+    def __init__(
+        self,
+        *,
+        start: Callable[[], Any],
+        beat: Callable[[timedelta], object],
+        whom: str,
+        interval: timedelta,
+        timeout: timedelta,
+    ) -> None:
+        self._beat = beat
+        self._whom = whom
+        self._timeout = timeout
+        self._pause_s = max(interval.total_seconds(), timeout.total_seconds() * _SHARE_OF_TIMEOUT)
+        self._closed = SafeEvent()
+        self.was_unreachable = False
+        self._native = NativeThreads(start)
+        self.lapses = Lapses(timeout.total_seconds(), interval.total_seconds(), self._native.num_runs)
+        self._thread = threading.Thread(target=self._run, name="ft-transport-heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give no more signs of life."""
+        self._closed.set()
+        native, self._native.owner = self._native.owner, None
+        if native is not None:
+            native.shutdown()
+        self._thread.join()
+
+    def _run(self) -> None:
+        is_silenced = False
+        while not self._closed.wait(self._pause_s):
+            sign = self.lapses.now()
+            try:
+                self._beat(self._timeout)
+            except (RuntimeError, TimeoutError) as error:
+                self.lapses.note_failure()
+                self.was_unreachable = self.was_unreachable or not isinstance(error, TimeoutError)
+                if not is_silenced:
+                    logger.warning("%s: no sign of life reaches it: %s", self._whom, error)
+                is_silenced = True
+            else:
+                is_silenced = False
+                self.lapses.note(sign)

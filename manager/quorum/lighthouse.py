@@ -1,0 +1,363 @@
+"""Membership by torchft's Lighthouse; the only file that imports torchft.
+
+The Lighthouse (torchft's ``src/lighthouse.rs``) is one server per job. A replica that is ready for a step asks it for a
+quorum and is answered when all that show signs of life have asked; what each says of itself travels along. A replica
+without a sign of life for ``heartbeat_timeout_ms`` is left out.
+
+What is used is the public low-level interface ``torchft.coordination``: ``LighthouseServer``, ``LighthouseClient``, and
+of ``ManagerServer`` the signs of life.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ft_transport.runtime.deadline import Deadline
+from ft_transport.runtime.handler_safety import SafeEvent, outcome_of
+from manager.errors import LighthouseUnavailableError, QuorumError, QuorumTimeoutError
+from manager.quorum.decision import Member
+from manager.quorum.divergence import Claim
+from manager.quorum.heartbeat import Heartbeat
+from manager.quorum.lighthouse_status import read_status
+from manager.quorum.structure import Structure
+
+logger = logging.getLogger(__name__)
+
+NAMELESS: Final = "replica"
+"""Stands for the name of a replica that was given none."""
+
+_FIRST_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 1.0
+_ASK_AGAIN_S: Final = 0.1
+_STATUS_S: Final = 0.2
+_INSTALL: Final = "expected torchft, which brings the Lighthouse, for a quorum: pip install 'ft-transport[torchft]'"
+
+_embedded: list[Any] = []
+_embedded_mutex = threading.Lock()
+
+
+class _MemberData(msgspec.Struct, frozen=True):
+    """What travels in the field ``data`` of a quorum request."""
+
+    addresses: tuple[str, ...]
+    lineage: str
+    group: str
+    num_groups: int
+    can_serve: bool
+    may_heal: bool
+    announced_to: tuple[str, ...]
+    rules: tuple[str, ...]
+    is_irregular: bool
+    claim: Claim
+    structure: Structure = ()
+    process: str = ""
+
+
+def embedded_lighthouse(
+    *,
+    min_replicas: int = 1,
+    heartbeat_timeout: timedelta = timedelta(seconds=5),
+    join_timeout: timedelta = timedelta(seconds=80),
+) -> str:
+    """Start a Lighthouse inside this process and return its address; it ends with the process.
+
+    There is one per process, whoever asks for it. Replicas in other processes of this machine reach it too, if they
+    are told the address.
+
+    Args:
+        min_replicas: How many replicas make a first quorum.
+        heartbeat_timeout: After which a silent replica is taken for dead.
+        join_timeout: How long replicas that give signs of life but do not ask for the quorum are waited for. It has to
+            be longer than they may be held up by a failing step: those who are there already, though just started,
+            would train on without the only one that has the state.
+
+    Raises:
+        LighthouseUnavailableError: torchft is not installed, or the server cannot start.
+    """
+    coordination = _coordination()
+    with _embedded_mutex:
+        if not _embedded:
+            try:
+                server = coordination.LighthouseServer(
+                    bind="127.0.0.1:0",
+                    min_replicas=min_replicas,
+                    join_timeout_ms=round(join_timeout / timedelta(milliseconds=1)),
+                    quorum_tick_ms=20,
+                    heartbeat_timeout_ms=round(heartbeat_timeout / timedelta(milliseconds=1)),
+                )
+            except RuntimeError as error:
+                raise LighthouseUnavailableError(f"expected to start a Lighthouse on 127.0.0.1: {error}") from error
+            _embedded.append(server)
+        # What the server says of itself is this host's name, which need not lead to the loopback interface.
+        return f"http://127.0.0.1:{urlsplit(_embedded[0].address()).port}"
+
+
+class _NoAnswerError(Exception):
+    """The request was over before there was a quorum."""
+
+
+class LighthouseSession:
+    """One replica's dealings with the Lighthouse. Gives signs of life until it is closed.
+
+    A Lighthouse that was restarted knows nobody, and gives a quorum to whoever asks first. Trained in halves, the
+    replicas would hold different states under one step number. So when the Lighthouse was out of reach, or counts its
+    quorums from the start again, a quorum is only accepted with all members of the last one, until ``timeout`` is over.
+
+    Args:
+        address: ``http://host:port`` of the Lighthouse.
+        replica_id: Unique to this start of the replica.
+        connect_timeout: For one attempt to reach it.
+        heartbeat_interval: Between two signs of life.
+        heartbeat_timeout: After which the Lighthouse takes a replica for dead.
+
+    Raises:
+        LighthouseUnavailableError: torchft is not installed, or the Lighthouse does not answer.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        replica_id: str,
+        *,
+        connect_timeout: timedelta,
+        heartbeat_interval: timedelta,
+        heartbeat_timeout: timedelta,
+    ) -> None:
+        self._address = address
+        self._replica_id = replica_id
+        self._connect_timeout = connect_timeout
+        self._heartbeat_interval = heartbeat_interval
+        self._closed = SafeEvent()
+        self._quorum_id = -1
+        self._members: frozenset[str] = frozenset()
+        self._is_suspect = False
+        self._heartbeat_client = self._connect(connect_timeout)
+        self._client: Any = self._heartbeat_client
+        self._heartbeat = Heartbeat(
+            start=self._start_native_heartbeat,
+            beat=self._beat,
+            whom=self._whom(),
+            interval=heartbeat_interval,
+            timeout=heartbeat_timeout,
+        )
+
+    def quorum(
+        self, member: Member, *, timeout: timedelta, deadline: Deadline, shrink_only: bool, num_retries: int
+    ) -> tuple[Member, ...]:
+        """Ask for a quorum, and wait until there is one with this replica in it.
+
+        Args:
+            member: What this replica says of itself.
+            timeout: For one request. An unreachable Lighthouse is asked again until then.
+            deadline: For everything.
+            shrink_only: Whether new replicas have to wait.
+            num_retries: How many more requests may follow one that timed out.
+
+        Raises:
+            LighthouseUnavailableError: It could not be reached.
+            QuorumTimeoutError: There was none in time.
+            QuorumError: What it returned makes no sense.
+        """
+        began_s = time.monotonic()
+        num_asked = 0
+        reasons: list[str] = []
+        for _ in range(num_retries + 1):
+            if reasons and deadline.is_over():
+                break
+            num_asked += 1
+            deadline_s = time.monotonic() + deadline.cap(timeout).total_seconds()
+            pause_s = _FIRST_PAUSE_S
+            while (remaining_s := deadline_s - time.monotonic()) > 0:
+                try:
+                    quorum = self._ask(member, timedelta(seconds=remaining_s), shrink_only)
+                except _NoAnswerError as error:
+                    reasons.append(self.missing() or str(error))
+                    break
+                except LighthouseUnavailableError as error:
+                    reasons.append(str(error))
+                    self._client = None
+                    self._is_suspect = True
+                    logger.warning("%s failed, asking again: %s", self._whom(), error)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    self._pause(min(pause_s * random.uniform(0.5, 1.0), max(0.0, deadline_s - time.monotonic())))
+                    continue
+                members = tuple(_member_of(participant) for participant in quorum.participants)
+                missing = self._missing(quorum.quorum_id, members)
+                if missing and time.monotonic() + _ASK_AGAIN_S < deadline_s:
+                    there = [each.replica_id for each in members]
+                    logger.warning("%s may have been restarted: %s lacks %s", self._whom(), there, missing)
+                    self._pause(_ASK_AGAIN_S)
+                    continue
+                self._quorum_id = quorum.quorum_id
+                self._members = frozenset(each.replica_id for each in members)
+                self._is_suspect = self._heartbeat.was_unreachable = False
+                return members
+        error_type = QuorumTimeoutError if self._client is not None else LighthouseUnavailableError
+        waited_s = time.monotonic() - began_s
+        raise error_type(
+            f"{self._whom()}: expected a quorum, got none in {waited_s:.1f} s, asked {num_asked} times; "
+            f"the last answer: {reasons[-1] if reasons else 'none'}"
+        )
+
+    def missing(self) -> str:
+        """Say whom this replica waits for; empty if the Lighthouse does not tell."""
+        status = read_status(self._address, _STATUS_S)
+        return status.missing(self._replica_id) if status is not None else ""
+
+    def num_lapses(self) -> int:
+        """How often so far the Lighthouse may have taken this replica for dead, because it was silent for too long."""
+        return self._heartbeat.lapses.count()
+
+    def close(self) -> None:
+        """End the signs of life, so that the others need not wait for this replica any longer than they must."""
+        self._closed.set()
+        self._heartbeat.close()
+        # Each has threads and sockets for as long as it is referred to.
+        self._heartbeat_client = self._client = None
+
+    def _start_native_heartbeat(self) -> Any:
+        try:
+            return _coordination().ManagerServer(
+                replica_id=self._replica_id,
+                lighthouse_addr=self._address,
+                # It serves torchft's managers besides, of which this replica has none.
+                hostname="127.0.0.1",
+                bind="127.0.0.1:0",
+                store_addr="",
+                world_size=1,
+                heartbeat_interval=self._heartbeat_interval,
+                connect_timeout=self._connect_timeout,
+                quorum_retries=0,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise LighthouseUnavailableError(
+                f"expected to send signs of life to the Lighthouse at {self._address}: {error}"
+            ) from error
+
+    def _beat(self, timeout: timedelta) -> None:
+        self._heartbeat_client.heartbeat(self._replica_id, timeout=timeout)
+
+    def _connect(self, timeout: timedelta) -> Any:
+        coordination = _coordination()
+        client = outcome_of(lambda: coordination.LighthouseClient(self._address, timeout))
+        if isinstance(client, (RuntimeError, TimeoutError)):
+            raise LighthouseUnavailableError(
+                f"expected a Lighthouse at {self._address} within {timeout.total_seconds():g} s: {client}"
+            ) from client
+        if isinstance(client, Exception):
+            raise client
+        return client
+
+    def _whom(self) -> str:
+        return f"replica {self._replica_id}: the Lighthouse at {self._address}"
+
+    def _pause(self, seconds: float) -> None:
+        if self._closed.wait(seconds):
+            raise QuorumError(f"replica {self._replica_id}: has been shut down")
+
+    def _missing(self, quorum_id: int, members: Sequence[Member]) -> list[str]:
+        """The members of the last quorum that this one may lack because the Lighthouse has forgotten them."""
+        names = {name_of(member.replica_id) for member in members}
+        # One that was started again has its old name.
+        missing = sorted(replica_id for replica_id in self._members if name_of(replica_id) not in names)
+        starts_again = quorum_id < self._quorum_id or (quorum_id == self._quorum_id and bool(missing))
+        return missing if self._is_suspect or self._heartbeat.was_unreachable or starts_again else []
+
+    def _ask(self, member: Member, timeout: timedelta, shrink_only: bool) -> Any:
+        client = self._client
+        if self._closed.is_set():
+            raise QuorumError(f"replica {self._replica_id}: has been shut down")
+        if client is None:
+            client = self._client = self._connect(min(timeout, self._connect_timeout))
+        sign = self._heartbeat.lapses.now()
+        request = partial(
+            client.quorum,
+            replica_id=self._replica_id,
+            timeout=timeout,
+            address=member.addresses[0],
+            store_address=member.store_address,
+            step=member.step,
+            world_size=len(member.addresses),
+            shrink_only=shrink_only,
+            data=msgspec.to_builtins(
+                _MemberData(
+                    addresses=member.addresses,
+                    lineage=member.lineage,
+                    group=member.group,
+                    num_groups=member.num_groups,
+                    can_serve=member.can_serve,
+                    may_heal=member.may_heal,
+                    announced_to=tuple(sorted(member.announced_to)),
+                    rules=member.rules,
+                    is_irregular=member.is_irregular,
+                    process=f"{os.getpid()} on {socket.gethostname()}",
+                    claim=member.claim,
+                    structure=member.structure,
+                )
+            ),
+        )
+        try:
+            quorum = outcome_of(request)
+        except BaseException:
+            # It stays with the request that was left.
+            self._client = None
+            raise
+        if isinstance(quorum, TimeoutError):
+            raise _NoAnswerError(str(quorum))
+        if isinstance(quorum, Exception):
+            raise LighthouseUnavailableError(str(quorum)) from quorum
+        self._heartbeat.lapses.note(sign)
+        return quorum
+
+
+def _coordination() -> Any:
+    try:
+        from torchft import coordination  # noqa: PLC0415 - an optional extra
+    except ImportError as error:
+        raise LighthouseUnavailableError(_INSTALL) from error
+    return coordination
+
+
+def name_of(replica_id: str) -> str:
+    """What stays when a replica is started again; the whole id where it was given no name."""
+    name, _, start = replica_id.rpartition(":")
+    return replica_id if name in ("", NAMELESS) or not start else name
+
+
+def _member_of(participant: Any) -> Member:
+    try:
+        data = msgspec.convert(participant.data, _MemberData)
+    except msgspec.ValidationError as error:
+        raise QuorumError(
+            f"expected replicas that run this package in the quorum, and {participant.replica_id!r} says of itself "
+            f"{participant.data!r}: {error}"
+        ) from error
+    return Member(
+        replica_id=participant.replica_id,
+        step=participant.step,
+        lineage=data.lineage,
+        store_address=participant.store_address,
+        addresses=data.addresses,
+        group=data.group,
+        num_groups=data.num_groups,
+        can_serve=data.can_serve,
+        may_heal=data.may_heal,
+        announced_to=frozenset(data.announced_to),
+        rules=data.rules,
+        is_irregular=data.is_irregular,
+        process=data.process,
+        claim=data.claim,
+        structure=data.structure,
+    )

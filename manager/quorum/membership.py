@@ -1,0 +1,485 @@
+"""One replica's place among the others: the quorum it is in, and the process group that goes with it.
+
+Knows the Lighthouse, the ranks of the replica and the process group; knows nothing of the state. The training thread
+and the thread that forms quorums call it, never both at once; `break_up` may be called by any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Final, cast
+from urllib.parse import urlsplit
+
+import msgspec
+import torch
+from torch.distributed import AllreduceOptions, TCPStore  # type: ignore[attr-defined] # exported, undeclared
+
+from ft_transport.runtime.deadline import Deadline
+from manager.collectives.gloo import GlooProcessGroup, ReplicaProcessGroup
+from manager.collectives.reconfigurable import Reconfigurable, ReconfigurableGroup
+from manager.collectives.rendezvous import meet, nobody_listens
+from manager.collectives.stores import StoreConnection, StoreConnections
+from manager.config import LIGHTHOUSE_ENV, ManagerConfig
+from manager.errors import QuorumError, StatesDivergedError
+from manager.quorum.decision import Decision, Member, Rules, decide
+from manager.quorum.divergence import Claim
+from manager.quorum.group_ranks import Exchange, Incarnation, RankReport, ReplicaGroup, own_store, report_of_group
+from manager.quorum.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse, name_of
+from manager.quorum.replica_ids import ReplicaId, give_back_id, take_id
+from manager.quorum.structure import Structure, Tables
+
+logger = logging.getLogger(__name__)
+
+_PREFIX: Final = "ft_transport"
+_GRACE: Final = timedelta(milliseconds=200)
+"""By how much the other ranks wait longer than rank 0, so that they hear its reason."""
+_NO_DEADLINE: Final = Deadline()
+_KNOCK_S: Final = 0.2
+_TELLING: Final = timedelta(seconds=1)
+
+
+class Membership:
+    """See the module.
+
+    Args:
+        config: With everything filled in that the environment says.
+        address: Where this rank serves its state, as peers are told.
+        process_group: What runs the collectives; ``None`` for gloo.
+
+    Attributes:
+        replica_id: ``name:`` and a random part. Unique among those that live (`replica_ids`).
+
+    Raises:
+        QuorumError: The Lighthouse or the replica's store cannot be reached.
+    """
+
+    def __init__(
+        self, config: ManagerConfig, *, address: str, process_group: ReplicaProcessGroup | Reconfigurable | None
+    ) -> None:
+        assert config.rank is not None, "the environment has been asked"
+        assert config.world_size is not None, "the environment has been asked"
+        self._config = config
+        self._address = address
+        self.group_rank = config.rank
+        self._stores = StoreConnections()
+        self._process_group = self._wrap(process_group)
+        self._mutex = threading.Lock()
+        self._held = ""
+        self._begun = ""
+        self._is_closed = False
+        self._num_groups = 0
+        self._known_namesakes: set[str] = set()
+        self._session: LighthouseSession | None = None
+        self._incarnation: Incarnation | None = None
+        self._group = ReplicaGroup(None, "", 0, 1)
+        self._own_id: ReplicaId | None = None
+        self._is_asking = False
+        # A store in this process lives as long as it is referred to.
+        self._own_store: TCPStore | None = None
+        try:
+            self._start(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wrap(self, process_group: ReplicaProcessGroup | Reconfigurable | None) -> ReplicaProcessGroup:
+        config = self._config
+        if process_group is None:
+            process_group = GlooProcessGroup(timeout=config.timeout, connect_timeout=config.connect_timeout)
+        elif not hasattr(process_group, "configure"):
+            process_group = ReconfigurableGroup(process_group, config.connect_timeout)
+        if isinstance(process_group, (GlooProcessGroup, ReconfigurableGroup)):
+            process_group.stores = self._stores
+        return cast("ReplicaProcessGroup", process_group)
+
+    def _start(self, config: ManagerConfig) -> None:
+        assert config.world_size is not None, "the environment has been asked"
+        store, self._store_address = self._find_store()
+        name = config.replica_id or NAMELESS
+        lighthouse = self._find_lighthouse(config) if self.group_rank == 0 else ""
+        prefix = ""
+        if config.world_size == 1:
+            self._own_id = take_id(lighthouse, name)
+            self.replica_id, self._num_groups = self._own_id.replica_id, self._own_id.num_groups
+        else:
+            self.replica_id = f"{name}:{uuid.uuid4()}"
+            self._incarnation = Incarnation(store, self.group_rank, self.replica_id, config.timeout)
+            self.replica_id, prefix = self._incarnation.replica_id, self._incarnation.prefix
+        self._group = ReplicaGroup(store if config.world_size > 1 else None, prefix, self.group_rank, config.world_size)
+        if self.group_rank == 0:
+            if config.lighthouse_addr is None:
+                logger.warning(
+                    "replica %s: no other replica will find this one, because it runs a Lighthouse of its own; to "
+                    "train with others, start torchft_lighthouse and set %s=http://host:port (or lighthouse_addr)",
+                    self.replica_id,
+                    LIGHTHOUSE_ENV,
+                )
+            self._session = LighthouseSession(
+                lighthouse,
+                self.replica_id,
+                connect_timeout=config.connect_timeout,
+                heartbeat_interval=config.heartbeat_interval,
+                heartbeat_timeout=config.heartbeat_timeout,
+            )
+            logger.info("replica %s: takes part in the quorum of %s", self.replica_id, lighthouse)
+
+    def _find_lighthouse(self, config: ManagerConfig) -> str:
+        return config.lighthouse_addr or embedded_lighthouse(
+            min_replicas=config.min_replica_size,
+            heartbeat_timeout=config.heartbeat_timeout,
+            join_timeout=config.timeout + config.connect_timeout,
+        )
+
+    def decide(
+        self,
+        *,
+        step: int,
+        lineage: str,
+        rules: Rules,
+        can_serve: bool,
+        may_heal: bool,
+        is_irregular: bool,
+        claim: Claim,
+        structure: Structure,
+        announced_to: frozenset[str],
+        num_failed_heals: int,
+        deadline: Deadline,
+        shrink_only: bool,
+    ) -> Decision:
+        """Ask for a quorum and decide what this rank does in it.
+
+        Args:
+            step: The committed step that this rank holds, or ``quorum.NO_WHOLE_STATE``.
+            lineage: Its lineage.
+            rules: See ``quorum.decide``.
+            can_serve: See ``quorum.Member``.
+            may_heal: See ``quorum.Member``; the replica heals only if all of its ranks may.
+            is_irregular: See ``quorum.Member``.
+            claim: See ``quorum.Member``.
+            structure: See ``quorum.Member``.
+            announced_to: See ``quorum.Member``.
+            num_failed_heals: See ``quorum.decide``.
+            deadline: For everything. Without one each wait has a timeout of the configuration.
+            shrink_only: Whether new replicas have to wait.
+
+        Raises:
+            QuorumError: There was no quorum, a rank of this replica is missing, or the members do not belong together.
+        """
+        report = RankReport(
+            step=step,
+            lineage=lineage,
+            group=self._held,
+            num_groups=self._num_groups,
+            address=self._address,
+            can_serve=can_serve,
+            may_heal=may_heal,
+            is_irregular=is_irregular,
+            claim=claim,
+            structure=structure,
+        )
+        # A rank that is just leaving a failed collective comes later by as much.
+        gathering = self._config.timeout + self._config.connect_timeout
+        # Rank 0 may take all of its attempts.
+        asking = (deadline.left() or self._config.quorum_timeout) * (self._config.quorum_retries + 1)
+        answered = self._group.exchange(
+            Exchange.QUORUM,
+            report,
+            lambda reports: self._ask(
+                reports, rules=rules, announced_to=announced_to, deadline=deadline, shrink_only=shrink_only
+            ),
+            gathering=deadline.cap(gathering),
+            answering=deadline.cap(gathering + asking) + _GRACE,
+        )
+        members = msgspec.json.decode(answered, type=tuple[Member, ...])
+        return decide(members, self.replica_id, rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals)
+
+    def _ask(
+        self,
+        reports: Sequence[RankReport],
+        *,
+        rules: Rules,
+        announced_to: frozenset[str],
+        deadline: Deadline,
+        shrink_only: bool,
+    ) -> bytes:
+        """Ask the Lighthouse for the replica as a whole. Returns the members, in JSON."""
+        assert self._session is not None, "rank 0 has one"
+        whole = report_of_group(reports)
+        self._is_asking = True
+        members = self._session.quorum(
+            Member(
+                replica_id=self.replica_id,
+                step=whole.step,
+                lineage=whole.lineage,
+                store_address=self._store_address,
+                addresses=tuple(each.address for each in reports),
+                group=whole.group,
+                num_groups=whole.num_groups,
+                can_serve=whole.can_serve,
+                may_heal=whole.may_heal,
+                announced_to=announced_to,
+                rules=rules.told(),
+                is_irregular=whole.is_irregular,
+                claim=whole.claim,
+                structure=whole.structure,
+            ),
+            # As in torchft, what the caller gives stands in the place of the configuration's.
+            timeout=deadline.left() or self._config.quorum_timeout,
+            deadline=deadline,
+            shrink_only=shrink_only,
+            num_retries=self._config.quorum_retries,
+        )
+        self._is_asking = False
+        self._warn_of_namesakes(members)
+        return msgspec.json.encode(members)
+
+    def _warn_of_namesakes(self, members: Sequence[Member]) -> None:
+        name = name_of(self.replica_id)
+        for member in members:
+            is_known = member.replica_id == self.replica_id or member.replica_id in self._known_namesakes
+            if is_known or name == self.replica_id or name_of(member.replica_id) != name:
+                continue
+            self._known_namesakes.add(member.replica_id)
+            # Of a replica that was killed a moment ago the Lighthouse may still have a request.
+            if not nobody_listens(member.addresses[0], _KNOCK_S):
+                logger.warning(
+                    "replica %s: another live replica has the name %r, process %s: give every replica a replica_id of "
+                    "its own",
+                    self.replica_id,
+                    name,
+                    member.process or f"at {member.addresses[0]}",
+                )
+
+    def tell_tables(self, decision: Decision, tables: Tables) -> None:
+        """Tell replicas that do not fit what the state looks like that everybody holds; for their messages."""
+        store = self._stores.at_address(decision.store_address)
+        with suppress(QuorumError):
+            store.set(self._tables_key(), msgspec.json.encode(tables), _TELLING)
+
+    def told_tables(self, decision: Decision) -> Tables | None:
+        """Return what a holder of the state has published with `tell_tables`; ``None`` if it has not."""
+        store = self._stores.at_address(decision.store_address)
+        with suppress(QuorumError):
+            if (told := store.get([self._tables_key()], _GRACE)) is not None:
+                return msgspec.json.decode(told[0], type=dict[str, dict[str, str]])
+        return None
+
+    def _tables_key(self) -> str:
+        return f"{_PREFIX}/structure/{self.group_rank}"
+
+    def differing_tensors(self, error: StatesDivergedError, table: dict[str, int]) -> tuple[str, ...]:
+        """Tell the other replicas the digest of each tensor, and return the paths of those that differ.
+
+        Args:
+            error: Which replicas differ; all of them call this.
+            table: Digests by path, of this rank.
+        """
+        prefix = f"{_PREFIX}/diverged/{error.step}/{self.group_rank}"
+        store = self._stores.at_address(error.store_address)
+        timeout = self._config.connect_timeout
+        try:
+            store.set(f"{prefix}/{self.replica_id}", msgspec.json.encode(table), timeout)
+            told = store.get([f"{prefix}/{replica}" for replica in error.replicas], timeout)
+        except QuorumError as unanswered:
+            logger.warning("replica %s: which tensors differ is not known: %s", self.replica_id, unanswered)
+            return ()
+        tables = [msgspec.json.decode(each, type=dict[str, int]) for each in told or ()]
+        paths = dict.fromkeys(path for each in tables for path in each)
+        return tuple(path for path in paths if len({each.get(path) for each in tables}) > 1)
+
+    def set_up(self, decision: Decision, deadline: Deadline) -> float:
+        """Meet the members of the process group, if this rank does not hold it already.
+
+        Args:
+            decision: Which group it is.
+            deadline: For everything, where it comes before ``connect_timeout`` is over.
+
+        Returns:
+            Seconds that it took; 0 if there was nothing to do.
+
+        Raises:
+            Exception: Whatever the process group raises if the others do not come.
+        """
+        if decision.rank is None or decision.group == self._held:
+            return 0.0
+        start_s = time.monotonic()
+        with self._mutex:
+            if self._is_closed:
+                raise QuorumError(f"replica {self.replica_id}: has been shut down")
+            if decision.group == self._begun:
+                raise QuorumError(f"the process group {decision.group} was given up in this step")
+            self._begun = decision.group
+            self._held = ""
+            self._num_groups += 1
+        prefix = f"{_PREFIX}/{decision.group}/{self.group_rank}"
+        if len(decision.group_members) > 1:
+            meet(
+                store=self._stores.at_address(decision.store_address),
+                prefix=f"{prefix}/meeting",
+                rank=decision.rank,
+                names=decision.group_members,
+                addresses=decision.group_addresses,
+                timeout=deadline.cap(self._config.connect_timeout),
+            )
+        self._limit_connecting(deadline)
+        self._process_group.configure(
+            f"{decision.store_address}/{prefix}",
+            self.replica_id,
+            decision.rank,
+            len(decision.group_members),
+            group_number(decision.group),
+            self.group_rank,
+            self._config.world_size,
+            None,
+        )
+        with self._mutex:
+            self._held = decision.group
+        return time.monotonic() - start_s
+
+    def _limit_connecting(self, deadline: Deadline) -> None:
+        """``configure`` of torchft takes no timeout; process groups of this package are told beforehand."""
+        if isinstance(self._process_group, (GlooProcessGroup, ReconfigurableGroup)):
+            self._process_group.connect_timeout = deadline.cap(self._config.connect_timeout)
+
+    def break_up(self) -> None:
+        """End the process group at once, so that whoever waits for this replica in it does not wait for long."""
+        with self._mutex:
+            was_held, self._held = self._held, ""
+        if was_held:
+            self._process_group.abort()
+
+    def group_error(self) -> Exception | None:
+        """An error that the process group noticed by itself."""
+        return self._process_group.errored()
+
+    def allreduce(self, tensor: torch.Tensor, reduce_op: Any) -> Any:
+        """Begin an allreduce in place over the members of the process group."""
+        options = AllreduceOptions()
+        options.reduceOp = reduce_op
+        return self._process_group.allreduce([tensor], options)
+
+    def agree(
+        self,
+        kind: Exchange,
+        refusals: tuple[str, ...],
+        *,
+        step: int,
+        lineage: str,
+        timeout: timedelta,
+        deadline: Deadline = _NO_DEADLINE,
+    ) -> tuple[str, ...]:
+        """Tell why this replica does not commit, or is not healed; the same for all its ranks. Empty if it is.
+
+        Args:
+            kind: ``COMMIT`` or ``HEAL``.
+            refusals: This rank's.
+            step: The committed step that it holds.
+            lineage: Its lineage.
+            timeout: For the others to come.
+            deadline: For everything, where it comes earlier.
+
+        Raises:
+            QuorumError: A rank did not answer in time.
+        """
+        report = RankReport(
+            step=step,
+            lineage=lineage,
+            group=self._held,
+            num_groups=self._num_groups,
+            address=self._address,
+            refusals=refusals,
+        )
+        # A rank that is just leaving a failed collective comes later by as much.
+        gathering = timeout + self._config.connect_timeout
+        # Rank 0 may wait as long for another one, and then tells which.
+        answering = deadline.cap(2 * gathering) + _GRACE
+        return self._group.agree(kind, report, gathering=deadline.cap(gathering), answering=answering)
+
+    def missing(self) -> str:
+        """Say whom a quorum waits for, as the Lighthouse tells rank 0; empty if it does not."""
+        return self._session.missing() if self._session is not None else ""
+
+    def num_lapses(self) -> int:
+        """How often the Lighthouse may have taken this replica for dead. Its rank 0 alone knows."""
+        return self._session.num_lapses() if self._session is not None else 0
+
+    @property
+    def process_group(self) -> ReplicaProcessGroup:
+        """What runs the collectives between replicas."""
+        return self._process_group
+
+    def close(self) -> None:
+        """Leave: end the signs of life and the process group."""
+        self._group.close()
+        if self._session is not None:
+            self._session.close()
+        with self._mutex:
+            self._is_closed = True
+            self._held = ""
+        self._process_group.shutdown()
+        own_id, self._own_id = self._own_id, None
+        # A request without an answer may yet be answered, in the name of the next one.
+        if own_id is not None and not self._is_asking:
+            # One more, so that the next one's first state is told from this one's, whatever this one got to.
+            give_back_id(replace(own_id, num_groups=self._num_groups + 1))
+        if self._incarnation is not None:
+            self._incarnation.close()
+        self._stores.close()
+        self._own_store = None
+
+    def _find_store(self) -> tuple[StoreConnection, str]:
+        config = self._config
+        if config.store_addr is not None and config.store_port is not None:
+            try:
+                self._probe(config.store_addr, config.store_port)
+            except OSError as error:
+                raise QuorumError(
+                    f"expected a store at {config.store_addr}:{config.store_port} (store_addr and store_port of the "
+                    f"configuration, or MASTER_ADDR and MASTER_PORT): {error}"
+                ) from error
+            host = self._host_for_peers(config.store_addr, config.store_port)
+            return self._stores.own(config.store_addr, config.store_port), _join(host, config.store_port)
+        self._own_store = own_store(config.connect_timeout)
+        # Peers reach this host where they fetch its state.
+        host, port = config.hostname or urlsplit(self._address).hostname or "localhost", self._own_store.port
+        try:
+            self._probe(host, port)
+        except OSError as error:
+            raise QuorumError(
+                f"expected peers to reach this replica's own store at {host}:{port}, where they fetch its state: "
+                f"{error}; set hostname"
+            ) from error
+        return self._stores.own(host, port, self._own_store), _join(host, port)
+
+    def _host_for_peers(self, host: str, port: int) -> str:
+        """A launcher may name its store by the loopback interface, where peers on other machines find their own."""
+        own = self._config.hostname or urlsplit(self._address).hostname or host
+        if not (host == "localhost" or host.startswith("127.") or host == "::1") or own == host:
+            return host
+        try:
+            self._probe(own, port)
+        except OSError as error:
+            logger.warning("replicas on other machines will not find the store at %s:%d: %s", host, port, error)
+            return host
+        return own
+
+    def _probe(self, host: str, port: int) -> None:
+        """Raise OSError unless somebody listens. A client of the store would look names up, which may take seconds."""
+        socket.create_connection((host, port), self._config.connect_timeout.total_seconds()).close()
+
+
+def group_number(group: str) -> int:
+    """Return a number for the key of a process group: torchft's use it in names and logs as the id of a quorum."""
+    return int(group.rpartition("-")[2], 16) >> 1
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,110 @@
+"""What a job that hangs waits for, and where the thread is that waits."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from ft_transport.runtime.handler_safety import SafeEvent
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S: Final = 3600.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Wait:
+    stalled_s: float
+    what: str
+    missing: Callable[[], str] | None
+    thread_id: int
+
+
+class StallWatch:
+    """Looks after the waits of one manager on a thread of its own, which starts with the first.
+
+    Args:
+        after_s: A wait of more seconds than this is a stall, told once.
+    """
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+        # Changed by single operations: a handler that raises between two bytecodes leaves no lock held.
+        self._waits: dict[int, _Wait] = {}
+        self._keys = itertools.count()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = SafeEvent()
+
+    @contextmanager
+    def waiting(
+        self, what: str, *, missing: Callable[[], str] | None = None, thread_id: int | None = None
+    ) -> Iterator[None]:
+        """Watch what runs inside.
+
+        Args:
+            what: Names replica, step and the thing waited for.
+            missing: Says for whom, if that can be found out; called on the thread of the watch.
+            thread_id: The thread to show the stack of. Default: the calling one.
+        """
+        wait = _Wait(
+            stalled_s=time.monotonic() + self._after_s,
+            what=what,
+            missing=missing,
+            thread_id=thread_id if thread_id is not None else threading.get_ident(),
+        )
+        key = next(self._keys)
+        try:
+            self._waits[key] = wait
+            if self._thread is None:
+                self._start()
+            yield
+        finally:
+            self._waits.pop(key, None)
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None and not self._closed.is_set():
+                thread = threading.Thread(target=self._run, name="ft-transport-stall-watch", daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._starting:
+            self._closed.set()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        # Waking at least that often finds a wait that began meanwhile at twice its time at the latest.
+        while not self._closed.wait(self._after_s / 2):
+            now_s = time.monotonic()
+            for wait in list(self._waits.values()):
+                if wait.stalled_s <= now_s:
+                    wait.stalled_s = now_s + _IDLE_S
+                    self._tell(wait)
+
+    def _tell(self, wait: _Wait) -> None:
+        missing = wait.missing() if wait.missing is not None else ""
+        logger.warning(
+            "%s: nothing for %.1f s%s; %s", wait.what, self._after_s, f"; {missing}" if missing else "", _stack(wait)
+        )
+
+
+def _stack(wait: _Wait) -> str:
+    frame = sys._current_frames().get(wait.thread_id)
+    if frame is None:
+        return "its thread has ended"
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stack = "".join(traceback.format_stack(frame)).rstrip()
+    return f"thread {names.get(wait.thread_id, '?')!r} is at:\n{stack}"

@@ -1,0 +1,83 @@
+"""The structure of replicas' states, compared in the quorum: nobody waits for a replica that cannot load the state.
+
+Pure: digests and comparisons; ``manager.state.compatibility`` knows what is compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Final, TypeAlias
+
+TOKEN_PART: Final = "(job token)"
+NO_TOKEN: Final = "none"
+UNKNOWN: Final = ""
+"""Of a part that is not compared."""
+_MAX_SHOWN: Final = 5
+
+Structure: TypeAlias = tuple[tuple[str, str], ...]
+"""Pairs of a part's name and a digest of what it looks like, sorted; `UNKNOWN` fits everything."""
+Tables: TypeAlias = Mapping[str, Mapping[str, str]]
+"""Dtype and shape of each part's tensors, by name. Empty for a part that is not compared."""
+
+
+def structure_of(tables: Tables, token_proof: str) -> Structure:
+    """Return a short form of the tables, and of the job token."""
+    digests = {key: _digest(table) if table else UNKNOWN for key, table in tables.items()}
+    return tuple(sorted({**digests, TOKEN_PART: token_proof}.items()))
+
+
+def misfits(own: Structure, other: Structure) -> tuple[str, ...]:
+    """Return the parts of ``own`` that could not take ``other``'s, sorted. Replicas that tell nothing fit."""
+    if not own or not other:
+        return ()
+    mine, theirs = dict(own), dict(other)
+    return tuple(key for key in sorted({*mine, *theirs}) if not _fits(key, mine.get(key), theirs.get(key)))
+
+
+def _fits(key: str, own: str | None, other: str | None) -> bool:
+    if own is None or other is None:
+        return False
+    # Whoever has no token asks for none.
+    return own == other or UNKNOWN in {own, other} or (key == TOKEN_PART and other == NO_TOKEN)
+
+
+def usual_structure(structures: Sequence[Structure]) -> Structure | None:
+    """Return what more than half of the replicas fit; ``None`` if there is no such structure."""
+    for structure in structures:
+        if structure and 2 * sum(not misfits(each, structure) for each in structures) > len(structures):
+            return structure
+    return None
+
+
+def describe(parts: tuple[str, ...], own: Tables, other: Tables | None) -> str:
+    """Say what differs.
+
+    Args:
+        parts: What `misfits` returned.
+        own: This replica's.
+        other: The other replica's; ``None`` if it could not be asked.
+    """
+    told = []
+    if TOKEN_PART in parts:
+        told.append("it has another job token (FT_TRANSPORT_TOKEN)")
+    if other is None:
+        return "; ".join([*told, f"another state under {[part for part in parts if part != TOKEN_PART]}"])
+    missing, unexpected = sorted({*own} - {*other}), sorted({*other} - {*own})
+    if missing or unexpected:
+        told.append(f"keys that are registered here alone: {missing}, there alone: {unexpected}")
+    for key in parts:
+        mine, theirs = own.get(key, {}), other.get(key, {})
+        told += [
+            f"{key}.{name} is {mine.get(name, 'missing')} here and {theirs.get(name, 'missing')} there"
+            for name in {**mine, **theirs}
+            if key in own and key in other and mine.get(name) != theirs.get(name)
+        ]
+    if not told:
+        told.append(f"another state under {list(parts)} on another rank, or had one before")
+    more = f"; and {len(told) - _MAX_SHOWN} more" if len(told) > _MAX_SHOWN else ""
+    return "; ".join(told[:_MAX_SHOWN]) + more
+
+
+def _digest(table: Mapping[str, str]) -> str:
+    return hashlib.blake2b(repr(sorted(table.items())).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,148 @@
+"""Healing one replica: from one source after the other, and how often that may fail."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final, Protocol
+
+from ft_transport import PeerAuthenticationError, TransportError, UnknownHostError
+from manager.config import ManagerConfig
+from manager.errors import HealFailedError, ManagerError, QuorumError, StateMismatchError
+from manager.quorum.decision import Decision, Member
+from manager.quorum.stall_watch import StallWatch
+
+logger = logging.getLogger(__name__)
+
+_SHARE_WITHOUT_PROGRESS: Final = 0.25
+"""Of the time that is left: a source that sends nothing for as long is given up for the next one. One that sends keeps
+all of the time, or else more sources would leave each too little."""
+
+_PERMANENT: Final = (PeerAuthenticationError, StateMismatchError, UnknownHostError)
+_HOPELESS: Final = "no further attempt can succeed: "
+"""Begins the last reason where no source can ever deliver. Ranks tell each other their reasons as text."""
+
+
+class Recover(Protocol):
+    """As ``StateManager.recover``."""
+
+    def __call__(
+        self,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
+        *,
+        unreachable_timeout: timedelta,
+        progress_timeout: timedelta | None,
+        is_fresh: bool,
+        verify: bool,
+    ) -> object:
+        """Receives a state and loads it."""
+
+
+class Healer:
+    """See the module. Belongs to the training thread.
+
+    Args:
+        config: How long it may take, and how often it may fail.
+        recover: Receives and loads.
+        lineage: Returns the lineage of what was loaded.
+        watch: Looks after the waits.
+
+    Attributes:
+        num_failures: Attempts in a row that failed.
+    """
+
+    def __init__(
+        self, config: ManagerConfig, *, recover: Recover, lineage: Callable[[], str], watch: StallWatch
+    ) -> None:
+        self._config = config
+        self._recover = recover
+        self._lineage = lineage
+        self._watch = watch
+        self._reasons: list[str] = []
+        self.num_failures = 0
+
+    def receive(
+        self, decision: Decision, sources: tuple[Member, ...], *, group_rank: int, name: str
+    ) -> tuple[str, ...]:
+        """Receive the state from the first of the sources that delivers it.
+
+        Args:
+            decision: Which state it is.
+            sources: Whom to ask, in order.
+            group_rank: Which of their ranks.
+            name: Who is healing, for the log.
+
+        Returns:
+            Why none delivered; empty if one did.
+        """
+        deadline_s = time.monotonic() + self._config.timeout.total_seconds()
+        failures: list[str] = []
+        num_permanent = 0
+        for position, source in enumerate(sources):
+            start_s = time.monotonic()
+            left = timedelta(seconds=max(0.0, deadline_s - start_s))
+            is_last = position == len(sources) - 1
+            progress_timeout = None if is_last else left * _SHARE_WITHOUT_PROGRESS
+            try:
+                self._receive_from(source.addresses[group_rank], decision, left, progress_timeout, name)
+            except (TransportError, ManagerError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                num_permanent += isinstance(error, _PERMANENT)
+                failures.append(f"{source.replica_id} at {source.addresses[group_rank]}: {reason}")
+                logger.warning("%s: healing from %s failed: %s", name, source.replica_id, reason)
+                continue
+            logger.info(
+                "%s: healed to step %d from %s in %.1f ms",
+                name,
+                decision.step,
+                source.replica_id,
+                (time.monotonic() - start_s) * 1e3,
+            )
+            return ()
+        if failures and num_permanent == len(failures):
+            failures[-1] = _HOPELESS + failures[-1]
+        return tuple(failures)
+
+    def succeeded(self) -> None:
+        """Forget the failures: all ranks of the replica are healed."""
+        self._reasons.clear()
+        self.num_failures = 0
+
+    def failed(self, step: int, reasons: tuple[str, ...], *, agreed: tuple[str, ...]) -> None:
+        """Count a failure of any rank of the replica.
+
+        Args:
+            step: The step that was to be received.
+            reasons: Why it failed.
+            agreed: What all ranks have told each other, the same on each of them.
+
+        Raises:
+            HealFailedError: It was one too many, or no further attempt of one of the ranks can succeed.
+        """
+        self._reasons.extend(reasons)
+        self.num_failures += 1
+        is_hopeless = any(_HOPELESS in reason for reason in agreed)
+        if is_hopeless or self.num_failures >= self._config.max_heal_attempts:
+            every = tuple(self._reasons)
+            self.succeeded()
+            raise HealFailedError(step=step, reasons=every)
+
+    def _receive_from(
+        self, address: str, decision: Decision, timeout: timedelta, progress_timeout: timedelta | None, name: str
+    ) -> None:
+        with self._watch.waiting(f"{name}: receiving step {decision.step} from {address}"):
+            self._recover(
+                address,
+                decision.step,
+                timeout,
+                unreachable_timeout=self._config.connect_timeout,
+                progress_timeout=progress_timeout,
+                is_fresh=True,
+                verify=self._config.verify_heal,
+            )
+        if self._lineage() != decision.lineage:
+            raise QuorumError(f"expected lineage {decision.lineage!r} of step {decision.step}, got {self._lineage()!r}")

@@ -1,0 +1,567 @@
+"""Snapshots at step boundaries: when they are begun, what is copied at once, and what in the background.
+
+At the boundary nothing runs but the training thread, so the state is that of one committed step. Everything that
+``forward`` or the user's loop may change afterwards is copied right there. Large tensors that only an attached
+optimizer changes are cloned on a thread of our own while forward and backward run; the read section that protects
+them is opened before the training thread goes on, and the optimizer's pre-step hook waits for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future, InvalidStateError
+
+# Not the builtin one before Python 3.11.
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Final
+
+import torch
+from torch.optim import Optimizer
+
+from ft_transport import CollectiveRefusedError, HeldState, TransportError
+from ft_transport.runtime.handler_safety import SafeExecutor, SafeFuture
+from manager.errors import LockTimeoutError, ManagerError
+from manager.snapshots.boundary_keeper import BoundaryKeeper, KeptBoundary
+from manager.snapshots.sink import SnapshotInProgress, SnapshotSink
+from manager.state.guarded_memory import (
+    Memory,
+    belongs_to,
+    memory_at,
+    parameters_of,
+    storage_of,
+    storages_of_optimizers,
+    tensors_in,
+)
+from manager.state.lock import Section, StateLock
+
+logger = logging.getLogger(__name__)
+
+_PREPARED_AT_BOUNDARIES: Final = (2, 4)
+"""First and last attempt. One step has been taken by then as a rule, so that the optimizers have made their states."""
+
+_MAX_HELD_BYTES: Final = 16 << 20
+"""The most that is copied for a snapshot that is then served from where the state lies."""
+
+_MAX_WANTED_STEPS: Final = 16
+"""Steps to come that receivers may have asked for; more are forgotten, the latest first."""
+
+_BOUNDARY_PATIENCE: Final = timedelta(milliseconds=100)
+"""How long a step boundary waits for another thread's write section before it leaves a request to the next one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """One snapshot, from its beginning on the training thread until it is published or has failed.
+
+    Attributes:
+        step: The committed step that it shows.
+        epoch: The step boundary at which it was begun.
+        num_before: How many snapshots had been published before it.
+        future: Done with it. It cannot be cancelled: what holds the lock has to be carried through.
+    """
+
+    step: int
+    epoch: int
+    num_before: int
+    future: Future[None] = field(default_factory=SafeFuture)
+
+    def __post_init__(self) -> None:
+        self.future.set_running_or_notify_cancel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """A state that a snapshot can still be taken of, and the read section that keeps it."""
+
+    run: _Run
+    state: HeldState | KeptBoundary
+    section: Section
+
+
+class Snapshotter:
+    """Takes snapshots of one replica's state. ``request`` may be called by any thread, the rest by the training thread.
+
+    A request is kept as the number that it was given, until as many snapshots have been published: so one that fails or
+    comes too early cannot make it forgotten.
+
+    Args:
+        lock: The lock around the state.
+        sink: Where snapshots go. Those of the replica's state come from here alone.
+        state: Calls the state functions.
+        keeper: Knows what only optimizers and write sections change.
+        prepare_memory: Whether the memory for snapshots is made ready before the first is asked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        lock: StateLock,
+        sink: SnapshotSink,
+        state: Callable[[], object],
+        keeper: BoundaryKeeper,
+        prepare_memory: bool = False,
+    ) -> None:
+        """Take none yet."""
+        self._lock = lock
+        self._sink = sink
+        self._state = state
+        self._keeper = keeper
+        self._mutex = threading.Lock()
+        self._step: int | None = None
+        # Counts whatever may have changed the state: the same step number can stand for two states.
+        self._epoch = 0
+        self._num_boundaries = 0
+        self._is_prepared = not prepare_memory
+        self._is_called = False
+        self._published_epoch = -1
+        self._wanted_after = -1
+        self._wanted_steps: list[int] = []
+        self._is_to_lend = False
+        self._run: _Run | None = None
+        self._when_published: tuple[_Run, Callable[[], None]] | None = None
+        self._held: _Held | None = None
+        self._is_closed = False
+        self._is_postponed = False
+        self._last_failure = ""
+        self._pool = SafeExecutor(1, "ft-transport-snapshot")
+
+    def request(self, step: int | None = None, *, lend: bool = False) -> int | None:
+        """Ask for a snapshot that shows the present committed step or a later one; returns at once.
+
+        Args:
+            step: A snapshot of just this step, at whose boundary it is taken.
+            lend: Nothing will change the state before the snapshot has been read, as a rule: better serve it from
+                where it lies than copy it.
+
+        Returns:
+            The number of snapshots published so far that are too old; any later one will do. ``None`` if ``step`` is
+            past.
+        """
+        with self._mutex:
+            if step is not None and not (self._held is not None and step == self._held.run.step):
+                is_under_way = self._run is not None and step == self._run.step
+                if self._step is not None and step < self._step and not is_under_way:
+                    return None
+                if self._step is None or step > self._step:
+                    self._wanted_steps = heapq.nsmallest(_MAX_WANTED_STEPS, {*self._wanted_steps, step})
+                return self._sink.newest_sequence()
+            self._is_to_lend = self._is_to_lend or lend
+            if self._published_epoch == self._epoch and self._sink.newest_step() == self._step:
+                return 0
+            run = self._run
+            if run is None:
+                after = self._sink.newest_sequence()
+            else:
+                # Whether it has been published at this very moment does not matter to these numbers.
+                after = run.num_before if run.epoch == self._epoch else run.num_before + 1
+            self._wanted_after = max(self._wanted_after, after)
+            return after
+
+    def boundary(self, step: int, optimizers: Sequence[Optimizer], *, hold: bool = False) -> bool:
+        """Note that ``step`` is committed, and begin a snapshot of it if one was asked for.
+
+        After the first step, the memory for snapshots is made ready before anybody asks. A failure is logged and not
+        raised: whoever asks for a snapshot must not be able to stop the training.
+
+        Args:
+            step: The committed step that the state shows.
+            optimizers: Those that are attached.
+            hold: If no snapshot was asked for, keep the state such that one can still be taken: `settle` has to
+                follow, and optimizers wait until then.
+
+        Returns:
+            Whether a snapshot of this step is under way or can still be taken.
+
+        Raises:
+            RegistryError: A state function runs a collective.
+        """
+        self.settle()
+        self._call_unlocked()
+        with self._mutex:
+            self._step = step
+            self._epoch += 1
+            self._num_boundaries += 1
+            first, last = _PREPARED_AT_BOUNDARIES
+            is_to_prepare = not self._is_prepared and first <= self._num_boundaries <= last and not self._is_closed
+        if is_to_prepare:
+            self._prepare()
+        with self._mutex:
+            if self._is_closed or self._run is not None:
+                self._forget_if_interrupted()
+                return False
+            num_published = self._sink.newest_sequence()
+            if num_published > self._wanted_after:
+                self._wanted_after = -1
+            is_wanted = self._wanted_after >= 0 or step in self._wanted_steps
+            self._wanted_steps = [wanted for wanted in self._wanted_steps if wanted > step]
+            if not is_wanted:
+                self._is_to_lend = False
+            if not (is_wanted or hold):
+                return False
+            is_to_lend = self._is_to_lend
+            run = self._run = _Run(step, self._epoch, num_published)
+        if not is_wanted:
+            return self._keep(run, optimizers)
+        if is_to_lend and self._hold(run, optimizers) and self.settle():
+            return True
+        with self._mutex:
+            self._is_to_lend = False
+            run = self._run = _Run(step, self._epoch, num_published)
+        try:
+            self._begin(run, optimizers, _BOUNDARY_PATIENCE)
+        except Exception as error:
+            self._sink.snapshot_failed(step, error)
+            if isinstance(error, LockTimeoutError) or getattr(error, "retryable", False):
+                # Once, and not at every step for as long as a slow receiver holds the places.
+                level = logging.DEBUG if self._is_postponed else logging.WARNING
+                logger.log(level, "step %d: no snapshot yet for those who asked for one: %s", step, error)
+                self._is_postponed = True
+            else:
+                # The same trouble may come at every step: once with its traceback is enough.
+                is_new = str(error) != self._last_failure
+                self._last_failure = str(error)
+                logger.error(
+                    "step %d: no snapshot could be taken for those who asked for one: %s", step, error, exc_info=is_new
+                )
+                with self._mutex:
+                    self._wanted_after = -1
+            return False
+        self._is_postponed = False
+        return True
+
+    def shows_present_state(self) -> bool:
+        """Whether a snapshot of the last step boundary is served, or under way."""
+        with self._mutex:
+            is_under_way = self._run is not None and self._held is None and self._run.epoch == self._epoch
+            return is_under_way or self._published_epoch == self._epoch
+
+    def settle(self) -> bool:
+        """Begin the snapshot of the state that is held, if somebody has asked for one, or let it go. On any thread.
+
+        Returns:
+            Whether a snapshot was begun.
+        """
+        with self._mutex:
+            held, self._held = self._held, None
+            if held is None:
+                return False
+            is_wanted = self._wanted_after >= held.run.num_before and not self._is_closed
+            is_to_lend = self._is_to_lend
+            # Who asks next may be somebody whom the optimizer does not wait for.
+            self._is_to_lend = False
+            if not is_wanted:
+                self._run = None
+        if not is_wanted:
+            if isinstance(held.state, KeptBoundary):
+                held.state.let_go()
+            held.section.release()
+            held.run.future.set_result(None)
+            return False
+        try:
+            section: Section | None = held.section
+            state = held.state if isinstance(held.state, HeldState) else self._hold_kept(held.run.step, held.state)
+            if is_to_lend and state.is_lendable:
+                unfinished = [self._sink.lend_held(state)]
+                # From here on a writer calls back what is lent.
+                held.section.release()
+                section = None
+            else:
+                unfinished = [self._sink.begin_held(state)]
+            try:
+                self._pool.submit(self._complete, held.run, unfinished, section)
+            except BaseException:
+                with suppress(IndexError):
+                    unfinished.pop().abandon()
+                raise
+        except BaseException as error:
+            if held.section.is_open:
+                held.section.release()
+            with self._mutex:
+                self._run = None
+            self._sink.snapshot_failed(held.run.step, error)
+            held.run.future.set_exception(error)
+            level = logging.DEBUG if self._is_postponed else logging.WARNING
+            logger.log(level, "step %d: no snapshot for those who asked for one: %s", held.run.step, error)
+            self._is_postponed = bool(getattr(error, "retryable", False))
+            return False
+        return True
+
+    def _keep(self, run: _Run, optimizers: Sequence[Optimizer]) -> bool:
+        """Copy what may change before anybody says that a snapshot is needed."""
+        return self._hold_back(run, lambda: self._keeper.keep(optimizers))
+
+    def _hold(self, run: _Run, optimizers: Sequence[Optimizer]) -> bool:
+        """Copy what cannot be served from where it lies."""
+
+        def hold() -> HeldState | None:
+            live = self._state()
+            guarded = self._keeper.guarded(optimizers) | self._keeper.stable(live)
+            watched = _parameters_in(live, optimizers, guarded)
+            return self._sink.hold_state(
+                run.step,
+                live,
+                deferrable=belongs_to(guarded, at_least_bytes=0),
+                max_bytes=_MAX_HELD_BYTES,
+                check=self._keeper.watch(watched),
+            )
+
+        return self._hold_back(run, hold)
+
+    def _hold_kept(self, step: int, kept: KeptBoundary) -> HeldState:
+        state = self._sink.hold_state(
+            step,
+            kept.state(),
+            # What is not guarded has been copied.
+            deferrable=lambda _: True,
+            max_bytes=0,
+            check=kept.check,
+        )
+        assert state is not None, "nothing is copied"
+        return state
+
+    def _hold_back(self, run: _Run, make: Callable[[], HeldState | KeptBoundary | None]) -> bool:
+        section: Section | None = None
+        state: HeldState | KeptBoundary | None = None
+        try:
+            # Inside the caller's own write section nothing may be left for later.
+            if not self._lock.write_owned():
+                section = self._lock.acquire_read(f"state of step {run.step}", _BOUNDARY_PATIENCE, detached=True)
+                state = make()
+        except Exception as error:
+            level = logging.DEBUG if isinstance(error, (ManagerError, TransportError)) else logging.ERROR
+            logger.log(level, "step %d: the state could not be held: %s: %s", run.step, type(error).__name__, error)
+        finally:
+            if state is None:
+                if section is not None:
+                    section.release()
+                with self._mutex:
+                    self._run = None
+        if state is None or section is None:
+            return False
+        with self._mutex:
+            self._held = _Held(run, state, section)
+        return True
+
+    def take(
+        self,
+        step: int,
+        optimizers: Sequence[Optimizer],
+        timeout: timedelta,
+        *,
+        may_lend: bool = True,
+        when_published: Callable[[], None] | None = None,
+    ) -> Future[None]:
+        """Begin a snapshot of ``step`` in any case.
+
+        Args:
+            step: The committed step.
+            optimizers: Those that are attached.
+            timeout: For the lock.
+            may_lend: Whether stable tensors may be served from where they lie.
+            when_published: See `take_whole`.
+
+        Returns:
+            Done when the snapshot can be fetched; carries the error if it failed.
+
+        Raises:
+            LockTimeoutError: The one before was not finished in time, or another thread was writing.
+            ManagerError: After ``close``.
+            TransportError: The state cannot be captured.
+        """
+        self._call_unlocked()
+        with self._mutex:
+            if self._is_closed:
+                raise ManagerError("expected a manager that serves snapshots, and this one has been shut down")
+            self._step = step
+            self._epoch += 1
+            self._forget_if_interrupted()
+            before = self._run
+        if before is not None:
+            try:
+                before.future.exception(timeout.total_seconds())
+            except FutureTimeoutError:
+                raise LockTimeoutError(
+                    wanted=f"begin a snapshot of step {step} after that of step {before.step}",
+                    waited_s=timeout.total_seconds(),
+                    holders=self._lock.holders(),
+                ) from None
+        with self._mutex:
+            run = self._run = _Run(step, self._epoch, self._sink.newest_sequence())
+            if when_published is not None:
+                self._when_published = (run, when_published)
+        self._begin(run, optimizers, timeout, may_lend=may_lend)
+        return run.future
+
+    def take_whole(
+        self, step: int, optimizers: Sequence[Optimizer], timeout: timedelta, *, when_published: Callable[[], None]
+    ) -> Future[None]:
+        """As `take`, for a reader that needs a copy; where the state is held already, without another look at it.
+
+        Args:
+            step: The committed step.
+            optimizers: Those that are attached.
+            timeout: For the lock.
+            when_published: Called on the thread that publishes the snapshot, before anything can take its place.
+        """
+        with self._mutex:
+            held = self._held
+            if held is not None and held.run.step == step:
+                self._when_published = (held.run, when_published)
+                # Whoever asked for it to be lent gets the copy.
+                self._is_to_lend = False
+                self._wanted_after = max(self._wanted_after, held.run.num_before)
+        if self.settle() and held is not None and held.run.step == step:
+            return held.run.future
+        return self.take(step, optimizers, timeout, may_lend=False, when_published=when_published)
+
+    def state_replaced(self) -> None:
+        """Note that no snapshot so far, whatever its step, shows the present state."""
+        with self._mutex:
+            self._epoch += 1
+
+    def close(self) -> None:
+        """Finish what is running and end the thread. No further snapshot is begun."""
+        with self._mutex:
+            self._is_closed = True
+        self.settle()
+        self._pool.shutdown(wait=True)
+
+    def _forget_if_interrupted(self) -> None:
+        """Let a snapshot be begun again where a handler raised while one was. Under the mutex, on the training thread.
+
+        A snapshot that was begun is under way on the pool's thread; what that thread does next finds it there no more.
+        """
+        run = self._run
+        if run is not None and self._held is None and not self._is_closed:
+            self._pool.submit(self._forget, run)
+
+    def _forget(self, run: _Run) -> None:
+        with self._mutex:
+            if self._run is not run:
+                return
+            self._run = None
+        with suppress(InvalidStateError):
+            run.future.set_exception(ManagerError(f"the snapshot of step {run.step} was interrupted as it began"))
+
+    def _call_unlocked(self) -> None:
+        """The first call of the state functions, outside of every section.
+
+        DCP's ``get_optimizer_state_dict`` makes the states of an optimizer that has none, by a step of it, which would
+        wait inside a read section for that section's own end.
+        """
+        if self._is_called:
+            return
+        self._is_called = True
+        try:
+            self._state()
+        except Exception as error:
+            if isinstance(error.__cause__, CollectiveRefusedError):
+                raise  # On every rank alike, and at the start, when it can be mended.
+            logger.debug("the state functions failed at their first call: %s", error)
+
+    def _prepare(self) -> None:
+        try:
+            with self._lock.read("size of snapshots", _BOUNDARY_PATIENCE):
+                self._sink.prepare(self._state())
+            self._is_prepared = True
+        except Exception as error:
+            if isinstance(error.__cause__, CollectiveRefusedError):
+                raise  # It comes as late as this where the first call was another.
+            # Whoever asks for a snapshot will be told, if it lasts.
+            level = logging.DEBUG if self._num_boundaries > _PREPARED_AT_BOUNDARIES[0] else logging.WARNING
+            logger.log(level, "the memory for snapshots could not be prepared: %s", error)
+
+    def _begin(self, run: _Run, optimizers: Sequence[Optimizer], timeout: timedelta, *, may_lend: bool = True) -> None:
+        section: Section | None = None
+        try:
+            # Inside the caller's own write section nothing may be left for later: the section ends when he says.
+            if not self._lock.write_owned():
+                section = self._lock.acquire_read(f"snapshot of step {run.step}", timeout, detached=True)
+            state = self._state()
+            deferrable = lendable = None
+            deferred: list[torch.Tensor] = []
+            lent: list[torch.Tensor] = []
+            if section is not None:
+                guarded = self._keeper.guarded(optimizers)
+                deferrable = belongs_to(guarded)
+                deferred = [each for each in parameters_of(optimizers) if memory_at(each) in guarded]
+                if may_lend and (stable := self._keeper.stable(state)):
+                    lendable = _lendable(stable, storages_of_optimizers(optimizers))
+                    lent = [each for each in tensors_in(state) if lendable(each)]
+            unfinished = [
+                self._sink.begin_snapshot(
+                    run.step,
+                    state,
+                    deferrable=deferrable,
+                    lendable=lendable,
+                    check_deferred=self._keeper.watch(deferred),
+                    check_lent=self._keeper.watch(lent),
+                )
+            ]
+            try:
+                self._pool.submit(self._complete, run, unfinished, section)
+            except BaseException:
+                # An exception of a signal handler may come when the work has been handed over already.
+                with suppress(IndexError):
+                    unfinished.pop().abandon()
+                raise
+        except BaseException:
+            if section is not None and section.is_open:
+                section.release()
+            with self._mutex:
+                self._run = None
+            raise
+
+    def _complete(self, run: _Run, unfinished: list[SnapshotInProgress], section: Section | None) -> None:
+        """Copies the rest, opens the lock, and only then does what needs no lock."""
+        try:
+            in_progress = unfinished.pop()
+            try:
+                in_progress.copy_deferred()
+            finally:
+                if section is not None:
+                    section.release()
+            in_progress.publish()
+            with self._mutex:
+                awaited = self._when_published
+                if awaited is not None and awaited[0] is run:
+                    self._when_published = None
+            if awaited is not None and awaited[0] is run:
+                awaited[1]()
+        except BaseException as error:
+            logger.exception("step %d: the snapshot failed", run.step)
+            self._sink.snapshot_failed(run.step, error)
+            with self._mutex:
+                self._run = None
+                # Who asked while it was under way may have been promised a later one.
+                if self._wanted_after <= run.num_before and not getattr(error, "retryable", False):
+                    self._wanted_after = -1
+            run.future.set_exception(error)
+        else:
+            with self._mutex:
+                self._run = None
+                self._published_epoch = run.epoch
+            run.future.set_result(None)
+
+
+def _parameters_in(state: object, optimizers: Sequence[Optimizer], guarded: Set[Memory]) -> list[torch.Tensor]:
+    """The guarded tensors that count their changes: the optimizers' parameters themselves, and what is stable."""
+    parameters = parameters_of(optimizers)
+    own = {memory_at(parameter) for parameter in parameters}
+    return [
+        tensor
+        for tensor in (*parameters, *(each for each in tensors_in(state) if memory_at(each) not in own))
+        if memory_at(tensor) in guarded
+    ]
+
+
+def _lendable(stable: Set[Memory], stepped: Set[int]) -> Callable[[torch.Tensor], bool]:
+    """Says of a tensor whether it is large, stable, and shares no memory with what optimizers' steps change."""
+    is_stable = belongs_to(stable)
+    return lambda tensor: is_stable(tensor) and storage_of(tensor) not in stepped

@@ -1,0 +1,183 @@
+"""The parts of a replica's state: which can be told without calling their functions, and how the others are frozen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from manager.state.guarded_memory import Memory, memory_at, storage_of
+from manager.state.registry import StateEntry
+
+MAX_COPIED_BYTES: Final = 16 << 20
+"""The most that is copied at every boundary for a snapshot that perhaps nobody needs: about 2 ms."""
+_MAX_CALLED_TENSORS: Final = 64
+"""The most tensors that a function may return which is called at every boundary."""
+_ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
+
+Location: TypeAlias = tuple[dict[str, Any], str]
+"""Where a module keeps a tensor, which it may replace."""
+
+
+class NotKeepableError(Exception):
+    """A boundary of this state cannot be kept; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModulePart:
+    """A module whose state is its parameters and buffers.
+
+    Attributes:
+        names: In its state, of the tensors that are copied at the boundary.
+        locations: Where each of them is found.
+    """
+
+    entry: StateEntry
+    names: tuple[str, ...]
+    locations: tuple[Location, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerPart:
+    """An attached optimizer: its states wait for its step, its parameter groups are noted."""
+
+    entry: StateEntry
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalledPart:
+    """A state function that is called at the boundary, because nothing is known of what it returns."""
+
+    entry: StateEntry
+
+
+Part: TypeAlias = ModulePart | OptimizerPart | CalledPart
+
+
+@dataclass(slots=True)
+class Budget:
+    """How much one function's state has taken at a boundary."""
+
+    num_tensors: int = 0
+    num_bytes: int = 0
+
+    def take(self, tensor: torch.Tensor, *, is_copied: bool) -> None:
+        """Count one tensor.
+
+        Raises:
+            NotKeepableError: It was one too many.
+        """
+        self.num_tensors += 1
+        self.num_bytes += tensor.nbytes if is_copied else 0
+        if self.num_tensors > _MAX_CALLED_TENSORS or self.num_bytes > MAX_COPIED_BYTES:
+            raise NotKeepableError(
+                f"a state function returns more than {_MAX_CALLED_TENSORS} tensors, or {MAX_COPIED_BYTES} bytes that "
+                "no attached optimizer guards; register modules and optimizers themselves"
+            )
+
+
+def kind_of(entry: StateEntry, optimizers: Sequence[Optimizer]) -> nn.Module | Optimizer | None:
+    """The object behind an entry, if its state can be told without calling it."""
+    holder = entry.holder
+    if entry.on_training_thread or getattr(entry.state_dict, "__self__", None) is not holder:
+        return None
+    if isinstance(holder, Optimizer) and any(holder is attached for attached in optimizers):
+        is_plain = type(holder).state_dict is Optimizer.state_dict and not (
+            holder._optimizer_state_dict_pre_hooks or holder._optimizer_state_dict_post_hooks
+        )
+        return holder if is_plain else None
+    if isinstance(holder, nn.Module) and all(map(_is_plain_module, holder.modules())):
+        return holder
+    return None
+
+
+def _is_plain_module(module: nn.Module) -> bool:
+    kind = type(module)
+    return (
+        kind.state_dict is nn.Module.state_dict
+        and kind._save_to_state_dict is nn.Module._save_to_state_dict
+        and kind.get_extra_state is nn.Module.get_extra_state
+        and not module._state_dict_hooks
+        and not module._state_dict_pre_hooks
+    )
+
+
+def tensors_of_module(module: nn.Module) -> list[tuple[str, Location]]:
+    """What the state of a plain module has, by name (``torch.nn.Module._save_to_state_dict``)."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, (tensors, name))
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for tensors in (part._parameters, part._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None and not (tensors is part._buffers and name in part._non_persistent_buffers_set)
+    ]
+
+
+def tensors_of_stable_modules(entries: Iterable[StateEntry]) -> list[torch.Tensor]:
+    """What changes in write sections alone."""
+    return [
+        location[0][location[1]]
+        for entry in entries
+        if entry.is_stable and isinstance(holder := entry.holder, nn.Module)
+        for _, location in tensors_of_module(holder)
+    ]
+
+
+def check_copyable(key: str, tensors: Sequence[torch.Tensor], module: nn.Module) -> None:
+    """Copies have to be what the state would have been: plain, small, and with memory of their own."""
+    if sum(tensor.nbytes for tensor in tensors) > MAX_COPIED_BYTES:
+        raise NotKeepableError(f"{key!r} has more than {MAX_COPIED_BYTES} bytes that no attached optimizer guards")
+    copied = {memory_at(tensor) for tensor in tensors}
+    storages = {storage_of(tensor) for tensor in tensors if tensor.nbytes}
+    others = {
+        memory_at(location[0][location[1]])
+        for _, location in tensors_of_module(module)
+        if storage_of(location[0][location[1]]) in storages
+    }
+    if others - copied or any(
+        type(tensor) not in (torch.Tensor, nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or not tensor.is_contiguous()
+        or tensor.is_neg()
+        or tensor.is_conj()
+        for tensor in tensors
+    ):
+        raise NotKeepableError(f"{key!r} has buffers that share memory, or are not dense and row-major")
+
+
+def frozen(value: object, guarded: Set[Memory], budget: Budget) -> Any:
+    """A copy that nothing changes any more; of guarded tensors they themselves."""
+    match value:
+        case torch.Tensor():
+            is_guarded = memory_at(value) in guarded
+            budget.take(value, is_copied=not is_guarded)
+            # A DTensor's own clone dispatches collectively.
+            if is_guarded:
+                return value
+            if hasattr(value, "_local_tensor"):
+                raise NotKeepableError("a state function returns a DTensor that no attached optimizer guards")
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        case dict() if type(value) is dict:
+            return {key: frozen(item, guarded, budget) for key, item in value.items()}
+        case list() if type(value) is list:
+            return [frozen(item, guarded, budget) for item in value]
+        case tuple() if type(value) is tuple:
+            if all(type(item) in _ATOMS for item in value):
+                return value
+            return tuple(frozen(item, guarded, budget) for item in value)
+        case _ if type(value) in _ATOMS:
+            return value
+        case Mapping():
+            result = copy.copy(value)
+            for key, item in value.items():
+                result[key] = frozen(item, guarded, budget)  # type: ignore[index]
+            return result
+        case _:
+            return copy.deepcopy(value)

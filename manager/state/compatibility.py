@@ -1,0 +1,155 @@
+"""Whether a peer's state fits this replica, asked before the first byte of it lands in the replica's own tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ft_transport import Incoming
+from manager.errors import RegistryError
+from manager.state.registry import StateEntry, StateRegistry
+
+logger = logging.getLogger(__name__)
+
+USER_KEY: Final = "user"
+MANAGER_KEY: Final = "manager"
+_MAX_SHOWN: Final = 5
+
+
+def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[str, object], *, note: str = "") -> None:
+    """Refuse a state that what is registered here could not hold exactly.
+
+    Other keys would fail in the middle of loading, other dtypes would be rounded without a word, and an optimizer or a
+    scheduler of another class would take what it has no use for and miss what it needs. Only modules, optimizers and
+    schedulers are compared in detail: functions of the user's own may take other states on purpose.
+
+    Args:
+        incoming: What a peer is about to send.
+        registry: What is registered here.
+        own_state: What ``Manager.replica_state`` returned.
+        note: Added to what is said of tensors that differ: where they come from, or what would help.
+
+    Raises:
+        RegistryError: It does not fit; nothing has been received.
+    """
+    for part in (USER_KEY, MANAGER_KEY):
+        if incoming.keys(part) is None:
+            raise RegistryError(
+                f"expected a replica's state with the part {part!r}, which is missing; nothing was received",
+                keys=(part,),
+            )
+    registry.check_keys(incoming.keys(USER_KEY) or ())
+    own_parts = own_state[USER_KEY]
+    assert isinstance(own_parts, Mapping), "a replica's state has its parts by key"
+    for entry in registry.entries("replicated"):
+        holder = getattr(entry.load_state_dict, "__self__", None)
+        own = own_parts.get(entry.key)
+        if isinstance(holder, torch.nn.Module):
+            _check_names(incoming, entry, holder, own)
+        if isinstance(holder, LRScheduler) and isinstance(own, Mapping):
+            _check_parts(entry, own, incoming.keys(USER_KEY, entry.key))
+        # A class with a loading of its own may take what torch's does not.
+        if isinstance(holder, Optimizer) and type(holder).load_state_dict is Optimizer.load_state_dict:
+            _check_groups(incoming, entry, own)
+        if isinstance(holder, (torch.nn.Module, Optimizer)):
+            _check_tensors(incoming, entry, note)
+
+
+def tables_of(registry: StateRegistry) -> dict[str, dict[str, str]]:
+    """Return what each registered part looks like, for the others to compare before they heal anybody.
+
+    What `check_fit` refuses in any case, and no more: tensors of modules, and parameter groups of optimizers, that load
+    as torch's do. Tensors are given by dtype, shape and, of a DTensor, the shape of this rank's part.
+    """
+    return {entry.key: _table(entry) for entry in registry.entries("replicated")}
+
+
+def _table(entry: StateEntry) -> dict[str, str]:
+    holder = entry.holder
+    try:
+        if isinstance(holder, torch.nn.Module) and type(holder).load_state_dict is torch.nn.Module.load_state_dict:
+            state: Any = entry.state_dict()
+            return {name: _looks(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+        if isinstance(holder, Optimizer) and type(holder).load_state_dict is Optimizer.load_state_dict:
+            return {
+                f"param_groups.{index}": f"{len(group['params'])} parameters"
+                for index, group in enumerate(holder.param_groups)
+            }
+    # Uninitialised parameters, functions that fail: found when the state is taken.
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        logger.debug("%r is not compared with the other replicas': %s", entry.key, error)
+    return {}
+
+
+def _looks(tensor: torch.Tensor) -> str:
+    local = getattr(tensor, "_local_tensor", tensor)
+    part = f" (of it {list(local.shape)})" if local is not tensor else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{part}"
+
+
+def _check_names(incoming: Incoming, entry: StateEntry, module: torch.nn.Module, own: object) -> None:
+    names = incoming.keys(USER_KEY, entry.key)
+    # A class with a loading of its own may take what torch's does not.
+    if not isinstance(own, Mapping) or type(module).load_state_dict is not torch.nn.Module.load_state_dict:
+        return
+    received = dict.fromkeys(names or ())
+    missing = [name for name in own if name not in received]
+    unexpected = [name for name in received if name not in own]
+    if missing or unexpected:
+        raise RegistryError(
+            f"expected the state of the same module under {entry.key!r}; missing: {_some(missing)}, unexpected: "
+            f"{_some(unexpected)}; nothing was received",
+            keys=(entry.key,),
+        )
+
+
+def _check_groups(incoming: Incoming, entry: StateEntry, own: object) -> None:
+    groups = own.get("param_groups") if isinstance(own, Mapping) else None
+    if not isinstance(groups, list):
+        return
+    path = (USER_KEY, entry.key, "param_groups")
+    numbers = [incoming.num_items(*path, index, "params") for index in range(incoming.num_items(*path) or 0)]
+    own_numbers = [len(group["params"]) for group in groups]
+    if numbers != own_numbers:
+        raise RegistryError(
+            f"expected an optimizer with the same parameter groups under {entry.key!r}; their parameters are "
+            f"{own_numbers} here and {numbers} there; nothing was received",
+            keys=(entry.key,),
+        )
+    for index, group in enumerate(groups):
+        _check_parts(entry, group, incoming.keys(*path, index))
+
+
+def _check_parts(entry: StateEntry, own: Mapping[str, object], received: Collection[str] | None) -> None:
+    missing = [name for name in own if name not in (received or ())]
+    if missing:
+        raise RegistryError(
+            f"expected the state of the same class under {entry.key!r}, what comes has no {_some(missing)}; nothing "
+            "was received",
+            keys=(entry.key,),
+        )
+
+
+def _check_tensors(incoming: Incoming, entry: StateEntry, note: str) -> None:
+    prefix = f"{USER_KEY}.{entry.key}."
+    differing = [
+        f"{mismatch.path.removeprefix(prefix)} is {mismatch.own} here and {mismatch.received} there"
+        for mismatch in incoming.mismatches
+        if mismatch.path.startswith(prefix)
+    ]
+    if differing:
+        raise RegistryError(
+            f"expected tensors of the same dtypes, shapes and parts under {entry.key!r}; {_some(differing)}; nothing "
+            f"was received{f' ({note})' if note else ''}",
+            keys=(entry.key,),
+        )
+
+
+def _some(texts: list[str]) -> str:
+    more = f" and {len(texts) - _MAX_SHOWN} more" if len(texts) > _MAX_SHOWN else ""
+    return (", ".join(texts[:_MAX_SHOWN]) or "none") + more

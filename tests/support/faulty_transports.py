@@ -1,0 +1,105 @@
+"""A sender, a receiver and a hostile network between them, in one process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from proxy import Proxy, proxied
+
+from ft_transport import FetchProgress, HTTPTransport, TransportSettings
+from ft_transport.http.connection import PeerAddress
+
+TIMEOUT = timedelta(seconds=30)
+CHUNK_BYTES = 64 << 10
+NUM_ITEMS = 1 << 19  # 2 MiB a tensor
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "a": torch.randn(NUM_ITEMS, generator=generator),
+        "b": torch.randn(NUM_ITEMS, generator=generator),
+        "seed": seed,
+    }
+
+
+STATE_BYTES = 2 * 4 * NUM_ITEMS
+
+
+def blank() -> dict[str, Any]:
+    return {"a": torch.zeros(NUM_ITEMS), "b": torch.zeros(NUM_ITEMS), "seed": -1}
+
+
+def holds(tensors: dict[str, Any], seed: int) -> bool:
+    """Whether the tensors of a receiver are those of the state."""
+    expected = state_of(seed)
+    return all(torch.equal(tensors[key], expected[key]) for key in "ab")
+
+
+def is_state(state: dict[str, Any], seed: int) -> bool:
+    return state["seed"] == seed and holds(state, seed)
+
+
+def is_poisoned(state: dict[str, Any]) -> bool:
+    return bool(state["a"].isnan().all() and state["b"].isnan().all())
+
+
+def port_of(transport: HTTPTransport[Any]) -> int:
+    return PeerAddress.from_url(transport.metadata()).port
+
+
+def fetching_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ft-transport-fetch")]
+
+
+@contextmanager
+def transport(num_chunks: int = 1, **settings: Any) -> Iterator[HTTPTransport[Any]]:
+    """On the loopback address, with small chunks and no lease."""
+    chosen: dict[str, Any] = {"host": "127.0.0.1", "chunk_bytes": CHUNK_BYTES, "lease": timedelta(0), **settings}
+    made: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks, settings=TransportSettings(**chosen))
+    try:
+        yield made
+    finally:
+        made.shutdown()
+
+
+@dataclass
+class Net:
+    sender: HTTPTransport[Any]
+    receiver: HTTPTransport[Any]
+    proxy: Proxy
+
+    def fetch(self, step: Any = 1, *, into: Any = None, timeout_s: float = 30) -> Any:
+        return self.receiver.fetch(self.proxy.url, step, into=into, timeout=timedelta(seconds=timeout_s)).state
+
+
+@contextmanager
+def network(
+    num_chunks: int = 1,
+    *,
+    on_progress: Callable[[FetchProgress], None] | None = None,
+    sender: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Iterator[Net]:
+    """Serves ``state_of(1)`` as step 1 through a proxy; ``num_chunks`` and ``settings`` are the receiver's."""
+    with (
+        transport(**(sender or {})) as sending,
+        transport(num_chunks, on_progress=on_progress, **settings) as receiving,
+        proxied(port_of(sending)) as proxy,
+    ):
+        sending.send_checkpoint([], 1, state_of(1), TIMEOUT)
+        yield Net(sending, receiving, proxy)
+
+
+def closed_port() -> int:
+    """A port where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,140 @@
+"""What the tests of the server put on its shelf, and how they talk to it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPMessage
+
+from ft_transport.errors import SnapshotLimitError
+from ft_transport.http.server import FreshSnapshot, SnapshotServer
+from ft_transport.http.snapshot_cache import Shelf
+from ft_transport.http.token import JobToken
+from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.integrity import digest
+from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
+from ft_transport.wire.nodes import MappingNode, TensorNode
+from ft_transport.wire.served import MemoryFile, ServedMemory
+
+_numbers = itertools.count(1)
+_HOLE_BYTES = 4096
+
+
+@dataclass(eq=False)
+class MemorySnapshot:
+    """A snapshot of one uint8 tensor, in a memory file that begins with a hole."""
+
+    step: int
+    data: bytes
+    header: bytes = b""
+    snapshot_id: SnapshotId = field(init=False)
+    memory: ServedMemory = field(init=False)
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.snapshot_id = SnapshotId(f"{next(_numbers):032x}")
+        chunks = ChunkTable(data_bytes=len(self.data), chunk_bytes=1 << 16)
+        ranges = [chunks.range_of(index, index + 1) for index in range(chunks.num_chunks)]
+        self.header = encode_header(
+            step=self.step,
+            snapshot_id=self.snapshot_id,
+            tensors=[TensorEntry("w", "U8", (len(self.data),), 0, len(self.data))],
+            tree=MappingNode("dict", ["w", TensorNode(0)]),
+            chunks=chunks,
+            digests=[digest(self.data[start:end]) for start, end in ranges],
+            align_bytes=64,
+        )
+        data_start = _HOLE_BYTES + len(self.header)
+        self.memory = MemoryFile(os.memfd_create("test-snapshot"), _HOLE_BYTES, data_start, memoryview(self.data))
+        os.pwrite(self.memory.descriptor, self.content, self.memory.start)
+
+    @property
+    def content(self) -> bytes:
+        return self.header + self.data
+
+    @property
+    def total_bytes(self) -> int:
+        return len(self.content)
+
+    def close(self) -> None:
+        assert not self.closed.is_set(), "closed twice"
+        assert isinstance(self.memory, MemoryFile)
+        os.close(self.memory.descriptor)
+        self.closed.set()
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: HTTPMessage
+    body: bytes
+
+
+@dataclass
+class Serving:
+    server: SnapshotServer
+    shelf: Shelf
+
+    def put(self, step: int, data: bytes = b"state") -> MemorySnapshot:
+        until(self._reserve)
+        snapshot = MemorySnapshot(step, data)
+        self.shelf.put(snapshot)
+        return snapshot
+
+    def _reserve(self) -> bool:
+        try:
+            self.shelf.reserve()
+        except SnapshotLimitError:  # The server has not yet seen that the last receiver closed its connection.
+            return False
+        return True
+
+    def connect(self) -> HTTPConnection:
+        return HTTPConnection("127.0.0.1", self.server.port, timeout=20)
+
+    def ask(self, path: str, method: str = "GET", **headers: str) -> Answer:
+        with closing(self.connect()) as http:
+            http.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+            response = http.getresponse()
+            return Answer(response.status, response.headers, response.read())
+
+
+@contextmanager
+def serving(
+    *,
+    token: str | None = None,
+    max_snapshots: int = 4,
+    lease_s: float = 0.0,
+    max_wait_s: float = 20.0,
+    stall_timeout_s: float = 20.0,
+    fresh_snapshot: FreshSnapshot | None = None,
+) -> Iterator[Serving]:
+    shelf = Shelf(max_snapshots=max_snapshots, lease_s=lease_s, clock=time.monotonic)
+    server = SnapshotServer(
+        shelf,
+        host="127.0.0.1",
+        port=0,
+        advertise=None,
+        replica="replica-7",
+        token=JobToken(token) if token is not None else None,
+        max_wait_s=max_wait_s,
+        stall_timeout_s=stall_timeout_s,
+        fresh_snapshot=fresh_snapshot,
+    )
+    try:
+        yield Serving(server, shelf)
+    finally:
+        server.close(wait=True)
+        shelf.clear()
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Returns when another thread has made ``condition`` true; for what tells nobody that it changed."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come true in time"
+        time.sleep(0.005)

@@ -1,0 +1,250 @@
+"""What all ranks make of what each of them has said."""
+
+from __future__ import annotations
+
+import errno
+import random
+
+import pytest
+
+from ft_transport.coordination.votes import (
+    RETRYABLE_ERRNOS,
+    AbandonedError,
+    Decision,
+    GiveUp,
+    GoOn,
+    TryAgain,
+    Vote,
+    decide,
+    decode,
+    decode_all,
+    describe,
+    encode,
+    encode_all,
+    rebuild,
+)
+from ft_transport.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointInUseError,
+    CheckpointNotFoundError,
+    RankFailedError,
+    RankGoneError,
+    ReplicasDivergedError,
+    TransportError,
+    UnsupportedLeafError,
+    WriterFailedError,
+)
+
+
+class OwnError(Exception):
+    """Of a library that the other ranks may not have."""
+
+
+def voted(*errors: BaseException | None, phase: str = "write") -> list[Vote | None]:
+    """A vote of each rank: of one that succeeded where there is no error."""
+    return [
+        Vote(phase=phase, payload=bytes([rank])) if error is None else Vote(phase=phase, failure=describe(error))
+        for rank, error in enumerate(errors)
+    ]
+
+
+def given_up(decision: Decision) -> TransportError:
+    assert isinstance(decision, GiveUp)
+    return decision.error
+
+
+PASSES = OSError(errno.EIO, "Input/output error", "/there")
+STAYS = PermissionError(errno.EACCES, "Permission denied", "/here")
+
+
+def test_if_none_failed_all_get_what_each_has_said() -> None:
+    assert decide(voted(None, None, None)) == GoOn((b"\x00", b"\x01", b"\x02"))
+
+
+def test_a_failure_names_its_rank_phase_and_cause() -> None:
+    error = given_up(decide(voted(None, STAYS, None), step=7))
+    assert isinstance(error, RankFailedError)
+    assert (error.rank, error.phase, error.cause_type, error.errno) == (1, "write", "PermissionError", errno.EACCES)
+    assert str(error) == "rank 1 failed in 'write': PermissionError: [Errno 13] Permission denied: '/here' (step 7)"
+    assert isinstance(error.__cause__, PermissionError)
+    assert (error.__cause__.errno, error.__cause__.filename) == (errno.EACCES, "/here")
+    assert str(error.__cause__) == str(STAYS)
+
+
+@pytest.mark.parametrize("votes", [voted(PASSES, STAYS), voted(STAYS, PASSES), voted(None, PASSES, STAYS)])
+def test_what_does_not_pass_outweighs_what_may(votes: list[Vote | None]) -> None:
+    error = given_up(decide(votes))
+    assert isinstance(error, RankFailedError)
+    assert error.cause_type == "PermissionError"
+    assert "failed, too" in str(error)
+
+
+def test_what_may_pass_is_tried_again() -> None:
+    decision = decide(voted(None, PASSES, PASSES))
+    assert isinstance(decision, TryAgain)
+    assert isinstance(decision.error, RankFailedError)
+    assert decision.error.rank == 1
+    assert "rank 1 (rank 2 failed, too)" in str(decision.error)
+
+
+@pytest.mark.parametrize("number", sorted(RETRYABLE_ERRNOS))
+def test_errnos_that_may_pass_are_tried_again_whatever_the_text(number: int) -> None:
+    assert isinstance(decide(voted(OSError(number, "Permission denied"), None)), TryAgain)
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOENT, errno.ENOTDIR]
+)
+def test_errnos_that_do_not_pass_are_not_tried_again_whatever_the_text(number: int) -> None:
+    assert isinstance(decide(voted(OSError(number, "Input/output error, try again"), None)), GiveUp)
+
+
+def test_a_text_makes_no_error_one_that_may_pass() -> None:
+    assert isinstance(decide(voted(ValueError("[Errno 5] Input/output error"))), GiveUp)
+
+
+def test_errors_of_our_own_say_themselves_whether_they_may_pass() -> None:
+    assert isinstance(decide(voted(WriterFailedError("gone"), None)), TryAgain)
+    assert isinstance(decide(voted(UnsupportedLeafError("no"), None)), GiveUp)
+
+
+@pytest.mark.parametrize("abandoned", [(0,), (0, 1), (1, 2)])
+def test_who_gave_up_because_of_another_is_not_blamed(abandoned: tuple[int, ...]) -> None:
+    errors: list[BaseException] = [PASSES, PASSES, PASSES]
+    for rank in abandoned:
+        errors[rank] = AbandonedError("gave up")
+    decision = decide(voted(*errors))
+    # And what it gave up with does not count when it is asked whether the cause may pass.
+    assert isinstance(decision, TryAgain)
+    assert decision.error.rank == min({0, 1, 2} - set(abandoned))  # type: ignore[attr-defined]
+    assert not any(f"{rank} failed, too" in str(decision.error) for rank in abandoned)
+
+
+def test_if_all_say_that_they_gave_up_it_is_a_failure_nevertheless() -> None:
+    error = given_up(decide(voted(None, AbandonedError("gave up"))))
+    assert isinstance(error, RankFailedError)
+    assert error.rank == 1
+
+
+def test_ranks_that_did_not_vote_are_named() -> None:
+    votes = voted(None, PASSES, None, STAYS)
+    votes[0] = votes[2] = None
+    error = given_up(decide(votes, step=3))
+    assert isinstance(error, RankGoneError)
+    assert error.ranks == (0, 2)
+    assert "'write'" in str(error)
+    assert "ranks 0, 2" in str(error)
+    assert "step 3" in str(error)
+
+
+def test_no_votes_at_all_are_ranks_that_are_gone() -> None:
+    error = given_up(decide([None, None]))
+    assert isinstance(error, RankGoneError)
+    assert error.ranks == (0, 1)
+
+
+def test_many_ranks_that_did_not_vote_are_all_listed_and_some_are_shown() -> None:
+    error = given_up(decide([voted(None)[0], *[None] * 1000]))
+    assert isinstance(error, RankGoneError)
+    assert error.ranks == tuple(range(1, 1001))
+    assert "1, 2, 3, 4, 5, 6, 7, 8, …" in str(error)
+
+
+def test_ranks_in_different_places_of_the_program_are_told_so() -> None:
+    votes = [Vote(phase="write"), Vote(phase="commit"), Vote(phase="write", failure=describe(STAYS))]
+    error = given_up(decide(votes))
+    assert isinstance(error, CheckpointError)
+    assert "rank 0: 'write'; rank 1: 'commit'" in str(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CheckpointNotFoundError("expected one"),
+        CheckpointExistsError("expected none"),
+        CheckpointInUseError("expected to be alone"),
+        CheckpointDamagedError("rank-0: short; rank-1: gone", files=("rank-0", "rank-1")),
+        ReplicasDivergedError("expected the same", path="model.weight"),
+    ],
+)
+def test_what_is_about_all_ranks_is_told_as_it_was_said(error: CheckpointError) -> None:
+    told = given_up(decide(voted(None, error), step=9))
+    assert type(told) is type(error)
+    assert isinstance(told, CheckpointError)
+    assert (told.message, told.path, told.step, told.rank) == (error.message, error.path, 9, 1)
+    if isinstance(error, CheckpointDamagedError):
+        assert isinstance(told, CheckpointDamagedError)
+        assert told.files == error.files
+
+
+def test_an_error_of_ours_is_raised_again_with_the_rank_and_its_path() -> None:
+    told = given_up(decide(voted(None, None, UnsupportedLeafError("no encoding", path="model.lock")), step=4))
+    assert isinstance(told, UnsupportedLeafError)
+    assert str(told) == "rank 2, write: no encoding (at model.lock, step 4)"
+
+
+def test_an_error_that_only_one_rank_knows_is_told_by_its_name() -> None:
+    error = given_up(decide(voted(OwnError("odd"))))
+    assert isinstance(error, RankFailedError)
+    assert (error.cause_type, error.__cause__) == ("OwnError", None)
+    assert "OwnError: odd" in str(error)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
+def test_an_end_of_one_rank_is_a_failure_and_no_end_of_the_others(error: BaseException) -> None:
+    told = given_up(decide(voted(None, error)))
+    assert isinstance(told, RankFailedError)
+    assert told.cause_type == type(error).__name__
+    assert told.__cause__ is None
+
+
+def test_a_number_that_is_no_errno_is_told_as_it_is() -> None:
+    error = given_up(decide(voted(OSError("no number"))))
+    assert isinstance(error, RankFailedError)
+    assert error.errno is None
+    assert isinstance(error.__cause__, OSError)
+
+
+def test_a_very_long_message_is_cut() -> None:
+    assert len(describe(ValueError("x" * 100_000)).message) <= 2000
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_ranks_decide_alike_from_what_has_travelled(seed: int) -> None:
+    pick = random.Random(seed)
+    known: list[BaseException | None] = [None, PASSES, STAYS, AbandonedError("gave up"), WriterFailedError("died")]
+    votes = voted(*(pick.choice(known) for _ in range(5)))
+    travelled = decode_all(encode_all([decode(encode(vote)) if vote is not None else None for vote in votes]))
+    assert travelled == votes
+    here, there = decide(votes), decide(travelled)
+    assert type(here) is type(there)
+    assert getattr(here, "payloads", ()) == getattr(there, "payloads", ())
+    assert str(getattr(here, "error", None)) == str(getattr(there, "error", None))
+
+
+def test_a_vote_that_is_missing_stays_missing_on_the_way() -> None:
+    assert decode_all(encode_all([None, voted(None)[0]])) == [None, voted(None)[0]]
+
+
+@pytest.mark.parametrize(
+    "error", [PASSES, STAYS, ValueError("bad"), WriterFailedError("died"), ReplicasDivergedError("differ", path="w")]
+)
+def test_an_error_of_the_writer_is_raised_in_the_trainer_as_it_was(error: Exception) -> None:
+    again = rebuild(describe(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert describe(again) == describe(error)
+
+
+def test_what_the_writer_abandoned_is_known_as_such_in_the_trainer() -> None:
+    again = rebuild(describe(AbandonedError("gave up")))
+    assert isinstance(again, AbandonedError)
+    assert describe(again).is_consequence
+
+
+def test_an_error_of_the_writer_that_is_not_known_here_is_one_of_ours() -> None:
+    again = rebuild(describe(OwnError("odd")))
+    assert isinstance(again, CheckpointError)
+    assert "OwnError: odd" in str(again)

@@ -1,0 +1,219 @@
+"""What is copied at a step boundary and what after it, and what the lock does meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from replica_stand_in import LARGE, LONG, LONG_S, Replica, elsewhere, flat, open_replica
+
+from manager.state.optimizer_guard import attach_optimizers
+
+
+@pytest.fixture
+def replica() -> Iterator[Replica]:
+    with open_replica() as replica:
+        yield replica
+
+
+# ----------------------------------------------------------------------------------------- what is copied, and when
+
+
+def test_only_large_guarded_tensors_are_left_for_later(replica: Replica) -> None:
+    replica.forward_backward()
+    replica.optimizer.step()
+    replica.more = flat(replica.optimizer.state_dict()["state"])
+    replica.take(1).result(LONG_S)
+    (snapshot,) = replica.sink.published
+    # The bias is a large parameter here, the buffers are large and nobody guards them, and the rest is small.
+    assert set(snapshot.later) == {
+        "/model/0.weight",
+        "/model/0.bias",
+        "/more//0/momentum_buffer",
+        "/more//1/momentum_buffer",
+    }
+    assert {"/model/1.running_mean", "/model/1.running_var", "/model/1.num_batches_tracked"} == set(
+        snapshot.at_boundary
+    )
+    assert snapshot.boundary_thread == threading.get_ident()
+
+
+def test_small_parameters_are_copied_at_the_boundary(replica: Replica) -> None:
+    small = torch.nn.Parameter(torch.zeros(LARGE - 1))
+    large = torch.nn.Parameter(torch.zeros(LARGE))
+    with attach_optimizers(replica.lock, [torch.optim.SGD([small, large])]) as attachment:
+        replica.state = lambda: {"small": small, "large": large}
+        replica.snapshotter.take(0, attachment.optimizers, LONG).result(LONG_S)
+    (snapshot,) = replica.sink.published
+    assert (set(snapshot.at_boundary), set(snapshot.later)) == ({"/small"}, {"/large"})
+
+
+def test_a_buffer_in_the_storage_of_a_parameter_is_not_guarded_by_it(replica: Replica) -> None:
+    memory = torch.zeros(2 * LARGE)
+    parameter = torch.nn.Parameter(memory[:LARGE])
+    with attach_optimizers(replica.lock, [torch.optim.SGD([parameter])]) as attachment:
+        replica.state = lambda: {"parameter": parameter, "buffer": memory[LARGE:], "whole": memory}
+        replica.snapshotter.take(0, attachment.optimizers, LONG).result(LONG_S)
+    (snapshot,) = replica.sink.published
+    assert (set(snapshot.at_boundary), set(snapshot.later)) == ({"/buffer", "/whole"}, {"/parameter"})
+
+
+def test_replaced_parameters_are_guarded_in_place_of_the_old_ones(replica: Replica) -> None:
+    old, new = torch.nn.Parameter(torch.zeros(LARGE)), torch.nn.Parameter(torch.ones(LARGE))
+    optimizer = torch.optim.SGD([old])
+    with attach_optimizers(replica.lock, [optimizer]) as attachment:
+        replica.state = lambda: {"old": old, "new": new}
+        replica.snapshotter.take(0, attachment.optimizers, LONG).result(LONG_S)
+        optimizer.param_groups[0]["params"] = [new]
+        replica.snapshotter.take(1, attachment.optimizers, LONG).result(LONG_S)
+    assert [set(snapshot.later) for snapshot in replica.sink.published] == [{"/old"}, {"/new"}]
+
+
+def test_detached_optimizers_guard_nothing(replica: Replica) -> None:
+    replica.attachment.remove()
+    replica.take(0).result(LONG_S)
+    (snapshot,) = replica.sink.published
+    assert not snapshot.later
+    assert "/model/0.weight" in snapshot.at_boundary
+
+
+def test_optimizer_state_without_memory_of_its_own_does_no_harm(replica: Replica) -> None:
+    parameter = replica.optimizer.param_groups[0]["params"][0]
+    replica.optimizer.state[parameter]["sparse"] = torch.eye(3).to_sparse()
+    replica.take(0).result(LONG_S)
+    assert "/model/0.weight" in replica.sink.published[0].later
+
+
+def test_within_a_write_section_of_the_caller_nothing_is_deferred(replica: Replica) -> None:
+    with replica.lock.write("averaging"):
+        future = replica.take(0)
+        (snapshot,) = replica.sink.begun
+        assert "/model/0.weight" in snapshot.at_boundary
+        assert [holder.what for holder in replica.lock.holders()] == ["averaging"]
+    future.result(LONG_S)
+    replica.boundary(1)
+    replica.snapshotter.request()
+    replica.lock.disallow()
+    replica.boundary(2)
+    replica.lock.allow()
+    replica.finish()
+    assert [snapshot.later for snapshot in replica.sink.published] == [{}, {}]
+
+
+# ----------------------------------------------------------------------------------------- the lock meanwhile
+
+
+def test_forward_goes_on_during_the_copy_and_the_step_waits_for_it(replica: Replica) -> None:
+    replica.snapshotter.request()
+    forward_done, stepped = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def copy() -> None:
+        assert forward_done.wait(LONG_S)
+        # If the step did not wait for this copy, it would come in between now.
+        if stepped.wait(0.3):
+            order.append("stepped during the copy")
+        order.append("copied")
+
+    replica.sink.during_copy = copy
+    weight = replica.model[0].weight.detach().clone()
+    mean = replica.model[1].running_mean.clone()
+    replica.boundary(0)
+    replica.forward_backward()
+    forward_done.set()
+    replica.optimizer.step()
+    stepped.set()
+    order.append("stepped")
+    assert order == ["copied", "stepped"]
+    replica.finish()
+    (snapshot,) = replica.sink.published
+    assert torch.equal(snapshot.later["/model/0.weight"], weight)
+    assert not torch.equal(replica.model[0].weight, weight)
+    assert torch.equal(snapshot.at_boundary["/model/1.running_mean"], mean)
+    assert not torch.equal(replica.model[1].running_mean, mean)
+
+
+def test_the_read_section_is_open_before_the_trainer_goes_on(replica: Replica) -> None:
+    may_copy = threading.Event()
+    replica.sink.during_copy = lambda: may_copy.wait(LONG_S)
+    replica.take(7)
+    holders = replica.lock.holders()
+    may_copy.set()
+    # Opened by this thread, so no step of its own can slip in before the other thread has come to it.
+    expected = [("read", "snapshot of step 7", threading.get_ident())]
+    assert [(holder.kind, holder.what, holder.thread_id) for holder in holders] == expected
+    at_boundary = replica.sink.begun[0].holders_at_boundary
+    assert [holder.what for holder in at_boundary] == ["snapshot of step 7"]
+
+
+def test_the_lock_is_open_while_a_snapshot_is_published(replica: Replica) -> None:
+    open_at_publish: list[bool] = []
+    replica.sink.during_publish = lambda: open_at_publish.append(replica.is_free())
+    replica.take(0).result(LONG_S)
+    assert open_at_publish == [True]
+
+
+def test_detaching_waits_for_the_copy_that_relies_on_it(replica: Replica) -> None:
+    detached = threading.Event()
+    came_between: list[bool] = []
+    replica.sink.during_copy = lambda: came_between.append(detached.wait(0.3))
+    replica.take(0)
+    replica.attachment.remove()
+    detached.set()
+    replica.optimizer.step()
+    replica.finish()
+    assert came_between == [False]
+
+
+def test_another_threads_write_section_does_not_hold_up_the_boundary(replica: Replica) -> None:
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with replica.lock.write("averaging elsewhere"):
+            held.set()
+            release.wait(LONG_S)
+
+    thread = elsewhere(hold)
+    assert held.wait(LONG_S)
+    replica.snapshotter.request()
+    replica.boundary(0)  # the lock's own deadline is 20 s
+    assert not replica.sink.begun
+    assert not release.is_set()
+    release.set()
+    thread.join(LONG_S)
+    replica.boundary(1)
+    replica.finish()
+    assert replica.sink.newest_step() == 1
+
+
+# ----------------------------------------------------------------------------------------- memory, before it is needed
+
+
+def test_memory_is_prepared_once_after_the_first_step(replica: Replica) -> None:
+    prepared: list[dict[str, torch.Tensor]] = []
+    replica.sink.on_prepare = lambda state: prepared.append(flat(state))
+    replica.boundary(0)
+    assert prepared == []
+    replica.forward_backward()
+    replica.optimizer.step()
+    replica.more = flat(replica.optimizer.state_dict()["state"])
+    for step in range(1, 4):
+        replica.boundary(step)
+    assert len(prepared) == 1
+    # What the optimizer made in that step is counted.
+    assert any("momentum" in path for path in prepared[0])
+    assert replica.is_free()
+
+
+def test_memory_that_cannot_be_prepared_stops_nobody(replica: Replica, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_state: object) -> None:
+        raise RuntimeError("no memory today")
+
+    replica.sink.on_prepare = fail
+    replica.boundary(0)
+    replica.boundary(1)
+    assert "could not be prepared: no memory today" in caplog.text
+    assert replica.is_free()
+    replica.take(1).result(LONG_S)

@@ -1,0 +1,265 @@
+"""Nobody who asks for a snapshot gets one older than his request, and nobody is forgotten."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_transport import SnapshotError, SnapshotLimitError
+from manager.snapshots.boundary_keeper import BoundaryKeeper
+from manager.snapshots.scheduler import Snapshotter
+from manager.state.lock import StateLock
+from manager.state.registry import StateRegistry
+
+_LONG_S = 20.0
+
+
+class StandInTransport:
+    """Stands in for ``HTTPTransport``: only counts. Each copy waits until the test lets it end, well or badly."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.begin_error: Exception | None = None
+        self.copy_error: Exception | None = None
+        self.may_copy = threading.Event()
+        self.after_publish: Callable[[], object] = lambda: None
+        self._step = -1
+
+    def prepare(self, state: object) -> None: ...
+
+    def begin_snapshot(
+        self,
+        step: int,
+        state: object,
+        *,
+        deferrable: Callable[[torch.Tensor], bool] | None = None,
+        lendable: Callable[[torch.Tensor], bool] | None = None,
+        check_deferred: Callable[[], None],
+        check_lent: Callable[[], None],
+    ) -> StandInTransport:
+        if self.begin_error is not None:
+            raise self.begin_error
+        self._step = step
+        return self
+
+    def copy_deferred(self) -> None:
+        assert self.may_copy.wait(_LONG_S)
+        if self.copy_error is not None:
+            raise self.copy_error
+
+    def publish(self) -> None:
+        self.steps.append(self._step)
+        self.after_publish()
+
+    def abandon(self) -> None: ...
+
+    def newest_sequence(self) -> int:
+        return len(self.steps)
+
+    def newest_step(self) -> int | None:
+        return self.steps[-1] if self.steps else None
+
+    def snapshot_failed(self, step: int, error: BaseException) -> None:
+        """Nobody here reads it."""
+
+    def answer(self, after: int) -> int | None:
+        """The step that the server would serve to who was given this number."""
+        return self.steps[-1] if len(self.steps) > after else None
+
+
+class Requests:
+    """A snapshotter over the stand-in, with a background that moves only when told to."""
+
+    def __init__(self) -> None:
+        self.sink = StandInTransport()
+        lock = StateLock(timeout=timedelta(seconds=_LONG_S))
+        self.snapshotter = Snapshotter(
+            lock=lock, sink=self.sink, state=dict, keeper=BoundaryKeeper(StateRegistry(), dict)
+        )
+        self.request = self.snapshotter.request
+
+    def boundary(self, step: int) -> None:
+        if not self.is_running:
+            self.sink.may_copy.clear()
+        self.snapshotter.boundary(step, [])
+
+    @property
+    def is_running(self) -> bool:
+        return self.snapshotter._run is not None
+
+    def finish(self, error: Exception | None = None) -> None:
+        run = self.snapshotter._run
+        self.sink.copy_error = error
+        self.sink.may_copy.set()
+        if run is not None:
+            assert run.future.exception(_LONG_S) is error
+        self.sink.copy_error = None
+
+
+@pytest.fixture
+def requests() -> Iterator[Requests]:
+    requests = Requests()
+    yield requests
+    requests.finish()
+    requests.snapshotter.close()
+
+
+def test_a_request_before_the_first_boundary_is_answered_by_it(requests: Requests) -> None:
+    after = requests.request()
+    assert requests.sink.answer(after) is None
+    requests.boundary(0)
+    requests.finish()
+    assert requests.sink.answer(after) == 0
+
+
+def test_without_a_request_there_is_no_snapshot(requests: Requests) -> None:
+    for step in range(3):
+        requests.boundary(step)
+        assert not requests.is_running
+
+
+def test_the_snapshot_of_the_present_step_serves_everybody(requests: Requests) -> None:
+    requests.request()
+    requests.boundary(4)
+    during = requests.request()
+    requests.finish()
+    assert requests.sink.answer(during) == 4
+    assert requests.sink.answer(requests.request()) == 4
+    requests.boundary(5)
+    assert not requests.is_running
+
+
+def test_a_snapshot_of_an_older_step_does_not_serve_a_later_request(requests: Requests) -> None:
+    requests.request()
+    requests.boundary(1)
+    requests.boundary(2)
+    after = requests.request()
+    requests.finish()
+    assert requests.sink.answer(after) is None
+    requests.boundary(3)
+    requests.finish()
+    assert requests.sink.answer(after) == 3
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_a_request_in_the_very_moment_of_publication(requests: Requests, is_older: bool) -> None:
+    after: list[int] = []
+    requests.sink.after_publish = lambda: after.append(requests.request())
+    requests.request()
+    requests.boundary(1)
+    if is_older:
+        requests.boundary(2)
+    requests.finish()
+    assert requests.sink.answer(after[0]) == (None if is_older else 1)
+    requests.boundary(3)
+    requests.finish()
+    assert requests.sink.answer(after[0]) == (3 if is_older else 1)
+
+
+def test_a_request_during_a_snapshot_that_fails_is_not_forgotten(requests: Requests) -> None:
+    requests.request()
+    requests.boundary(1)
+    requests.boundary(2)
+    after = requests.request()
+    requests.finish(SnapshotError("the device is gone"))
+    for step in (3, 4):
+        requests.boundary(step)
+        requests.finish()
+    assert requests.sink.answer(after) in (3, 4)
+
+
+def test_the_same_step_number_with_another_state_is_not_the_same_snapshot(requests: Requests) -> None:
+    requests.request()
+    requests.boundary(0)
+    requests.finish()
+    requests.snapshotter.state_replaced()
+    replaced = requests.request()
+    assert requests.sink.answer(replaced) is None
+    requests.boundary(0)
+    requests.finish()
+    assert requests.sink.answer(replaced) == 0
+    # A step that did not commit is run again under its number; forward has changed the buffers meanwhile.
+    requests.boundary(0)
+    assert requests.sink.answer(requests.request()) is None
+
+
+_OPERATIONS = st.lists(
+    st.sampled_from(["request", "boundary", "boundary", "finish", "fail", "full"]), min_size=5, max_size=40
+)
+
+
+@settings(max_examples=60)
+@given(_OPERATIONS)
+def test_any_order_of_events(operations: list[str]) -> None:
+    requests = Requests()
+    try:
+        outstanding: list[tuple[int, int]] = []
+        steps = iter(range(1000))
+        step = 0
+
+        def check() -> None:
+            for asked, after in list(outstanding):
+                shown = requests.sink.answer(after)
+                if shown is not None:
+                    assert shown >= asked, "older than the request"
+                    outstanding.remove((asked, after))
+
+        for operation in operations:
+            if operation == "request":
+                outstanding.append((step, requests.request()))
+            elif operation == "boundary":
+                step = next(steps)
+                requests.boundary(step)
+            elif operation == "full":
+                requests.sink.begin_error = SnapshotLimitError("full")
+                step = next(steps)
+                requests.boundary(step)
+                requests.sink.begin_error = None
+            elif requests.is_running:
+                requests.finish(SnapshotLimitError("full") if operation == "fail" else None)
+            check()
+        requests.finish()
+        for _ in range(3):
+            requests.boundary(next(steps))
+            requests.finish()
+        check()
+        assert not outstanding, "forgotten"
+    finally:
+        requests.finish()
+        requests.snapshotter.close()
+
+
+def test_a_step_to_come_is_taken_at_its_boundary(requests: Requests) -> None:
+    requests.boundary(3)
+    assert requests.request(5) is not None
+    requests.boundary(4)
+    assert not requests.is_running
+    requests.boundary(5)
+    # It is under way, although the trainer goes on meanwhile.
+    requests.boundary(6)
+    assert requests.request(5) is not None
+    requests.finish()
+    assert requests.sink.steps == [5]
+    requests.boundary(7)
+    assert not requests.is_running
+
+
+def test_a_step_that_is_over_does_not_come_any_more(requests: Requests) -> None:
+    requests.boundary(3)
+    assert requests.request(2) is None
+    assert requests.request(3) is not None  # somebody may still take it
+    requests.boundary(4)
+    assert requests.request(3) is None
+
+
+def test_only_so_many_steps_to_come_are_kept_in_mind(requests: Requests) -> None:
+    requests.boundary(0)
+    for step in range(1000, 0, -1):
+        requests.request(step)
+    assert requests.snapshotter._wanted_steps == list(range(1, 17))

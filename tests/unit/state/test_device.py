@@ -1,0 +1,290 @@
+"""Copies from a device wait for the work that makes the tensors, and the lock for the copies.
+
+There is no device here. ``StandIn*`` play one after the documentation of torch.Stream and torch.Event: work is queued
+and runs in order within a stream, between streams only where one waits for an event, and nothing has run for certain
+before somebody synchronises. Here it runs at the last moment that this allows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from state_tools import file_of, open_taker, receive, take
+
+from ft_transport.errors import SnapshotError
+from ft_transport.state import device as module
+from ft_transport.state import snapshot as snapshot_module
+from ft_transport.state.blocks import FlatState
+from ft_transport.state.device import DeviceCopier, TorchAccelerator, pinning
+from ft_transport.state.flatten import flatten
+
+_DEVICE = torch.device("cuda", 0)
+_OTHER = torch.device("cuda", 1)
+
+
+class StandInStream:
+    def __init__(self, device: torch.device, log: list[str], name: str) -> None:
+        self.device, self.log, self.name = device, log, name
+        self.queue: list[Callable[[], object]] = []
+        self.outer: list[StandInStream | None] = []
+
+    def wait_event(self, event: StandInEvent) -> None:
+        self.log.append(f"{self.name} waits")
+        self.queue.append(event.run_until)
+
+    def __enter__(self) -> None:
+        self.outer.append(StandInTensor.stream)
+        StandInTensor.stream = self
+
+    def __exit__(self, *_: object) -> None:
+        StandInTensor.stream = self.outer.pop()
+
+
+class StandInEvent:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.is_done = False
+        self.stream: StandInStream | None = None
+
+    def record(self, stream: StandInStream) -> None:
+        self.log.append(f"recorded on {stream.name}")
+        self.stream = stream
+        stream.queue.append(self._finish)
+
+    def _finish(self) -> None:
+        self.is_done = True
+
+    def run_until(self) -> None:
+        while not self.is_done:
+            assert self.stream is not None, "an event that was not recorded"
+            self.stream.queue.pop(0)()
+
+    def synchronize(self) -> None:
+        assert self.stream is not None
+        self.log.append(f"synchronised with {self.stream.name}")
+        self.run_until()
+
+
+class StandInAccelerator:
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.training = {device: self._stream(device, f"training {device}") for device in (_DEVICE, _OTHER)}
+        self.num_streams = 0
+
+    def _stream(self, device: torch.device, name: str) -> StandInStream:
+        return StandInStream(device, self.log, name)
+
+    def current_stream(self, device: torch.device) -> StandInStream:
+        return self.training[device]
+
+    def new_stream(self, device: torch.device) -> StandInStream:
+        self.num_streams += 1
+        return self._stream(device, f"side {device}")
+
+    def new_event(self, device: torch.device) -> StandInEvent:
+        return StandInEvent(self.log)
+
+
+class StandInTensor(torch.Tensor):
+    """A tensor that says it is on a device. Copies from it are queued on the stream that is current."""
+
+    stream: StandInStream | None = None
+    is_cpu = False  # type: ignore[assignment]
+    device = _DEVICE  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.copy_:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        target, source = args
+        assert kwargs == {"non_blocking": True}
+        assert cls.stream is not None, "a copy on no stream of ours"
+        assert cls.stream.device == source.device
+        cls.stream.log.append(f"copy on {cls.stream.name}")
+        plain = source.as_subclass(torch.Tensor)
+        cls.stream.queue.append(lambda: target.copy_(plain))
+        return target
+
+
+class OtherStandInTensor(StandInTensor):
+    device = _OTHER  # type: ignore[assignment]
+
+
+def _flatten_on_device(state: object) -> FlatState:
+    """As ``flatten`` does for tensors on a device; the last of several is on another one."""
+    flat = flatten(state)
+    sources = [source.as_subclass(StandInTensor) for source in flat.blocks.sources]
+    if len(sources) > 2:
+        sources[-1] = sources[-1].as_subclass(OtherStandInTensor)
+    flat.blocks.sources[:] = sources
+    flat.blocks.addresses[:] = array("q", [0] * len(sources))
+    return flat
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> StandInAccelerator:
+    monkeypatch.setattr(snapshot_module, "flatten", _flatten_on_device)
+    monkeypatch.setattr(StandInTensor, "stream", None)
+    return StandInAccelerator()
+
+
+def test_a_snapshot_shows_the_work_that_was_queued_before_it(accelerator: StandInAccelerator) -> None:
+    parameter = torch.zeros(4)
+    accelerator.training[_DEVICE].queue.append(lambda: parameter.fill_(2.0))
+    with open_taker(accelerator=accelerator) as taker:
+        snapshot = take(taker, 1, [parameter])
+        assert receive(file_of(snapshot))[0].tolist() == [2.0] * 4
+        snapshot.close()
+
+
+def test_the_stand_in_shows_a_side_stream_that_does_not_wait(
+    accelerator: StandInAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInStream, "wait_event", lambda self, event: None)
+    parameter = torch.zeros(4)
+    accelerator.training[_DEVICE].queue.append(lambda: parameter.fill_(2.0))
+    with open_taker(accelerator=accelerator) as taker:
+        snapshot = take(taker, 1, [parameter])
+        assert receive(file_of(snapshot))[0].tolist() == [0.0] * 4
+        snapshot.close()
+
+
+def test_the_event_is_recorded_at_the_beginning_and_the_copy_is_complete_at_the_end(
+    accelerator: StandInAccelerator,
+) -> None:
+    parameter = torch.zeros(4)
+    training = accelerator.training[_DEVICE]
+    with open_taker(accelerator=accelerator) as taker:
+        training.queue.append(lambda: parameter.fill_(2.0))
+        pending = taker.begin(1, [parameter], deferrable=lambda tensor: True)
+        assert accelerator.log == ["recorded on training cuda:0"]
+        # Forward and backward of the next step, which do not change parameters, are not waited for.
+        ran: list[bool] = []
+        training.queue.append(lambda: ran.append(True))
+        pending.copy_deferred()
+        assert accelerator.log[1:] == [
+            "side cuda:0 waits", "copy on side cuda:0", "recorded on side cuda:0", "synchronised with side cuda:0"
+        ]  # fmt: skip
+        assert ran == []
+        # From here on the lock is open, and the optimizer may write.
+        parameter.fill_(3.0)
+        snapshot = pending.finish()
+        assert receive(file_of(snapshot))[0].tolist() == [2.0] * 4
+        snapshot.close()
+
+
+def test_what_cannot_wait_is_complete_when_begin_returns(accelerator: StandInAccelerator) -> None:
+    buffer, parameter = torch.zeros(2), torch.zeros(4)
+    with open_taker(accelerator=accelerator) as taker:
+        pending = taker.begin(1, [buffer, parameter], deferrable=lambda tensor: tensor.numel() == 4)
+        buffer.fill_(1)
+        pending.copy_deferred()
+        snapshot = pending.finish()
+        received = receive(file_of(snapshot))
+        snapshot.close()
+    assert received[0].tolist() == [0.0, 0.0]
+    assert accelerator.log.count("copy on side cuda:0") == 2
+
+
+def test_each_device_has_one_side_stream_for_good(accelerator: StandInAccelerator) -> None:
+    state = [torch.arange(3.0), torch.arange(6.0).view(2, 3).t(), torch.arange(5)]
+    with open_taker(accelerator=accelerator) as taker:
+        for step in range(3):
+            snapshot = take(taker, step, state)
+            received = receive(file_of(snapshot))
+            assert [tensor.tolist() for tensor in received] == [tensor.tolist() for tensor in state]
+            snapshot.close()
+    assert accelerator.num_streams == 2
+    assert accelerator.log.count("copy on side cuda:0") == 6
+    assert accelerator.log.count("copy on side cuda:1") == 3
+
+
+def test_after_an_error_nothing_writes_any_more(accelerator: StandInAccelerator) -> None:
+    copier = DeviceCopier(accelerator)
+    target = torch.zeros(4)
+    source = torch.ones(4).as_subclass(StandInTensor)
+    other = torch.ones(4).as_subclass(OtherStandInTensor)
+    marks = copier.mark([_DEVICE, _OTHER])
+
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        copier.copy([(target, source), (torch.zeros(4).as_subclass(Refusing), other)], marks)
+    # What was queued has landed, and so the arena may be given to the next.
+    assert target.tolist() == [1.0] * 4
+    assert accelerator.log[-2:] == ["synchronised with side cuda:0", "synchronised with side cuda:1"]
+
+
+def test_on_the_host_no_stream_is_asked_for() -> None:
+    accelerator = StandInAccelerator()
+    with open_taker(accelerator=accelerator) as taker:
+        take(taker, 1, torch.ones(3)).close()
+    assert accelerator.log == []
+    assert accelerator.num_streams == 0
+
+
+class StandInCudaRuntime:
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.calls: list[tuple[object, ...]] = []
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802  # CUDA's name
+        self.calls.append(("register", address, num_bytes, flags))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802  # CUDA's name
+        self.calls.append(("unregister", address))
+        return 0
+
+
+@pytest.fixture
+def _with_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], StandInCudaRuntime]:
+    def install(status: int) -> StandInCudaRuntime:
+        runtime = StandInCudaRuntime(status)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        return runtime
+
+    return install
+
+
+def test_arenas_are_page_locked_where_there_is_cuda(_with_cuda: Callable[[int], StandInCudaRuntime]) -> None:  # noqa: PT019
+    runtime = _with_cuda(0)
+    with open_taker() as taker:
+        take(taker, 1, torch.ones(3)).close()
+        take(taker, 2, torch.ones(3)).close()
+        assert [call[0] for call in runtime.calls] == ["register"]
+        _, address, num_bytes, flags = runtime.calls[0]
+        assert num_bytes == 4096
+        assert flags == module._CUDA_HOST_REGISTER_PORTABLE
+    assert runtime.calls[1:] == [("unregister", address)]
+
+
+def test_an_arena_that_cannot_be_page_locked_is_an_error(_with_cuda: Callable[[int], StandInCudaRuntime]) -> None:  # noqa: PT019
+    _with_cuda(2)
+    with open_taker() as taker, pytest.raises(SnapshotError, match="cudaHostRegister answered 2"):
+        take(taker, 1, torch.ones(3))
+
+
+def test_without_a_device_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pinning() is None
+
+
+def test_torchs_own_accelerator_has_what_the_stand_in_has() -> None:
+    public = {name for name in dir(TorchAccelerator) if not name.startswith("_")}
+    assert public == {"current_stream", "new_stream", "new_event"}
+    assert public <= set(dir(StandInAccelerator))
+    for name in ("wait_event", "__enter__", "__exit__"):
+        assert hasattr(torch.Stream, name)
+        assert hasattr(StandInStream, name)
+    for name in ("record", "synchronize"):
+        assert hasattr(torch.Event, name)
+        assert hasattr(StandInEvent, name)

@@ -1,0 +1,78 @@
+"""A live state is compared with a manifest: any difference is found and named, and nothing else is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ft_transport.state.snapshot import SnapshotTaker
+from ft_transport.state.verify import find_differences
+from ft_transport.wire.manifest import Manifest, decode_header
+
+CHUNK_BYTES = 4096
+
+
+def manifest_of(state: object) -> Manifest:
+    taker = SnapshotTaker(max_snapshots=1, num_threads=1, chunk_bytes=CHUNK_BYTES)
+    pending = taker.begin(3, state)
+    pending.copy_deferred()
+    snapshot = pending.finish()
+    snapshot.close()
+    taker.close()
+    return decode_header(snapshot.header[8:])
+
+
+def state() -> dict[str, Any]:
+    flat = torch.arange(6000.0)
+    return {
+        "w": flat,
+        "view": flat[2:4],
+        "t": torch.arange(6).view(2, 3).t(),
+        "n": [1, 2.0, {"a", "b"}, float("nan")],
+        "e": torch.zeros(0),
+        "half": torch.arange(5, dtype=torch.bfloat16),
+        "deep": {1: {"x": torch.full((3000,), 7.0)}},
+        "bytes": b"x" * 5000,
+    }
+
+
+def differences(expected: object, actual: object) -> tuple[str, ...]:
+    return find_differences(manifest_of(expected), actual, num_threads=2)
+
+
+def test_equal_states_do_not_differ_whatever_the_order_of_their_keys() -> None:
+    assert differences(state(), state()) == ()
+    assert differences(state(), dict(reversed(state().items()))) == ()
+    assert differences({}, {}) == ()
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a bit": (lambda s: s["w"].view(torch.int32)[5999:].bitwise_xor_(1), "other bytes in .*w"),
+    "a bit of a strided tensor": (lambda s: s["t"][2:, 1:].add_(1), "other bytes in .*t"),
+    "a bit deep down": (lambda s: s["deep"][1]["x"][0].neg_(), "other bytes in .*deep"),
+    "a dtype": (lambda s: s.update(half=s["half"].half()), "half: expected BF16"),
+    "a shape": (lambda s: s["deep"][1].update(x=s["deep"][1]["x"].view(3, -1)), r"expected F32\[3000\], got F32\[3, 1"),
+    "a tie": (lambda s: s.update(view=s["view"].clone()), "view: expected ViewNode"),
+    "a number": (lambda s: s["n"].__setitem__(0, 2), r"n\[0\]|n.*expected 1, got 2"),
+    "a type of a number": (lambda s: s["n"].__setitem__(0, True), "expected 1, got True"),
+    "a key": (lambda s: s.update(w2=s.pop("w")), "expected the keys"),
+    "a length": (lambda s: s["n"].append(None), "4 items, got 5"),
+    "a container": (lambda s: s.update(n=tuple(s["n"])), "expected 'list', got 'tuple'"),
+    "a parameter": (lambda s: s.update(half=nn.Parameter(s["half"])), "half: expected TensorNode"),
+    "stored bytes": (lambda s: s.update(bytes=b"y" + s["bytes"][1:]), "other bytes"),
+}
+
+
+@pytest.mark.parametrize("what", sorted(CHANGES))
+def test_any_difference_is_found_and_named(what: str) -> None:
+    changed = state()
+    change, pattern = CHANGES[what]
+    change(changed)
+    found = differences(state(), changed)
+    assert len(found) >= 1
+    assert any(re.search(pattern, each) for each in found), found

@@ -1,0 +1,774 @@
+"""What the ranks of a group do with a checkpoint store while one of them fails; started by torchrun.
+
+Usage: ``checkpoint_ranks.py DIRECTORY SCENARIO...``: the scenarios run one after the other, and each rank leaves what
+it saw of them in ``DIRECTORY/RANK.json``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from state_equality import exact
+
+from ft_transport import CheckpointStore, StoreSettings, TransportError
+from ft_transport.checkpoint import writer_messages
+from ft_transport.checkpoint.manifest import data_file_name
+from ft_transport.checkpoint.verify import read_manifest
+from ft_transport.state.snapshot import PendingSnapshot
+
+_KILLED_STATUS = 128 + signal.SIGKILL
+
+TIMEOUT_S = 60.0
+GONE_TIMEOUT_S = 3.0
+VISIBLE_TIMEOUT_S = 2.0
+NUM_FAILED_ALLOWED = 100
+LARGE_BYTES = 192 << 20
+
+FIRST_ONLY_PHASES = ("set up the directory", "plan", "compare", "commit")
+"""What the first rank does alone, so that it alone can fail there."""
+
+PHASES = (
+    *("snapshot", "copy", "set up the directory", "find the directory", "hand the snapshot to the writer"),
+    *("read the headers", "plan", "digest", "compare", "write", "commit"),
+)
+EXCHANGES = ("gather the headers", "divide the work", "gather the digests", "gather what was written")
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+"""What is injected where nothing else is said: it does not pass."""
+
+
+# --------------------------------------------------------------------------------------------------------- starting it
+
+
+def run_ranks(
+    directory: Path, num_ranks: int, *scenarios: str, timeout_s: float = 150, script: str = __file__
+) -> list[dict[str, Any]]:
+    """Runs scenarios on so many ranks, and returns what each rank reported, by scenario; nothing of a killed rank."""
+    # The shell hides from torchrun that a rank was killed: torchrun would end the others before they notice.
+    shell = f'"{sys.executable}" "{script}" "$@" || {{ status=$?; test $status -eq {_KILLED_STATUS}; }}'
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    with subprocess.Popen(
+        [*command, "--no-python", "bash", "-c", shell, "rank", str(directory), *scenarios],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            _, output = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends the ranks then.
+            _, output = process.communicate()
+            raise AssertionError(f"{scenarios} took longer than {timeout_s} s: {output[-5000:]}") from None
+    assert process.returncode == 0, output[-10000:]
+    paths = [directory / f"{rank}.json" for rank in range(num_ranks)]
+    return [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+
+
+# ------------------------------------------------------------------------------------------------------------- tools
+
+
+class Ranks:
+    """What a scenario needs of its rank."""
+
+    def __init__(self, directory: Path, scenario: str) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.directory = directory
+        self.root = directory / scenario / "checkpoints"
+        self.root.parent.mkdir(exist_ok=True)
+
+    def store(self, **options: Any) -> CheckpointStore:
+        chosen = {"timeout": timedelta(seconds=TIMEOUT_S), "max_failed_saves": NUM_FAILED_ALLOWED}
+        settings = StoreSettings(**{**chosen, **options.pop("settings", {})})
+        return CheckpointStore(options.pop("root", self.root), rank_local=("own",), settings=settings, **options)
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = 30) -> None:
+    """Polls; only what another process does cannot be waited for in another way."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s"
+        time.sleep(0.002)
+
+
+def state_of(step: int, rank: int) -> dict[str, Any]:
+    return {
+        # Every rank holds these, so that there is something to compare.
+        "weight": torch.full((128, 64), float(step)),
+        "half": torch.full((33,), step, dtype=torch.bfloat16),
+        # Another structure at each step, so that the work is divided anew.
+        f"only-at-{step}": torch.full((5,), float(step)),
+        "step": step,
+        "own": {"rank": rank, "random": torch.full((7,), float(1000 * step + rank))},
+    }
+
+
+def is_loaded(store: CheckpointStore, step: int, rank: int) -> bool:
+    """Whether a checkpoint is there, is what was written, and is that of this step and rank."""
+    store.verify(step)
+    loaded = store.load(step)
+    return loaded.step == step and exact(loaded.state) == exact(state_of(step, rank))
+
+
+def told(error: BaseException | None) -> dict[str, Any]:
+    """An error and when it was raised, for the report."""
+    names = ("rank", "ranks", "phase", "cause_type", "errno")
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "cause": type(error.__cause__).__name__ if error is not None else None,
+        "at_s": time.monotonic(),
+        **{name: getattr(error, name, None) for name in names},
+    }
+
+
+def raised(action: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        action()
+    except TransportError as error:
+        return told(error)
+    return told(None)
+
+
+class Injected:
+    """Puts a failure in front of a method, so many times, and notes when it struck and how often it was passed."""
+
+    def __init__(self, owner: Any, name: str, error: Exception, times: int = 1, on: Callable[..., bool] | None = None):
+        self.owner, self.name, self.error, self.times = owner, name, error, times
+        self.on = on if on is not None else lambda *_args, **_kwargs: True
+        self.at_s: float | None = None
+
+    def __enter__(self) -> Injected:
+        original = getattr(self.owner, self.name)
+        self._own = vars(self.owner).get(self.name)
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            if self.times and self.on(*args, **kwargs):
+                self.times -= 1
+                self.at_s = time.monotonic()
+                raise self.error
+            return original(*args, **kwargs)
+
+        setattr(self.owner, self.name, replacement)
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        if self._own is None:
+            delattr(self.owner, self.name)  # The method of its class shows again.
+        else:
+            setattr(self.owner, self.name, self._own)
+
+
+def failing_in(phase: str, store: CheckpointStore, error: Exception = FULL, times: int = 1) -> Injected:
+    """A failure of this rank in a phase, at the place where it would arise."""
+    saver, writer, exchange = store._saver, store._writer, store._save_exchange
+    requests = {
+        "hand the snapshot to the writer": writer_messages.Take,
+        "read the headers": writer_messages.Headers,
+        "plan": writer_messages.Plan,
+        "digest": writer_messages.Digest,
+        "compare": writer_messages.Compare,
+        "write": writer_messages.Write,
+        "commit": writer_messages.Describe,
+    }
+    if phase in requests:
+        kind = requests[phase]
+        return Injected(writer, "call", error, times, lambda request, *_args, **_kwargs: isinstance(request, kind))
+    if phase in EXCHANGES:
+        if phase == "divide the work":
+            return Injected(exchange, "scatter", error, times)
+        gathers = [each for each in EXCHANGES if each.startswith("gather")]
+        numbers = iter(range(len(gathers)))
+        return Injected(exchange, "gather", error, times, lambda _data: gathers[next(numbers)] == phase)
+    return {
+        "set up the directory": Injected(store._directory, "begin", error, times),
+        "find the directory": Injected(saver, "_find", error, times),
+    }[phase]
+
+
+@contextmanager
+def counted_attempts(store: CheckpointStore) -> Iterator[list[int]]:
+    saver = store._saver
+    attempts: list[int] = []
+    original = saver._attempt
+
+    def attempt(request: Any) -> None:
+        attempts.append(request.step)
+        original(request)
+
+    saver._attempt = attempt  # type: ignore[method-assign]
+    try:
+        yield attempts
+    finally:
+        del saver._attempt  # type: ignore[misc]
+
+
+# --------------------------------------------------------------------------------------- one rank fails in each phase
+
+
+def _fail_and_save_again(ranks: Ranks, store: CheckpointStore, phase: str, victim: int, number: int) -> dict[str, Any]:
+    """One save in which a rank fails, and the next, in which none does."""
+    is_victim = ranks.rank == victim
+    failing_step, good_step = 2 * number, 2 * number + 1
+    state = state_of(failing_step, ranks.rank)
+    injected = None
+    failed_s: float | None = None
+    dist.barrier()
+    if is_victim and phase == "snapshot":
+        state["own"]["unsupported"] = object()
+        failed_s = time.monotonic()
+    elif is_victim and phase == "copy":
+        # What fails after save() has returned, when the snapshot is finished in the background.
+        with Injected(PendingSnapshot, "finish", FULL) as injected:
+            handle = store.save(failing_step, state)
+            handle.exception()
+        failed_s = injected.at_s
+    elif is_victim:
+        with failing_in(phase, store) as injected:
+            handle = store.save(failing_step, state)
+            handle.exception()
+        failed_s = injected.at_s
+    elif phase != "snapshot":
+        handle = store.save(failing_step, state)
+    # What can never be saved is refused in the call.
+    error = raised(lambda: store.save(failing_step, state)) if phase == "snapshot" else told(handle.exception())
+    incomplete = sorted(path.name for path in ranks.root.glob(f"step-{failing_step}*"))
+    store.save(good_step, state_of(good_step, ranks.rank), wait=True)
+    dist.barrier()
+    return {
+        "error": error,
+        "failed_s": failed_s,
+        "left": incomplete if ranks.rank == 0 else [],
+        "is_next_loaded": is_loaded(store, good_step, ranks.rank),
+        "is_failed_one_there": failing_step in store.steps(),
+    }
+
+
+def victim_of(phase: str, number: int) -> int:
+    """Ranks 1 and 2 in turn, where it can be another than the first."""
+    return 0 if phase in FIRST_ONLY_PHASES else 1 + number % 2
+
+
+def phases(ranks: Ranks) -> dict[str, Any]:
+    with ranks.store() as store:
+        return {
+            phase: _fail_and_save_again(ranks, store, phase, victim_of(phase, number), number)
+            for number, phase in enumerate(PHASES)
+        }
+
+
+def exchanges(ranks: Ranks) -> dict[str, Any]:
+    with ranks.store() as store:
+        return {
+            phase: _fail_and_save_again(ranks, store, phase, victim_of(phase, number), number)
+            for number, phase in enumerate(EXCHANGES)
+        }
+
+
+# --------------------------------------------------------------------------------------------- classified differently
+
+
+def _differing(ranks: Ranks, store: CheckpointStore, step: int, errors: dict[int, Exception], times: int) -> Any:
+    dist.barrier()
+    error = errors.get(ranks.rank)
+    with counted_attempts(store) as attempts:
+        if error is None:
+            handle = store.save(step, state_of(step, ranks.rank))
+            failure = handle.exception()
+        else:
+            with failing_in("write", store, error, times) as injected:
+                handle = store.save(step, state_of(step, ranks.rank))
+                failure = handle.exception()
+            assert injected.times == max(0, times - len(attempts)), "each attempt had its failure"
+    dist.barrier()
+    return {"error": told(failure), "attempts": len(attempts), "is_there": step in store.steps()}
+
+
+def classified(ranks: Ranks) -> dict[str, Any]:
+    passing, final = OSError(errno.EIO, os.strerror(errno.EIO)), PermissionError(errno.EACCES, "Permission denied")
+    with ranks.store(settings={"max_attempts": 3}) as store:
+        return {
+            "final beside passing": _differing(ranks, store, 1, {1: passing, 2: final}, 1),
+            "final before passing": _differing(ranks, store, 2, {1: final, 2: passing}, 1),
+            "passing once": _differing(ranks, store, 3, {1: passing}, 1),
+            "passing twice": _differing(ranks, store, 4, {2: passing}, 2),
+            "passing always": _differing(ranks, store, 5, {1: passing}, 100),
+            "is_loaded": [is_loaded(store, step, ranks.rank) for step in (3, 4)],
+        }
+
+
+# --------------------------------------------------------------------------------------------------- at construction
+
+
+@contextmanager
+def no_permissions(parent: Path) -> Iterator[None]:
+    """Without the rights of root, to whom everything is permitted."""
+    parent.chmod(0o500)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        parent.chmod(0o700)
+
+
+def refused_root(ranks: Ranks) -> dict[str, Any]:
+    parent = ranks.root.parent / "mine alone"
+    file = ranks.root.parent / "file"
+    if ranks.rank == 0:
+        parent.mkdir()
+        file.touch()
+    report = {}
+    dist.barrier()
+    started_s = time.monotonic()
+    if ranks.rank == 0:
+        with no_permissions(parent):
+            report["forbidden"] = raised(lambda: ranks.store(root=parent / "root"))
+    else:
+        report["forbidden"] = raised(lambda: ranks.store(root=parent / "root"))
+    report["forbidden_s"] = report["forbidden"]["at_s"] - started_s
+    dist.barrier()
+    started_s = time.monotonic()
+    report["under a file"] = raised(lambda: ranks.store(root=file / "root"))
+    report["under a file_s"] = report["under a file"]["at_s"] - started_s
+    return report
+
+
+def _in_a_namespace_of_its_own(path: Path) -> bool:
+    """Gives this thread, and those that it starts, an empty file system of their own there. Returns whether it may."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    clone_newns, ms_rec_private = 0x00020000, 0x4000 | 0x40000
+    if not hasattr(libc, "unshare") or libc.unshare(clone_newns):
+        return False
+    if libc.mount(b"none", b"/", None, ms_rec_private, None):
+        return False
+    return not libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", 0, None)
+
+
+def invisible_root(ranks: Ranks) -> dict[str, Any]:
+    """On the last rank, another directory is where the root should be."""
+    settings = {"visible_timeout": timedelta(seconds=VISIBLE_TIMEOUT_S)}
+    is_last = ranks.rank == ranks.size - 1
+    outer = ranks.root.parent / "outer"
+    outer.mkdir(exist_ok=True)
+    dist.barrier()
+    root = outer / "root"
+    if is_last and not _in_a_namespace_of_its_own(outer):
+        root = ranks.root.parent / "elsewhere" / "root"
+    dist.barrier()
+    started_s = time.monotonic()
+    error = raised(lambda: ranks.store(root=root, settings=settings))
+    return {"error": error, "took_s": error["at_s"] - started_s}
+
+
+def invisible_step(ranks: Ranks) -> dict[str, Any]:
+    """All see a root, and the last rank sees another one."""
+    settings = {"visible_timeout": timedelta(seconds=VISIBLE_TIMEOUT_S)}
+    is_last = ranks.rank == ranks.size - 1
+    ranks.root.mkdir(exist_ok=True)
+    dist.barrier()
+    is_hidden = is_last and _in_a_namespace_of_its_own(ranks.root)
+    dist.barrier()
+    with ranks.store(settings=settings) as store:
+        if is_last and not is_hidden:
+            find = store._saver._find
+            store._saver._find = lambda directory, marker: find(  # type: ignore[method-assign]
+                ranks.directory / "elsewhere" / directory.name, marker
+            )
+        dist.barrier()
+        started_s = time.monotonic()
+        error = told(store.save(1, state_of(1, ranks.rank)).exception())
+        return {"error": error, "took_s": error["at_s"] - started_s, "steps": list(store.steps())}
+
+
+def poisoned(ranks: Ranks) -> dict[str, Any]:
+    report: dict[str, Any] = {}
+    # A port next to that of torch.distributed is what a fixed choice would take.
+    listening = []
+    if ranks.rank == 0:
+        for offset in (1, 2, 3):
+            with suppress(OSError):  # Somebody else's already, which is as good.
+                listening.append(socket.create_server(("", int(os.environ["MASTER_PORT"]) + offset)))
+    dist.barrier()
+    with ranks.store() as store:
+        store.save(1, state_of(1, ranks.rank), wait=True)
+        report["beside taken ports"] = is_loaded(store, 1, ranks.rank)
+    for each in listening:
+        each.close()
+    modules = ranks.root.parent / "modules"
+    modules.mkdir(exist_ok=True)
+    (modules / "msgspec.py").write_text("raise ImportError('poisoned')\n")
+    poisons = {"no interpreter": {"PYTHONHOME": "/nonexistent"}, "no import": {"PYTHONPATH": str(modules)}}
+    for name, variables in poisons.items():
+        before = dict(os.environ)
+        if ranks.rank == 1:
+            os.environ.update(variables)
+        dist.barrier()
+        started_s = time.monotonic()
+        error = raised(ranks.store)
+        report[name] = {"error": error, "took_s": error["at_s"] - started_s}
+        os.environ.clear()
+        os.environ.update(before)
+    with ranks.store() as store:  # The failure has left neither a claim nor a lost step in the agreement.
+        report["is_loaded_afterwards"] = is_loaded(store, 1, ranks.rank)
+    return report
+
+
+# ------------------------------------------------------------------------------------------------------ the directory
+
+
+def stale(ranks: Ranks) -> dict[str, Any]:
+    incomplete = ranks.root / "step-5.incomplete"
+    with ranks.store() as store:
+        if ranks.rank == 0:
+            (incomplete / "nested").mkdir(parents=True)
+            (incomplete / "nested" / "garbage").write_bytes(b"garbage")
+            # Names that are written, too, longer than what will be written.
+            for name in (data_file_name(0), "manifest.json", ".metadata"):
+                (incomplete / name).write_bytes(b"g" * (1 << 20))
+        else:
+            until((incomplete / ".metadata").exists, "the garbage")
+        dist.barrier()
+        begin = store._directory.begin
+        delayed_s = 2.0
+        if ranks.rank == 0:
+            waited = threading.Event()
+
+            def late(*args: Any, **kwargs: Any) -> Path:
+                waited.wait(delayed_s)  # Nobody sets it: the delay is the fault.
+                return begin(*args, **kwargs)
+
+            store._directory.begin = late  # type: ignore[method-assign]
+        started_s = time.monotonic()
+        store.save(5, state_of(5, ranks.rank), wait=True)
+        took_s = time.monotonic() - started_s
+        dist.barrier()
+        listed = {entry.name for entry in read_manifest(ranks.root / "step-5").files}
+        there = {str(path.relative_to(ranks.root / "step-5")) for path in (ranks.root / "step-5").rglob("*")}
+        return {
+            "took_s": took_s,
+            "delayed_s": delayed_s,
+            "unlisted": sorted(there - listed - {"manifest.json"}),
+            "is_loaded": is_loaded(store, 5, ranks.rank),
+            "left": sorted(path.name for path in ranks.root.glob("step-*")),
+        }
+
+
+def _kept(ranks: Ranks) -> list[list[str]]:
+    """What each rank finds in the directory at the moment in which its handle is done."""
+    root = ranks.root.with_name("kept")
+    found: list[list[str]] = []
+    finish = PendingSnapshot.finish
+    may_begin = threading.Event()
+
+    def late(pending: PendingSnapshot) -> Any:
+        assert may_begin.wait(TIMEOUT_S)
+        return finish(pending)
+
+    with ranks.store(root=root, keep=1) as store:
+        PendingSnapshot.finish = late  # type: ignore[method-assign]
+        for step in (1, 2, 3):
+            may_begin.clear()
+            handle = store.save(step, state_of(step, ranks.rank))
+            handle.future.add_done_callback(
+                lambda _: found.append([path.name for path in root.glob("step-*") if "." not in path.name])
+            )
+            may_begin.set()
+            handle.result()
+            dist.barrier()
+        PendingSnapshot.finish = finish  # type: ignore[method-assign]
+    return found
+
+
+def differing_settings(ranks: Ranks) -> dict[str, Any]:
+    differing: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "busy": ({"settings": {"busy": "wait"}}, {"settings": {"busy": "skip"}}),
+        "read": ({"settings": {"read": "once"}}, {"settings": {"read": "each"}}),
+        "max_failed_saves": ({"settings": {"max_failed_saves": 0}}, {"settings": {"max_failed_saves": 3}}),
+        "keep": ({"keep": 1}, {"keep": 3}),
+        "consolidate": ({}, {"consolidate": "model"}),
+        "read_only": ({}, {"read_only": True}),
+    }
+    report: dict[str, Any] = {}
+    for name, options in differing.items():
+        report[name] = raised(lambda options=options: ranks.store(**options[min(ranks.rank, 1)]))
+    report["refused"] = raised(lambda: ranks.store(**({"keep": "x"} if ranks.rank == 1 else {})))
+    with ranks.store() as store:
+        for step in (1, 2):
+            store.save(step, state_of(step, ranks.rank), wait=True)
+        number = 1 if ranks.rank else 2
+        damaged = ranks.root / "step-1" / data_file_name(0)
+        content = damaged.read_bytes()
+        dist.barrier()
+        if not ranks.rank:
+            damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        dist.barrier()
+        report["verify"] = raised(lambda: store.verify(number))
+        report["load"] = raised(lambda: store.load(number))
+        report["prune"] = raised(lambda: store.prune(number))
+        report["refused step"] = raised(lambda: store.verify("first" if ranks.rank == 1 else "latest"))
+        report["refused keep"] = raised(lambda: store.prune(0 if ranks.rank == 1 else 1))
+        report["steps"] = store.steps()
+        dist.barrier()
+        if not ranks.rank:
+            damaged.write_bytes(content)
+        dist.barrier()
+        report["is_loaded"] = is_loaded(store, 1, ranks.rank)
+    report["kept"] = _kept(ranks)
+    return report
+
+
+def two_groups(ranks: Ranks) -> dict[str, Any]:
+    first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
+    is_first = ranks.rank < 2
+    group = first if is_first else second
+    report: dict[str, Any] = {}
+    store = ranks.store(process_group=first) if is_first else None
+    dist.barrier()
+    if store is None:
+        settings = {"claim_timeout": timedelta(seconds=0.5)}
+        report["error"] = raised(lambda: ranks.store(process_group=second, settings=settings))
+        # Who only reads is in nobody's way.
+        with ranks.store(process_group=second, read_only=True) as reading:
+            report["steps_seen"] = list(reading.steps())
+    dist.barrier()
+    if store is not None:
+        store.save(1, state_of(1, dist.get_rank(group)), wait=True)
+        report["is_loaded"] = is_loaded(store, 1, dist.get_rank(group))
+        store.close()
+    dist.barrier()
+    if store is None:
+        with ranks.store(process_group=second) as store_after:
+            store_after.save(2, state_of(2, dist.get_rank(group)), wait=True)
+            report["is_loaded"] = is_loaded(store_after, 2, dist.get_rank(group))
+            report["steps_after"] = list(store_after.steps())
+    return report
+
+
+# --------------------------------------------------------------------------------------------------------- the writer
+
+
+def is_running(process_id: int) -> bool:
+    """A zombie does not run."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _healths(store: CheckpointStore, count: int) -> list[list[int]]:
+    return [list(store.check_health().dead_writers) for _ in range(count)]
+
+
+def killed_writer(ranks: Ranks) -> dict[str, Any]:
+    report: dict[str, Any] = {}
+    is_victim = ranks.rank == 1
+    with ranks.store() as store:
+        report["before"] = _healths(store, 3)
+        # Once it is seen at once, once when another one has long taken its place: a step may take longer than that.
+        for name in ("at once", "after it was replaced"):
+            killed = store._writer.process_id
+            assert killed is not None
+
+            def is_replaced(killed: int = killed) -> bool:
+                return store._writer.process_id not in (None, killed)
+
+            dist.barrier()
+            if is_victim:
+                os.kill(killed, signal.SIGKILL)
+                until(lambda killed=killed: not is_running(killed), "its end")
+                if name != "at once":
+                    until(is_replaced, "another one", TIMEOUT_S)
+            dist.barrier()
+            report[name] = _healths(store, 2)
+            if is_victim:
+                until(is_replaced, "another one", TIMEOUT_S)
+            dist.barrier()
+            _healths(store, 2)
+            report[f"{name}, later"] = _healths(store, 1)
+        store.save(1, state_of(1, ranks.rank), wait=True)
+        report["is_loaded"] = is_loaded(store, 1, ranks.rank)
+    return report
+
+
+def killed_while_writing(ranks: Ranks) -> dict[str, Any]:
+    is_victim = ranks.rank == 1
+    report: dict[str, Any] = {}
+    large = torch.arange(LARGE_BYTES // 4, dtype=torch.int32)
+    with ranks.store() as store:
+        killed = store._writer.process_id
+        assert killed is not None
+        sizes: list[int] = []
+
+        def kill_in_the_middle() -> None:
+            file = ranks.root / "step-1.incomplete" / data_file_name(ranks.rank)
+            until(lambda: file.exists() and file.stat().st_size, f"the first bytes of {file.name}")
+            os.kill(killed, signal.SIGSTOP)  # Its file does not grow while it is looked at.
+            sizes.append(file.stat().st_size)
+            os.kill(killed, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_in_the_middle)
+        state = state_of(1, ranks.rank)
+        if is_victim:
+            state["own"]["large"] = large
+            killer.start()
+        with counted_attempts(store) as attempts:
+            handle = store.save(1, state)
+            if is_victim:
+                killer.join()
+            report["error"] = told(handle.exception())
+        loaded = store.load(1).state
+        report["is_loaded"] = exact(loaded) == exact(state)
+        report["sizes"] = sizes
+        report["attempts"] = len(attempts)
+        report["is_replaced"] = store._writer.process_id != killed
+    return report
+
+
+# ---------------------------------------------------------------------------------------------------- a rank that goes
+
+
+def _gone(ranks: Ranks, victim: int, number: signal.Signals) -> dict[str, Any]:
+    """The victim gets a signal in the middle of a save; the others wait for it for as long as they were told to."""
+    is_victim = ranks.rank == victim
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.size)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    store = ranks.store()
+    store.save(0, state_of(0, ranks.rank), wait=True)
+    dist.barrier()
+    # Only now: several processes that import torch at once take longer than this on a small machine.
+    for agreement in (store._agreement, store._saver._agreement):
+        agreement._timeout_s, agreement._tick_s = GONE_TIMEOUT_S, GONE_TIMEOUT_S / 4
+    if is_victim:
+        find = store._saver._find
+
+        def strike(*args: Any) -> None:
+            os.kill(os.getpid(), number)
+            find(*args)
+
+        store._saver._find = strike  # type: ignore[method-assign]
+    dist.barrier()
+    started_s = time.monotonic()
+    error = told(store.save(1, state_of(1, ranks.rank)).exception())
+    report = {"error": error, "took_s": error["at_s"] - started_s}
+    if number == signal.SIGSTOP:
+        # The one that was given up goes on when all others have noticed.
+        noticed = ranks.directory / f"noticed-{ranks.rank}"
+        noticed.touch()
+        others = [rank for rank in range(ranks.size) if rank != victim]
+        if not is_victim:
+            until(lambda: all((ranks.directory / f"noticed-{rank}").exists() for rank in others), "the others")
+            os.kill(int(pids[victim].item()), signal.SIGCONT)
+        else:
+            del store._saver._find  # type: ignore[misc]
+        dist.barrier()
+        report["later"] = []
+        for step in (2, 3, 4):
+            report["later"].append(told(store.save(step, state_of(step, ranks.rank)).exception()))
+            dist.barrier()
+    started_s = time.monotonic()
+    store.close()
+    report["close_s"] = time.monotonic() - started_s
+    report["writer_runs"] = store._writer.process_id is not None
+    return report
+
+
+def stopped_rank_2(ranks: Ranks) -> dict[str, Any]:
+    return _gone(ranks, 2, signal.SIGSTOP)
+
+
+def stopped_rank_0(ranks: Ranks) -> dict[str, Any]:
+    return _gone(ranks, 0, signal.SIGSTOP)
+
+
+def killed_rank_2(ranks: Ranks) -> dict[str, Any]:
+    return _gone(ranks, 2, signal.SIGKILL)
+
+
+def killed_rank_0(ranks: Ranks) -> dict[str, Any]:
+    return _gone(ranks, 0, signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------------------------- a busy store
+
+
+def _busy(ranks: Ranks, policy: str) -> dict[str, Any]:
+    """One rank is not done with a save yet, the others are."""
+    may_end = threading.Event()
+    with ranks.store(root=ranks.root / policy, settings={"busy": policy}) as store:
+        if ranks.rank == 1:
+            save_together = store._saver.save
+
+            def linger(request: Any) -> None:
+                save_together(request)
+                assert may_end.wait(TIMEOUT_S)
+
+            store._saver.save = linger  # type: ignore[method-assign]
+        first = store.save(1, state_of(1, ranks.rank))
+        if ranks.rank != 1:
+            first.result()
+        was_done = first.done()
+        dist.barrier()
+        report: dict[str, Any] = {"was_done": was_done, "is_skipped": None}
+
+        def save() -> None:
+            report["is_skipped"] = store.save(2, state_of(2, ranks.rank)).is_skipped
+
+        report["error"] = raised(save)
+        may_end.set()
+        store.wait()
+        dist.barrier()
+        report["is_next_skipped"] = store.save(3, state_of(3, ranks.rank), wait=True).is_skipped
+        report["steps"] = list(store.steps())
+        return report
+
+
+def busy(ranks: Ranks) -> dict[str, Any]:
+    return {policy: _busy(ranks, policy) for policy in ("skip", "error")}
+
+
+SCENARIOS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
+    function.__name__: function
+    for function in (
+        *(phases, exchanges, classified, refused_root, invisible_root, invisible_step, poisoned, stale, two_groups),
+        *(killed_writer, killed_while_writing, stopped_rank_2, stopped_rank_0, killed_rank_2, killed_rank_0),
+        *(differing_settings, busy),
+    )
+}
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    report: dict[str, Any] = {}
+    path = directory / f"{dist.get_rank()}.json"
+    for name in sys.argv[2:]:
+        # One that raises ends all of them: torchrun sees to it.
+        report[name] = SCENARIOS[name](Ranks(directory, name))
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(report))
+        partial.rename(path)
+    # No farewell: a rank that was killed would not be there.
+
+
+if __name__ == "__main__":
+    main()
