@@ -107,12 +107,12 @@ def _settle_disk() -> None:
 
 def _save_ours(clock: _Clock, state: State, arguments: argparse.Namespace) -> None:
     from ft_transport import CheckpointStore, StoreSettings
-    from ft_transport.state.snapshot import SnapshotTaker
+    from ft_transport.state.snapshot import Stager
     from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
 
     settings = StoreSettings()
     # As the HTTP transport has one.
-    taker = SnapshotTaker(
+    stager = Stager(
         max_snapshots=1, num_threads=settings.num_copy_threads, chunk_bytes=DEFAULT_CHUNK_BYTES, is_digested=False
     )
     num_threads = torch.get_num_threads()
@@ -133,13 +133,13 @@ def _save_ours(clock: _Clock, state: State, arguments: argparse.Namespace) -> No
                 store.prune(keep=1)
 
             save()
-            _clone(clock, state, taker)
+            _clone(clock, state, stager)
             _measure_loads(_Clock(), store, arguments.directory / "ours" / f"step-{step}", state, plain, turn=0)
             clock.samples.clear()
             for turn in range(arguments.turn, arguments.turn + arguments.repeats):
                 steps = [
                     save,
-                    lambda: _clone(clock, state, taker),
+                    lambda: _clone(clock, state, stager),
                     lambda: _copy_plainly(clock, state, plain),
                     lambda: _write_bare(clock, plain.memory, arguments.directory / "bare"),
                 ]
@@ -148,13 +148,13 @@ def _save_ours(clock: _Clock, state: State, arguments: argparse.Namespace) -> No
                     measured_step()
                 _measure_loads(clock, store, arguments.directory / "ours" / f"step-{step}", state, plain, turn=turn)
     finally:
-        taker.close()
+        stager.close()
         plain.close()
 
 
-def _clone(clock: _Clock, state: State, taker: Any) -> None:
+def _clone(clock: _Clock, state: State, stager: Any) -> None:
     with clock.measure("clone", "pause"):
-        pending = taker.begin(0, state)
+        pending = stager.begin(0, state)
     pending.abandon()
 
 

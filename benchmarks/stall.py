@@ -80,7 +80,7 @@ class _Side(Protocol):
     def clone_s(self) -> float | None:
         """How long the last snapshot held the lock."""
 
-    def warm_up(self) -> None:
+    def prefault(self) -> None:
         """Between two steps: uses every buffer once, so that none has to be made any more."""
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class _Ours:
     def clone_s(self) -> float | None:
         return self._transport.last_clone_s
 
-    def warm_up(self) -> None:
+    def prefault(self) -> None:
         for _ in range(TransportSettings().max_snapshots):
             # The last step has ended.
             self._manager.snapshot(self._manager.current_step() + 1).result()
@@ -176,7 +176,7 @@ class _Torchft:
     def clone_s(self) -> float | None:
         return None
 
-    def warm_up(self) -> None:
+    def prefault(self) -> None:
         """It has no buffers."""
 
     def close(self) -> None:
@@ -262,7 +262,7 @@ def _run_side(
         for index in range(num_transfers):
             phase: Phase = "warm" if index else "cold"
             if index:
-                side.warm_up()
+                side.prefault()
             with _reader(_BYTES_PER_S) as reader:
                 outcome = _transfer(trainer, reader, side, quiet_s)
             _take_note(group, round_number, role, phase, outcome)

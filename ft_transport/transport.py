@@ -18,10 +18,10 @@ from ft_transport.http.connection import Connection
 from ft_transport.http.manifest_client import fetch_server_id
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.server import FreshSnapshot, SnapshotServer
-from ft_transport.http.snapshot_cache import Shelf
+from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.token import JobToken
 from ft_transport.settings import TransportSettings, check_duration, check_number
-from ft_transport.state.snapshot import SnapshotTaker
+from ft_transport.state.snapshot import Stager
 from ft_transport.transfer.client import SnapshotReceiving
 from ft_transport.transfer.server import SnapshotServing
 
@@ -72,12 +72,12 @@ class HTTPTransport(SnapshotServing, SnapshotReceiving[T]):
         SnapshotReceiving.__init__(self, timeout, num_chunks, settings, token)
         SnapshotServing.__init__(
             self,
-            Shelf(
+            SnapshotCache(
                 max_snapshots=self._settings.max_snapshots,
                 lease_s=self._settings.lease.total_seconds(),
                 clock=time.monotonic,
             ),
-            SnapshotTaker(
+            Stager(
                 max_snapshots=self._settings.max_snapshots,
                 num_threads=self._settings.num_copy_threads,
                 chunk_bytes=self._settings.chunk_bytes,
@@ -85,7 +85,7 @@ class HTTPTransport(SnapshotServing, SnapshotReceiving[T]):
         )
         try:
             self._server = SnapshotServer(
-                self._shelf,
+                self._cache,
                 host=self._settings.host,
                 port=self._settings.port,
                 advertise=self._settings.advertise,
@@ -96,7 +96,7 @@ class HTTPTransport(SnapshotServing, SnapshotReceiving[T]):
                 fresh_snapshot=None,
             )
         except BaseException:
-            self._taker.close()
+            self._stager.close()
             raise
         self._shutdown_lock = threading.Lock()
         self._is_shut_down = False
@@ -125,7 +125,7 @@ class HTTPTransport(SnapshotServing, SnapshotReceiving[T]):
         settings = self._fetch_settings(time.monotonic() + timeout.total_seconds())
         try:
             with Connection(
-                PeerAddress.from_url(self.metadata()), token=self._token, patience=settings.patience
+                PeerAddress.from_url(self.metadata()), token=self._token, timeouts=settings.timeouts
             ) as own:
                 server_id = fetch_server_id(own)
         except TransportError as error:
@@ -222,5 +222,5 @@ class HTTPTransport(SnapshotServing, SnapshotReceiving[T]):
             self._is_shut_down = True
         self._server.close(wait=wait)
         if is_first:
-            self._shelf.clear()
-            self._taker.close()
+            self._cache.clear()
+            self._stager.close()

@@ -27,7 +27,7 @@ from manager.quorum import events
 from manager.quorum.decision import Decision, Rules, commit_refusals, next_lineage
 from manager.quorum.group_ranks import Exchange
 from manager.quorum.membership import Membership
-from manager.quorum.participant import QuorumParticipant, Request, Round, said
+from manager.quorum.participant import QuorumParticipant, QuorumRequest, QuorumRound, format_error
 from manager.quorum.spans import span, spanned
 from manager.state.guard_marks import warn_of_unguarded
 from manager.state.ownership import ends_what_it_owns
@@ -76,7 +76,7 @@ class Manager(QuorumParticipant):
         config: ManagerConfig | None = None,
         checkpoint_transport: HTTPTransport[Any] | None = None,
         timeout: timedelta | None = None,
-        prepare_memory: bool = False,
+        prefault: bool = False,
         checkpoint_store: CheckpointStore | None = None,
         save_every: int | None = None,
         **keywords: Unpack[TorchftKeywords],
@@ -93,7 +93,7 @@ class Manager(QuorumParticipant):
             checkpoint_transport: Serves this replica's snapshots and receives others'. The manager owns it and shuts
                 it down, also where this constructor raises. For a quorum there is a default one.
             timeout: Deadline of every wait for the lock, and `ManagerConfig.timeout`. Default: 60 s.
-            prepare_memory: See `StateManager`.
+            prefault: See `StateManager`.
             checkpoint_store: See `StateManager`.
             save_every: See `StateManager`.
             **keywords: Instead of ``config``, its fields under torchft's names. With any of them, or with ``config``,
@@ -126,7 +126,7 @@ class Manager(QuorumParticipant):
             state_dict,
             process_group=pg,
             checkpoint_transport=checkpoint_transport,
-            prepare_memory=prepare_memory,
+            prefault=prefault,
             checkpoint_store=checkpoint_store,
             save_every=save_every,
         )
@@ -178,13 +178,13 @@ class Manager(QuorumParticipant):
             init_sync=self._config.init_sync,
             compare_every=self._config.compare_every,
         )
-        request = Request(
+        request = QuorumRequest(
             rules=rules,
             deadline=deadline,
             shrink_only=shrink_only,
             may_heal=allow_heal,
         )
-        current = Round(membership.num_lapses())
+        current = QuorumRound(membership.num_missed_heartbeats())
         try:
             self._round = current
             if self._is_settled and self._use_async_quorum and self._torn is None:
@@ -195,8 +195,8 @@ class Manager(QuorumParticipant):
             else:
                 self._form_quorum_and_heal(current, request)
         except BaseException as error:
-            if self._snapshotter is not None:
-                self._snapshotter.settle()
+            if self._snapshot_scheduler is not None:
+                self._snapshot_scheduler.settle()
             # Where a handler raised, frames hold sections of the lock, and the error is kept: by the round, which
             # this frame must not keep in turn, and perhaps by the caller.
             traceback.clear_frames(error.__traceback__)
@@ -297,7 +297,7 @@ class Manager(QuorumParticipant):
             num_participants=self.num_participants(),
             min_replica_size=self._config.min_replica_size,
             errors=[str(current.error)] if current.error is not None else [],
-            has_lapsed=membership.num_lapses() != current.num_lapses,
+            has_missed_heartbeats=membership.num_missed_heartbeats() != current.num_missed_heartbeats,
         )
         with self._stall_watch.waiting(f"{self._name()}: waiting for the other ranks of this replica to agree"):
             # Where the others do not answer, whether they committed is not known.
@@ -317,7 +317,7 @@ class Manager(QuorumParticipant):
             return False
         # First of all: where a signal handler raises below, the state goes by another name than the others'.
         self._ledger.committed()
-        # From here on the caller may change what a newcomer has been lent, also where no lock is taken for it.
+        # From here on the caller may change what a newcomer has been shared, also where no lock is taken for it.
         self._before_change(True)
         decision = current.decision
         assert decision is not None, "a replica without a decision has an error"
@@ -392,7 +392,7 @@ class Manager(QuorumParticipant):
             "%s: not committed, %d in a row: %s", self._name(), self._num_refused_commits, "; ".join(refusals)
         )
         if self._round is not None and self._round.error is not None:
-            membership.break_up()
+            membership.abort()
         max_retries = self._config.max_retries
         if max_retries is not None and self._num_refused_commits > max_retries:
             raise CommitFailedError(step=self._step, num_failures=self._num_refused_commits, reasons=refusals)
@@ -421,7 +421,7 @@ class Manager(QuorumParticipant):
         if current is not None and current.is_committed:
             self._torn = StateTornError(
                 step=self._step,
-                reason=f"the step was committed, and {type(optimizer).__name__} did not make it: {said(error)}",
+                reason=f"the step was committed, and {type(optimizer).__name__} did not make it: {format_error(error)}",
             )
 
     # ------------------------------------------------------------------------- what torchft's classes read besides

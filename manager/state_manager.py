@@ -15,7 +15,7 @@ from ft_transport.runtime.handler_safety import SafeFuture
 from manager.errors import ManagerError
 from manager.recovery.recoverable_state import RecoverableState
 from manager.snapshots.boundary_keeper import BoundaryKeeper
-from manager.snapshots.scheduler import Snapshotter
+from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.guarded_memory import storages_of_optimizers
 from manager.state.locked_state import checked_step
 from manager.state.ownership import Unclosed, ends_what_it_owns, weak_request
@@ -56,7 +56,7 @@ class StateManager(RecoverableState):
         *,
         checkpoint_transport: HTTPTransport[Any] | None = None,
         timeout: timedelta = timedelta(seconds=60),
-        prepare_memory: bool = False,
+        prefault: bool = False,
         checkpoint_store: CheckpointStore | None = None,
         save_every: int | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class StateManager(RecoverableState):
             checkpoint_transport: Serves this replica's snapshots and receives others'. The manager owns it and shuts
                 it down, also where this constructor raises.
             timeout: Deadline of every wait for the lock.
-            prepare_memory: Whether host memory for as many snapshots as the transport may hold is made ready after
+            prefault: Whether host memory for as many snapshots as the transport may hold is made ready after
                 the first step: as much as the state, each time. Otherwise the first copy waits for its memory, inside
                 `start_step` or `save`. Turn it on where that pause matters: a manager without a quorum that is
                 recovered from, or one with a ``checkpoint_store``. In a quorum the state is served without a copy.
@@ -90,18 +90,18 @@ class StateManager(RecoverableState):
             checkpoint_store=checkpoint_store,
             save_every=save_every,
         )
-        self._snapshotter: Snapshotter | None = None
+        self._snapshot_scheduler: SnapshotScheduler | None = None
         self._keeper: BoundaryKeeper | None = None
         if checkpoint_transport is not None:
             self._keeper = BoundaryKeeper(self._registry, self.state_dict)
-            self._snapshotter = Snapshotter(
+            self._snapshot_scheduler = SnapshotScheduler(
                 lock=self._lock,
                 sink=checkpoint_transport,
                 state=self.replica_state,
                 keeper=self._keeper,
-                prepare_memory=prepare_memory,
+                prefault=prefault,
             )
-            checkpoint_transport.serve_fresh(weak_request(self._snapshotter.request))
+            checkpoint_transport.serve_fresh(weak_request(self._snapshot_scheduler.request))
         self._unclosed = Unclosed(self)
         if checkpoint_transport is not None:
             self._unclosed.add(checkpoint_transport.shutdown)
@@ -126,7 +126,7 @@ class StateManager(RecoverableState):
 
         Args:
             step: How many steps are committed: the state shows exactly these.
-            hold: Keep the state such that a snapshot of it can still be taken (`Snapshotter.settle`), if none was
+            hold: Keep the state such that a snapshot of it can still be taken (`SnapshotScheduler.settle`), if none was
                 asked for yet.
 
         Returns:
@@ -156,8 +156,8 @@ class StateManager(RecoverableState):
         self._step = step
         self._is_past_step = False
         is_kept = False
-        if self._snapshotter is not None:
-            is_kept = self._snapshotter.boundary(self._step, self._attached_optimizers(), hold=hold)
+        if self._snapshot_scheduler is not None:
+            is_kept = self._snapshot_scheduler.boundary(self._step, self._attached_optimizers(), hold=hold)
         self._at_boundary()
         return is_kept
 
@@ -177,7 +177,7 @@ class StateManager(RecoverableState):
             TransportError: The state cannot be captured.
         """
         self._refuse_torn_state()
-        if self._snapshotter is None:
+        if self._snapshot_scheduler is None:
             raise ManagerError("expected a checkpoint_transport to serve the snapshot, and this manager has none")
         if self._training_thread is None:
             self._training_thread = threading.get_ident()
@@ -189,7 +189,7 @@ class StateManager(RecoverableState):
                 f"expected the number of committed steps: an optimizer has stepped since step {self._step} began; call "
                 "start_step first, or pass the step"
             )
-        return self._snapshotter.take(self._step, self._attached_optimizers(), self._timeout)
+        return self._snapshot_scheduler.take(self._step, self._attached_optimizers(), self._timeout)
 
     # -------------------------------------------------------------------------------------------------------- the end
 
@@ -215,13 +215,13 @@ class StateManager(RecoverableState):
                 closing.callback(self._transport.serve_fresh, None)
             # It may still be saving a snapshot of the transport's.
             closing.callback(self._close_store)
-            if self._snapshotter is not None:
-                closing.callback(self._snapshotter.close)
+            if self._snapshot_scheduler is not None:
+                closing.callback(self._snapshot_scheduler.close)
 
     def _snapshot_lease(self) -> Callable[[], SnapshotLease] | None:
         """See `CheckpointedState`."""
-        snapshotter, transport = self._snapshotter, self._transport
-        if snapshotter is None or transport is None:
+        snapshot_scheduler, transport = self._snapshot_scheduler, self._transport
+        if snapshot_scheduler is None or transport is None:
             return None
         step, timeout_s = self._step, self._timeout.total_seconds()
         leased: Future[SnapshotLease] = SafeFuture()
@@ -238,7 +238,9 @@ class StateManager(RecoverableState):
             return leased.result(timeout_s)
 
         try:
-            taken = snapshotter.take_whole(step, self._attached_optimizers(), self._timeout, when_published=lease)
+            taken = snapshot_scheduler.take_whole(
+                step, self._attached_optimizers(), self._timeout, when_published=lease
+            )
         except SnapshotLimitError as error:
             logger.debug("step %d: receivers read all snapshots, it is copied once more to be saved: %s", step, error)
             return None
@@ -256,11 +258,11 @@ class StateManager(RecoverableState):
                 self._keeper.forget_lesson()
         if self._transport is not None:
             if not is_optimizer_step:
-                self._transport.recall()
+                self._transport.materialize()
                 return
-            # Which tensors these are is looked at only where something is lent: they may be others at every step.
-            self._transport.recall(lambda: storages_of_optimizers(self._attached_optimizers()))
+            # Which tensors these are is looked at only where something is shared: they may be others at every step.
+            self._transport.materialize(lambda: storages_of_optimizers(self._attached_optimizers()))
 
     def _note_replaced(self) -> None:
-        if self._snapshotter is not None:
-            self._snapshotter.state_replaced()
+        if self._snapshot_scheduler is not None:
+            self._snapshot_scheduler.state_replaced()

@@ -32,7 +32,7 @@ def compare_settings(agreement: Agreement, phase: str, settings: Callable[[], Ma
     def say() -> bytes:
         return msgspec.msgpack.encode({name: repr(value) for name, value in settings().items()})
 
-    said = [msgspec.msgpack.decode(each, type=dict[str, str]) for each in agreement.together(phase, say)]
+    said = [msgspec.msgpack.decode(each, type=dict[str, str]) for each in agreement.run_on_all_ranks(phase, say)]
     for name, first in said[0].items():
         for rank, each in enumerate(said):
             if each.get(name) != first:

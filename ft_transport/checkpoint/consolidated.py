@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ft_transport.checkpoint.write_items import SHARED, Described, Item
+from ft_transport.checkpoint.write_items import SHARED, Described, WriteItem
 from ft_transport.errors import CheckpointError
 from ft_transport.state.dtypes import DTYPES_BY_NAME, SAFETENSORS_NAMES
 from ft_transport.wire.nodes import QuantizedNode
@@ -85,7 +85,7 @@ def consolidate(
                 raise CheckpointError(
                     "expected tensors that safetensors can hold, got a quantized one", path=value.name
                 )
-    tensors: dict[str, Item] = {}
+    tensors: dict[str, WriteItem] = {}
     for item in itertools.chain.from_iterable(each.items for each in described):
         name = name_below(item, root)
         if name is not None:
@@ -96,7 +96,7 @@ def consolidate(
         raise CheckpointError(
             "expected another name, safetensors needs this one for itself", path=f"{root}.__metadata__"
         )
-    files: list[dict[str, Item]] = [{}]
+    files: list[dict[str, WriteItem]] = [{}]
     num_bytes = 0
     for name, item in tensors.items():
         size = _num_bytes_of(item, name)
@@ -118,7 +118,7 @@ def consolidate(
     return Consolidation(tuple(laid_out), msgspec.json.format(msgspec.json.encode(index)), root, places)
 
 
-def name_below(item: Item, root: str) -> str | None:
+def name_below(item: WriteItem, root: str) -> str | None:
     """The first name of a tensor in one part of the state, ``None`` if it is not there."""
     if item.part != SHARED:
         return None
@@ -137,7 +137,7 @@ def create(directory: Path, consolidation: Consolidation) -> None:
             os.close(descriptor)
 
 
-def put(descriptor: int, data: memoryview, item: Item, start: int) -> None:
+def put(descriptor: int, data: memoryview, item: WriteItem, start: int) -> None:
     """Writes a box of a tensor to its place in a file.
 
     Args:
@@ -160,7 +160,7 @@ def _positions(target: Slice) -> Iterator[int]:
         yield target.start + sum(step * stride for step, (_, stride) in zip(steps, target.loops, strict=True))
 
 
-def _lay_out(name: str, tensors: dict[str, Item], root: str) -> tuple[ConsolidatedFile, dict[str, int]]:
+def _lay_out(name: str, tensors: dict[str, WriteItem], root: str) -> tuple[ConsolidatedFile, dict[str, int]]:
     # Larger items first, so that each is aligned; safetensors readers refuse holes.
     order = sorted(tensors.items(), key=lambda pair: -DTYPES_BY_NAME[pair[1].dtype].itemsize)
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -181,7 +181,7 @@ def _lay_out(name: str, tensors: dict[str, Item], root: str) -> tuple[Consolidat
     return ConsolidatedFile(name, header, len(header) + end), starts
 
 
-def _num_bytes_of(item: Item, name: str) -> int:
+def _num_bytes_of(item: WriteItem, name: str) -> int:
     dtype = DTYPES_BY_NAME[item.dtype]
     if dtype not in SAFETENSORS_NAMES:
         raise CheckpointError(f"expected a dtype that safetensors has a name for, got {dtype}", path=name)

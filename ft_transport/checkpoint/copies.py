@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ft_transport.checkpoint.save import SnapshotFile
 from ft_transport.errors import CheckpointError, SnapshotError
-from ft_transport.state.snapshot import PendingSnapshot, Snapshot, SnapshotTaker
+from ft_transport.state.snapshot import PendingSnapshot, Snapshot, Stager
 from ft_transport.transfer.server import SnapshotLease
 from ft_transport.wire.served import MemoryFile
 
@@ -41,15 +41,15 @@ class Copies:
         is_of_state = isinstance(error, SnapshotError) and error.path is not None
         return error if is_of_state or isinstance(error, CheckpointError) else None
 
-    def add(self, taker: SnapshotTaker, step: int, state: object) -> None:
+    def add(self, stager: Stager, step: int, state: object) -> None:
         """Copies a state."""
-        self._parts.append(taker.begin(step, state))
+        self._parts.append(stager.begin(step, state))
 
-    def add_local(self, taker: SnapshotTaker, step: int, state: Mapping[str, object]) -> None:
+    def add_local(self, stager: Stager, step: int, state: Mapping[str, object]) -> None:
         """Copies what this rank has for itself, if there is anything."""
         if state:
             self.local_keys = tuple(state)
-            self.add(taker, step, dict(state))
+            self.add(stager, step, dict(state))
 
     def add_lease(self, lease: Callable[[], SnapshotLease]) -> None:
         """Adds a snapshot that is served; ``lease`` is called by `finish`."""
@@ -69,7 +69,7 @@ class Copies:
                 snapshot = part.finish()
                 self._snapshots.append(snapshot)
                 memory = snapshot.memory
-                assert isinstance(memory, MemoryFile), "nothing of it is lent"
+                assert isinstance(memory, MemoryFile), "nothing of it is shared"
                 files.append(
                     SnapshotFile(descriptor=memory.descriptor, start=memory.start, num_bytes=snapshot.total_bytes)
                 )

@@ -100,7 +100,7 @@ class Health:
 
     def _meet_again(self) -> None:
         self._under_way = None
-        self._agreement.together("meet again", lambda: None)
+        self._agreement.run_on_all_ranks("meet again", lambda: None)
         self._exchange.reset(self._agreement.sequence)
 
     def _raise_fatal(self) -> None:

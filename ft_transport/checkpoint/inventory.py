@@ -192,7 +192,7 @@ class Inventory:
         with self.reading(found):
             damaged = [
                 text
-                for each in agreement.together("verify", find)
+                for each in agreement.run_on_all_ranks("verify", find)
                 for text in msgspec.msgpack.decode(each, type=list[str])
             ]
             if damaged:

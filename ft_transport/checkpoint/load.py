@@ -161,10 +161,10 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
 
     try:
         agreement.on_first("read its description", describe)
-        agreement.together("receive its description", exchange.ending_on_failure(receive))
-        agreement.together("plan what to read", plan)
-        agreement.together("read", read)
-        agreement.together("load", lambda: loading.finish() if loading is not None else None)
+        agreement.run_on_all_ranks("receive its description", exchange.ending_on_failure(receive))
+        agreement.run_on_all_ranks("plan what to read", plan)
+        agreement.run_on_all_ranks("read", read)
+        agreement.run_on_all_ranks("load", lambda: loading.finish() if loading is not None else None)
     except BaseException as error:
         if loading is not None:
             loading.poison(error)

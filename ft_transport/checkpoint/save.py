@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from ft_transport.checkpoint.directory import CheckpointDirectory
-from ft_transport.checkpoint.save_plan import Share
+from ft_transport.checkpoint.save_plan import RankPlan
 from ft_transport.checkpoint.writer_messages import (
     Answer,
     Bytes,
@@ -33,9 +33,9 @@ from ft_transport.checkpoint.writer_messages import (
     Drop,
     Headers,
     Plan,
+    RankPlans,
     Request,
     Reread,
-    Shares,
     Take,
     Taken,
     Write,
@@ -98,7 +98,7 @@ class _Place(Struct, frozen=True, array_like=True):
     marker: str
 
 
-class _Held(Struct, frozen=True, array_like=True):
+class _HeldSnapshot(Struct, frozen=True, array_like=True):
     """What a rank's writer said of its snapshots, and which of the rank's writers it was."""
 
     structure: int
@@ -109,7 +109,7 @@ class _Held(Struct, frozen=True, array_like=True):
 class _Assigned(Struct, frozen=True, array_like=True):
     """A rank's share, and whether any rank has something to compare."""
 
-    share: Share
+    share: RankPlan
     is_compared: bool
 
 
@@ -151,7 +151,7 @@ class Saver:
         self._after_commit = after_commit
         self._consolidated = consolidated
         self._plan_key: tuple[object, ...] | None = None
-        self._assigned = _Assigned(Share(), False)
+        self._assigned = _Assigned(RankPlan(), False)
 
     def save(self, request: SaveRequest) -> None:
         """Saves; returns when the checkpoint is complete.
@@ -198,15 +198,15 @@ class Saver:
             self._writer.start(self._timeout_s)
 
     def _attempt(self, request: SaveRequest) -> None:
-        together = self._agreement.together
+        run_on_all_ranks = self._agreement.run_on_all_ranks
         self._check_common(request)
         place = msgspec.msgpack.decode(
             self._agreement.on_first("set up the directory", lambda: self._set_up(request)), type=_Place
         )
         directory = Path(place.directory)
-        together("find the directory", lambda: self._find(directory, place.marker))
-        taken = together("hand the snapshot to the writer", lambda: self._hand_over(request))
-        self._plan([msgspec.msgpack.decode(each, type=_Held) for each in taken])
+        run_on_all_ranks("find the directory", lambda: self._find(directory, place.marker))
+        taken = run_on_all_ranks("hand the snapshot to the writer", lambda: self._hand_over(request))
+        self._plan([msgspec.msgpack.decode(each, type=_HeldSnapshot) for each in taken])
         if self._assigned.is_compared:
             self._compare()
         written = b""
@@ -225,7 +225,7 @@ class Saver:
 
         if self._assigned.share.files:
             self._agreement.on_first("create the consolidated files", create)
-        together("write", write)
+        run_on_all_ranks("write", write)
         reread = self._reread(directory) if self._assigned.share.files else []
         gathered: list[bytes] | None = None
 
@@ -233,7 +233,7 @@ class Saver:
             nonlocal gathered
             gathered = self._exchange.gather(written)
 
-        together("gather what was written", self._exchange.ending_on_failure(gather))
+        run_on_all_ranks("gather what was written", self._exchange.ending_on_failure(gather))
         self._agreement.on_first(
             "commit", lambda: self._commit(request, place, gathered or [], [created, *reread] if created else [])
         )
@@ -246,7 +246,9 @@ class Saver:
                 raise request.snapshots
             return msgspec.msgpack.encode(_Common(request.step, request.local_keys, request.overwrite))
 
-        said = [msgspec.msgpack.decode(each, type=_Common) for each in self._agreement.together("snapshot", say)]
+        said = [
+            msgspec.msgpack.decode(each, type=_Common) for each in self._agreement.run_on_all_ranks("snapshot", say)
+        ]
         for rank, each in enumerate(said):
             if each != said[0]:
                 # The same on all ranks, since all have heard the same.
@@ -289,14 +291,14 @@ class Saver:
             [snapshot.descriptor for snapshot in request.snapshots],
         )
         assert isinstance(taken, Taken), "the answer to it"
-        return msgspec.msgpack.encode(_Held(taken.structure, taken.values, self._writer.number))
+        return msgspec.msgpack.encode(_HeldSnapshot(taken.structure, taken.values, self._writer.number))
 
-    def _plan(self, held: Sequence[_Held]) -> None:
+    def _plan(self, held: Sequence[_HeldSnapshot]) -> None:
         """Divides the work, if what the ranks have is not what it was at the last save."""
         key = tuple((each.structure, each.writer) for each in held)
         if key == self._plan_key and len({each.values for each in held}) == 1:
             return
-        together = self._agreement.together
+        run_on_all_ranks = self._agreement.run_on_all_ranks
         headers = b""
         gathered: list[bytes] | None = None
         shares: list[bytes] | None = None
@@ -316,7 +318,7 @@ class Saver:
             nonlocal shares
             of_ranks = [msgspec.msgpack.decode(each, type=tuple[bytes, ...]) for each in gathered or []]
             answer = self._ask(Plan(tuple(of_ranks), self._consolidated))
-            assert isinstance(answer, Shares), "the answer to it"
+            assert isinstance(answer, RankPlans), "the answer to it"
             is_compared = any(share.compared for share in answer.shares)
             shares = [msgspec.msgpack.encode(_Assigned(share, is_compared)) for share in answer.shares]
 
@@ -324,10 +326,10 @@ class Saver:
             nonlocal assigned
             assigned = self._exchange.scatter(shares)
 
-        together("read the headers", read_headers)
-        together("gather the headers", self._exchange.ending_on_failure(gather))
+        run_on_all_ranks("read the headers", read_headers)
+        run_on_all_ranks("gather the headers", self._exchange.ending_on_failure(gather))
         self._agreement.on_first("plan", plan)
-        together("divide the work", self._exchange.ending_on_failure(scatter))
+        run_on_all_ranks("divide the work", self._exchange.ending_on_failure(scatter))
         self._assigned = msgspec.msgpack.decode(assigned, type=_Assigned)
         self._plan_key = key
 
@@ -352,8 +354,8 @@ class Saver:
             nonlocal gathered
             gathered = self._exchange.gather(own)
 
-        agreement.together("digest the consolidated files", digest)
-        agreement.together("gather their digests", self._exchange.ending_on_failure(gather))
+        agreement.run_on_all_ranks("digest the consolidated files", digest)
+        agreement.run_on_all_ranks("gather their digests", self._exchange.ending_on_failure(gather))
         return gathered or []
 
     def _compare(self) -> None:
@@ -371,8 +373,8 @@ class Saver:
             nonlocal gathered
             gathered = self._exchange.gather(digests)
 
-        self._agreement.together("digest", digest)
-        self._agreement.together("gather the digests", self._exchange.ending_on_failure(gather))
+        self._agreement.run_on_all_ranks("digest", digest)
+        self._agreement.run_on_all_ranks("gather the digests", self._exchange.ending_on_failure(gather))
         self._agreement.on_first("compare", lambda: self._compare_all(gathered or []))
 
     def _compare_all(self, digests: Sequence[bytes]) -> None:

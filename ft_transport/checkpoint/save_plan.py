@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ft_transport.checkpoint.consolidated import MAX_FILE_BYTES, Consolidation, consolidate, name_below
 from ft_transport.checkpoint.manifest import data_file_name
-from ft_transport.checkpoint.write_items import LOCAL, Described, Item, Key
+from ft_transport.checkpoint.write_items import LOCAL, Described, Key, WriteItem
 from ft_transport.errors import CheckpointError, ReplicasDivergedError
 from ft_transport.state.dtypes import DTYPES_BY_NAME
 
@@ -35,7 +35,7 @@ OWN_STATE_ADVICE: Final = "what each rank has for itself belongs under a top-lev
 _MAX_SHOWN: Final = 5
 
 
-class Share(Struct, frozen=True, array_like=True):
+class RankPlan(Struct, frozen=True, array_like=True):
     """What one rank does, by position in its own lists.
 
     Attributes:
@@ -64,7 +64,7 @@ class SavePlan:
         consolidation: The files with whole tensors, if there are to be any.
     """
 
-    shares: list[Share]
+    shares: list[RankPlan]
     described: Sequence[Described]
     consolidation: Consolidation | None
 
@@ -121,7 +121,7 @@ def make_plan(
     if consolidated is not None:
         consolidation = consolidate(described, consolidated, max_file_bytes, single_name)
     shares = [
-        Share(
+        RankPlan(
             tuple(sorted(items[rank])),
             tuple(values[rank]),
             tuple(sorted(compared[rank])),
@@ -190,7 +190,7 @@ def encode_dcp_metadata(plan: SavePlan, places: Sequence[Sequence[tuple[int, int
             name = described.values[position].name
             state[name] = BytesStorageMetadata()
             storage[MetadataIndex(name)] = info
-    chunks: dict[str, dict[tuple[int, ...], Item]] = {}
+    chunks: dict[str, dict[tuple[int, ...], WriteItem]] = {}
     for described in plan.described:
         for item in described.items:
             for name in item.names:
@@ -218,11 +218,11 @@ def encode_dcp_metadata(plan: SavePlan, places: Sequence[Sequence[tuple[int, int
     return buffer.getvalue()
 
 
-def _item(described: Sequence[Described], holder: tuple[int, int]) -> Item:
+def _item(described: Sequence[Described], holder: tuple[int, int]) -> WriteItem:
     return described[holder[0]].items[holder[1]]
 
 
-def _check_same(first: Item, other: Item, rank: int, other_rank: int) -> None:
+def _check_same(first: WriteItem, other: WriteItem, rank: int, other_rank: int) -> None:
     if (first.dtype, first.global_shape, first.shape) != (other.dtype, other.global_shape, other.shape):
         raise ReplicasDivergedError(
             f"expected the same on all ranks, got {_shown(first)} on rank {rank} and {_shown(other)} on rank "
@@ -233,7 +233,7 @@ def _check_same(first: Item, other: Item, rank: int, other_rank: int) -> None:
 
 def _check_coverage(described: Sequence[Described]) -> None:
     """Every element of every tensor has to be there, or DCP would load what nobody wrote."""
-    found: dict[str, dict[tuple[int, ...], Item]] = {}
+    found: dict[str, dict[tuple[int, ...], WriteItem]] = {}
     for item in _named_items(described):
         found.setdefault(item.names[0], {})[item.offset] = item
     for name, by_offset in found.items():
@@ -249,9 +249,9 @@ def _check_coverage(described: Sequence[Described]) -> None:
             )
 
 
-def _named_items(described: Sequence[Described]) -> Iterable[Item]:
+def _named_items(described: Sequence[Described]) -> Iterable[WriteItem]:
     return (item for each in described for item in each.items if item.names)
 
 
-def _shown(item: Item) -> str:
+def _shown(item: WriteItem) -> str:
     return f"{item.dtype}{list(item.shape)} of {list(item.global_shape)}"

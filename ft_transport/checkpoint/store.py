@@ -38,7 +38,7 @@ from ft_transport.errors import CheckpointError, CheckpointExistsError, Configur
 from ft_transport.settings import check_number
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
-from ft_transport.state.snapshot import SnapshotTaker
+from ft_transport.state.snapshot import Stager
 from ft_transport.transfer.server import SnapshotLease
 from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
 
@@ -67,7 +67,7 @@ class CheckpointStore:
         consolidate: Path of a part of the state, keys joined by dots, such as ``model``: its tensors are also written
             whole, to safetensors files with the index that ``transformers`` reads.
         read_only: Only load; the root is not claimed, and there is no writer process.
-        warm_up: Start the writer processes now, so that whatever is wrong with them shows before training.
+        start_writers: Start the writer processes now, so that whatever is wrong with them shows before training.
         settings: Everything else.
 
     Raises:
@@ -86,7 +86,7 @@ class CheckpointStore:
         keep: int | None = None,
         consolidate: str | None = None,
         read_only: bool = False,
-        warm_up: bool = True,
+        start_writers: bool = True,
         settings: StoreSettings | None = None,
     ) -> None:
         self._settings = settings if settings is not None else StoreSettings()
@@ -115,7 +115,7 @@ class CheckpointStore:
             after_commit=self._inventory.retire_old,
             consolidated=consolidate,
         )
-        self._taker, self._local_taker = self._make_taker(), self._make_taker()
+        self._stager, self._local_taker = self._make_taker(), self._make_taker()
         self._background = BackgroundSaver(
             self._saver,
             self._writer,
@@ -139,7 +139,7 @@ class CheckpointStore:
                 "keep": keep,
                 "consolidate": consolidate,
                 "read_only": bool(read_only),
-                "warm_up": bool(warm_up),
+                "start_writers": bool(start_writers),
                 **{name: getattr(self._settings, name) for name in _COMMON_SETTINGS},
             }
 
@@ -147,9 +147,9 @@ class CheckpointStore:
             compare_settings(self._agreement, "compare the settings", check)
             owner = f"ranks {list(group.global_ranks)[:16]} of a group of {group.size}"
             self._agreement.on_first("set up the root", lambda: self._set_up_root(owner, existing))
-            self._agreement.together("find the root", self._find_root)
-            if warm_up and not read_only:
-                self._agreement.together("start the writer", self._saver.start_writer)
+            self._agreement.run_on_all_ranks("find the root", self._find_root)
+            if start_writers and not read_only:
+                self._agreement.run_on_all_ranks("start the writer", self._saver.start_writer)
                 self._health.connect()
                 self._background.start()
         except BaseException:
@@ -163,7 +163,7 @@ class CheckpointStore:
 
     # --------------------------------------------------------------------------------------------------------- saving
 
-    def warm_up(self, state: Mapping[str, object]) -> None:
+    def prefault(self, state: Mapping[str, object]) -> None:
         """Makes the memory for a snapshot of ``state`` ready in the background, so that the first save is not slow.
 
         Args:
@@ -173,7 +173,7 @@ class CheckpointStore:
             SnapshotError: It cannot be captured.
         """
         self._check_open()
-        self._taker.prepare(self._split(state)[0])
+        self._stager.prefault(self._split(state)[0])
 
     def save(
         self,
@@ -211,7 +211,7 @@ class CheckpointStore:
         with copies.noting_failure():
             shared, own = self._split(_called(state))
             own.update(_called(local) if local is not None else {})
-            copies.add(self._taker, step, shared)
+            copies.add(self._stager, step, shared)
             copies.add_local(self._local_taker, step, own)
         return self._submit(step, copies, wait=wait, overwrite=overwrite)
 
@@ -242,7 +242,7 @@ class CheckpointStore:
             copies.add_local(self._local_taker, step, _called(local) if local is not None else {})
         return self._submit(step, copies, wait=wait, overwrite=overwrite)
 
-    def together(self, phase: str, action: Callable[[], None], *, timeout: timedelta) -> None:
+    def run_on_all_ranks(self, phase: str, action: Callable[[], None], *, timeout: timedelta) -> None:
         """Runs something on every rank; if it fails on one, all raise the same.
 
         Args:
@@ -255,7 +255,7 @@ class CheckpointStore:
         """
         self._check_open()
         agreement = self._agreement
-        agreement.together(phase, lambda: agreement.showing_life(action, timeout.total_seconds()))
+        agreement.run_on_all_ranks(phase, lambda: agreement.showing_life(action, timeout.total_seconds()))
 
     def check_health(self) -> StoreHealth:
         """What is wrong with the writers of all ranks; called every step, and nearly free.
@@ -384,7 +384,7 @@ class CheckpointStore:
             for exchange in (self._exchange, self._save_exchange):
                 exchange.close()
             self._writer.close()
-            self._taker.close()
+            self._stager.close()
             self._local_taker.close()
             self._claim.release()
 
@@ -396,8 +396,8 @@ class CheckpointStore:
 
     # --------------------------------------------------------------------------------------------------------- inside
 
-    def _make_taker(self) -> SnapshotTaker:
-        return SnapshotTaker(
+    def _make_taker(self) -> Stager:
+        return Stager(
             max_snapshots=1,
             num_threads=self._settings.num_copy_threads,
             chunk_bytes=DEFAULT_CHUNK_BYTES,
@@ -460,7 +460,7 @@ class CheckpointStore:
 
         self._agreement.step = step
         try:
-            self._agreement.together("copy the state", check)
+            self._agreement.run_on_all_ranks("copy the state", check)
         except BaseException:
             copies.release()
             raise

@@ -24,7 +24,7 @@ _CAPTURED_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class TorchEnvelope:
     """What stands before and behind the data of a tensor.
 
     Attributes:
@@ -41,14 +41,14 @@ class Frame:
         return len(self.before) + len(self.after)
 
 
-class FrameTable:
+class EnvelopeTable:
     """Frames by dtype and shape. Not thread-safe; turns torch's checksums off in this process."""
 
     def __init__(self) -> None:
         torch.serialization.set_crc32_options(False)
-        self._frames: dict[tuple[torch.dtype, tuple[int, ...]], Frame] = {}
+        self._frames: dict[tuple[torch.dtype, tuple[int, ...]], TorchEnvelope] = {}
 
-    def frame_of(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+    def frame_of(self, dtype: torch.dtype, shape: tuple[int, ...]) -> TorchEnvelope:
         """The frame of a row-major tensor.
 
         Raises:
@@ -59,7 +59,7 @@ class FrameTable:
         if frame is None:
             if len(self._frames) >= _MAX_FRAMES:
                 self._frames.clear()
-            frame = self._frames[key] = _frame_of(dtype, shape)
+            frame = self._frames[key] = _envelope_of(dtype, shape)
         return frame
 
 
@@ -91,7 +91,7 @@ class _Capture:
         """Nothing is held back."""
 
 
-def _frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+def _envelope_of(dtype: torch.dtype, shape: tuple[int, ...]) -> TorchEnvelope:
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if num_bytes < _CAPTURED_BYTES:
         template = (
@@ -102,11 +102,11 @@ def _frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
         whole = saved(template)
         reader: Any = torch._C.PyTorchFileReader(io.BytesIO(whole))
         start = reader.get_record_offset("data/0")
-        return Frame(whole[:start], whole[start + num_bytes :])
+        return TorchEnvelope(whole[:start], whole[start + num_bytes :])
     # Memory that is never touched, and given back at once.
     template = torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
     capture = _Capture(num_bytes)
     torch.save(template, capture)  # type: ignore[arg-type] # noqa: TID251 # as above
     if capture.num_data_writes != 1:
         raise CheckpointError(f"expected torch.save to write the data of {dtype}{list(shape)} in one piece")
-    return Frame(b"".join(capture.parts[: capture.data_at]), b"".join(capture.parts[capture.data_at :]))
+    return TorchEnvelope(b"".join(capture.parts[: capture.data_at]), b"".join(capture.parts[capture.data_at :]))

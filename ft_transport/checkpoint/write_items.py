@@ -44,7 +44,7 @@ Key: TypeAlias = tuple[str, tuple[int, ...]]
 _Path: TypeAlias = tuple[str | int, ...]
 
 
-class Item(NamedTuple):
+class WriteItem(NamedTuple):
     """Bytes that lie in one piece in a data file.
 
     Attributes:
@@ -96,7 +96,7 @@ class Described:
         structure: A digest of everything but bytes and values: equal as long as the same plan will do.
     """
 
-    items: list[Item] = field(default_factory=list)
+    items: list[WriteItem] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     structure: int = 0
@@ -126,7 +126,7 @@ class Describer:
 
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
-        self._items: list[Item] = []
+        self._items: list[WriteItem] = []
         self._structure = 0
 
     def describe(self, manifests: Sequence[Manifest], rank: int) -> Described:
@@ -204,7 +204,7 @@ class _Walk:
                 # Bytes of leaves that are no tensors, and what tensors of other shapes look into.
                 piece = Slice(entry.start, entry.end - entry.start) if entry.end > entry.start else None
                 key = (f"{self._prefix}{entry.name} (bytes)", ())
-                self._add(Item(key, self._part, index, piece, True, (), "uint8", (), (), ()))
+                self._add(WriteItem(key, self._part, index, piece, True, (), "uint8", (), (), ()))
 
     def _leaves(self, node: Node, path: _Path) -> Iterator[tuple[_Path, Node]]:
         if isinstance(node, (MappingNode, DefaultDictNode)):
@@ -220,7 +220,7 @@ class _Walk:
         else:
             yield path, node
 
-    def _add(self, item: Item) -> None:
+    def _add(self, item: WriteItem) -> None:
         self._described.items.append(item)
 
     def _add_tensor(self, node: Node, names: tuple[str, ...]) -> None:
@@ -262,7 +262,7 @@ class _Walk:
             if piece is None and 0 not in global_shape:
                 continue  # An empty part; where the whole is empty, DCP wants to know of it.
             self._add(
-                Item(
+                WriteItem(
                     (base, offset), self._part, local.index, piece, is_entry, names, dtype, global_shape, offset, counts
                 )
             )

@@ -34,15 +34,15 @@ from ft_transport.checkpoint.manifest import (
 )
 from ft_transport.checkpoint.save_plan import (
     OWN_STATE_ADVICE,
+    RankPlan,
     SavePlan,
-    Share,
     encode_dcp_metadata,
     find_diverged,
     make_plan,
 )
-from ft_transport.checkpoint.torch_envelope import FrameTable, saved
+from ft_transport.checkpoint.torch_envelope import EnvelopeTable, saved
 from ft_transport.checkpoint.values import value_of
-from ft_transport.checkpoint.write_items import SHARED, Described, Describer, Item, describe
+from ft_transport.checkpoint.write_items import SHARED, Described, Describer, WriteItem, describe
 from ft_transport.checkpoint.writer_messages import (
     Answer,
     Bytes,
@@ -56,9 +56,9 @@ from ft_transport.checkpoint.writer_messages import (
     Failed,
     Headers,
     Plan,
+    RankPlans,
     Request,
     Reread,
-    Shares,
     Take,
     Taken,
     Write,
@@ -93,7 +93,7 @@ class Writer:
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         self._check = check
-        self._frames = FrameTable()
+        self._frames = EnvelopeTable()
         self._rank = 0
         self._headers: list[bytes] = []
         self._manifests: list[Manifest] = []
@@ -161,7 +161,7 @@ class Writer:
         self._described = self._describer.describe(self._manifests, self._rank)
         return Taken(self._described.structure, self._described.shared_values())
 
-    def _make_plan(self, request: Plan) -> Shares:
+    def _make_plan(self, request: Plan) -> RankPlans:
         manifests = [tuple(decode_header(header) for header in headers) for headers in request.headers]
         names = [f"rank {rank}" for rank in range(len(manifests))]
         try:
@@ -172,7 +172,7 @@ class Writer:
         self._dcp_metadata = None
         described = [describe(each, rank) for rank, each in enumerate(manifests)]
         self._plan = make_plan(described, request.consolidated)
-        return Shares(tuple(self._plan.shares))
+        return RankPlans(tuple(self._plan.shares))
 
     def _create(self, directory: Path) -> Written:
         assert self._plan is not None, "the plan comes first"
@@ -195,16 +195,16 @@ class Writer:
         )
         return Done()
 
-    def _digest(self, item: Item) -> bytes:
+    def _digest(self, item: WriteItem) -> bytes:
         return digest(self._bytes_of(item)).to_bytes(_DIGEST_BYTES, "big")
 
-    def _bytes_of(self, item: Item) -> memoryview:
+    def _bytes_of(self, item: WriteItem) -> memoryview:
         piece = item.piece
         if piece is None:
             return memoryview(b"")
         return gathered(self._data[item.part], piece)
 
-    def _write(self, directory: Path, share: Share) -> Written:
+    def _write(self, directory: Path, share: RankPlan) -> Written:
         places = []
         positions = [[NOT_HERE] * len(manifest.tensors) for manifest in self._manifests]
         name = data_file_name(self._rank)
@@ -235,7 +235,7 @@ class Writer:
         sync_directory(directory)
         return Written((data_file, description_file), tuple(places))
 
-    def _put_consolidated(self, directory: Path, share: Share) -> None:
+    def _put_consolidated(self, directory: Path, share: RankPlan) -> None:
         for number, name in enumerate(share.files):
             targets = [(at, start) for at, file, start in share.targets if file == number]
             if not targets:

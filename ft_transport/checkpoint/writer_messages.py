@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from ft_transport.checkpoint.manifest import FileEntry
-from ft_transport.checkpoint.save_plan import Share
+from ft_transport.checkpoint.save_plan import RankPlan
 from ft_transport.coordination.votes import Failure
 
 MAX_DESCRIPTORS: Final = 2
@@ -80,7 +80,7 @@ class Write(Struct, tag=True):
     """Write this rank's share into a directory."""
 
     directory: str
-    share: Share
+    share: RankPlan
 
 
 class Describe(Struct, tag=True):
@@ -106,10 +106,10 @@ class Bytes(Struct, tag=True):
     parts: tuple[bytes, ...]
 
 
-class Shares(Struct, tag=True):
+class RankPlans(Struct, tag=True):
     """A share for each rank."""
 
-    shares: tuple[Share, ...]
+    shares: tuple[RankPlan, ...]
 
 
 class Written(Struct, tag=True):
@@ -130,7 +130,7 @@ class Failed(Struct, tag=True):
 
 
 Request: TypeAlias = Take | Cancel | Drop | Plan | Create | Reread | Headers | Digest | Compare | Write | Describe
-Answer: TypeAlias = Taken | Bytes | Shares | Written | Done | Failed
+Answer: TypeAlias = Taken | Bytes | RankPlans | Written | Done | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)

@@ -19,17 +19,17 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # export
 
 from ft_transport.coordination.votes import (
     AbandonedError,
-    Decision,
     GiveUp,
     GoOn,
     TryAgain,
+    Verdict,
     Vote,
-    decide,
     decode,
     decode_all,
     describe,
     encode,
     encode_all,
+    tally,
 )
 from ft_transport.errors import ConfigurationError, RankGoneError, TransportError
 
@@ -134,7 +134,7 @@ class Agreement:
         """Whether this is the rank that decides."""
         return self.rank == 0
 
-    def together(self, phase: str, action: Callable[[], bytes | None]) -> tuple[bytes, ...]:
+    def run_on_all_ranks(self, phase: str, action: Callable[[], bytes | None]) -> tuple[bytes, ...]:
         """Runs ``action`` on every rank, and returns what they returned, by rank.
 
         Args:
@@ -156,14 +156,14 @@ class Agreement:
         """Runs ``action`` on the first rank alone, and returns on all what it returned, or raises what it raised.
 
         Raises:
-            TransportError: As for `together`.
+            TransportError: As for `run_on_all_ranks`.
         """
         patience_s = _FIRST_PATIENCE * self._timeout_s
-        return self.together(phase, (lambda: self.showing_life(action, patience_s)) if self.is_first else lambda: None)[
-            0
-        ]
+        return self.run_on_all_ranks(
+            phase, (lambda: self.showing_life(action, patience_s)) if self.is_first else lambda: None
+        )[0]
 
-    def _outcome(self, phase: str, action: Callable[[], bytes | None]) -> Decision:
+    def _outcome(self, phase: str, action: Callable[[], bytes | None]) -> Verdict:
         self.sequence += 1
         self._tick()
         try:
@@ -181,7 +181,7 @@ class Agreement:
             votes = self._exchange(vote)
         except TransportError as error:
             return GiveUp(error)
-        return decide(votes, step=self.step)
+        return tally(votes, step=self.step)
 
     def check_others(self) -> None:
         """Shows that this rank is at work, and gives its part up if another has failed; called during long parts.

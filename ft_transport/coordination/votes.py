@@ -98,7 +98,7 @@ class GiveUp:
     error: TransportError
 
 
-Decision: TypeAlias = GoOn | TryAgain | GiveUp
+Verdict: TypeAlias = GoOn | TryAgain | GiveUp
 
 
 class AbandonedError(Exception):
@@ -129,7 +129,7 @@ def describe(error: BaseException) -> Failure:
     )
 
 
-def decide(votes: Sequence[Vote | None], *, step: int | str | None = None) -> Decision:
+def tally(votes: Sequence[Vote | None], *, step: int | str | None = None) -> Verdict:
     """What all ranks do, the same on each.
 
     Args:

@@ -24,8 +24,8 @@ from aiohttp import web
 from ft_transport.errors import SnapshotError
 from ft_transport.http.slice_sender import send_frames
 from ft_transport.http.snapshot_cache import Reading
-from ft_transport.wire.served import LentFile, MemoryFile, ServedMemory
-from ft_transport.wire.slices import Frame, answer_bytes
+from ft_transport.wire.served import MemoryFile, ServedMemory, SharedFile
+from ft_transport.wire.slices import SliceFrame, answer_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,8 @@ _MAX_VIEWS_PER_SEND: Final = 512
 _LENT_PIECE_BYTES: Final = 4 << 20
 """It is digested first: no more than what the processor's cache then still holds."""
 _LONGEST_WAIT: Final = struct.pack("ll", 0, 20_000)
-"""``struct timeval``, 20 ms: so long a call that sends lent memory may wait for the receiver, and the owner for it."""
+"""``struct timeval``, 20 ms: so long a call that sends shared memory may wait for the receiver, and the owner for
+it."""
 _NO_LIMIT: Final = struct.pack("ll", 0, 0)
 _FLUSH_TICK_S: Final = 0.005
 _DROP_UNSENT: Final = struct.pack("ii", 1, 0)
@@ -68,7 +69,7 @@ async def send_slices(
     request: web.Request,
     reading: Reading,
     response: web.StreamResponse,
-    frames: Sequence[Frame],
+    frames: Sequence[SliceFrame],
     *,
     stall_timeout_s: float,
 ) -> web.StreamResponse:
@@ -168,13 +169,13 @@ class _Range:
                 raise ConnectionAbortedError(f"the memory file ends at {self.position}, expected {self.end}")
             self.position += sent
 
-    def _send_lent(self, connected: socket.socket, file: LentFile) -> None:
+    def _send_lent(self, connected: socket.socket, file: SharedFile) -> None:
         """The kernel takes a copy of what is sent, so the owner waits for no receiver, but for one call at most."""
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LONGEST_WAIT)
         while self.position < self.end:
             end = min(self.end, self.position + _LENT_PIECE_BYTES)
             try:
-                with file.borrow(self.position, end) as views:
+                with file.pin(self.position, end) as views:
                     self.position += connected.sendmsg(views[:_MAX_VIEWS_PER_SEND])
             except BlockingIOError:
                 continue
@@ -185,7 +186,7 @@ class _Range:
 class _Slices:
     """The frames of a request for slices, each with its digest."""
 
-    def __init__(self, memory: ServedMemory, frames: Sequence[Frame]) -> None:
+    def __init__(self, memory: ServedMemory, frames: Sequence[SliceFrame]) -> None:
         self._memory = memory
         self._frames = frames
         self.position = 0

@@ -59,7 +59,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Timeouts:
     """How long a peer may take.
 
     Attributes:
@@ -115,13 +115,13 @@ class Connection:
     Args:
         peer: The server.
         token: Sent with every request if given.
-        patience: How long things may take.
+        timeouts: How long things may take.
     """
 
-    def __init__(self, peer: PeerAddress, *, token: JobToken | None, patience: Patience) -> None:
+    def __init__(self, peer: PeerAddress, *, token: JobToken | None, timeouts: Timeouts) -> None:
         self.peer = peer
         self._token = token
-        self._patience = patience
+        self._timeouts = timeouts
         self._http: HTTPConnection | None = None
         self._socket: TimedSocket | None = None
         self._address: object = None
@@ -201,7 +201,7 @@ class Connection:
             http = self._connected()
             assert self._socket is not None
             self._socket.read_until_s = min(
-                self._patience.end_s(), time.monotonic() + answer_within_s + self._patience.stall_timeout_s
+                self._timeouts.end_s(), time.monotonic() + answer_within_s + self._timeouts.stall_timeout_s
             )
             self._socket.in_head, self._socket.head_complete = True, False
             self._socket.wake_at(1)
@@ -252,7 +252,7 @@ class Connection:
         # What this side did in between is no fault of the peer's.
         self._received_s = time.monotonic()
         if self._received:
-            self._patience.note_progress()
+            self._timeouts.note_progress()
         try:
             num_later = self._body_bytes - self._received - sum(map(len, views))
             self._socket.wake_at(_WAKE_BYTES if num_later >= _WAKE_BYTES else 1)
@@ -290,12 +290,12 @@ class Connection:
     def _open(self) -> TimedSocket:
         """Connects to the first of the peer's addresses that answers."""
         doing = f"connecting to {self.peer}"
-        timeout_s = min(self._patience.connect_timeout_s, self._patience.remaining_s(doing, self.peer))
+        timeout_s = min(self._timeouts.connect_timeout_s, self._timeouts.remaining_s(doing, self.peer))
         failures = []
         for family, kind, protocol, _name, address in look_up(
             self.peer, timeout_s=timeout_s, is_given_up=lambda: self._is_interrupted
         ):
-            timeout_s = min(self._patience.connect_timeout_s, self._patience.remaining_s(doing, self.peer))
+            timeout_s = min(self._timeouts.connect_timeout_s, self._timeouts.remaining_s(doing, self.peer))
             with making_socket:
                 self._socket = timed = TimedSocket(socket.socket(family, kind, protocol))
             self._address = address
@@ -310,7 +310,7 @@ class Connection:
             if self._is_interrupted:
                 raise PeerUnreachableError("the request was given up", peer=str(self.peer))
             return timed
-        self._patience.remaining_s(doing, self.peer)
+        self._timeouts.remaining_s(doing, self.peer)
         raise PeerUnreachableError(f"no address accepts a connection: {'; '.join(failures)}", peer=str(self.peer))
 
     def _fill(self, views: list[memoryview]) -> None:
@@ -342,7 +342,7 @@ class Connection:
                 )
             self._received += got
             self._received_s = time.monotonic()
-            self._patience.note_progress()
+            self._timeouts.note_progress()
             while got:
                 size = len(views[index])
                 if got < size:
@@ -353,11 +353,11 @@ class Connection:
 
     def _check_pace(self) -> None:
         """Allows the next read, until the deadline, the stall timeout or the minimum throughput ends it."""
-        patience = self._patience
+        timeouts = self._timeouts
         until_s = min(
-            patience.end_s(),
-            self._received_s + patience.stall_timeout_s,
-            self._started_s + patience.stall_timeout_s + self._received / patience.min_bytes_per_s,
+            timeouts.end_s(),
+            self._received_s + timeouts.stall_timeout_s,
+            self._started_s + timeouts.stall_timeout_s + self._received / timeouts.min_bytes_per_s,
         )
         remaining_s = until_s - time.monotonic()
         if remaining_s <= 0:
@@ -370,11 +370,11 @@ class Connection:
 
     def _timed_out(self, doing: str, what: str) -> TransportError:
         """The error after a wait: the whole deadline is over, or this peer is too slow and another try may help."""
-        if self._patience.is_over():
-            return DeadlineExceededError(f"timed out {doing} {what}: {self._patience.reason()}", peer=str(self.peer))
+        if self._timeouts.is_over():
+            return DeadlineExceededError(f"timed out {doing} {what}: {self._timeouts.reason()}", peer=str(self.peer))
         return PeerUnreachableError(
-            f"timed out {doing} {what}: nothing came for {self._patience.stall_timeout_s:g} s, or less than "
-            f"{self._patience.min_bytes_per_s:.0f} bytes/s",
+            f"timed out {doing} {what}: nothing came for {self._timeouts.stall_timeout_s:g} s, or less than "
+            f"{self._timeouts.min_bytes_per_s:.0f} bytes/s",
             peer=str(self.peer),
         )
 

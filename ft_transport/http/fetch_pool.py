@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
 from ft_transport.errors import DeadlineExceededError, TransportError
-from ft_transport.http.connection import Connection, Patience
+from ft_transport.http.connection import Connection, Timeouts
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.token import JobToken
 from ft_transport.runtime.handler_safety import SafeCondition
@@ -43,7 +43,7 @@ class FetchSettings:
         verify: Whether each chunk is compared with its digest as it lands, where the manifest has them.
         max_failures: Failures in a row after which a source is given up.
         token: The job token, if the sources ask for one.
-        patience: Deadlines and the least throughput.
+        timeouts: Deadlines and the least throughput.
         on_progress: Called after each chunk, from the fetching threads, one call at a time; must be quick.
     """
 
@@ -51,7 +51,7 @@ class FetchSettings:
     verify: bool
     max_failures: int
     token: JobToken | None
-    patience: Patience
+    timeouts: Timeouts
     on_progress: Callable[[FetchProgress], None] | None
 
 
@@ -195,7 +195,7 @@ class Fetch(ABC, Generic[_Request]):
                 with self.changed:
                     instruction = self._machine.next(worker)
                     while isinstance(instruction, Wait):
-                        self.changed.wait(timeout=self._settings.patience.stall_timeout_s)
+                        self.changed.wait(timeout=self._settings.timeouts.stall_timeout_s)
                         instruction = self._machine.next(worker)
                 match instruction:
                     case Stop():
@@ -217,13 +217,13 @@ class Fetch(ABC, Generic[_Request]):
                 with self.changed:
                     self._connections.remove(other)
             connections.clear()
-            connection = Connection(source, token=settings.token, patience=settings.patience)
+            connection = Connection(source, token=settings.token, timeouts=settings.timeouts)
             connections[instruction.source] = connection
             with self.changed:
                 self._connections.append(connection)
         try:
             if instruction.delay_s:
-                left_s = settings.patience.remaining_s("waiting to try again", source)
+                left_s = settings.timeouts.remaining_s("waiting to try again", source)
                 with self.changed:
                     if self.changed.wait_for(
                         lambda: self._machine.stopped is not None, timeout=min(instruction.delay_s, left_s)
@@ -233,7 +233,7 @@ class Fetch(ABC, Generic[_Request]):
         except TransportError as error:
             connection.close()
             error.step = self._step
-            if settings.patience.is_over():
+            if settings.timeouts.is_over():
                 self._abort(self._out_of_time(error))
                 return
             with self.changed:
@@ -251,7 +251,7 @@ class Fetch(ABC, Generic[_Request]):
     def _out_of_time(self, error: TransportError) -> DeadlineExceededError:
         out_of_time = DeadlineExceededError(
             f"timed out with {self._done_bytes} of {self._total_bytes} bytes received: "
-            f"{self._settings.patience.reason()}; last: {error.message}",
+            f"{self._settings.timeouts.reason()}; last: {error.message}",
             peer=error.peer,
             step=self._step,
         )

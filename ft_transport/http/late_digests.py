@@ -1,4 +1,4 @@
-"""Digests that come after the data: of a snapshot in lent memory, which is digested while it is sent."""
+"""Digests that come after the data: of a snapshot in shared memory, which is digested while it is sent."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ft_transport.errors import (
     TransportError,
     UnknownHostError,
 )
-from ft_transport.http.connection import Connection, Patience
+from ft_transport.http.connection import Connection, Timeouts
 from ft_transport.http.fetch_pool import FetchSettings
 from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_header
@@ -58,7 +58,7 @@ def fetch_manifest(
         ManifestError: What it sent is no manifest.
         IntegrityError: The manifest was damaged on the way, time and again.
     """
-    patience = settings.patience
+    timeouts = settings.timeouts
     num_damaged = 0
     peer = connection.peer
     last: TransportError | None = None
@@ -67,14 +67,14 @@ def fetch_manifest(
     warning_s = _FIRST_WARNING_S
     while True:
         try:
-            patience.remaining_s(f"waiting for step {step}", peer)
-            return _read_manifest(connection, step, after, patience)
+            timeouts.remaining_s(f"waiting for step {step}", peer)
+            return _read_manifest(connection, step, after, timeouts)
         except DeadlineExceededError as error:
             connection.close()
             if last is None:
                 raise
             raise DeadlineExceededError(
-                f"timed out waiting for a snapshot: {patience.reason()}; last: {last}", peer=str(peer), step=step
+                f"timed out waiting for a snapshot: {timeouts.reason()}; last: {last}", peer=str(peer), step=step
             ) from error
         except (PeerUnreachableError, PeerNotReadyError) as error:
             connection.close()
@@ -108,11 +108,11 @@ def fetch_manifest(
                 step,
                 peer,
                 waited_s,
-                max(0.0, patience.end_s() - time.monotonic()),
+                max(0.0, timeouts.end_s() - time.monotonic()),
                 type(last).__name__,
                 last,
             )
-        time.sleep(min(_RETRY_PAUSE_S, max(0.0, patience.end_s() - time.monotonic())))
+        time.sleep(min(_RETRY_PAUSE_S, max(0.0, timeouts.end_s() - time.monotonic())))
 
 
 def fetch_server_id(connection: Connection) -> str:
@@ -135,10 +135,10 @@ class _Status(msgspec.Struct):
     server: str
 
 
-def _read_manifest(connection: Connection, step: StepSelector, after: int | None, patience: Patience) -> Manifest:
+def _read_manifest(connection: Connection, step: StepSelector, after: int | None, timeouts: Timeouts) -> Manifest:
     peer = str(connection.peer)
     # Not all the time that is left: the peer's reason for not answering has to arrive before the deadline.
-    wait_s = min(_HOLD_S, max(0.0, patience.end_s() - time.monotonic()) * _HELD_SHARE)
+    wait_s = min(_HOLD_S, max(0.0, timeouts.end_s() - time.monotonic()) * _HELD_SHARE)
     response = connection.get(
         metadata_path(step, wait_s=wait_s, after=after), headers={}, expected_status=200, answer_within_s=wait_s
     )

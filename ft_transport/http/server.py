@@ -1,9 +1,9 @@
 """The HTTP server: aiohttp on a thread and an event loop of its own.
 
-Bodies go from the memory file to the socket with ``sendfile``, or from memory that is lent, so neither Python nor the
+Bodies go from the memory file to the socket with ``sendfile``, or from memory that is shared, so neither Python nor the
 training thread touches them.
-Nothing here waits for a lock of the trainer or copies device memory. Only what is lent is digested here, on the threads
-that send it.
+Nothing here waits for a lock of the trainer or copies device memory. Only what is shared is digested here, on the
+threads that send it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ft_transport.errors import (
 from ft_transport.http.body_sender import send_range, send_slices
 from ft_transport.http.fork_safety import close_in_children
 from ft_transport.http.own_address import LISTEN_BACKLOG, advertised_host, listen
-from ft_transport.http.snapshot_cache import Reading, Shelf
+from ft_transport.http.snapshot_cache import Reading, SnapshotCache
 from ft_transport.http.token import JobToken
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import (
@@ -69,15 +69,15 @@ _MAX_CONNECTIONS: Final = 512
 
 FreshSnapshot = Callable[[int | None], int | None]
 """Asks the owner of the state for a snapshot that is not older than now, or of the step that is given, without waiting
-for it. Returns the number (``Shelf.newest_sequence``) after which a snapshot is new enough; ``None`` if that step is
-past. Thread-safe, and called on the event loop."""
+for it. Returns the number (``SnapshotCache.newest_sequence``) after which a snapshot is new enough; ``None`` if that
+step is past. Thread-safe, and called on the event loop."""
 
 
 class SnapshotServer:
-    """Serves the snapshots of a shelf until ``close``.
+    """Serves the snapshots of a cache until ``close``.
 
     Args:
-        shelf: What is served.
+        cache: What is served.
         host: Address to bind, ``None`` for all.
         port: Port to bind, 0 for any.
         advertise: Host, address or interface that peers are told.
@@ -90,7 +90,7 @@ class SnapshotServer:
 
     def __init__(
         self,
-        shelf: Shelf,
+        cache: SnapshotCache,
         *,
         host: str | None,
         port: int,
@@ -101,7 +101,7 @@ class SnapshotServer:
         stall_timeout_s: float,
         fresh_snapshot: FreshSnapshot | None,
     ) -> None:
-        self._shelf = shelf
+        self._cache = cache
         self._replica = replica
         self._token = token
         self._max_wait_s = max_wait_s
@@ -124,7 +124,7 @@ class SnapshotServer:
         except BaseException:
             self._socket.close()
             raise
-        shelf.listen(self._on_change)
+        cache.listen(self._on_change)
         close_in_children(self)
 
     def is_mine(self, candidate: socket.socket) -> bool:
@@ -220,7 +220,7 @@ class SnapshotServer:
         except TransportError as error:
             # The path as it came: a decoded one may hold line ends, and forge lines of the log.
             logger.info("%s %s from %s refused: %s", request.method, request.raw_path[:200], request.remote, error)
-            headers = {SERVED_STEPS_HEADER: ",".join(map(str, self._shelf.steps()))}
+            headers = {SERVED_STEPS_HEADER: ",".join(map(str, self._cache.steps()))}
             if isinstance(error, PeerNotReadyError):
                 headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
                 if error.after is not None:
@@ -237,16 +237,16 @@ class SnapshotServer:
             self._handlers.discard(task)
 
     async def _status(self, _request: web.Request) -> web.StreamResponse:
-        newest = self._shelf.newest()
+        newest = self._cache.newest()
         body = {
             "state": "serving" if newest is not None else "empty",
             "replica": self._replica,
             "server": self.server_id,
             "step": newest.step if newest is not None else None,
-            "steps": self._shelf.steps(),
+            "steps": self._cache.steps(),
             "snapshot": newest.snapshot_id if newest is not None else None,
             "snapshot_bytes": newest.total_bytes if newest is not None else 0,
-            "clients": self._shelf.num_readers(),
+            "clients": self._cache.num_readers(),
         }
         return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
@@ -325,7 +325,7 @@ class SnapshotServer:
         is_closed = _closed_of(request)
         bound_to = request.query.get(SNAPSHOT_PARAMETER)
         if bound_to is not None:
-            reading = self._shelf.read(step, snapshot_id=SnapshotId(bound_to), is_closed=is_closed)
+            reading = self._cache.read(step, snapshot_id=SnapshotId(bound_to), is_closed=is_closed)
             if reading is None:
                 raise SnapshotReplacedError(
                     f"expected snapshot {bound_to[:32]} of step {step}, which is no longer served; start again"
@@ -335,12 +335,12 @@ class SnapshotServer:
         deadline_s = time.monotonic() + self._wait_s(request)
         while True:
             changed = self._changed
-            reading = self._shelf.read(step, after_sequence=after, is_closed=is_closed)
+            reading = self._cache.read(step, after_sequence=after, is_closed=is_closed)
             if reading is not None:
                 return reading
             remaining_s = deadline_s - time.monotonic()
             if step != LATEST and self._is_past(step):
-                served = self._shelf.steps()
+                served = self._cache.steps()
                 raise StepNotServedError(
                     f"expected a step to come, or one of {list(served)}; this replica is past step {step}",
                     served=served,
@@ -358,7 +358,7 @@ class SnapshotServer:
         if fresh_snapshot is None:
             return 0
         earlier = parse_after(request.query.get(AFTER_PARAMETER))
-        if earlier is not None and self._shelf.holds_newer(earlier):
+        if earlier is not None and self._cache.holds_newer(earlier):
             return earlier
         fresh = fresh_snapshot(None)
         assert fresh is not None, "the present state is never past"
@@ -367,22 +367,22 @@ class SnapshotServer:
     def _is_past(self, step: int) -> bool:
         """Asks the owner for a snapshot of a step to come; says whether there will be none."""
         ask = self.fresh_snapshot
-        if ask is None or step in self._shelf.steps() or ask(step) is not None:
+        if ask is None or step in self._cache.steps() or ask(step) is not None:
             return False
         # It may have been put there at this very moment.
-        return step not in self._shelf.steps()
+        return step not in self._cache.steps()
 
     def _may_come(self, step: StepSelector) -> bool:
-        newest_step = self._shelf.newest_step()
+        newest_step = self._cache.newest_step()
         return step == LATEST or newest_step is None or step > newest_step
 
     def _read_or_refuse(self, step: StepSelector, after: int, is_closed: Callable[[], bool]) -> Reading:
         """After the wait: what has come at the last moment, or the reason why nothing has."""
-        reading = self._shelf.read(step, after_sequence=after, is_closed=is_closed)
+        reading = self._cache.read(step, after_sequence=after, is_closed=is_closed)
         if reading is not None:
             return reading
-        served = self._shelf.steps()
-        failure = self._shelf.failure()
+        served = self._cache.steps()
+        failure = self._cache.failure()
         attempt = f"; the last attempt failed: {failure}" if failure is not None else ""
         if not served:
             raise PeerNotReadyError(

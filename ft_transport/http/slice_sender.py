@@ -10,14 +10,14 @@ from typing import Final
 from ft_transport.errors import SnapshotError
 from ft_transport.wire.integrity import Hasher
 from ft_transport.wire.served import MemoryFile, ServedMemory
-from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Frame, Slice
+from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, SliceFrame
 from ft_transport.wire.strided import copy_out
 
 _LEAST_SENDFILE_BYTES: Final = 64 << 10
 """Below, a copy costs less than a system call of its own."""
 
 
-def send_frames(connected: socket.socket, memory: ServedMemory, frames: Sequence[Frame]) -> Iterator[int]:
+def send_frames(connected: socket.socket, memory: ServedMemory, frames: Sequence[SliceFrame]) -> Iterator[int]:
     """Sends the frames of a request; blocks. Yields after each piece how many bytes it had.
 
     Args:
@@ -65,7 +65,7 @@ def _send_file(connected: socket.socket, memory: MemoryFile, piece: Slice) -> It
 
 
 def _gather(memory: ServedMemory, piece: Slice, into: memoryview) -> None:
-    with memory.borrow_data(piece.start, piece.end) as views:
+    with memory.pin_data(piece.start, piece.end) as views:
         if len(views) == 1:
             copy_out(views[0], piece, into)
             return

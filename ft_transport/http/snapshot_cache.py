@@ -1,7 +1,7 @@
 """The snapshots that are being served, and who still reads them.
 
-A snapshot leaves the shelf when a new one needs its place. One that is being read keeps its memory until the last
-reader is done. A fetch consists of several requests, so each request also keeps its snapshot on the shelf for a
+A snapshot leaves the cache when a new one needs its place. One that is being read keeps its memory until the last
+reader is done. A fetch consists of several requests, so each request also keeps its snapshot on the cache for a
 moment after it ended (the lease), as long as its connection is open; otherwise a trainer that publishes every step
 would replace a snapshot between two requests of the same fetch.
 
@@ -48,7 +48,7 @@ class ServedSnapshot(Protocol):
 
     @property
     def close(self) -> Callable[[], None]:
-        """Frees the memory. The shelf calls it exactly once, when the last reader is done."""
+        """Frees the memory. The cache calls it exactly once, when the last reader is done."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +74,7 @@ class Reading:
 
     snapshot: ServedSnapshot
     manifest_digest: int
-    _shelf: Shelf
+    _cache: SnapshotCache
     _entry: _Entry
     _is_closed: Callable[[], bool]
     unread_s: float = 0.0
@@ -83,11 +83,11 @@ class Reading:
         return self.snapshot
 
     def __exit__(self, *_exc_info: object) -> None:
-        self._shelf._end_reading(self._entry, self._is_closed, self.unread_s)
+        self._cache._end_reading(self._entry, self._is_closed, self.unread_s)
 
 
 @dataclass(slots=True, eq=False)
-class Shelf:
+class SnapshotCache:
     """Holds at most ``max_snapshots``, the reserved places included. Thread-safe.
 
     Attributes:
@@ -117,7 +117,7 @@ class Shelf:
 
         Raises:
             SnapshotLimitError: All places are taken by snapshots that are being read.
-            SnapshotError: The shelf was cleared for good.
+            SnapshotError: The cache was cleared for good.
         """
         to_close: list[_Entry] = []
         with self._lock:
@@ -145,7 +145,7 @@ class Shelf:
             self._num_reserved -= 1
 
     def put(self, snapshot: ServedSnapshot) -> None:
-        """Puts a snapshot on the reserved place and tells the listeners. The shelf owns it from now on.
+        """Puts a snapshot on the reserved place and tells the listeners. The cache owns it from now on.
 
         After ``clear`` it is freed at once: a shutdown may overtake a snapshot that is still being copied.
         """
@@ -229,7 +229,7 @@ class Shelf:
         return None
 
     def retire(self, snapshot_id: SnapshotId, *, even_if_needed: bool) -> None:
-        """Takes a snapshot off the shelf, and older ones of the same step; they are freed after their last readers.
+        """Takes a snapshot off the cache, and older ones of the same step; they are freed after their last readers.
 
         Args:
             snapshot_id: Which; nothing happens if it is not there.

@@ -20,15 +20,15 @@ from msgspec import Struct
 
 from ft_transport.checkpoint.consolidated import INDEX_NAME, MAX_FILE_BYTES, Consolidation, create, put
 from ft_transport.checkpoint.digested_file import write_small
-from ft_transport.checkpoint.save_plan import SavePlan, Share, find_diverged, make_plan
-from ft_transport.checkpoint.write_items import Described, Item, describe
+from ft_transport.checkpoint.save_plan import RankPlan, SavePlan, find_diverged, make_plan
+from ft_transport.checkpoint.write_items import Described, WriteItem, describe
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import PublishError
 from ft_transport.publish.engines.engine import Kind
 from ft_transport.publish.versions import VersionDirectory
 from ft_transport.state.dtensors import is_dtensor
-from ft_transport.state.snapshot import Snapshot, SnapshotTaker
+from ft_transport.state.snapshot import Snapshot, Stager
 from ft_transport.state.views import has_own_memory
 from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
 from ft_transport.wire.integrity import digest
@@ -68,7 +68,7 @@ class _Common(Struct, frozen=True, array_like=True):
 class _Assigned(Struct, frozen=True, array_like=True):
     """A rank's share, and whether any rank has something to compare."""
 
-    share: Share
+    share: RankPlan
     is_compared: bool
 
 
@@ -88,7 +88,7 @@ class Exporter:
         self._agreement = agreement
         self._exchange = exchange
         self._directory = directory
-        self._taker = SnapshotTaker(
+        self._stager = Stager(
             max_snapshots=1, num_threads=num_threads, chunk_bytes=DEFAULT_CHUNK_BYTES, is_digested=False
         )
 
@@ -104,7 +104,7 @@ class Exporter:
         """
         export = _Export(version, self._agreement, self._exchange, self._directory)
         try:
-            return export.run(content, self._taker)
+            return export.run(content, self._stager)
         except BaseException:
             self._exchange.reset(self._agreement.sequence)
             if self._agreement.is_first:
@@ -115,7 +115,7 @@ class Exporter:
 
     def close(self) -> None:
         """Frees the memory."""
-        self._taker.close()
+        self._stager.close()
 
 
 class _Export:
@@ -129,11 +129,11 @@ class _Export:
         self._described = Described()
         self._plan: SavePlan | None = None
 
-    def run(self, content: Callable[[], Content], taker: SnapshotTaker) -> Path:
-        agreement, together = self._agreement, self._agreement.together
+    def run(self, content: Callable[[], Content], stager: Stager) -> Path:
+        agreement, run_on_all_ranks = self._agreement, self._agreement.run_on_all_ranks
         of = f"version {self._version}"
         begun = agreement.on_first(f"begin {of}", lambda: str(self._directory.begin(self._version)).encode())
-        said = together(f"take {of}", lambda: self._take(content, taker))
+        said = run_on_all_ranks(f"take {of}", lambda: self._take(content, stager))
         self._check_common([msgspec.msgpack.decode(each, type=_Common) for each in said])
         headers = self._gathered(f"gather the headers of {of}", self._header)
         agreement.on_first(f"plan {of}", lambda: self._make_plan(headers()))
@@ -141,7 +141,9 @@ class _Export:
         if assigned.is_compared:
             self._compare(of, assigned.share)
         directory = Path(begun.decode())
-        together(f"write {of}", self._exchange.ending_on_failure(lambda: self._write(directory, assigned.share)))
+        run_on_all_ranks(
+            f"write {of}", self._exchange.ending_on_failure(lambda: self._write(directory, assigned.share))
+        )
         final = agreement.on_first(f"commit {of}", lambda: str(self._directory.commit(self._version)).encode())
         return Path(final.decode())
 
@@ -150,9 +152,9 @@ class _Export:
         if snapshot is not None:
             snapshot.close()
 
-    def _take(self, content: Callable[[], Content], taker: SnapshotTaker) -> bytes:
+    def _take(self, content: Callable[[], Content], stager: Stager) -> bytes:
         self._content = own = content()
-        self._snapshot = taker.begin(self._version, {_ROOT: _untied(own.tensors)}).finish()
+        self._snapshot = stager.begin(self._version, {_ROOT: _untied(own.tensors)}).finish()
         self._described = describe([_manifest_of(self._header())], 0)
         for value in self._described.values:
             raise PublishError("expected tensors alone, got something else", path=value.name.removeprefix(f"{_ROOT}."))
@@ -176,7 +178,7 @@ class _Export:
             nonlocal found
             found = self._exchange.gather(data())
 
-        self._agreement.together(phase, self._exchange.ending_on_failure(gather))
+        self._agreement.run_on_all_ranks(phase, self._exchange.ending_on_failure(gather))
         return lambda: found or []
 
     def _make_plan(self, headers: Sequence[bytes]) -> None:
@@ -196,10 +198,10 @@ class _Export:
                 shares = [msgspec.msgpack.encode(_Assigned(share, is_compared)) for share in self._plan.shares]
             own = self._exchange.scatter(shares)
 
-        self._agreement.together(f"divide {of}", self._exchange.ending_on_failure(scatter))
+        self._agreement.run_on_all_ranks(f"divide {of}", self._exchange.ending_on_failure(scatter))
         return msgspec.msgpack.decode(own, type=_Assigned)
 
-    def _compare(self, of: str, share: Share) -> None:
+    def _compare(self, of: str, share: RankPlan) -> None:
         """What several ranks have must be the same."""
         gathered_digests = self._gathered(
             f"compare {of}",
@@ -214,15 +216,15 @@ class _Export:
 
         self._agreement.on_first(f"compare {of}", compare)
 
-    def _bytes_of(self, item: Item) -> memoryview:
+    def _bytes_of(self, item: WriteItem) -> memoryview:
         assert self._snapshot is not None, "it was taken"
         memory = self._snapshot.memory
-        assert isinstance(memory, MemoryFile), "nothing of it is lent"
+        assert isinstance(memory, MemoryFile), "nothing of it is shared"
         return gathered(memory.data, item.piece) if item.piece is not None else memoryview(b"")
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def _write(self, directory: Path, share: Share) -> None:
+    def _write(self, directory: Path, share: RankPlan) -> None:
         if not self._agreement.is_first:
             for batch in _batches(self._described.items, share):
                 data = b"".join(self._bytes_of(self._described.items[at]) for at, _, _ in batch)
@@ -282,7 +284,7 @@ def _untied(tensors: Mapping[str, object]) -> dict[str, object]:
     return untied
 
 
-def _batches(items: Sequence[Item], share: Share) -> Iterator[list[tuple[int, int, int]]]:
+def _batches(items: Sequence[WriteItem], share: RankPlan) -> Iterator[list[tuple[int, int, int]]]:
     """What is sent at once, which both sides know."""
     batch: list[tuple[int, int, int]] = []
     num_bytes = 0

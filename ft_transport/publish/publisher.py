@@ -33,7 +33,7 @@ from ft_transport.publish.engines.engine import Delivery, Engine, Kind
 from ft_transport.publish.export import Content, Exporter
 from ft_transport.publish.notify import EngineFleet
 from ft_transport.publish.report import POLICIES, Policy, PublishReport
-from ft_transport.publish.report_store import NoticeBoard
+from ft_transport.publish.report_store import ReportStore
 from ft_transport.publish.versions import VersionDirectory
 from ft_transport.runtime.at_exit import at_exit
 from ft_transport.settings import check_duration, check_number
@@ -141,7 +141,7 @@ class Publisher:
         group = RankGroup(process_group)
         self._agreement = Agreement(group, "publish", timeout)
         self._exchange = Exchange(group, "publish", timeout)
-        self._board = NoticeBoard(group.store("publish/reports"), silence_timeout.total_seconds())
+        self._board = ReportStore(group.store("publish/reports"), silence_timeout.total_seconds())
         self._directory = VersionDirectory(self._root)
         self._claim = RootClaim(self._root)
         self._exporter: Exporter | None = None

@@ -11,10 +11,10 @@ from msgspec import Struct
 Outcome: TypeAlias = Literal["pending", "confirmed", "refused", "unreachable", "late", "superseded", "failed"]
 """``refused``: it answered with an error, or confirms another version. ``late``: its deadline ran out. ``superseded``:
 a newer version was published before its turn. ``failed``: our own code, the engine's, or the publisher was closed."""
-Policy: TypeAlias = Literal["all", "quorum", "best effort"]
+Policy: TypeAlias = Literal["all", "quorum", "best_effort"]
 Verdict: TypeAlias = Literal["open", "good", "bad"]
 
-POLICIES: Final = ("all", "quorum", "best effort")
+POLICIES: Final = ("all", "quorum", "best_effort")
 
 
 class EngineReport(Struct, frozen=True, kw_only=True):
@@ -94,11 +94,11 @@ def judge(engines: Sequence[EngineReport], policy: Policy) -> Verdict:
             num_needed = len(counted)
         case "quorum":
             num_needed = len(counted) // 2 + 1 if counted else 0
-        case "best effort":
+        case "best_effort":
             num_needed = 0
     if num_confirmed + num_pending < num_needed:
         return "bad"
-    if policy == "best effort":
+    if policy == "best_effort":
         return "open" if num_pending else "good"
     return "good" if num_confirmed >= num_needed else "open"
 

@@ -25,7 +25,7 @@ _NUM_KEPT: Final = 256
 """So many versions can be asked for; what was posted of older ones is forgotten."""
 
 
-class NoticeBoard:
+class ReportStore:
     """Reports by version. Posting belongs to rank 0; any thread of any rank may wait.
 
     Args:

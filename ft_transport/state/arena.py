@@ -1,7 +1,7 @@
 """Arenas: reusable host buffers, each one anonymous memory file that the kernel can send from.
 
 A fresh mapping is filled at about a tenth of the speed of memory, because every page has to be found and cleared
-first; so arenas are made resident once and then reused for snapshot after snapshot. ``ArenaPool.prepare`` does that on
+first; so arenas are made resident once and then reused for snapshot after snapshot. ``ArenaPool.prefault`` does that on
 a thread of its own, before they are needed.
 """
 
@@ -121,7 +121,7 @@ class ArenaPool:
         self._prepared_bytes = 0
         self._closed = False
 
-    def prepare(self, data_bytes: int) -> None:
+    def prefault(self, data_bytes: int) -> None:
         """Makes, in the background, as many arenas with room for ``data_bytes`` as there may be. Returns at once.
 
         Does nothing while an earlier call is still being carried out. A failure is logged; ``take`` tries again.

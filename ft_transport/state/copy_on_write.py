@@ -1,7 +1,8 @@
 """Live memory that is read in place: a snapshot without a copy, for as long as nobody wants to change the state.
 
-The owner of the memory calls ``LentMemory.recall`` before he changes it. What lies there is then copied once, and
-whoever reads goes on with the copy. So a state that does not change while it is read costs neither memory nor a copy.
+The owner of the memory calls ``CopyOnWriteMemory.materialize`` before he changes it. What lies there is then copied
+once, and whoever reads goes on with the copy. So a state that does not change while it is read costs neither memory nor
+a copy.
 """
 
 from __future__ import annotations
@@ -31,30 +32,30 @@ logger = logging.getLogger(__name__)
 _MAX_GATHERING: Final = 4
 _gathering: Final = threading.BoundedSemaphore(_MAX_GATHERING)
 """What many receivers have gathered at one time would keep the owner waiting."""
-_LONGEST_BORROW_S: Final = 10.0
-"""A borrower does nothing that waits, so that this passes only where the machine itself stands still."""
+_LONGEST_PIN_S: Final = 10.0
+"""A reader does nothing that waits, so that this passes only where the machine itself stands still."""
 
 
-class LentMemory:
+class CopyOnWriteMemory:
     """The data of one snapshot, block by block in live memory or in copies of it. Thread-safe.
 
     Args:
         starts: Where in the data each block begins; int64.
         num_bytes: Length of each block; int64.
         addresses: Where each block lies now; int64.
-        lent: Indices of the blocks that are live memory.
+        shared: Indices of the blocks that are live memory.
         owners: What keeps the memory of all blocks from being freed.
         data_bytes: Length of the data.
-        arena: Holds the blocks that are not lent; ``None`` where ``owners`` do. Belongs to this object.
-        take_arena: Called on ``recall`` where there is no arena yet.
+        arena: Holds the blocks that are not shared; ``None`` where ``owners`` do. Belongs to this object.
+        take_arena: Called on ``materialize`` where there is no arena yet.
         give_back: Takes the arena at the end.
         copier: Copies and digests.
         chunk_bytes: Size of the chunks that are digested.
-        check: Raises if the live memory has changed without a `recall`. Asked before a copy of it is made, and before
-            the digests are told: no receiver relies on bytes without these.
+        check: Raises if the live memory has changed without a `materialize`. Asked before a copy of it is made, and
+            before the digests are told: no receiver relies on bytes without these.
 
     Attributes:
-        storages: Addresses of the storages that are lent; a change of any other leaves it as it is.
+        storages: Addresses of the storages that are shared; a change of any other leaves it as it is.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class LentMemory:
         starts: Column,
         num_bytes: Column,
         addresses: Column,
-        lent: Column,
+        shared: Column,
         owners: list[torch.Tensor],
         data_bytes: int,
         arena: Arena | None,
@@ -82,7 +83,7 @@ class LentMemory:
         self._block_starts: list[int] = self._starts.tolist()
         to_copy = np.zeros(len(starts), dtype=np.bool_)
         # Without an arena, everything has to find a place there.
-        to_copy[lent if arena is not None else slice(None)] = True
+        to_copy[shared if arena is not None else slice(None)] = True
         self._to_copy = np.flatnonzero(to_copy[order])
         self._owners = owners
         self._data_bytes = data_bytes
@@ -94,136 +95,136 @@ class LentMemory:
         self._header = b""
         self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
         self._digests: list[int | None] = [None] * self._chunks.num_chunks
-        # One who recalls copies; whoever does so meanwhile waits for the copy.
+        # One who materializes copies; whoever does so meanwhile waits for the copy.
         self._copying = threading.Lock()
         self._digesting = threading.Lock()
         self._changed = SafeCondition()
-        self._num_borrowers = 0
-        self._num_borrowers_of_lent = 0
-        self._is_lent = True
+        self._num_pins = 0
+        self._num_pins_of_shared = 0
+        self._is_shared = True
         self._is_lost = False
         self._is_closed = False
         self.storages = frozenset(owner.untyped_storage().data_ptr() for owner in owners)
 
     def set_header(self, header: bytes) -> None:
-        """Sets what the file begins with; before anybody borrows."""
+        """Sets what the file begins with; before anybody pins."""
         self._header = header
 
     @contextmanager
-    def borrow(self, start: int, end: int) -> Iterator[list[memoryview]]:
-        """See ``wire.served.LentFile``."""
+    def pin(self, start: int, end: int) -> Iterator[list[memoryview]]:
+        """See ``wire.served.SharedFile``."""
         header_bytes = len(self._header)
         head = [memoryview(self._header)[start:end]] if start < header_bytes else []
         start, end = max(0, start - header_bytes), max(0, end - header_bytes)
-        with self._borrowing():
+        with self._pinned():
             # Here the bytes come to the processor's cache, from where the kernel takes them next.
             self._digest_chunks_that_begin_in(start, end)
             yield head + self._views(start, end)
 
     @contextmanager
-    def borrow_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
-        """See ``wire.served.LentFile``."""
-        with _gathering, self._borrowing():
+    def pin_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
+        """See ``wire.served.SharedFile``."""
+        with _gathering, self._pinned():
             yield self._views(start, end)
 
     @contextmanager
-    def _borrowing(self) -> Iterator[None]:
+    def _pinned(self) -> Iterator[None]:
         with self._changed:
             if self._is_lost or self._is_closed:
                 raise SnapshotError("expected a snapshot of memory that can still be read, and it is gone")
-            # Who comes after the recall reads the copy, for which the owner does not wait.
-            is_of_lent = self._is_lent
-            self._num_borrowers += 1
-            self._num_borrowers_of_lent += is_of_lent
+            # Who comes after the materialize reads the copy, for which the owner does not wait.
+            is_of_shared = self._is_shared
+            self._num_pins += 1
+            self._num_pins_of_shared += is_of_shared
         try:
             yield
         finally:
             with self._changed:
-                self._num_borrowers -= 1
-                self._num_borrowers_of_lent -= is_of_lent
+                self._num_pins -= 1
+                self._num_pins_of_shared -= is_of_shared
                 self._let_go()
                 self._changed.notify_all()
 
     def encoded_digests(self) -> str:
-        """See ``wire.served.LentFile``."""
+        """See ``wire.served.SharedFile``."""
         with self._digesting:
             for chunk, known in enumerate(self._digests):
                 if known is None:
                     start, _ = self._chunks.range_of(chunk, chunk + 1)
-                    with self.borrow(len(self._header) + start, len(self._header) + start + 1):
+                    with self.pin(len(self._header) + start, len(self._header) + start + 1):
                         pass
             self._refuse_moved()
         return encode_digests([digest for digest in self._digests if digest is not None])
 
-    def recall(self) -> None:
-        """Copies what is lent, and returns when nobody reads it any more. May be called again, and after an error.
+    def materialize(self) -> None:
+        """Copies what is shared, and returns when nobody reads it any more. May be called again, and after an error.
 
         If there is no memory for the copy, the snapshot is lost: its readers get an error, and the owner goes on.
         """
         with self._copying:
             with self._changed:
-                is_to_copy = self.is_lent
+                is_to_copy = self.is_shared
                 # Nobody gives back what is being written or read.
-                self._num_borrowers += is_to_copy
+                self._num_pins += is_to_copy
             if is_to_copy:
                 try:
                     self._copy()
                 finally:
                     with self._changed:
-                        self._num_borrowers -= 1
+                        self._num_pins -= 1
                         self._let_go()
-        deadline_s = time.monotonic() + _LONGEST_BORROW_S
+        deadline_s = time.monotonic() + _LONGEST_PIN_S
         with self._changed:
-            while self._num_borrowers_of_lent and (left_s := deadline_s - time.monotonic()) > 0:
+            while self._num_pins_of_shared and (left_s := deadline_s - time.monotonic()) > 0:
                 self._changed.wait(left_s)
-            if self._num_borrowers_of_lent:
-                logger.error("lent memory is still being read after %.0f s", _LONGEST_BORROW_S)
+            if self._num_pins_of_shared:
+                logger.error("shared memory is still being read after %.0f s", _LONGEST_PIN_S)
             self._let_go()
 
     @property
     def is_lost(self) -> bool:
-        """Whether it changed without a recall, or was recalled and there was no memory for the copy."""
+        """Whether it changed without a materialize, or was materialized and there was no memory for the copy."""
         return self._is_lost
 
     @property
-    def is_lent(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether any of it is live memory still."""
-        return self._is_lent and not self._is_closed
+        return self._is_shared and not self._is_closed
 
     def close(self) -> None:
-        """Lets go of the memory, as soon as the last one who borrows it is done."""
+        """Lets go of the memory, as soon as the last one who pins it is done."""
         with self._changed:
             self._is_closed = True
             self._let_go()
 
     def _let_go(self) -> None:
         """Frees what nobody needs any more; under the mutex."""
-        if not self._num_borrowers_of_lent and not self.is_lent:
+        if not self._num_pins_of_shared and not self.is_shared:
             self._owners = []
-        if self._is_closed and not self._num_borrowers and self._arena is not None:
+        if self._is_closed and not self._num_pins and self._arena is not None:
             arena, self._arena = self._arena, None
             self._give_back(arena)
 
     def _refuse_moved(self) -> None:
-        """Gives the snapshot up if its memory has changed while it was lent.
+        """Gives the snapshot up if its memory has changed while it was shared.
 
         Raises:
             SnapshotError: It has.
         """
         with self._copying:
             # What was copied has been checked before, and may have changed since.
-            if self._is_lent:
+            if self._is_shared:
                 try:
                     self._check()
                 except SnapshotError:
                     with self._changed:
-                        self._is_lost, self._is_lent = True, False
+                        self._is_lost, self._is_shared = True, False
                     raise
             if self._is_lost:
                 raise SnapshotError("expected a snapshot of memory that can still be read, and it is gone")
 
     def _copy(self) -> None:
-        """Copies what is lent into the arena; from then on that is what is borrowed."""
+        """Copies what is shared into the arena; from then on that is what is pinned."""
         arena, taken = self._arena, None
         try:
             self._check()
@@ -236,11 +237,11 @@ class LentMemory:
             with self._changed:
                 if not self._is_closed:
                     self._blocks = _views_of(addresses, self._num_bytes)
-                    self._arena, taken, self._is_lent = arena, None, False
+                    self._arena, taken, self._is_shared = arena, None, False
         except SnapshotError as error:
             logger.warning("a snapshot that is being read is lost, because its memory changes: %s", error)
             with self._changed:
-                self._is_lost, self._is_lent = True, False
+                self._is_lost, self._is_shared = True, False
         finally:
             if taken is not None:
                 self._give_back(taken)

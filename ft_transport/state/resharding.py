@@ -73,7 +73,7 @@ class _Described(NamedTuple):
     stride: tuple[int, ...] | None
 
 
-class _Held(NamedTuple):
+class _HeldPart(NamedTuple):
     """A tensor at all sources that have any of it."""
 
     first: _Described
@@ -193,7 +193,7 @@ class _Builder:
         key = (shows, stored[shows], index, sources, shape, layouts)
         node = self._nodes.get(key)
         if node is None or not all(region):
-            held = _Held(described, shape, sources, stored, layouts)
+            held = _HeldPart(described, shape, sources, stored, layouts)
             local = self._want(path, held, region, is_part=index is not None)
             node = self._nodes[key] = local if index is None else DTensorNode(local, index)
         return node
@@ -202,7 +202,7 @@ class _Builder:
         """See ``wire.merging.LeafVisitor``."""
         where = TensorNode(node.index)
         described = self._describe(source, where, path)
-        held = _Held(described, described.shape, (source,), (where,), (None,))
+        held = _HeldPart(described, described.shape, (source,), (where,), (None,))
         local = self._want(path, held, _whole(described.shape), is_part=False)
         return msgspec.structs.replace(node, index=local.index)
 
@@ -215,7 +215,7 @@ class _Builder:
         key = (0, bases[0], None, sources, described.shape, (None,) * len(sources))
         base = self._nodes.get(key)
         if base is None:
-            held = _Held(described, described.shape, sources, bases, (None,) * len(sources))
+            held = _HeldPart(described, described.shape, sources, bases, (None,) * len(sources))
             base = self._nodes[key] = self._want(path, held, _whole(described.shape), is_part=False)
         assert isinstance(base, TensorNode), "an entry as it stands"
         return msgspec.structs.replace(view, index=base.index)
@@ -341,7 +341,7 @@ class _Builder:
             place = self._places[key] = (index, region)
         return place
 
-    def _want(self, path: Path, held: _Held, region: Region, *, is_part: bool) -> TensorNode | LayoutNode:
+    def _want(self, path: Path, held: _HeldPart, region: Region, *, is_part: bool) -> TensorNode | LayoutNode:
         """Adds a tensor, or a part of one, to what is wanted; returns its node."""
         described = held.first
         shape = shape_of(region)

@@ -1,6 +1,6 @@
 """Taking a snapshot: a state at one step becomes an immutable safetensors file in host memory.
 
-``SnapshotTaker.begin`` flattens the state and copies what cannot wait; ``PendingSnapshot.copy_deferred`` copies the
+``Stager.begin`` flattens the state and copies what cannot wait; ``PendingSnapshot.copy_deferred`` copies the
 rest and may run on another thread; both belong under the read lock. ``PendingSnapshot.finish`` computes digests and
 header, and needs no lock, because it reads the arena only.
 """
@@ -21,7 +21,7 @@ from ft_transport.errors import SnapshotError
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state.arena import Arena, ArenaPool
 from ft_transport.state.blocks import FlatState
-from ft_transport.state.copy_on_write import LentMemory
+from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.copying import Column, HostCopier, HostCopies
 from ft_transport.state.device import Accelerator, DeviceCopier, Marks, TorchAccelerator, pinning
 from ft_transport.state.dtypes import carrier_of
@@ -47,7 +47,7 @@ class Snapshot:
         step: The committed step that it shows.
         snapshot_id: Tells it from every other snapshot.
         header: The file's first bytes: length prefix, JSON header, padding.
-        memory: Where it lies: in the memory file of an arena, or in part in live memory that is lent.
+        memory: Where it lies: in the memory file of an arena, or in part in live memory that is shared.
         total_bytes: Length of the safetensors file.
         close: Gives the memory back. Called exactly once, when nobody reads any more.
     """
@@ -55,7 +55,7 @@ class Snapshot:
     step: int
     snapshot_id: SnapshotId
     header: bytes
-    memory: MemoryFile | LentMemory
+    memory: MemoryFile | CopyOnWriteMemory
     total_bytes: int
     close: Callable[[], None]
 
@@ -73,7 +73,7 @@ class HeldState:
     check: Callable[[], None]
 
     @property
-    def is_lendable(self) -> bool:
+    def is_shareable(self) -> bool:
         """Whether all of it lies in host memory, so that it can be served without a copy."""
         blocks = self.flat.blocks
         return all(
@@ -81,7 +81,7 @@ class HeldState:
         )
 
 
-class SnapshotTaker:
+class Stager:
     """Takes snapshots into a pool of reusable arenas.
 
     Args:
@@ -107,7 +107,7 @@ class SnapshotTaker:
         self._chunk_bytes = chunk_bytes
         self._is_digested = is_digested
 
-    def prepare(self, state: object) -> None:
+    def prefault(self, state: object) -> None:
         """Makes memory for snapshots of ``state`` ready in the background; returns when its size is known.
 
         Called on the thread that owns the state.
@@ -117,7 +117,7 @@ class SnapshotTaker:
         """
         with collector_paused():
             flat = flatten(state)
-        self._pool.prepare(_data_bytes(flat))
+        self._pool.prefault(_data_bytes(flat))
 
     def begin(
         self,
@@ -125,9 +125,9 @@ class SnapshotTaker:
         state: object,
         *,
         deferrable: Callable[[torch.Tensor], bool] | None = None,
-        lendable: Callable[[torch.Tensor], bool] | None = None,
+        shareable: Callable[[torch.Tensor], bool] | None = None,
         check_deferred: Callable[[], None] = nothing_moved,
-        check_lent: Callable[[], None] = nothing_moved,
+        check_shared: Callable[[], None] = nothing_moved,
     ) -> PendingSnapshot:
         """Flattens ``state`` and copies everything that is not ``deferrable``.
 
@@ -137,19 +137,21 @@ class SnapshotTaker:
             step: The committed step that the state shows.
             state: Any nesting of supported kinds.
             deferrable: Says of a live tensor that nothing changes it before the read lock is released.
-            lendable: Says of a live tensor that it is not to be copied at all: its owner calls ``LentMemory.recall``
-                before he changes it. One that does not lie in host memory as the file wants it is copied nevertheless.
+            shareable: Says of a live tensor that it is not to be copied at all: its owner calls
+                ``CopyOnWriteMemory.materialize`` before he changes it. One that does not lie in host memory as the file
+                wants it is copied nevertheless.
             check_deferred: Raises if what was deferred has changed before it was copied.
-            check_lent: Raises if what is lent has changed without a recall; asked before a receiver may rely on it.
+            check_shared: Raises if what is shared has changed without a materialize; asked before a receiver may rely
+                on it.
 
         Raises:
             SnapshotError: The state cannot be captured; nothing is held.
         """
         with collector_paused():
             flat = flatten(state)
-        pending = self._prepare_to_copy(step, flat, self._mark(flat), check_deferred, check_lent)
+        pending = self._prepare_to_copy(step, flat, self._mark(flat), check_deferred, check_shared)
         try:
-            pending.copy_now(deferrable, lendable)
+            pending.copy_now(deferrable, shareable)
             return pending
         except BaseException:
             pending.abandon()
@@ -204,13 +206,13 @@ class SnapshotTaker:
         pending.defer_all()
         return pending
 
-    def lend_held(self, held: HeldState) -> PendingSnapshot:
-        """Begins a snapshot that lends the memory of a held state, once; it takes no arena. On any thread.
+    def share_held(self, held: HeldState) -> PendingSnapshot:
+        """Begins a snapshot that shares the memory of a held state, once; it takes no arena. On any thread.
 
-        The owner calls ``LentMemory.recall`` before he changes anything of it.
+        The owner calls ``CopyOnWriteMemory.materialize`` before he changes anything of it.
 
         Args:
-            held: One that ``is_lendable``.
+            held: One that ``is_shareable``.
         """
         pending = self._pending(held.step, held.flat, held.marks, held.check, held.check, arena=None)
         pending.lend_all()
@@ -231,11 +233,11 @@ class SnapshotTaker:
         flat: FlatState,
         marks: Marks,
         check_deferred: Callable[[], None],
-        check_lent: Callable[[], None],
+        check_shared: Callable[[], None],
     ) -> PendingSnapshot:
         arena = self._pool.take(_data_bytes(flat))
         try:
-            return self._pending(step, flat, marks, check_deferred, check_lent, arena=arena)
+            return self._pending(step, flat, marks, check_deferred, check_shared, arena=arena)
         except BaseException:
             self._pool.give_back(arena)
             raise
@@ -246,7 +248,7 @@ class SnapshotTaker:
         flat: FlatState,
         marks: Marks,
         check_deferred: Callable[[], None],
-        check_lent: Callable[[], None],
+        check_shared: Callable[[], None],
         *,
         arena: Arena | None,
     ) -> PendingSnapshot:
@@ -261,7 +263,7 @@ class SnapshotTaker:
             chunk_bytes=self._chunk_bytes,
             is_digested=self._is_digested,
             check_deferred=check_deferred,
-            check_lent=check_lent,
+            check_shared=check_shared,
         )
 
     def close(self) -> None:
@@ -275,7 +277,7 @@ class PendingSnapshot:
 
     Attributes:
         step: The committed step.
-        lent: The memory of a snapshot that is lent in part; ``None`` if all of it is copied.
+        shared: The memory of a snapshot that is shared in part; ``None`` if all of it is copied.
     """
 
     def __init__(
@@ -291,10 +293,10 @@ class PendingSnapshot:
         chunk_bytes: int,
         is_digested: bool,
         check_deferred: Callable[[], None],
-        check_lent: Callable[[], None],
+        check_shared: Callable[[], None],
     ) -> None:
         self.step = step
-        self.lent: LentMemory | None = None
+        self.shared: CopyOnWriteMemory | None = None
         self._flat = flat
         self._starts = _lay_out(flat)
         self._num_bytes = np.asarray(flat.blocks.num_bytes)
@@ -310,20 +312,20 @@ class PendingSnapshot:
         self._marks = marks
         self._is_digested = is_digested
         self._check_deferred = check_deferred
-        self._check_lent = check_lent
+        self._check_lent = check_shared
 
     def copy_now(
         self,
         deferrable: Callable[[torch.Tensor], bool] | None,
-        lendable: Callable[[torch.Tensor], bool] | None = None,
+        shareable: Callable[[torch.Tensor], bool] | None = None,
     ) -> None:
-        """Copies every block that is neither deferrable nor lent, and notes the others."""
-        is_lent = self._which(lendable) & (self._addresses != 0)
-        is_deferred = self._which(deferrable) & ~is_lent
+        """Copies every block that is neither deferrable nor shared, and notes the others."""
+        is_shared = self._which(shareable) & (self._addresses != 0)
+        is_deferred = self._which(deferrable) & ~is_shared
         self._deferred = np.flatnonzero(is_deferred)
-        self._copy(np.flatnonzero(~(is_deferred | is_lent)))
-        if is_lent.any():
-            self._lend(np.flatnonzero(is_lent))
+        self._copy(np.flatnonzero(~(is_deferred | is_shared)))
+        if is_shared.any():
+            self._lend(np.flatnonzero(is_shared))
 
     def defer_all(self) -> None:
         """Notes every block for ``copy_deferred``."""
@@ -345,7 +347,7 @@ class PendingSnapshot:
             raise
 
     def finish(self) -> Snapshot:
-        """Digests what was copied and encodes the header. The live state is not looked at, but for what is lent."""
+        """Digests what was copied and encodes the header. The live state is not looked at, but for what is shared."""
         assert self._is_held, "nothing follows finish, or a failure"
         assert not len(self._deferred), "copy_deferred comes before finish"
         try:
@@ -405,11 +407,11 @@ class PendingSnapshot:
             addresses = self._starts + self._arena.data.data_ptr()
             addresses[indices] = self._addresses[indices]
         sources = self._flat.blocks.sources
-        self.lent = LentMemory(
+        self.shared = CopyOnWriteMemory(
             starts=self._starts,
             num_bytes=self._num_bytes,
             addresses=addresses,
-            lent=indices,
+            shared=indices,
             owners=[sources[index] for index in indices.tolist()],
             data_bytes=self._data_bytes,
             arena=self._arena,
@@ -421,24 +423,24 @@ class PendingSnapshot:
         )
 
     def _digests(self) -> list[int] | None:
-        if self.lent is not None or not self._is_digested:
+        if self.shared is not None or not self._is_digested:
             return None
-        assert self._arena is not None, "what is not lent is copied"
+        assert self._arena is not None, "what is not shared is copied"
         return self._copier.digests(self._arena.view[: self._data_bytes], self._chunks)
 
-    def _put_header(self, header: bytes) -> MemoryFile | LentMemory:
-        if self.lent is not None:
-            self.lent.set_header(header)
-            return self.lent
-        assert self._arena is not None, "what is not lent is copied"
+    def _put_header(self, header: bytes) -> MemoryFile | CopyOnWriteMemory:
+        if self.shared is not None:
+            self.shared.set_header(header)
+            return self.shared
+        assert self._arena is not None, "what is not shared is copied"
         start = self._arena.write_header(header)
         return MemoryFile(self._arena.descriptor, start, start + len(header), self._arena.view[: self._data_bytes])
 
     def _closing(self) -> Callable[[], None]:
         """What gives the memory back; it holds on to nothing else."""
-        if self.lent is not None:
-            return self.lent.close
-        assert self._arena is not None, "what is not lent is copied"
+        if self.shared is not None:
+            return self.shared.close
+        assert self._arena is not None, "what is not shared is copied"
         return functools.partial(self._pool.give_back, self._arena)
 
     def _copy(self, indices: Column) -> None:

@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeVar, cast
 
 from ft_transport.errors import ConfigurationError, FetchFailedError, SnapshotReplacedError, TransportError
 from ft_transport.http.chunk_client import fetch_data
-from ft_transport.http.connection import Connection, Patience, Progress
+from ft_transport.http.connection import Connection, Progress, Timeouts
 from ft_transport.http.fetch_pool import FetchSettings
 from ft_transport.http.late_digests import digest_chunks, fetch_digests, find_damaged
 from ft_transport.http.manifest_client import fetch_manifest
@@ -153,9 +153,9 @@ class SnapshotReceiving(Generic[T]):
         settings = self._fetch_settings(deadline_s, progress_timeout)
 
         def receive() -> Received[T]:
-            with Connection(peer, token=settings.token, patience=settings.patience) as connection:
+            with Connection(peer, token=settings.token, timeouts=settings.timeouts) as connection:
                 manifest = fetch_manifest(connection, step, settings, unreachable_s=unreachable_s)
-                settings.patience.note_progress()
+                settings.timeouts.note_progress()
                 return self._receive(
                     connection, manifest, settings, into, check, verify_late=verify_late, only_changed=only_changed
                 )
@@ -181,7 +181,7 @@ class SnapshotReceiving(Generic[T]):
                 if not isinstance(last, SnapshotReplacedError):
                     raise
             # At once the first time, and then ever later, in case the peer says so of all that it serves.
-            time.sleep(max(0.0, min(pause_s, settings.patience.end_s() - time.monotonic())))
+            time.sleep(max(0.0, min(pause_s, settings.timeouts.end_s() - time.monotonic())))
             pause_s = min(max(_FIRST_RESTART_PAUSE_S, 2 * pause_s), _LONGEST_RESTART_PAUSE_S)
 
     def fetch_sharded(
@@ -321,13 +321,13 @@ class SnapshotReceiving(Generic[T]):
             if only_changed:
                 manifest = with_digests()
                 chunks = find_damaged(manifest, _Present(restore), num_threads=default_num_threads())
-            settings.patience.note_progress()
+            settings.timeouts.note_progress()
             fetch_data([connection.peer], manifest, restore, settings, chunks=chunks)
             if manifest.digests is None:
                 manifest = with_digests()
                 if settings.verify and verify_late:
                     damaged = find_damaged(manifest, restore, num_threads=default_num_threads())
-                    settings.patience.note_progress()
+                    settings.timeouts.note_progress()
                     fetch_data([connection.peer], manifest, restore, settings, chunks=damaged)
             ranges = [manifest.chunks.range_of(chunk, chunk + 1) for chunk in chunks]
             return Received(
@@ -380,7 +380,7 @@ class SnapshotReceiving(Generic[T]):
             verify=settings.verify,
             max_failures=settings.max_failures,
             token=self._token,
-            patience=Patience(
+            timeouts=Timeouts(
                 deadline_s=deadline_s,
                 connect_timeout_s=settings.connect_timeout.total_seconds(),
                 stall_timeout_s=settings.stall_timeout.total_seconds(),

@@ -11,10 +11,10 @@ from typing import Final
 import torch
 
 from ft_transport.errors import SnapshotError, TransportError
-from ft_transport.http.snapshot_cache import Shelf
+from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.settings import check_number
-from ft_transport.state.copy_on_write import LentMemory
-from ft_transport.state.snapshot import HeldState, PendingSnapshot, SnapshotTaker, nothing_moved
+from ft_transport.state.copy_on_write import CopyOnWriteMemory
+from ft_transport.state.snapshot import HeldState, PendingSnapshot, Stager, nothing_moved
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.served import MemoryFile
 
@@ -22,15 +22,15 @@ _MAX_FAILURE_CHARACTERS: Final = 1000
 
 
 @dataclass(slots=True, eq=False)
-class _Loan:
-    """Live memory that a snapshot is served from, until the owner recalls it.
+class _Sharing:
+    """Live memory that a snapshot is served from, until the owner materializes it.
 
     Attributes:
         memory: The memory.
         snapshot_id: Its name, once it is served.
     """
 
-    memory: LentMemory
+    memory: CopyOnWriteMemory
     snapshot_id: SnapshotId | None = None
 
 
@@ -60,17 +60,17 @@ class SnapshotInProgress:
     then ``publish``.
     """
 
-    def __init__(self, pending: PendingSnapshot, shelf: Shelf, loan: _Loan | None) -> None:
+    def __init__(self, pending: PendingSnapshot, cache: SnapshotCache, sharing: _Sharing | None) -> None:
         self._pending = pending
-        self._shelf = shelf
-        self._loan = loan
+        self._cache = cache
+        self._sharing = sharing
 
     def copy_deferred(self) -> None:
         """Copies what ``begin_snapshot`` left for later; the read lock may be released afterwards."""
         try:
             self._pending.copy_deferred()
         except BaseException:
-            self._shelf.cancel_reservation()
+            self._cache.cancel_reservation()
             raise
 
     def publish(self) -> None:
@@ -78,38 +78,38 @@ class SnapshotInProgress:
         try:
             snapshot = self._pending.finish()
         except BaseException:
-            self._shelf.cancel_reservation()
+            self._cache.cancel_reservation()
             raise
-        loan = self._loan
-        if loan is not None:
-            loan.snapshot_id = snapshot.snapshot_id
-        self._shelf.put(snapshot)
-        # It may have been recalled before anybody knew its name.
-        if loan is not None and loan.memory.is_lost:
-            self._shelf.retire(snapshot.snapshot_id, even_if_needed=True)
+        sharing = self._sharing
+        if sharing is not None:
+            sharing.snapshot_id = snapshot.snapshot_id
+        self._cache.put(snapshot)
+        # It may have been materialized before anybody knew its name.
+        if sharing is not None and sharing.memory.is_lost:
+            self._cache.retire(snapshot.snapshot_id, even_if_needed=True)
             raise SnapshotError("expected memory for a copy of what has changed meanwhile, and there is none")
 
     def abandon(self) -> None:
         """Gives everything back without a snapshot."""
         self._pending.abandon()
-        self._shelf.cancel_reservation()
+        self._cache.cancel_reservation()
 
 
 class SnapshotServing:
     """Takes snapshots of one replica's state and serves them. Thread-safe where nothing else is said.
 
     Args:
-        shelf: Where they are put.
-        taker: Takes them.
+        cache: Where they are put.
+        stager: Takes them.
     """
 
-    def __init__(self, shelf: Shelf, taker: SnapshotTaker) -> None:
-        self._shelf = shelf
-        self._taker = taker
-        self._loans: list[_Loan] = []
-        self._loans_mutex = threading.Lock()
+    def __init__(self, cache: SnapshotCache, stager: Stager) -> None:
+        self._cache = cache
+        self._stager = stager
+        self._sharings: list[_Sharing] = []
+        self._sharings_mutex = threading.Lock()
 
-    def prepare(self, state: object) -> None:
+    def prefault(self, state: object) -> None:
         """Makes the memory for ``max_snapshots`` snapshots of ``state`` ready, so that none of them waits for it.
 
         Memory that is used for the first time comes at about a tenth of the speed at which it is copied to. A state
@@ -122,7 +122,7 @@ class SnapshotServing:
         Raises:
             SnapshotError: The state cannot be captured.
         """
-        self._taker.prepare(state)
+        self._stager.prefault(state)
 
     def begin_snapshot(
         self,
@@ -130,9 +130,9 @@ class SnapshotServing:
         state: object,
         *,
         deferrable: Callable[[torch.Tensor], bool] | None = None,
-        lendable: Callable[[torch.Tensor], bool] | None = None,
+        shareable: Callable[[torch.Tensor], bool] | None = None,
         check_deferred: Callable[[], None] = nothing_moved,
-        check_lent: Callable[[], None] = nothing_moved,
+        check_shared: Callable[[], None] = nothing_moved,
     ) -> SnapshotInProgress:
         """Begins a snapshot on the thread that owns the state; the caller holds the read lock.
 
@@ -141,30 +141,30 @@ class SnapshotServing:
             state: Any nesting of supported kinds.
             deferrable: Says of a live tensor that it stays as it is while the read lock is held, so that
                 ``SnapshotInProgress.copy_deferred`` may copy it later.
-            lendable: Says of a live tensor that the owner calls `recall` before he changes it. It is served from where
-                it lies, without a copy.
+            shareable: Says of a live tensor that the owner calls `materialize` before he changes it. It is served from
+                where it lies, without a copy.
             check_deferred: Raises a ``SnapshotError`` if what was deferred has changed all the same; asked when it has
                 been copied. The snapshot fails then.
-            check_lent: Raises one if what is lent has changed without a `recall`; asked before any receiver can rely on
-                what was sent. The snapshot is gone then.
+            check_shared: Raises one if what is shared has changed without a `materialize`; asked before any receiver
+                can rely on what was sent. The snapshot is gone then.
 
         Raises:
             SnapshotError: The state cannot be captured, or too many snapshots are still being fetched.
         """
         step = check_number("step", step, at_least=0)
-        self._shelf.reserve()
+        self._cache.reserve()
         try:
-            pending = self._taker.begin(
+            pending = self._stager.begin(
                 step,
                 state,
                 deferrable=deferrable,
-                lendable=lendable,
+                shareable=shareable,
                 check_deferred=check_deferred,
-                check_lent=check_lent,
+                check_shared=check_shared,
             )
             return self._in_progress(pending)
         except BaseException as error:
-            self._shelf.cancel_reservation()
+            self._cache.cancel_reservation()
             if isinstance(error, TransportError) and error.step is None:
                 error.step = step
             raise
@@ -197,7 +197,7 @@ class SnapshotServing:
         Raises:
             SnapshotError: The state cannot be captured.
         """
-        return self._taker.hold(
+        return self._stager.hold(
             check_number("step", step, at_least=0), state, deferrable=deferrable, max_bytes=max_bytes, check=check
         )
 
@@ -207,68 +207,68 @@ class SnapshotServing:
         Raises:
             SnapshotError: There is no memory for it, or too many snapshots are still being fetched.
         """
-        self._shelf.reserve()
+        self._cache.reserve()
         try:
-            return self._in_progress(self._taker.begin_held(held))
+            return self._in_progress(self._stager.begin_held(held))
         except BaseException:
-            self._shelf.cancel_reservation()
+            self._cache.cancel_reservation()
             raise
 
-    def lend_held(self, held: HeldState) -> SnapshotInProgress:
+    def share_held(self, held: HeldState) -> SnapshotInProgress:
         """Begins a snapshot that is served from where the state lies, without a copy, once. On any thread.
 
-        The owner calls `recall` before he changes anything of the state, an optimizer's step included. The read lock
-        may be released as soon as this has returned.
+        The owner calls `materialize` before he changes anything of the state, an optimizer's step included. The read
+        lock may be released as soon as this has returned.
 
         Args:
-            held: One that ``is_lendable``.
+            held: One that ``is_shareable``.
 
         Raises:
             SnapshotError: Too many snapshots are still being fetched.
         """
-        self._shelf.reserve()
+        self._cache.reserve()
         try:
-            return self._in_progress(self._taker.lend_held(held))
+            return self._in_progress(self._stager.share_held(held))
         except BaseException:
-            self._shelf.cancel_reservation()
+            self._cache.cancel_reservation()
             raise
 
-    def recall(self, changing: Callable[[], Set[int]] | None = None) -> None:
-        """Makes the live memory that is lent the caller's own again; he is about to change it.
+    def materialize(self, changing: Callable[[], Set[int]] | None = None) -> None:
+        """Makes the live memory that is shared the caller's own again; he is about to change it.
 
         What is still being read, or has been asked for, is copied first. Anything else is no longer served.
 
         Args:
-            changing: Returns the addresses of the storages that will change; asked only where something is lent.
+            changing: Returns the addresses of the storages that will change; asked only where something is shared.
                 ``None`` stands for all.
         """
-        if not self._loans:
+        if not self._sharings:
             return
-        with self._loans_mutex:
-            loans = list(self._loans)
+        with self._sharings_mutex:
+            sharings = list(self._sharings)
         changed: Set[int] | None = None
-        for loan in loans:
-            # One that is not lent any more may still be read where it lay: another thread recalls it.
-            if changing is not None and loan.memory.is_lent:
+        for sharing in sharings:
+            # One that is not shared any more may still be read where it lay: another thread materializes it.
+            if changing is not None and sharing.memory.is_shared:
                 changed = changed if changed is not None else changing()
-                if changed.isdisjoint(loan.memory.storages):
+                if changed.isdisjoint(sharing.memory.storages):
                     continue
-            if loan.snapshot_id is not None:
-                self._shelf.retire(loan.snapshot_id, even_if_needed=False)
-            loan.memory.recall()
-            if loan.memory.is_lost and loan.snapshot_id is not None:
-                self._shelf.retire(loan.snapshot_id, even_if_needed=True)
-            with self._loans_mutex, contextlib.suppress(ValueError):
-                self._loans.remove(loan)
+            if sharing.snapshot_id is not None:
+                self._cache.retire(sharing.snapshot_id, even_if_needed=False)
+            sharing.memory.materialize()
+            if sharing.memory.is_lost and sharing.snapshot_id is not None:
+                self._cache.retire(sharing.snapshot_id, even_if_needed=True)
+            with self._sharings_mutex, contextlib.suppress(ValueError):
+                self._sharings.remove(sharing)
 
     def _in_progress(self, pending: PendingSnapshot) -> SnapshotInProgress:
-        loan = None
-        if pending.lent is not None:
-            loan = _Loan(pending.lent)
-            with self._loans_mutex:
-                self._loans[:] = [earlier for earlier in self._loans if earlier.memory.is_lent]
-                self._loans.append(loan)
-        return SnapshotInProgress(pending, self._shelf, loan)
+        sharing = None
+        if pending.shared is not None:
+            sharing = _Sharing(pending.shared)
+            with self._sharings_mutex:
+                self._sharings[:] = [earlier for earlier in self._sharings if earlier.memory.is_shared]
+                self._sharings.append(sharing)
+        return SnapshotInProgress(pending, self._cache, sharing)
 
     def lease(self, step: int) -> SnapshotLease:
         """Keeps the newest snapshot of a step, for a reader on this host, until the lease is released.
@@ -278,7 +278,7 @@ class SnapshotServing:
         """
         released = threading.Event()
         # Who reads it here has read it when he lets it go: nothing is on its way to him any more.
-        reading = self._shelf.read(step, is_closed=released.is_set)
+        reading = self._cache.read(step, is_closed=released.is_set)
         if reading is None:
             raise SnapshotError("expected a snapshot, there is none", step=step)
 
@@ -300,11 +300,11 @@ class SnapshotServing:
 
     def newest_sequence(self) -> int:
         """How many snapshots have been published so far."""
-        return self._shelf.newest_sequence()
+        return self._cache.newest_sequence()
 
     def newest_step(self) -> int | None:
         """The step of the newest snapshot, ``None`` before the first."""
-        return self._shelf.newest_step()
+        return self._cache.newest_step()
 
     def snapshot_failed(self, step: int, error: BaseException) -> None:
         """Tells whoever waits for a snapshot why none has come; until the next one is served.
@@ -313,4 +313,4 @@ class SnapshotServing:
             step: The step that it would have shown.
             error: Its type and message are sent to the receivers.
         """
-        self._shelf.note_failure(f"step {step}: {type(error).__name__}: {error}"[:_MAX_FAILURE_CHARACTERS])
+        self._cache.note_failure(f"step {step}: {type(error).__name__}: {error}"[:_MAX_FAILURE_CHARACTERS])

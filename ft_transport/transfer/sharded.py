@@ -127,7 +127,7 @@ def _asked(request: ShardedRequest) -> Iterator[tuple[list[Source], list[Transpo
             for peer in request.sources:
                 if peer in gone:
                     continue
-                connections[peer] = Connection(peer, token=settings.token, patience=settings.patience)
+                connections[peer] = Connection(peer, token=settings.token, timeouts=settings.timeouts)
             with ThreadPoolExecutor(
                 min(len(connections), _MAX_ASKED_AT_ONCE), thread_name_prefix="ft-transport-manifest"
             ) as pool:
@@ -184,12 +184,12 @@ def _wait_for(asking: Mapping[PeerAddress, Future[Manifest]], settings: FetchSet
 
 
 def _answers(peer: PeerAddress, settings: FetchSettings) -> bool:
-    patience = dataclasses.replace(
-        settings.patience,
-        deadline_s=min(settings.patience.deadline_s, time.monotonic() + _TICK_S),
+    timeouts = dataclasses.replace(
+        settings.timeouts,
+        deadline_s=min(settings.timeouts.deadline_s, time.monotonic() + _TICK_S),
     )
     try:
-        with Connection(peer, token=settings.token, patience=patience) as connection:
+        with Connection(peer, token=settings.token, timeouts=timeouts) as connection:
             fetch_server_id(connection)
     except (PeerUnreachableError, DeadlineExceededError):
         return False

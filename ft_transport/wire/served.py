@@ -25,15 +25,15 @@ class MemoryFile:
     data: memoryview
 
     @contextmanager
-    def borrow_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
+    def pin_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
         """Bytes ``[start, end)`` of the data."""
         yield [self.data[start:end]]
 
 
-class LentFile(Protocol):
+class SharedFile(Protocol):
     """A safetensors file whose data is somebody's live memory, until he wants to change it."""
 
-    def borrow(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
+    def pin(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
         """Bytes ``[start, end)`` of the file, in order, as they are at the snapshot's step.
 
         The owner waits for whoever is inside: nothing there may wait for a receiver.
@@ -42,7 +42,7 @@ class LentFile(Protocol):
             SnapshotError: They are lost.
         """
 
-    def borrow_data(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
+    def pin_data(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
         """Bytes ``[start, end)`` of the data, in order, under the same terms. A tensor lies within one view.
 
         Raises:
@@ -57,4 +57,4 @@ class LentFile(Protocol):
         """
 
 
-ServedMemory: TypeAlias = MemoryFile | LentFile
+ServedMemory: TypeAlias = MemoryFile | SharedFile

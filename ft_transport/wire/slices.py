@@ -55,13 +55,13 @@ class Slice(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc
         return self.start + self.block_bytes + sum((count - 1) * stride for count, stride in self.loops)
 
 
-Frame: TypeAlias = tuple[Slice, ...]
+SliceFrame: TypeAlias = tuple[Slice, ...]
 
 
 class SlicesRequest(Struct, frozen=True):
     """The body of a request, as JSON."""
 
-    frames: tuple[Frame, ...]
+    frames: tuple[SliceFrame, ...]
 
 
 _request_decoder = msgspec.json.Decoder(SlicesRequest)
@@ -104,7 +104,7 @@ def row_major_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def joined(slices: Sequence[Slice]) -> Frame:
+def joined(slices: Sequence[Slice]) -> SliceFrame:
     """The same bytes in the same order, what is adjacent as one slice."""
     joint: list[Slice] = []
     for piece in slices:
@@ -116,17 +116,17 @@ def joined(slices: Sequence[Slice]) -> Frame:
     return tuple(joint)
 
 
-def answer_bytes(frames: Sequence[Frame]) -> int:
+def answer_bytes(frames: Sequence[SliceFrame]) -> int:
     """Length of the answer."""
     return sum(piece.num_bytes for frame in frames for piece in frame) + FRAME_DIGEST_BYTES * len(frames)
 
 
-def encode_request(frames: Sequence[Frame]) -> bytes:
+def encode_request(frames: Sequence[SliceFrame]) -> bytes:
     """The body of a request."""
     return _encoder.encode(SlicesRequest(tuple(frames)))
 
 
-def decode_request(body: bytes, *, data_bytes: int) -> tuple[Frame, ...]:
+def decode_request(body: bytes, *, data_bytes: int) -> tuple[SliceFrame, ...]:
     """The frames that a request asks for. The input is not trusted.
 
     Args:

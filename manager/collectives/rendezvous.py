@@ -1,9 +1,9 @@
-"""Whether the members of a process group are there, found out before anybody waits for them where no wait can be ended.
+"""A rendezvous in a store: members find out that all are there before they wait where no wait can be ended.
 
 The Lighthouse may count a replica that was killed a moment ago: its request for the quorum was still pending, and its
-last sign of life is fresh. Setting up a process group with it waits for the whole timeout. So the members meet in the
-store first, and whoever is missing there is knocked at, at the address where it serves its state: where nobody listens
-any more, the replica is dead.
+last heartbeat is fresh. Configuring a process group with it waits for the whole timeout. So the members announce
+themselves in the store first, and each probes the address at which a missing member serves its state. Where nobody
+listens any more, the replica is dead.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 from manager.collectives.stores import StoreConnection
 from manager.errors import QuorumError, QuorumTimeoutError
 
-_KNOCK_AFTER: Final = timedelta(milliseconds=200)
-_KNOCK_TIMEOUT_S: Final = 1.0
+_PROBE_AFTER: Final = timedelta(milliseconds=200)
+_PROBE_TIMEOUT_S: Final = 1.0
 _SHORTEST_S: Final = 0.001
 
 
-def meet(
+def rendezvous(
     *,
     store: StoreConnection,
     prefix: str,
@@ -35,7 +35,7 @@ def meet(
     """Return when all members have called this.
 
     Args:
-        store: Where they meet.
+        store: Holds the keys of the members.
         prefix: Of the keys; never used before.
         rank: Of this replica.
         names: The members, by rank; for messages.
@@ -53,8 +53,8 @@ def meet(
     store.set(f"{prefix}/{rank}", names[rank], _left(deadline_s))
     while not store.wait(
         [keys[other] for other in missing],
-        min(_KNOCK_AFTER, _left(deadline_s)),
-        patience=max(_KNOCK_AFTER, _left(deadline_s)),
+        min(_PROBE_AFTER, _left(deadline_s)),
+        patience=max(_PROBE_AFTER, _left(deadline_s)),
     ):
         unset = store.missing([keys[other] for other in missing], _left(deadline_s))
         missing = [other for other in missing if keys[other] in unset]
@@ -71,10 +71,10 @@ def _left(deadline_s: float) -> timedelta:
 
 def _refuse_dead(others: Sequence[int], names: Sequence[str], addresses: Sequence[str], deadline_s: float) -> None:
     for other in others:
-        patience_s = min(_KNOCK_TIMEOUT_S, deadline_s - time.monotonic())
-        if patience_s <= 0:
+        timeout_s = min(_PROBE_TIMEOUT_S, deadline_s - time.monotonic())
+        if timeout_s <= 0:
             return
-        if nobody_listens(addresses[other], patience_s):
+        if nobody_listens(addresses[other], timeout_s):
             raise QuorumError(f"{names[other]} is dead: nobody listens at {addresses[other]}")
 
 

@@ -279,7 +279,7 @@ def next_lineage(lineage: str, group: str, step: int) -> str:
 
 
 def commit_refusals(
-    *, num_participants: int, min_replica_size: int, errors: Sequence[str], has_lapsed: bool
+    *, num_participants: int, min_replica_size: int, errors: Sequence[str], has_missed_heartbeats: bool
 ) -> tuple[str, ...]:
     """Why a replica does not commit a step; empty if it does.
 
@@ -287,13 +287,13 @@ def commit_refusals(
         num_participants: How many replicas contributed.
         min_replica_size: How many are needed.
         errors: What went wrong in this step on this replica.
-        has_lapsed: The Lighthouse may have taken the replica for dead since the step began, so that the others may have
-            gone on without it.
+        has_missed_heartbeats: The Lighthouse may have taken the replica for dead since the step began, so that the
+            others may have gone on without it.
     """
     refusals = list(errors)
     if num_participants < min_replica_size:
         refusals.append(f"expected at least {min_replica_size} replicas, got {num_participants}")
-    if has_lapsed:
+    if has_missed_heartbeats:
         refusals.append("this replica was silent for so long that the others may have gone on without it")
     return tuple(refusals)
 

@@ -173,7 +173,7 @@ class _AtOddsError(QuorumError):
     """Ranks of one replica came for different things."""
 
 
-class ReplicaGroup:
+class GroupRanks:
     """The ranks of one replica. Every rank makes the same exchanges in the same order; none from two threads at once.
 
     A rank may miss its turn: a signal handler raises while it waits, or it comes too late. So an exchange that a rank

@@ -87,7 +87,7 @@ class Sign:
     num_runs: int | None
 
 
-class Lapses:
+class MissedHeartbeats:
     """Counts the silences that the Lighthouse may have taken for this replica's death. Any thread may call it.
 
     Args:
@@ -182,7 +182,7 @@ class Heartbeat:
         timeout: How long the Lighthouse is patient.
 
     Attributes:
-        lapses: When it may have missed them.
+        missed_heartbeats: When it may have missed them.
         was_unreachable: Set when the Lighthouse could not be reached; whoever takes note of it clears it.
     """
 
@@ -202,7 +202,9 @@ class Heartbeat:
         self._closed = SafeEvent()
         self.was_unreachable = False
         self._native = NativeThreads(start)
-        self.lapses = Lapses(timeout.total_seconds(), interval.total_seconds(), self._native.num_runs)
+        self.missed_heartbeats = MissedHeartbeats(
+            timeout.total_seconds(), interval.total_seconds(), self._native.num_runs
+        )
         self._thread = threading.Thread(target=self._run, name="ft-transport-heartbeat", daemon=True)
         self._thread.start()
 
@@ -217,15 +219,15 @@ class Heartbeat:
     def _run(self) -> None:
         is_silenced = False
         while not self._closed.wait(self._pause_s):
-            sign = self.lapses.now()
+            sign = self.missed_heartbeats.now()
             try:
                 self._beat(self._timeout)
             except (RuntimeError, TimeoutError) as error:
-                self.lapses.note_failure()
+                self.missed_heartbeats.note_failure()
                 self.was_unreachable = self.was_unreachable or not isinstance(error, TimeoutError)
                 if not is_silenced:
                     logger.warning("%s: no sign of life reaches it: %s", self._whom, error)
                 is_silenced = True
             else:
                 is_silenced = False
-                self.lapses.note(sign)
+                self.missed_heartbeats.note(sign)

@@ -216,9 +216,9 @@ class LighthouseSession:
         status = read_status(self._address, _STATUS_S)
         return status.missing(self._replica_id) if status is not None else ""
 
-    def num_lapses(self) -> int:
+    def num_missed_heartbeats(self) -> int:
         """How often so far the Lighthouse may have taken this replica for dead, because it was silent for too long."""
-        return self._heartbeat.lapses.count()
+        return self._heartbeat.missed_heartbeats.count()
 
     def close(self) -> None:
         """End the signs of life, so that the others need not wait for this replica any longer than they must."""
@@ -281,7 +281,7 @@ class LighthouseSession:
             raise QuorumError(f"replica {self._replica_id}: has been shut down")
         if client is None:
             client = self._client = self._connect(min(timeout, self._connect_timeout))
-        sign = self._heartbeat.lapses.now()
+        sign = self._heartbeat.missed_heartbeats.now()
         request = partial(
             client.quorum,
             replica_id=self._replica_id,
@@ -318,7 +318,7 @@ class LighthouseSession:
             raise _NoAnswerError(str(quorum))
         if isinstance(quorum, Exception):
             raise LighthouseUnavailableError(str(quorum)) from quorum
-        self._heartbeat.lapses.note(sign)
+        self._heartbeat.missed_heartbeats.note(sign)
         return quorum
 
 

@@ -1,7 +1,7 @@
 """One replica's place among the others: the quorum it is in, and the process group that goes with it.
 
 Knows the Lighthouse, the ranks of the replica and the process group; knows nothing of the state. The training thread
-and the thread that forms quorums call it, never both at once; `break_up` may be called by any thread.
+and the thread that forms quorums call it, never both at once; `abort` may be called by any thread.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch.distributed import AllreduceOptions, TCPStore  # type: ignore[attr-de
 from ft_transport.runtime.deadline import Deadline
 from manager.collectives.gloo import GlooProcessGroup, ReplicaProcessGroup
 from manager.collectives.reconfigurable import Reconfigurable, ReconfigurableGroup
-from manager.collectives.rendezvous import meet, nobody_listens
+from manager.collectives.rendezvous import nobody_listens, rendezvous
 from manager.collectives.stores import StoreConnection, StoreConnections
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig
 from manager.errors import QuorumError, StatesDivergedError
 from manager.quorum.decision import Decision, Member, Rules, decide
 from manager.quorum.divergence import Claim
-from manager.quorum.group_ranks import Exchange, Incarnation, RankReport, ReplicaGroup, own_store, report_of_group
+from manager.quorum.group_ranks import Exchange, GroupRanks, Incarnation, RankReport, own_store, report_of_group
 from manager.quorum.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse, name_of
 from manager.quorum.replica_ids import ReplicaId, give_back_id, take_id
 from manager.quorum.structure import Structure, Tables
@@ -42,7 +42,7 @@ _PREFIX: Final = "ft_transport"
 _GRACE: Final = timedelta(milliseconds=200)
 """By how much the other ranks wait longer than rank 0, so that they hear its reason."""
 _NO_DEADLINE: Final = Deadline()
-_KNOCK_S: Final = 0.2
+_PROBE_S: Final = 0.2
 _TELLING: Final = timedelta(seconds=1)
 
 
@@ -79,7 +79,7 @@ class Membership:
         self._known_namesakes: set[str] = set()
         self._session: LighthouseSession | None = None
         self._incarnation: Incarnation | None = None
-        self._group = ReplicaGroup(None, "", 0, 1)
+        self._group = GroupRanks(None, "", 0, 1)
         self._own_id: ReplicaId | None = None
         self._is_asking = False
         # A store in this process lives as long as it is referred to.
@@ -113,7 +113,7 @@ class Membership:
             self.replica_id = f"{name}:{uuid.uuid4()}"
             self._incarnation = Incarnation(store, self.group_rank, self.replica_id, config.timeout)
             self.replica_id, prefix = self._incarnation.replica_id, self._incarnation.prefix
-        self._group = ReplicaGroup(store if config.world_size > 1 else None, prefix, self.group_rank, config.world_size)
+        self._group = GroupRanks(store if config.world_size > 1 else None, prefix, self.group_rank, config.world_size)
         if self.group_rank == 0:
             if config.lighthouse_addr is None:
                 logger.warning(
@@ -249,7 +249,7 @@ class Membership:
                 continue
             self._known_namesakes.add(member.replica_id)
             # Of a replica that was killed a moment ago the Lighthouse may still have a request.
-            if not nobody_listens(member.addresses[0], _KNOCK_S):
+            if not nobody_listens(member.addresses[0], _PROBE_S):
                 logger.warning(
                     "replica %s: another live replica has the name %r, process %s: give every replica a replica_id of "
                     "its own",
@@ -295,7 +295,7 @@ class Membership:
         paths = dict.fromkeys(path for each in tables for path in each)
         return tuple(path for path in paths if len({each.get(path) for each in tables}) > 1)
 
-    def set_up(self, decision: Decision, deadline: Deadline) -> float:
+    def configure(self, decision: Decision, deadline: Deadline) -> float:
         """Meet the members of the process group, if this rank does not hold it already.
 
         Args:
@@ -321,7 +321,7 @@ class Membership:
             self._num_groups += 1
         prefix = f"{_PREFIX}/{decision.group}/{self.group_rank}"
         if len(decision.group_members) > 1:
-            meet(
+            rendezvous(
                 store=self._stores.at_address(decision.store_address),
                 prefix=f"{prefix}/meeting",
                 rank=decision.rank,
@@ -349,7 +349,7 @@ class Membership:
         if isinstance(self._process_group, (GlooProcessGroup, ReconfigurableGroup)):
             self._process_group.connect_timeout = deadline.cap(self._config.connect_timeout)
 
-    def break_up(self) -> None:
+    def abort(self) -> None:
         """End the process group at once, so that whoever waits for this replica in it does not wait for long."""
         with self._mutex:
             was_held, self._held = self._held, ""
@@ -407,9 +407,9 @@ class Membership:
         """Say whom a quorum waits for, as the Lighthouse tells rank 0; empty if it does not."""
         return self._session.missing() if self._session is not None else ""
 
-    def num_lapses(self) -> int:
+    def num_missed_heartbeats(self) -> int:
         """How often the Lighthouse may have taken this replica for dead. Its rank 0 alone knows."""
-        return self._session.num_lapses() if self._session is not None else 0
+        return self._session.num_missed_heartbeats() if self._session is not None else 0
 
     @property
     def process_group(self) -> ReplicaProcessGroup:

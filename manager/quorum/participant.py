@@ -55,11 +55,11 @@ _NO_DEADLINE: Final = Deadline()
 
 
 @dataclass(slots=True)
-class Round:
+class QuorumRound:
     """One attempt at a step, from `Manager.start_quorum` to `Manager.should_commit`.
 
     Attributes:
-        num_lapses: How often the replica had been silent for too long when it began.
+        num_missed_heartbeats: How often the replica had been silent for too long when it began.
         decision: What the quorum decided; ``None`` until then.
         quorum: Done when it has and the process group is set up.
         error: The first thing that went wrong.
@@ -69,7 +69,7 @@ class Round:
         is_committed: Whether they committed.
     """
 
-    num_lapses: int
+    num_missed_heartbeats: int
     decision: Decision | None = None
     quorum: Future[None] = field(default_factory=SafeFuture)
     error: ReportedError | None = None
@@ -88,7 +88,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class QuorumRequest:
     """What `Manager.start_quorum` was called with."""
 
     rules: Rules
@@ -108,7 +108,7 @@ class QuorumParticipant(StateManager):
         state_dict: See `StateManager`.
         process_group: Runs the collectives; ``None`` for gloo.
         checkpoint_transport: Serves this replica's snapshots and receives others'.
-        prepare_memory: See `StateManager`.
+        prefault: See `StateManager`.
         checkpoint_store: See `StateManager`.
         save_every: See `StateManager`.
     """
@@ -121,7 +121,7 @@ class QuorumParticipant(StateManager):
         *,
         process_group: ReplicaProcessGroup | Reconfigurable | None,
         checkpoint_transport: HTTPTransport[Any] | None,
-        prepare_memory: bool,
+        prefault: bool,
         checkpoint_store: CheckpointStore | None = None,
         save_every: int | None = None,
     ) -> None:
@@ -130,7 +130,7 @@ class QuorumParticipant(StateManager):
             state_dict,
             checkpoint_transport=checkpoint_transport,
             timeout=config.timeout,
-            prepare_memory=prepare_memory,
+            prefault=prefault,
             checkpoint_store=checkpoint_store,
             save_every=save_every,
         )
@@ -140,7 +140,7 @@ class QuorumParticipant(StateManager):
         self._executor: SafeExecutor | None = None
         self._stall_watch = StallWatch(config.timeout.total_seconds() * _STALL_SHARE)
         self._unclosed.add(self._stall_watch.close)
-        self._round: Round | None = None
+        self._round: QuorumRound | None = None
         self._error_mutex = threading.Lock()
         self._is_settled = False
         self._irregularity = ""
@@ -165,10 +165,10 @@ class QuorumParticipant(StateManager):
             if current is None or current.error is not None:
                 return
             current.error = ReportedError(e)
-        logger.warning("%s: this step will not be committed: %s", self._name(), said(e))
+        logger.warning("%s: this step will not be committed: %s", self._name(), format_error(e))
         if self._membership is not None:
-            self._membership.break_up()
-            self._record(events.ERRORS, "a step will not be committed", current.decision, error=said(e))
+            self._membership.abort()
+            self._record(events.ERRORS, "a step will not be committed", current.decision, error=format_error(e))
 
     def errored(self) -> ReportedError | None:
         """Return the first thing that went wrong in this step, with its ``original_exception``. As in torchft."""
@@ -241,12 +241,12 @@ class QuorumParticipant(StateManager):
 
     # ------------------------------------------------------------------------------------------------------ the round
 
-    def _current_round(self) -> Round:
+    def _current_round(self) -> QuorumRound:
         if self._round is None:
             raise ManagerError("expected start_quorum before this, and it was not called")
         return self._round
 
-    def _wait_for_round(self, current: Round, deadline: Deadline = _NO_DEADLINE) -> None:
+    def _wait_for_round(self, current: QuorumRound, deadline: Deadline = _NO_DEADLINE) -> None:
         self._await(current.quorum, "the quorum to be formed", deadline)
         current.quorum.result()
 
@@ -261,7 +261,7 @@ class QuorumParticipant(StateManager):
                 f"{self._name()}: expected {what} within the caller's timeout; call with a longer one"
             )
 
-    def _leave(self, earlier: Round, deadline: Deadline) -> None:
+    def _leave(self, earlier: QuorumRound, deadline: Deadline) -> None:
         """Make sure that nothing of an earlier step goes on in the next one."""
         # Whether it failed has been told to whoever waited for it.
         self._await(earlier.quorum, "a quorum that nobody waited for", deadline)
@@ -274,7 +274,7 @@ class QuorumParticipant(StateManager):
         if not earlier.is_over:
             # The other replicas may wait in collectives that this one has not even begun.
             logger.warning("%s: the step before was abandoned, and its process group is ended", self._name())
-            self._joined().break_up()
+            self._joined().abort()
         if failed or not earlier.is_over:
             self._is_settled = False
         if not failed and not earlier.is_voted:
@@ -321,7 +321,7 @@ class QuorumParticipant(StateManager):
         self._structure = structure_of(self._tables, self._transport.token_proof())
 
     def _note_unfit(self, decision: Decision) -> None:
-        """Somebody's state does not fit: what is said of this one's may be old, and is looked at once more."""
+        """Somebody's state does not fit: what is format_error of this one's may be old, and is looked at once more."""
         unknown = set(decision.unfit) - self._known_unfit
         if decision.unfit and self._joined().replica_id not in decision.unfit:
             self._unfit_decision = decision
@@ -364,7 +364,7 @@ class QuorumParticipant(StateManager):
     # ----------------------------------------------------------------------------------------------------- the quorum
 
     @spanned("_async_quorum")
-    def _form_quorum_in_background(self, current: Round, request: Request, can_serve: bool) -> None:
+    def _form_quorum_in_background(self, current: QuorumRound, request: QuorumRequest, can_serve: bool) -> None:
         """On the quorum thread, while ``forward`` runs."""
         try:
             try:
@@ -372,8 +372,8 @@ class QuorumParticipant(StateManager):
                 if isinstance(decision.role, UpToDate):
                     self._request_snapshot(decision.role)
             finally:
-                if self._snapshotter is not None:
-                    self._snapshotter.settle()
+                if self._snapshot_scheduler is not None:
+                    self._snapshot_scheduler.settle()
             current.decision = decision
             if isinstance(decision.role, UpToDate):
                 self._check_serving(decision.role)
@@ -386,17 +386,17 @@ class QuorumParticipant(StateManager):
             current.end_quorum(None)
 
     @spanned("_async_quorum")
-    def _form_quorum_and_heal(self, current: Round, request: Request) -> None:
+    def _form_quorum_and_heal(self, current: QuorumRound, request: QuorumRequest) -> None:
         """On the training thread, before ``forward``. Returns when this replica is up to date, or cannot be."""
         num_stand_bys = num_misfits = 0
         try:
             while True:
-                if self._snapshotter is not None:
+                if self._snapshot_scheduler is not None:
                     # What was served before is of an earlier attempt, though perhaps at the same step.
-                    self._snapshotter.state_replaced()
+                    self._snapshot_scheduler.state_replaced()
                 decision = self._ask(request, can_serve=True, is_waiting=True)
                 current.decision = decision
-                current.num_lapses = self._joined().num_lapses()
+                current.num_missed_heartbeats = self._joined().num_missed_heartbeats()
                 match decision.role:
                     case UpToDate() as role:
                         self._lineage = decision.lineage
@@ -441,7 +441,7 @@ class QuorumParticipant(StateManager):
             raise
         current.end_quorum(None)
 
-    def _ask(self, request: Request, *, can_serve: bool, is_waiting: bool) -> Decision:
+    def _ask(self, request: QuorumRequest, *, can_serve: bool, is_waiting: bool) -> Decision:
         start_s = time.monotonic()
         membership = self._joined()
         with (
@@ -536,14 +536,18 @@ class QuorumParticipant(StateManager):
         if not (role.serves_now or role.serves_next):
             return
         logger.info("%s: serves %s now, %s next", self._name(), role.serves_now, role.serves_next)
-        if self._snapshotter is not None:
+        if self._snapshot_scheduler is not None:
             # They wait for each other: nobody's optimizer steps before the newcomer is healed.
             with span("_checkpoint_transport::send_checkpoint"):
-                self._snapshotter.request(lend=True)
+                self._snapshot_scheduler.request(share=True)
 
     def _check_serving(self, role: UpToDate) -> None:
         """Do not let everybody wait for a snapshot that does not come: the step is repeated instead."""
-        if role.serves_now and self._snapshotter is not None and not self._snapshotter.shows_present_state():
+        if (
+            role.serves_now
+            and self._snapshot_scheduler is not None
+            and not self._snapshot_scheduler.shows_present_state()
+        ):
             self.report_error(QuorumError(f"no snapshot could be taken for {role.serves_now}"))
 
     def _set_up(self, decision: Decision, deadline: Deadline = _NO_DEADLINE) -> None:
@@ -558,7 +562,7 @@ class QuorumParticipant(StateManager):
                 ),
                 span("_pg::configure"),
             ):
-                seconds = self._joined().set_up(decision, deadline)
+                seconds = self._joined().configure(decision, deadline)
         except Exception as error:
             self.report_error(error)
             return
@@ -596,7 +600,7 @@ class QuorumParticipant(StateManager):
             self._forget_gradients()
             self._begin_step(self._step)
             return True
-        membership.break_up()
+        membership.abort()
         healer.failed(decision.step, failures or refusals, agreed=refusals)
         if self._round is not None:
             self._round.error = None
@@ -622,6 +626,6 @@ def _do_nothing() -> None:
     """Comes after all that was submitted before."""
 
 
-def said(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Type and message of an error, for logs and other replicas."""
     return f"{type(error).__name__}: {error}"

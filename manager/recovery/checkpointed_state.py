@@ -156,7 +156,7 @@ class CheckpointedState(LockedState):
 
             try:
                 preparing = partial(_noted, own_errors, prepare)
-                store.together("prepare to load a checkpoint", preparing, timeout=self._timeout)
+                store.run_on_all_ranks("prepare to load a checkpoint", preparing, timeout=self._timeout)
                 earlier, self._torn = self._torn, StateTornError(step="latest", reason="loading it was interrupted")
                 try:
                     loaded = store.load_newest_good(
@@ -172,7 +172,7 @@ class CheckpointedState(LockedState):
                 self._torn = StateTornError(step=loaded.step, reason="loading it was interrupted")
                 # Where another rank could not load it, this one must not step with it either.
                 applying = partial(_noted, own_errors, partial(self._apply, loaded))
-                store.together("load the checkpoint", applying, timeout=self._timeout)
+                store.run_on_all_ranks("load the checkpoint", applying, timeout=self._timeout)
                 self._torn = None
             except TransportError as error:
                 # One's own error is as it would be without other ranks.

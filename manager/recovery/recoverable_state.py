@@ -130,7 +130,7 @@ class RecoverableState(CheckpointedState):
                 raise
 
         try:
-            store.together("recover from live peers", recover, timeout=2 * timeout)
+            store.run_on_all_ranks("recover from live peers", recover, timeout=2 * timeout)
         except PeerError as error:
             logger.warning("no live peer could be recovered from, checkpoints are tried: %s", error)
             self._note_alone(recoveries, error)

@@ -76,7 +76,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Held:
+class _HeldBoundary:
     """A state that a snapshot can still be taken of, and the read section that keeps it."""
 
     run: _Run
@@ -84,7 +84,7 @@ class _Held:
     section: Section
 
 
-class Snapshotter:
+class SnapshotScheduler:
     """Takes snapshots of one replica's state. ``request`` may be called by any thread, the rest by the training thread.
 
     A request is kept as the number that it was given, until as many snapshots have been published: so one that fails or
@@ -95,7 +95,7 @@ class Snapshotter:
         sink: Where snapshots go. Those of the replica's state come from here alone.
         state: Calls the state functions.
         keeper: Knows what only optimizers and write sections change.
-        prepare_memory: Whether the memory for snapshots is made ready before the first is asked for.
+        prefault: Whether the memory for snapshots is made ready before the first is asked for.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Snapshotter:
         sink: SnapshotSink,
         state: Callable[[], object],
         keeper: BoundaryKeeper,
-        prepare_memory: bool = False,
+        prefault: bool = False,
     ) -> None:
         """Take none yet."""
         self._lock = lock
@@ -117,26 +117,26 @@ class Snapshotter:
         # Counts whatever may have changed the state: the same step number can stand for two states.
         self._epoch = 0
         self._num_boundaries = 0
-        self._is_prepared = not prepare_memory
+        self._is_prepared = not prefault
         self._is_called = False
         self._published_epoch = -1
         self._wanted_after = -1
         self._wanted_steps: list[int] = []
-        self._is_to_lend = False
+        self._is_to_share = False
         self._run: _Run | None = None
         self._when_published: tuple[_Run, Callable[[], None]] | None = None
-        self._held: _Held | None = None
+        self._held: _HeldBoundary | None = None
         self._is_closed = False
         self._is_postponed = False
         self._last_failure = ""
         self._pool = SafeExecutor(1, "ft-transport-snapshot")
 
-    def request(self, step: int | None = None, *, lend: bool = False) -> int | None:
+    def request(self, step: int | None = None, *, share: bool = False) -> int | None:
         """Ask for a snapshot that shows the present committed step or a later one; returns at once.
 
         Args:
             step: A snapshot of just this step, at whose boundary it is taken.
-            lend: Nothing will change the state before the snapshot has been read, as a rule: better serve it from
+            share: Nothing will change the state before the snapshot has been read, as a rule: better serve it from
                 where it lies than copy it.
 
         Returns:
@@ -151,7 +151,7 @@ class Snapshotter:
                 if self._step is None or step > self._step:
                     self._wanted_steps = heapq.nsmallest(_MAX_WANTED_STEPS, {*self._wanted_steps, step})
                 return self._sink.newest_sequence()
-            self._is_to_lend = self._is_to_lend or lend
+            self._is_to_share = self._is_to_share or share
             if self._published_epoch == self._epoch and self._sink.newest_step() == self._step:
                 return 0
             run = self._run
@@ -201,17 +201,17 @@ class Snapshotter:
             is_wanted = self._wanted_after >= 0 or step in self._wanted_steps
             self._wanted_steps = [wanted for wanted in self._wanted_steps if wanted > step]
             if not is_wanted:
-                self._is_to_lend = False
+                self._is_to_share = False
             if not (is_wanted or hold):
                 return False
-            is_to_lend = self._is_to_lend
+            is_to_share = self._is_to_share
             run = self._run = _Run(step, self._epoch, num_published)
         if not is_wanted:
             return self._keep(run, optimizers)
-        if is_to_lend and self._hold(run, optimizers) and self.settle():
+        if is_to_share and self._hold(run, optimizers) and self.settle():
             return True
         with self._mutex:
-            self._is_to_lend = False
+            self._is_to_share = False
             run = self._run = _Run(step, self._epoch, num_published)
         try:
             self._begin(run, optimizers, _BOUNDARY_PATIENCE)
@@ -252,9 +252,9 @@ class Snapshotter:
             if held is None:
                 return False
             is_wanted = self._wanted_after >= held.run.num_before and not self._is_closed
-            is_to_lend = self._is_to_lend
+            is_to_share = self._is_to_share
             # Who asks next may be somebody whom the optimizer does not wait for.
-            self._is_to_lend = False
+            self._is_to_share = False
             if not is_wanted:
                 self._run = None
         if not is_wanted:
@@ -266,9 +266,9 @@ class Snapshotter:
         try:
             section: Section | None = held.section
             state = held.state if isinstance(held.state, HeldState) else self._hold_kept(held.run.step, held.state)
-            if is_to_lend and state.is_lendable:
-                unfinished = [self._sink.lend_held(state)]
-                # From here on a writer calls back what is lent.
+            if is_to_share and state.is_shareable:
+                unfinished = [self._sink.share_held(state)]
+                # From here on a writer calls back what is shared.
                 held.section.release()
                 section = None
             else:
@@ -345,7 +345,7 @@ class Snapshotter:
         if state is None or section is None:
             return False
         with self._mutex:
-            self._held = _Held(run, state, section)
+            self._held = _HeldBoundary(run, state, section)
         return True
 
     def take(
@@ -413,8 +413,8 @@ class Snapshotter:
             held = self._held
             if held is not None and held.run.step == step:
                 self._when_published = (held.run, when_published)
-                # Whoever asked for it to be lent gets the copy.
-                self._is_to_lend = False
+                # Whoever asked for it to be shared gets the copy.
+                self._is_to_share = False
                 self._wanted_after = max(self._wanted_after, held.run.num_before)
         if self.settle() and held is not None and held.run.step == step:
             return held.run.future
@@ -468,7 +468,7 @@ class Snapshotter:
     def _prepare(self) -> None:
         try:
             with self._lock.read("size of snapshots", _BOUNDARY_PATIENCE):
-                self._sink.prepare(self._state())
+                self._sink.prefault(self._state())
             self._is_prepared = True
         except Exception as error:
             if isinstance(error.__cause__, CollectiveRefusedError):
@@ -484,24 +484,24 @@ class Snapshotter:
             if not self._lock.write_owned():
                 section = self._lock.acquire_read(f"snapshot of step {run.step}", timeout, detached=True)
             state = self._state()
-            deferrable = lendable = None
+            deferrable = shareable = None
             deferred: list[torch.Tensor] = []
-            lent: list[torch.Tensor] = []
+            shared: list[torch.Tensor] = []
             if section is not None:
                 guarded = self._keeper.guarded(optimizers)
                 deferrable = belongs_to(guarded)
                 deferred = [each for each in parameters_of(optimizers) if memory_at(each) in guarded]
                 if may_lend and (stable := self._keeper.stable(state)):
-                    lendable = _lendable(stable, storages_of_optimizers(optimizers))
-                    lent = [each for each in tensors_in(state) if lendable(each)]
+                    shareable = _shareable(stable, storages_of_optimizers(optimizers))
+                    shared = [each for each in tensors_in(state) if shareable(each)]
             unfinished = [
                 self._sink.begin_snapshot(
                     run.step,
                     state,
                     deferrable=deferrable,
-                    lendable=lendable,
+                    shareable=shareable,
                     check_deferred=self._keeper.watch(deferred),
-                    check_lent=self._keeper.watch(lent),
+                    check_shared=self._keeper.watch(shared),
                 )
             ]
             try:
@@ -561,7 +561,7 @@ def _parameters_in(state: object, optimizers: Sequence[Optimizer], guarded: Set[
     ]
 
 
-def _lendable(stable: Set[Memory], stepped: Set[int]) -> Callable[[torch.Tensor], bool]:
+def _shareable(stable: Set[Memory], stepped: Set[int]) -> Callable[[torch.Tensor], bool]:
     """Says of a tensor whether it is large, stable, and shares no memory with what optimizers' steps change."""
     is_stable = belongs_to(stable)
     return lambda tensor: is_stable(tensor) and storage_of(tensor) not in stepped

@@ -40,10 +40,10 @@ class SnapshotSink(Protocol):
     def begin_held(self, held: HeldState) -> SnapshotInProgress:
         """Begins the snapshot of a held state, by a copy of it."""
 
-    def lend_held(self, held: HeldState) -> SnapshotInProgress:
+    def share_held(self, held: HeldState) -> SnapshotInProgress:
         """Begins the snapshot of a held state, served from where it lies."""
 
-    def prepare(self, state: object) -> None:
+    def prefault(self, state: object) -> None:
         """Makes memory for snapshots of a state of this size ready, in the background."""
 
     def begin_snapshot(
@@ -52,11 +52,11 @@ class SnapshotSink(Protocol):
         state: object,
         *,
         deferrable: Callable[[torch.Tensor], bool] | None = None,
-        lendable: Callable[[torch.Tensor], bool] | None = None,
+        shareable: Callable[[torch.Tensor], bool] | None = None,
         check_deferred: Callable[[], None],
-        check_lent: Callable[[], None],
+        check_shared: Callable[[], None],
     ) -> SnapshotInProgress:
-        """Copies what is neither deferrable nor lendable."""
+        """Copies what is neither deferrable nor shareable."""
 
     def newest_sequence(self) -> int:
         """How many snapshots were published."""

@@ -202,7 +202,7 @@ class LockedState:
         )
         if not every_commit:
             self._ledger.let_step_freely(optimizers)
-        # What is lent as something that no optimizer's step changes, may be theirs.
+        # What is shared as something that no optimizer's step changes, may be theirs.
         self._before_change(False)
         self._attachments = [*(earlier for earlier in self._attachments if earlier.optimizers), attachment]
         return attachment

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeAlias
 
 P = ParamSpec("P")
 SnapshotRequest: TypeAlias = Callable[[int | None], int | None]
-"""``Snapshotter.request``."""
+"""``SnapshotScheduler.request``."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Unclosed:
 
 
 def weak_request(method: SnapshotRequest) -> SnapshotRequest:
-    """Return the method of a snapshotter for a server, which must not keep the state alive."""
+    """Return the method of a snapshot_scheduler for a server, which must not keep the state alive."""
     reference = weakref.WeakMethod(method)
 
     def request(step: int | None) -> int | None:

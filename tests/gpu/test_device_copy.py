@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from state_equality import exact
-from state_tools import file_of, file_of_state, open_taker, receive, take
+from state_tools import file_of, file_of_state, open_stager, receive, take
 from torch import nn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -24,12 +24,12 @@ def _on_host(value: Any) -> Any:
 
 def test_a_snapshot_shows_the_kernels_that_were_only_queued() -> None:
     parameter = torch.zeros(1 << 22, device="cuda")
-    with open_taker() as taker:
-        take(taker, 0, parameter).close()  # the arena is there, so that nothing else waits for the device
+    with open_stager() as stager:
+        take(stager, 0, parameter).close()  # the arena is there, so that nothing else waits for the device
         for step in range(1, 6):
             _queue_work()
             parameter.add_(1)
-            snapshot = take(taker, step, parameter)
+            snapshot = take(stager, step, parameter)
             # Whatever the trainer does from here on comes too late.
             parameter.add_(0)
             received = receive(file_of(snapshot))
@@ -39,10 +39,10 @@ def test_a_snapshot_shows_the_kernels_that_were_only_queued() -> None:
 
 def test_the_training_stream_is_not_waited_for_beyond_the_boundary() -> None:
     parameter = torch.ones(1 << 20, device="cuda")
-    with open_taker() as taker:
-        take(taker, 0, parameter).close()
+    with open_stager() as stager:
+        take(stager, 0, parameter).close()
         torch.cuda.synchronize()
-        pending = taker.begin(1, parameter, deferrable=lambda tensor: True)
+        pending = stager.begin(1, parameter, deferrable=lambda tensor: True)
         _queue_work()
         later = torch.cuda.Event()
         later.record()
@@ -58,11 +58,11 @@ def test_deferred_copies_from_another_thread_are_complete_when_they_return() -> 
     from concurrent.futures import ThreadPoolExecutor
 
     parameter = torch.zeros(1 << 22, device="cuda")
-    with open_taker() as taker, ThreadPoolExecutor(1) as pool:
+    with open_stager() as stager, ThreadPoolExecutor(1) as pool:
         for step in range(1, 6):
             _queue_work()
             parameter.fill_(float(step))
-            pending = taker.begin(step, parameter, deferrable=lambda tensor: True)
+            pending = stager.begin(step, parameter, deferrable=lambda tensor: True)
             pool.submit(pending.copy_deferred).result()
             parameter.fill_(-1)
             snapshot = pending.finish()
@@ -71,8 +71,8 @@ def test_deferred_copies_from_another_thread_are_complete_when_they_return() -> 
 
 
 def test_the_arena_is_pinned_while_it_lives() -> None:
-    with open_taker() as taker:
-        pending = taker.begin(1, torch.ones(1000, device="cuda"))
+    with open_stager() as stager:
+        pending = stager.begin(1, torch.ones(1000, device="cuda"))
         assert pending._arena.data.is_pinned()
         pending.finish().close()
 
@@ -122,8 +122,8 @@ def test_a_trainer_on_the_device_continues_as_if_nothing_had_happened() -> None:
     model, optimizer = make()
     for number in range(2):
         step(model, optimizer, number)
-    with open_taker() as taker:
-        snapshot = take(taker, 2, {"m": model.state_dict(), "o": optimizer.state_dict()})
+    with open_stager() as stager:
+        snapshot = take(stager, 2, {"m": model.state_dict(), "o": optimizer.state_dict()})
         file = file_of(snapshot)
         snapshot.close()
     fresh, fresh_optimizer = make()

@@ -52,8 +52,8 @@ class Training:
         self.manager.register("model", self.model)
         self.manager.register("optimizer", self.optimizer)
         self.manager.attach(self.optimizer)
-        assert self.manager._snapshotter is not None
-        self.snapshotter = self.manager._snapshotter
+        assert self.manager._snapshot_scheduler is not None
+        self.snapshot_scheduler = self.manager._snapshot_scheduler
 
     def forward(self) -> torch.Tensor:
         result: torch.Tensor = self.model(torch.randn(64, 256, device="cuda"))
@@ -86,12 +86,12 @@ def test_a_need_that_shows_during_forward_gets_the_boundary(
         assert training.manager.start_step(step, hold=True)
         expected = on_host(training.manager.replica_state())
         loss = training.forward()
-        training.snapshotter.request(lend=True)
+        training.snapshot_scheduler.request(share=True)
         if step:
-            assert training.snapshotter.settle()
+            assert training.snapshot_scheduler.settle()
         else:
             # A fresh optimizer makes its states in the first step.
-            training.snapshotter.settle()
+            training.snapshot_scheduler.settle()
         training.optimizer.zero_grad()
         loss.backward()
         training.optimizer.step()
@@ -118,13 +118,13 @@ def test_what_forward_changes_on_the_device_is_refused_once_and_copied_then(
     training.step()
     assert training.manager.start_step(1, hold=True)
     training.forward()
-    training.snapshotter.request(lend=True)
-    assert not training.snapshotter.settle()
+    training.snapshot_scheduler.request(share=True)
+    assert not training.snapshot_scheduler.settle()
     training.step()
     assert training.manager.start_step(2, hold=True)
     expected = on_host(training.manager.replica_state())
     training.forward()
-    training.snapshotter.settle()
+    training.snapshot_scheduler.settle()
     training.step()
     assert_equal(expected, receiver.fetch(sender.metadata(), 2, timeout=LONG).state)
     training.manager.shutdown()

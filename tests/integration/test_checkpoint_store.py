@@ -114,11 +114,11 @@ def test_a_step_is_saved_once_unless_it_may_be_replaced(store: CheckpointStore) 
 def test_existing_checkpoints_are_kept_cleared_or_refused(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path, settings=_SETTINGS) as store:
         store.save(1, _state(1), wait=True)
-    with CheckpointStore(tmp_path, warm_up=False, settings=_SETTINGS) as store:
+    with CheckpointStore(tmp_path, start_writers=False, settings=_SETTINGS) as store:
         assert store.steps() == (1,)
     with pytest.raises(CheckpointExistsError, match=r"there are \[1\]"):
-        CheckpointStore(tmp_path, existing="refuse", warm_up=False, settings=_SETTINGS)
-    with CheckpointStore(tmp_path, existing="clear", warm_up=False, settings=_SETTINGS) as store:
+        CheckpointStore(tmp_path, existing="refuse", start_writers=False, settings=_SETTINGS)
+    with CheckpointStore(tmp_path, existing="clear", start_writers=False, settings=_SETTINGS) as store:
         assert store.steps() == ()
 
 
@@ -135,7 +135,7 @@ def test_a_second_store_is_refused_and_may_read(store: CheckpointStore) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_root(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, warm_up=False, settings=_SETTINGS)
+    store = CheckpointStore(tmp_path, start_writers=False, settings=_SETTINGS)
     ready, go = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
@@ -145,7 +145,7 @@ def test_a_forked_child_does_not_keep_the_root(tmp_path: Path) -> None:
     os.read(ready[0], 1)
     store.close()
     try:
-        CheckpointStore(tmp_path, warm_up=False, settings=_SETTINGS).close()
+        CheckpointStore(tmp_path, start_writers=False, settings=_SETTINGS).close()
     finally:
         os.write(go[1], b"x")
         os.waitpid(child, 0)
@@ -330,7 +330,7 @@ def test_a_closed_store_does_nothing_more_to_a_root_that_may_be_anothers(tmp_pat
             first.verify,
             first.check_health,
             lambda: first.save(3, _state(3)),
-            lambda: first.warm_up(_state(3)),
+            lambda: first.prefault(_state(3)),
         ):
             with pytest.raises(CheckpointError, match="expected a store that is open, this one is closed"):
                 use()

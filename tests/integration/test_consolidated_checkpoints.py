@@ -15,7 +15,7 @@ from torch import nn
 from ft_transport import CheckpointDamagedError, CheckpointError, CheckpointStore
 from ft_transport.checkpoint import consolidated
 from ft_transport.checkpoint.write_items import describe
-from ft_transport.state.snapshot import SnapshotTaker
+from ft_transport.state.snapshot import Stager
 from ft_transport.wire.manifest import decode_header
 
 _RANKS = Path(__file__).parents[1] / "workers" / "consolidated_ranks.py"
@@ -68,8 +68,8 @@ def test_what_safetensors_cannot_hold_is_named(tmp_path: Path, name: str) -> Non
 
 def test_a_large_model_goes_to_several_files(tmp_path: Path) -> None:
     model = {f"layer.{number}": torch.full((100,), float(number)) for number in range(10)}
-    taker = SnapshotTaker(max_snapshots=1, num_threads=1, chunk_bytes=1 << 20)
-    snapshot = taker.begin(1, {"model": model}).finish()
+    stager = Stager(max_snapshots=1, num_threads=1, chunk_bytes=1 << 20)
+    snapshot = stager.begin(1, {"model": model}).finish()
     described = describe([decode_header(snapshot.header[8:])], 0)
     plan = consolidated.consolidate([described], "model", max_file_bytes=1000)
     assert [file.name for file in plan.files] == [f"model-{number:05}-of-00005.safetensors" for number in range(1, 6)]
@@ -80,4 +80,4 @@ def test_a_large_model_goes_to_several_files(tmp_path: Path) -> None:
     weight_map = json.loads(plan.index)["weight_map"]
     assert weight_map["layer.0"] == weight_map["layer.1"] == plan.files[0].name
     snapshot.close()
-    taker.close()
+    stager.close()

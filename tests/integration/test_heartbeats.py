@@ -83,7 +83,7 @@ session = LighthouseSession(
 for line in sys.stdin:
     if line.strip() == "hold":
         ctypes.PyDLL(None).usleep(2_000_000)
-    print(session.num_lapses(), flush=True)
+    print(session.num_missed_heartbeats(), flush=True)
 session.close()
 """
 

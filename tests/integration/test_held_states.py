@@ -26,13 +26,13 @@ class Training:
     def __init__(self, transport: HTTPTransport[Any]) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(4, LARGE // 4), torch.nn.BatchNorm1d(LARGE // 4))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.manager = StateManager(checkpoint_transport=transport, prepare_memory=False)
+        self.manager = StateManager(checkpoint_transport=transport, prefault=False)
         self.manager.register("model", self.model)
         self.manager.register("optimizer", self.optimizer)
         self.manager.register("random", RandomState())
         self.attachment = self.manager.attach(self.optimizer)
-        assert self.manager._snapshotter is not None
-        self.snapshotter = self.manager._snapshotter
+        assert self.manager._snapshot_scheduler is not None
+        self.snapshot_scheduler = self.manager._snapshot_scheduler
 
     def forward_backward(self) -> None:
         self.optimizer.zero_grad()
@@ -66,8 +66,8 @@ def test_a_snapshot_begun_during_forward_shows_the_boundary(
     training.forward_backward()
     changed = exact(training.manager.replica_state())
     assert changed != expected, "buffers and the generator have moved on"
-    training.snapshotter.request()
-    training.snapshotter.settle()
+    training.snapshot_scheduler.request()
+    training.snapshot_scheduler.settle()
     stepping = threading.Thread(target=training.optimizer.step)
     stepping.start()
     received = receiver.fetch(sender.metadata(), 1, timeout=LONG)
@@ -82,7 +82,7 @@ def test_a_boundary_that_nobody_needs_is_let_go_without_a_snapshot(
     for step in (1, 2):
         assert training.manager.start_step(step, hold=True)
         training.forward_backward()
-        training.snapshotter.settle()
+        training.snapshot_scheduler.settle()
         assert training.lock_is_free()
         training.optimizer.step()
     sender, receiver = transports
@@ -100,7 +100,7 @@ def test_the_optimizer_waits_until_it_is_settled(training: Training) -> None:
     with pytest.raises(TimeoutError):
         training.manager.writing("probe", timedelta(0)).__enter__()
     assert stepping.is_alive()
-    training.snapshotter.settle()
+    training.snapshot_scheduler.settle()
     stepping.join(LONG_S)
     assert not stepping.is_alive()
 
@@ -122,7 +122,7 @@ def test_who_asks_for_the_latest_state_meanwhile_gets_the_boundary(
     training.manager._transport.serve_fresh(None)  # type: ignore[union-attr]
 
     def request(_step: int | None) -> int:
-        number = training.snapshotter.request()
+        number = training.snapshot_scheduler.request()
         asked.set()
         return number
 
@@ -132,7 +132,7 @@ def test_who_asks_for_the_latest_state_meanwhile_gets_the_boundary(
     fetching.start()
     assert asked.wait(LONG_S)
     training.forward_backward()
-    training.snapshotter.settle()
+    training.snapshot_scheduler.settle()
     fetching.join(LONG_S)
     assert exact(received[0].state) == expected
 
@@ -140,7 +140,7 @@ def test_who_asks_for_the_latest_state_meanwhile_gets_the_boundary(
 def test_a_state_that_would_have_to_be_copied_whole_is_not_held(
     new_transport: Callable[[], HTTPTransport[Any]],
 ) -> None:
-    manager = StateManager(checkpoint_transport=new_transport(), prepare_memory=False)
+    manager = StateManager(checkpoint_transport=new_transport(), prefault=False)
     weight = torch.zeros(5_000_000)
     manager.register_state_dict_fn("weight", lambda state: None, lambda: {"weight": weight})
     try:
@@ -179,8 +179,8 @@ class ChangingTraining:
         self.manager.register("model", model)
         self.manager.register("optimizer", self.optimizer)
         self.manager.attach(self.optimizer)
-        assert self.manager._snapshotter is not None
-        self.snapshotter = self.manager._snapshotter
+        assert self.manager._snapshot_scheduler is not None
+        self.snapshot_scheduler = self.manager._snapshot_scheduler
 
     def forward(self) -> torch.Tensor:
         is_embedding = isinstance(self.model, torch.nn.Embedding)
@@ -206,16 +206,16 @@ def test_parameters_that_forward_changes_are_served_as_at_the_boundary_or_not_at
     try:
         for step in range(num_steps_before):
             training.manager.start_step(step, hold=True)
-            training.snapshotter.settle()
+            training.snapshot_scheduler.settle()
             training.step()
         served = 0
         for step in range(num_steps_before, num_steps_before + 3):
             assert training.manager.start_step(step, hold=True)
             expected = exact(training.manager.replica_state())
             training.forward()
-            training.snapshotter.request(lend=True)
-            training.snapshotter.settle()
-            if training.snapshotter.shows_present_state():
+            training.snapshot_scheduler.request(share=True)
+            training.snapshot_scheduler.settle()
+            if training.snapshot_scheduler.shows_present_state():
                 training.forward()
                 try:
                     received = receiver.fetch(sender.metadata(), step, timeout=LONG)
@@ -289,13 +289,13 @@ def test_a_boundary_that_nobody_needs_does_the_same_whatever_the_number_of_param
             manager.register("optimizer", optimizer)
             manager.register("scheduler", torch.optim.lr_scheduler.StepLR(optimizer, 10))
             manager.attach(optimizer)
-            snapshotter = manager._snapshotter
-            assert snapshotter is not None
+            snapshot_scheduler = manager._snapshot_scheduler
+            assert snapshot_scheduler is not None
             for step in range(6):
                 for parameter in parameters:
                     parameter.grad = torch.ones_like(parameter)
                 calls.append(_num_calls(partial(manager.start_step, step, hold=True)))
-                snapshotter.settle()
+                snapshot_scheduler.settle()
                 optimizer.step()
         finally:
             manager.shutdown()
@@ -310,7 +310,7 @@ def test_no_memory_is_taken_for_copies_before_anybody_needs_one(
     try:
         for step in range(6):
             assert training.manager.start_step(step, hold=True)
-            training.snapshotter.settle()
+            training.snapshot_scheduler.settle()
             training.step()
         assert "ft-transport-snapshot" not in Path("/proc/self/maps").read_text()
     finally:
@@ -325,17 +325,17 @@ def test_what_a_write_section_changes_is_not_taken_for_a_change_by_forward(
     try:
         # A step that is abandoned, and another state that is loaded before the next one: as when a replica heals.
         assert training.manager.start_step(0, hold=True)
-        training.snapshotter.settle()
+        training.snapshot_scheduler.settle()
         with training.manager.writing("loading another state"), torch.no_grad():
             training.model.weight.mul_(2)  # type: ignore[operator, union-attr]
         training.step()
         assert training.manager.start_step(1, hold=True)
-        copied = training.snapshotter._held
+        copied = training.snapshot_scheduler._held
         assert copied is not None
         assert copied.state._copies == [], "the optimizer guards all there is"  # type: ignore[union-attr]
         expected = exact(training.manager.replica_state())
-        training.snapshotter.request(lend=True)
-        assert training.snapshotter.settle()
+        training.snapshot_scheduler.request(share=True)
+        assert training.snapshot_scheduler.settle()
         assert exact(receiver.fetch(sender.metadata(), 1, timeout=LONG).state) == expected
     finally:
         training.manager.shutdown()

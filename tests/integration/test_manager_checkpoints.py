@@ -207,7 +207,7 @@ def test_save_refuses_a_state_between_two_boundaries(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save_every", [0, -1, True, 2.5])
 def test_settings_that_cannot_work_are_refused(tmp_path: Path, save_every: Any) -> None:
-    with CheckpointStore(tmp_path, warm_up=False) as store, pytest.raises(ConfigError):
+    with CheckpointStore(tmp_path, start_writers=False) as store, pytest.raises(ConfigError):
         StateManager(checkpoint_store=store, save_every=save_every)
     with pytest.raises(ConfigError):
         StateManager(save_every=5)

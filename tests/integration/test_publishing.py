@@ -307,7 +307,7 @@ class TestFailures:
 
     def test_connections_that_break_are_tried_again_and_refusals_are_not(self, tmp_path: Path) -> None:
         broken, bad = VLLMStandIn(num_broken=2), VLLMStandIn(refusal=(500, "text/plain", "no"))
-        with publishing(tmp_path, broken, bad, policy="best effort") as publisher:
+        with publishing(tmp_path, broken, bad, policy="best_effort") as publisher:
             report = publisher.publish(1, adapter(1)).report(SOON)
             assert [(each.outcome, each.num_attempts) for each in report.engines] == [("confirmed", 3), ("refused", 1)]
 
@@ -326,7 +326,7 @@ class TestFailures:
             with pytest.raises(PublishError, match=r"expected the adapter 'policy'.*it serves none"):
                 handle.result(SOON)
 
-    @pytest.mark.parametrize(("policy", "verdict"), [("all", "bad"), ("quorum", "good"), ("best effort", "good")])
+    @pytest.mark.parametrize(("policy", "verdict"), [("all", "bad"), ("quorum", "good"), ("best_effort", "good")])
     def test_policies(self, tmp_path: Path, policy: str, verdict: str) -> None:
         servers = [VLLMStandIn(), VLLMStandIn(), VLLMStandIn(refusal=(500, "text/plain", "no"))]
         with publishing(tmp_path, *servers, policy=policy) as publisher:
@@ -433,7 +433,7 @@ class TestVersions:
 
     def test_a_version_stays_as_long_as_an_engine_uses_it(self, tmp_path: Path) -> None:
         first, second = VLLMStandIn(), VLLMStandIn()
-        with publishing(tmp_path, first, second, policy="best effort") as publisher:
+        with publishing(tmp_path, first, second, policy="best_effort") as publisher:
             publisher.publish(1, adapter(1)).report(SOON)
             second.refusal = (500, "text/plain", "no")
             for version in (2, 3):

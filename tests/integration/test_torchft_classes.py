@@ -206,9 +206,9 @@ def test_the_outer_sync_of_diloco_is_a_write_section_and_its_backup_is_not_copie
         """Whether an inner step copies the backup, which somebody may be reading."""
         manager.snapshot(manager.current_step()).result(LONG_S)
         assert manager._transport is not None
-        memory = manager._transport._loans[-1].memory
+        memory = manager._transport._sharings[-1].memory
         trainer.step()
-        return not memory.is_lent
+        return not memory.is_shared
 
     def replica(index: int) -> Any:
         manager = make_manager(address, f"replica_{index}", use_async_quorum=False)

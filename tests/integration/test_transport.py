@@ -242,8 +242,8 @@ def test_the_first_snapshot_finds_its_memory_prepared(monkeypatch: pytest.Monkey
     sender = make(max_snapshots=2)
     try:
         state = {"w": torch.rand(1 << 20), "b": torch.rand(3, dtype=torch.float64)}
-        sender.prepare(state)
-        preparing = sender._taker._pool._preparing
+        sender.prefault(state)
+        preparing = sender._stager._pool._preparing
         if preparing is not None:
             preparing.join(20)
         monkeypatch.setattr(arena, "Arena", None)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from manager.snapshots.boundary_keeper import BoundaryKeeper
-from manager.snapshots.scheduler import Snapshotter
+from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.guarded_memory import MIN_DEFERRED_BYTES
 from manager.state.lock import StateLock
 from manager.state.optimizer_guard import OptimizerAttachment, attach_optimizers
@@ -70,7 +70,7 @@ class StandInTransport:
         self.during_publish: Callable[[], object] = lambda: None
         self.on_prepare: Callable[[object], object] = lambda _state: None
 
-    def prepare(self, state: object) -> None:
+    def prefault(self, state: object) -> None:
         self.on_prepare(state)
 
     def begin_snapshot(
@@ -79,9 +79,9 @@ class StandInTransport:
         state: object,
         *,
         deferrable: Callable[[torch.Tensor], bool] | None = None,
-        lendable: Callable[[torch.Tensor], bool] | None = None,
+        shareable: Callable[[torch.Tensor], bool] | None = None,
         check_deferred: Callable[[], None],
-        check_lent: Callable[[], None],
+        check_shared: Callable[[], None],
     ) -> _StandInSnapshot:
         self.before_begin()
         tensors = flat(state)
@@ -102,7 +102,7 @@ class StandInTransport:
 
 
 class Replica:
-    """A model with a large weight, a large buffer and small parts, an attached optimizer and a snapshotter."""
+    """A model with a large weight, a large buffer and small parts, an attached optimizer and a snapshot_scheduler."""
 
     def __init__(self, timeout: timedelta = LONG) -> None:
         self.lock = StateLock(timeout=timeout)
@@ -112,12 +112,12 @@ class Replica:
         self.attachment: OptimizerAttachment = attach_optimizers(self.lock, [self.optimizer])
         self.state: Callable[[], object] = lambda: {"model": self.model.state_dict(), "more": self.more}
         self.more: dict[str, torch.Tensor] = {}
-        self.snapshotter = Snapshotter(
+        self.snapshot_scheduler = SnapshotScheduler(
             lock=self.lock,
             sink=self.sink,
             state=self._call_state,
             keeper=BoundaryKeeper(StateRegistry(), dict),
-            prepare_memory=True,
+            prefault=True,
         )
 
     def _call_state(self) -> object:
@@ -128,14 +128,14 @@ class Replica:
         self.model(torch.rand(4, 1)).square().mean().backward()
 
     def boundary(self, step: int) -> None:
-        self.snapshotter.boundary(step, self.attachment.optimizers)
+        self.snapshot_scheduler.boundary(step, self.attachment.optimizers)
 
     def take(self, step: int, timeout: timedelta = LONG) -> Future[None]:
-        return self.snapshotter.take(step, self.attachment.optimizers, timeout)
+        return self.snapshot_scheduler.take(step, self.attachment.optimizers, timeout)
 
     def finish(self) -> None:
         """Wait until nothing is under way: the next one would have to wait as well."""
-        run = self.snapshotter._run
+        run = self.snapshot_scheduler._run
         if run is not None:
             run.future.exception(LONG_S)
 
@@ -147,7 +147,7 @@ class Replica:
 def open_replica() -> Iterator[Replica]:
     replica = Replica()
     yield replica
-    replica.snapshotter.close()
+    replica.snapshot_scheduler.close()
     assert replica.is_free()
 
 

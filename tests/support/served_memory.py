@@ -1,4 +1,4 @@
-"""What the tests of the server put on its shelf, and how they talk to it."""
+"""What the tests of the server put on its cache, and how they talk to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from http.client import HTTPConnection, HTTPMessage
 
 from ft_transport.errors import SnapshotLimitError
 from ft_transport.http.server import FreshSnapshot, SnapshotServer
-from ft_transport.http.snapshot_cache import Shelf
+from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.token import JobToken
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.integrity import digest
@@ -78,17 +78,17 @@ class Answer:
 @dataclass
 class Serving:
     server: SnapshotServer
-    shelf: Shelf
+    cache: SnapshotCache
 
     def put(self, step: int, data: bytes = b"state") -> MemorySnapshot:
         until(self._reserve)
         snapshot = MemorySnapshot(step, data)
-        self.shelf.put(snapshot)
+        self.cache.put(snapshot)
         return snapshot
 
     def _reserve(self) -> bool:
         try:
-            self.shelf.reserve()
+            self.cache.reserve()
         except SnapshotLimitError:  # The server has not yet seen that the last receiver closed its connection.
             return False
         return True
@@ -113,9 +113,9 @@ def serving(
     stall_timeout_s: float = 20.0,
     fresh_snapshot: FreshSnapshot | None = None,
 ) -> Iterator[Serving]:
-    shelf = Shelf(max_snapshots=max_snapshots, lease_s=lease_s, clock=time.monotonic)
+    cache = SnapshotCache(max_snapshots=max_snapshots, lease_s=lease_s, clock=time.monotonic)
     server = SnapshotServer(
-        shelf,
+        cache,
         host="127.0.0.1",
         port=0,
         advertise=None,
@@ -126,10 +126,10 @@ def serving(
         fresh_snapshot=fresh_snapshot,
     )
     try:
-        yield Serving(server, shelf)
+        yield Serving(server, cache)
     finally:
         server.close(wait=True)
-        shelf.clear()
+        cache.clear()
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

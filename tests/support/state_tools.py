@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ft_transport.state.restore import Restore
-from ft_transport.state.snapshot import Snapshot, SnapshotTaker
+from ft_transport.state.snapshot import Snapshot, Stager
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.layouts import LayoutTable
 from ft_transport.wire.manifest import Manifest, SnapshotId, TensorEntry, decode_header, encode_header
@@ -22,29 +22,29 @@ SNAPSHOT_ID = SnapshotId("0123456789abcdef" * 2)
 
 
 @contextlib.contextmanager
-def open_taker(max_snapshots: int = 2, **settings: Any) -> Iterator[SnapshotTaker]:
-    taker = SnapshotTaker(max_snapshots=max_snapshots, num_threads=2, chunk_bytes=CHUNK_BYTES, **settings)
+def open_stager(max_snapshots: int = 2, **settings: Any) -> Iterator[Stager]:
+    stager = Stager(max_snapshots=max_snapshots, num_threads=2, chunk_bytes=CHUNK_BYTES, **settings)
     try:
-        yield taker
+        yield stager
     finally:
-        taker.close()
+        stager.close()
 
 
-def take(taker: SnapshotTaker, step: int, state: object) -> Snapshot:
-    return taker.begin(step, state).finish()
+def take(stager: Stager, step: int, state: object) -> Snapshot:
+    return stager.begin(step, state).finish()
 
 
 def file_of(snapshot: Snapshot) -> bytes:
     """The safetensors file, as curl would save it."""
     if isinstance(snapshot.memory, MemoryFile):
         return os.pread(snapshot.memory.descriptor, snapshot.total_bytes, snapshot.memory.start)
-    with snapshot.memory.borrow(0, snapshot.total_bytes) as views:
+    with snapshot.memory.pin(0, snapshot.total_bytes) as views:
         return b"".join(views)
 
 
 def file_of_state(state: object) -> bytes:
-    with open_taker() as taker:
-        snapshot = take(taker, 7, state)
+    with open_stager() as stager:
+        snapshot = take(stager, 7, state)
         try:
             return file_of(snapshot)
         finally:

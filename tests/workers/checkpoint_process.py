@@ -73,11 +73,11 @@ def want(root: Path) -> None:
 
 def reopen(root: Path) -> None:
     """Forks a child, closes its store, and opens another one there while the child lives."""
-    store = CheckpointStore(root, warm_up=False, settings=SHORT)
+    store = CheckpointStore(root, start_writers=False, settings=SHORT)
     child = sleeping_child()
     store.close()
     try:
-        CheckpointStore(root, warm_up=False, settings=SHORT).close()
+        CheckpointStore(root, start_writers=False, settings=SHORT).close()
         say(error=None)
     except TransportError as error:
         say(error=type(error).__name__, text=str(error))

@@ -30,7 +30,7 @@ def write(directory: Path, iteration: int) -> None:
 @contextmanager
 def guarded(root: Path, iteration: int) -> Iterator[None]:
     # What is cleared are checkpoints; so the file is put where the next one clears, in a directory of such a name.
-    with CheckpointStore(root, existing="clear", warm_up=False):
+    with CheckpointStore(root, existing="clear", start_writers=False):
         write(root / "step-1", iteration)
         yield
 

@@ -10,18 +10,18 @@ import pytest
 from ft_transport.coordination.votes import (
     RETRYABLE_ERRNOS,
     AbandonedError,
-    Decision,
     GiveUp,
     GoOn,
     TryAgain,
+    Verdict,
     Vote,
-    decide,
     decode,
     decode_all,
     describe,
     encode,
     encode_all,
     rebuild,
+    tally,
 )
 from ft_transport.errors import (
     CheckpointDamagedError,
@@ -50,7 +50,7 @@ def voted(*errors: BaseException | None, phase: str = "write") -> list[Vote | No
     ]
 
 
-def given_up(decision: Decision) -> TransportError:
+def given_up(decision: Verdict) -> TransportError:
     assert isinstance(decision, GiveUp)
     return decision.error
 
@@ -60,11 +60,11 @@ STAYS = PermissionError(errno.EACCES, "Permission denied", "/here")
 
 
 def test_if_none_failed_all_get_what_each_has_said() -> None:
-    assert decide(voted(None, None, None)) == GoOn((b"\x00", b"\x01", b"\x02"))
+    assert tally(voted(None, None, None)) == GoOn((b"\x00", b"\x01", b"\x02"))
 
 
 def test_a_failure_names_its_rank_phase_and_cause() -> None:
-    error = given_up(decide(voted(None, STAYS, None), step=7))
+    error = given_up(tally(voted(None, STAYS, None), step=7))
     assert isinstance(error, RankFailedError)
     assert (error.rank, error.phase, error.cause_type, error.errno) == (1, "write", "PermissionError", errno.EACCES)
     assert str(error) == "rank 1 failed in 'write': PermissionError: [Errno 13] Permission denied: '/here' (step 7)"
@@ -75,14 +75,14 @@ def test_a_failure_names_its_rank_phase_and_cause() -> None:
 
 @pytest.mark.parametrize("votes", [voted(PASSES, STAYS), voted(STAYS, PASSES), voted(None, PASSES, STAYS)])
 def test_what_does_not_pass_outweighs_what_may(votes: list[Vote | None]) -> None:
-    error = given_up(decide(votes))
+    error = given_up(tally(votes))
     assert isinstance(error, RankFailedError)
     assert error.cause_type == "PermissionError"
     assert "failed, too" in str(error)
 
 
 def test_what_may_pass_is_tried_again() -> None:
-    decision = decide(voted(None, PASSES, PASSES))
+    decision = tally(voted(None, PASSES, PASSES))
     assert isinstance(decision, TryAgain)
     assert isinstance(decision.error, RankFailedError)
     assert decision.error.rank == 1
@@ -91,23 +91,23 @@ def test_what_may_pass_is_tried_again() -> None:
 
 @pytest.mark.parametrize("number", sorted(RETRYABLE_ERRNOS))
 def test_errnos_that_may_pass_are_tried_again_whatever_the_text(number: int) -> None:
-    assert isinstance(decide(voted(OSError(number, "Permission denied"), None)), TryAgain)
+    assert isinstance(tally(voted(OSError(number, "Permission denied"), None)), TryAgain)
 
 
 @pytest.mark.parametrize(
     "number", [errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOENT, errno.ENOTDIR]
 )
 def test_errnos_that_do_not_pass_are_not_tried_again_whatever_the_text(number: int) -> None:
-    assert isinstance(decide(voted(OSError(number, "Input/output error, try again"), None)), GiveUp)
+    assert isinstance(tally(voted(OSError(number, "Input/output error, try again"), None)), GiveUp)
 
 
 def test_a_text_makes_no_error_one_that_may_pass() -> None:
-    assert isinstance(decide(voted(ValueError("[Errno 5] Input/output error"))), GiveUp)
+    assert isinstance(tally(voted(ValueError("[Errno 5] Input/output error"))), GiveUp)
 
 
 def test_errors_of_our_own_say_themselves_whether_they_may_pass() -> None:
-    assert isinstance(decide(voted(WriterFailedError("gone"), None)), TryAgain)
-    assert isinstance(decide(voted(UnsupportedLeafError("no"), None)), GiveUp)
+    assert isinstance(tally(voted(WriterFailedError("gone"), None)), TryAgain)
+    assert isinstance(tally(voted(UnsupportedLeafError("no"), None)), GiveUp)
 
 
 @pytest.mark.parametrize("abandoned", [(0,), (0, 1), (1, 2)])
@@ -115,7 +115,7 @@ def test_who_gave_up_because_of_another_is_not_blamed(abandoned: tuple[int, ...]
     errors: list[BaseException] = [PASSES, PASSES, PASSES]
     for rank in abandoned:
         errors[rank] = AbandonedError("gave up")
-    decision = decide(voted(*errors))
+    decision = tally(voted(*errors))
     # And what it gave up with does not count when it is asked whether the cause may pass.
     assert isinstance(decision, TryAgain)
     assert decision.error.rank == min({0, 1, 2} - set(abandoned))  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ def test_who_gave_up_because_of_another_is_not_blamed(abandoned: tuple[int, ...]
 
 
 def test_if_all_say_that_they_gave_up_it_is_a_failure_nevertheless() -> None:
-    error = given_up(decide(voted(None, AbandonedError("gave up"))))
+    error = given_up(tally(voted(None, AbandonedError("gave up"))))
     assert isinstance(error, RankFailedError)
     assert error.rank == 1
 
@@ -131,7 +131,7 @@ def test_if_all_say_that_they_gave_up_it_is_a_failure_nevertheless() -> None:
 def test_ranks_that_did_not_vote_are_named() -> None:
     votes = voted(None, PASSES, None, STAYS)
     votes[0] = votes[2] = None
-    error = given_up(decide(votes, step=3))
+    error = given_up(tally(votes, step=3))
     assert isinstance(error, RankGoneError)
     assert error.ranks == (0, 2)
     assert "'write'" in str(error)
@@ -140,13 +140,13 @@ def test_ranks_that_did_not_vote_are_named() -> None:
 
 
 def test_no_votes_at_all_are_ranks_that_are_gone() -> None:
-    error = given_up(decide([None, None]))
+    error = given_up(tally([None, None]))
     assert isinstance(error, RankGoneError)
     assert error.ranks == (0, 1)
 
 
 def test_many_ranks_that_did_not_vote_are_all_listed_and_some_are_shown() -> None:
-    error = given_up(decide([voted(None)[0], *[None] * 1000]))
+    error = given_up(tally([voted(None)[0], *[None] * 1000]))
     assert isinstance(error, RankGoneError)
     assert error.ranks == tuple(range(1, 1001))
     assert "1, 2, 3, 4, 5, 6, 7, 8, …" in str(error)
@@ -154,7 +154,7 @@ def test_many_ranks_that_did_not_vote_are_all_listed_and_some_are_shown() -> Non
 
 def test_ranks_in_different_places_of_the_program_are_told_so() -> None:
     votes = [Vote(phase="write"), Vote(phase="commit"), Vote(phase="write", failure=describe(STAYS))]
-    error = given_up(decide(votes))
+    error = given_up(tally(votes))
     assert isinstance(error, CheckpointError)
     assert "rank 0: 'write'; rank 1: 'commit'" in str(error)
 
@@ -170,7 +170,7 @@ def test_ranks_in_different_places_of_the_program_are_told_so() -> None:
     ],
 )
 def test_what_is_about_all_ranks_is_told_as_it_was_said(error: CheckpointError) -> None:
-    told = given_up(decide(voted(None, error), step=9))
+    told = given_up(tally(voted(None, error), step=9))
     assert type(told) is type(error)
     assert isinstance(told, CheckpointError)
     assert (told.message, told.path, told.step, told.rank) == (error.message, error.path, 9, 1)
@@ -180,13 +180,13 @@ def test_what_is_about_all_ranks_is_told_as_it_was_said(error: CheckpointError) 
 
 
 def test_an_error_of_ours_is_raised_again_with_the_rank_and_its_path() -> None:
-    told = given_up(decide(voted(None, None, UnsupportedLeafError("no encoding", path="model.lock")), step=4))
+    told = given_up(tally(voted(None, None, UnsupportedLeafError("no encoding", path="model.lock")), step=4))
     assert isinstance(told, UnsupportedLeafError)
     assert str(told) == "rank 2, write: no encoding (at model.lock, step 4)"
 
 
 def test_an_error_that_only_one_rank_knows_is_told_by_its_name() -> None:
-    error = given_up(decide(voted(OwnError("odd"))))
+    error = given_up(tally(voted(OwnError("odd"))))
     assert isinstance(error, RankFailedError)
     assert (error.cause_type, error.__cause__) == ("OwnError", None)
     assert "OwnError: odd" in str(error)
@@ -194,14 +194,14 @@ def test_an_error_that_only_one_rank_knows_is_told_by_its_name() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
 def test_an_end_of_one_rank_is_a_failure_and_no_end_of_the_others(error: BaseException) -> None:
-    told = given_up(decide(voted(None, error)))
+    told = given_up(tally(voted(None, error)))
     assert isinstance(told, RankFailedError)
     assert told.cause_type == type(error).__name__
     assert told.__cause__ is None
 
 
 def test_a_number_that_is_no_errno_is_told_as_it_is() -> None:
-    error = given_up(decide(voted(OSError("no number"))))
+    error = given_up(tally(voted(OSError("no number"))))
     assert isinstance(error, RankFailedError)
     assert error.errno is None
     assert isinstance(error.__cause__, OSError)
@@ -218,7 +218,7 @@ def test_all_ranks_decide_alike_from_what_has_travelled(seed: int) -> None:
     votes = voted(*(pick.choice(known) for _ in range(5)))
     travelled = decode_all(encode_all([decode(encode(vote)) if vote is not None else None for vote in votes]))
     assert travelled == votes
-    here, there = decide(votes), decide(travelled)
+    here, there = tally(votes), tally(travelled)
     assert type(here) is type(there)
     assert getattr(here, "payloads", ()) == getattr(there, "payloads", ())
     assert str(getattr(here, "error", None)) == str(getattr(there, "error", None))

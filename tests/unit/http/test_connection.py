@@ -23,15 +23,15 @@ from ft_transport.errors import (
     StepNotServedError,
     TransportError,
 )
-from ft_transport.http.connection import Connection, Patience
+from ft_transport.http.connection import Connection, Timeouts
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.token import JobToken
 
 BODY = bytes(range(256)) * 64
 
 
-def patience(deadline_s: float = 20.0, *, stall_timeout_s: float = 20.0, min_bytes_per_s: float = 1.0) -> Patience:
-    return Patience(
+def timeouts(deadline_s: float = 20.0, *, stall_timeout_s: float = 20.0, min_bytes_per_s: float = 1.0) -> Timeouts:
+    return Timeouts(
         deadline_s=time.monotonic() + deadline_s,
         connect_timeout_s=20.0,
         stall_timeout_s=stall_timeout_s,
@@ -39,8 +39,8 @@ def patience(deadline_s: float = 20.0, *, stall_timeout_s: float = 20.0, min_byt
     )
 
 
-def connection_to(port: int, patience_: Patience | None = None, token: JobToken | None = None) -> Connection:
-    return Connection(PeerAddress(host="127.0.0.1", port=port), token=token, patience=patience_ or patience())
+def connection_to(port: int, patience_: Timeouts | None = None, token: JobToken | None = None) -> Connection:
+    return Connection(PeerAddress(host="127.0.0.1", port=port), token=token, timeouts=patience_ or timeouts())
 
 
 def receive(connection: Connection, num_bytes: int = len(BODY)) -> bytes:
@@ -136,7 +136,7 @@ def test_a_short_answer_after_a_long_one_is_not_waited_for(last_bytes: int) -> N
         peer.send(ok())
         peer.hold()  # An end of the connection would wake the reader as well.
 
-    limits = patience(stall_timeout_s=5.0)
+    limits = timeouts(stall_timeout_s=5.0)
     with scripted(script) as port, connection_to(port, limits) as connection:
         received = bytearray(len(body))
         response = connection.get("/x", headers={}, expected_status=200, answer_within_s=0.0)
@@ -154,7 +154,7 @@ def test_a_head_that_trickles_is_given_up(end: str) -> None:
         peer.request()
         peer.trickle(b"HTTP/1.1 200 OK\r\nX: " + b"y" * 60_000)
 
-    limits = patience(0.3) if end == "deadline" else patience(20, stall_timeout_s=0.3)
+    limits = timeouts(0.3) if end == "deadline" else timeouts(20, stall_timeout_s=0.3)
     expected = DeadlineExceededError if end == "deadline" else PeerUnreachableError
     started_s = time.monotonic()
     with scripted(script) as port, connection_to(port, limits) as connection, pytest.raises(expected) as caught:
@@ -172,8 +172,8 @@ def test_a_body_that_trickles_is_given_up(end: str) -> None:
         peer.trickle(BODY[-10_000:])
 
     # 16 KiB at 1 MB/s are worth 16 ms more.
-    slow = patience(20, stall_timeout_s=0.3, min_bytes_per_s=1e6)
-    limits, expected = (patience(0.3), DeadlineExceededError) if end == "deadline" else (slow, PeerUnreachableError)
+    slow = timeouts(20, stall_timeout_s=0.3, min_bytes_per_s=1e6)
+    limits, expected = (timeouts(0.3), DeadlineExceededError) if end == "deadline" else (slow, PeerUnreachableError)
     started_s = time.monotonic()
     with scripted(script) as port, connection_to(port, limits) as connection, pytest.raises(expected) as caught:
         receive(connection)
@@ -193,7 +193,7 @@ def test_silence_is_given_up_and_the_connection_can_be_used_again() -> None:
             peer.hold()
         peer.send(ok())
 
-    limits = patience(20, stall_timeout_s=0.2)
+    limits = timeouts(20, stall_timeout_s=0.2)
     with scripted(script) as port, connection_to(port, limits) as connection:
         with pytest.raises(PeerUnreachableError, match="timed out reading after 158 bytes"):
             receive(connection)
@@ -205,7 +205,7 @@ def test_time_that_the_receiver_takes_for_itself_is_no_silence_of_the_peer() -> 
         peer.request()
         peer.send(ok())
 
-    with scripted(script) as port, connection_to(port, patience(20, stall_timeout_s=0.2)) as connection:
+    with scripted(script) as port, connection_to(port, timeouts(20, stall_timeout_s=0.2)) as connection:
         response = connection.get("/x", headers={}, expected_status=200, answer_within_s=0.0)
         assert response.length is not None
         received = bytearray(response.length)
@@ -335,7 +335,7 @@ def test_a_closed_port_is_named(closed_port: int) -> None:
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 100, "a..b"])
 def test_a_host_that_does_not_resolve_is_unreachable(host: str) -> None:
     with pytest.raises(PeerUnreachableError):
-        receive(Connection(PeerAddress(host=host, port=1), token=None, patience=patience()))
+        receive(Connection(PeerAddress(host=host, port=1), token=None, timeouts=timeouts()))
 
 
 @pytest.fixture
@@ -359,12 +359,12 @@ def silent_resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event
 def test_a_look_up_ends_with_the_deadline(silent_resolver: threading.Event) -> None:
     started_s = time.monotonic()
     with pytest.raises(PeerUnreachableError, match="'silent' was not found in time"):
-        receive(Connection(PeerAddress(host="silent", port=1), token=None, patience=patience(0.3)))
+        receive(Connection(PeerAddress(host="silent", port=1), token=None, timeouts=timeouts(0.3)))
     assert silent_resolver.is_set()
     assert 0.3 <= time.monotonic() - started_s < 10
     # Whoever asks again waits for the same answer, and no further thread does.
     with pytest.raises(PeerUnreachableError, match="'silent' was not found in time"):
-        receive(Connection(PeerAddress(host="silent", port=1), token=None, patience=patience(0.1)))
+        receive(Connection(PeerAddress(host="silent", port=1), token=None, timeouts=timeouts(0.1)))
     assert sum(thread.name == "ft-transport-look-up" for thread in threading.enumerate()) == 1
 
 
@@ -374,11 +374,11 @@ def test_a_look_up_without_a_thread_is_an_error_of_the_peer(monkeypatch: pytest.
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(PeerUnreachableError, match="a thread to look up 'peer': can't start"):
-        receive(Connection(PeerAddress(host="peer", port=1), token=None, patience=patience()))
+        receive(Connection(PeerAddress(host="peer", port=1), token=None, timeouts=timeouts()))
 
 
 def test_another_thread_ends_a_look_up(silent_resolver: threading.Event) -> None:
-    connection = Connection(PeerAddress(host="silent", port=1), token=None, patience=patience())
+    connection = Connection(PeerAddress(host="silent", port=1), token=None, timeouts=timeouts())
     ending = threading.Thread(target=lambda: (silent_resolver.wait(20), connection.interrupt()))
     ending.start()
     started_s = time.monotonic()
@@ -392,7 +392,7 @@ def test_of_several_addresses_the_one_that_answers_is_used(monkeypatch: pytest.M
     with scripted(answering(ok())) as port:
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", p)) for p in (closed_port, port)]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
-        with Connection(PeerAddress(host="several", port=port), token=None, patience=patience()) as connection:
+        with Connection(PeerAddress(host="several", port=port), token=None, timeouts=timeouts()) as connection:
             assert receive(connection) == BODY
 
 
@@ -408,7 +408,7 @@ def test_several_silent_addresses_do_not_add_up_beyond_the_deadline(monkeypatch:
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
         started_s = time.monotonic()
         with pytest.raises(DeadlineExceededError, match="timed out connecting"):
-            receive(Connection(PeerAddress(host="silent", port=1), token=None, patience=patience(0.4)))
+            receive(Connection(PeerAddress(host="silent", port=1), token=None, timeouts=timeouts(0.4)))
     assert time.monotonic() - started_s < 3
 
 

@@ -188,13 +188,13 @@ def test_before_the_first_snapshot_a_request_waits_and_is_told_to_come_back(serv
 
 def test_a_receiver_is_told_why_the_last_attempt_failed(served: Serving) -> None:
     path = "/checkpoint/latest/metadata?wait=0"
-    served.shelf.note_failure("step 3: UnsupportedLeafError: expected a leaf")
+    served.cache.note_failure("step 3: UnsupportedLeafError: expected a leaf")
     assert "the last attempt failed: step 3: UnsupportedLeafError" in served.ask(path).body.decode()
     served.put(4)
     assert served.ask(path).status == 200
     served.server.fresh_snapshot = lambda _step: 1
     assert "being fetched (step latest)" in served.ask(path).body.decode()
-    served.shelf.note_failure("step 5: OSError: no memory")
+    served.cache.note_failure("step 5: OSError: no memory")
     assert "; the last attempt failed: step 5: OSError" in served.ask(path).body.decode()
 
 

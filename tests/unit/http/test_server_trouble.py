@@ -53,7 +53,7 @@ def test_a_stalled_reader_is_cut_off_and_its_snapshot_freed(what: str, caplog: p
             # A header as long as the data: what matters is that it is sent like a file and bounded like one.
             snapshot.header = snapshot.content
         with receiver(served, f"/checkpoint/5/{what}") as sock:
-            served.shelf.clear()
+            served.cache.clear()
             assert not snapshot.closed.is_set()
             assert snapshot.closed.wait(20)
             assert len(read_rest(sock)) < len(LARGE)
@@ -86,7 +86,7 @@ def test_no_thread_goes_on_sending(end: str) -> None:
             if end == "shutdown":
                 served.server.close(wait=True)
             else:
-                served.shelf.clear()
+                served.cache.clear()
                 assert snapshot.closed.wait(20)
             until(lambda: _sending_threads() == 0)
 
@@ -109,7 +109,7 @@ def test_whatever_ends_the_sending_ends_the_reading(monkeypatch: pytest.MonkeyPa
         served.put(5, LARGE)
         with receiver(served, "/checkpoint/5/full") as sock:
             assert len(read_rest(sock)) < len(LARGE)
-        until(lambda: served.shelf.num_readers() == 0)
+        until(lambda: served.cache.num_readers() == 0)
 
 
 def read_rest_after(sock: socket.socket, pause_s: float) -> bytes:
@@ -126,7 +126,7 @@ def test_a_reader_that_vanishes_ends_its_reading_and_is_no_error(caplog: pytest.
     with serving() as served:
         snapshot = served.put(5, LARGE)
         with receiver(served, "/checkpoint/5/full"):
-            served.shelf.clear()
+            served.cache.clear()
         assert snapshot.closed.wait(20)
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
@@ -136,9 +136,9 @@ def test_what_was_sent_but_not_read_yet_is_not_overwritten() -> None:
     with serving(max_snapshots=1, lease_s=0) as served:
         snapshot = served.put(5, bytes(1 << 16))
         with receiver(served, "/checkpoint/5/full", buffer_bytes=1 << 20) as sock:
-            until(lambda: served.shelf.num_readers() == 0)
+            until(lambda: served.cache.num_readers() == 0)
             with pytest.raises(SnapshotLimitError, match="still being fetched"):
-                served.shelf.reserve()
+                served.cache.reserve()
             assert not snapshot.closed.is_set()
             sock.settimeout(0.5)
             received = bytearray()
@@ -153,9 +153,9 @@ def test_it_is_kept_also_where_the_server_closes_the_connection() -> None:
     with serving(max_snapshots=1, lease_s=0, stall_timeout_s=0.5) as served:
         snapshot = served.put(5, bytes(1 << 16))
         answer = served.ask("/checkpoint/5/full", Connection="close")
-        until(lambda: served.shelf.num_readers() == 0)
+        until(lambda: served.cache.num_readers() == 0)
         with pytest.raises(SnapshotLimitError):
-            served.shelf.reserve()
+            served.cache.reserve()
         served.put(6)  # For the time that a receiver is given at most, and no longer.
     assert answer.body == snapshot.content
 
@@ -246,7 +246,7 @@ def test_close_cuts_running_transfers_and_waiting_requests(wait: bool) -> None:
             held.sendall(b"GET /checkpoint/latest/full HTTP/1.1\r\nHost: x\r\n\r\n")
             assert waiting.wait(20)
             served.server.close(wait=wait)
-            served.shelf.clear()
+            served.cache.clear()
             assert len(read_rest(sock)) < len(LARGE)
             assert not read_rest(held).startswith(b"HTTP/1.1 2")
             assert snapshot.closed.wait(20)
@@ -257,14 +257,14 @@ def test_close_cuts_running_transfers_and_waiting_requests(wait: bool) -> None:
 
 def test_a_snapshot_that_is_finished_after_the_shutdown_is_freed() -> None:
     with serving() as served:
-        served.shelf.reserve()
+        served.cache.reserve()
         served.server.close(wait=True)
-        served.shelf.clear()
+        served.cache.clear()
         snapshot = MemorySnapshot(5, b"late")
-        served.shelf.put(snapshot)
+        served.cache.put(snapshot)
         assert snapshot.closed.is_set()
         with pytest.raises(SnapshotError, match="shut down"):
-            served.shelf.reserve()
+            served.cache.reserve()
 
 
 def test_the_loop_is_one_that_can_sendfile_whatever_the_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ class TestJudge:
         ],
     )
     def test_as_soon_as_it_is_decided(self, outcomes: tuple[Outcome, ...], verdicts: tuple[Verdict, ...]) -> None:
-        policies: tuple[Policy, ...] = ("all", "quorum", "best effort")
+        policies: tuple[Policy, ...] = ("all", "quorum", "best_effort")
         assert tuple(judge(reports(*outcomes), policy) for policy in policies) == verdicts
 
     def test_one_that_is_left_out_does_not_count(self) -> None:

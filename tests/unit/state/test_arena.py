@@ -186,11 +186,11 @@ def _until_prepared(pool: ArenaPool) -> None:
 
 def test_prepared_arenas_are_taken_and_no_others_made(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ArenaPool(2)
-    pool.prepare(10_000)
+    pool.prefault(10_000)
     _until_prepared(pool)
     monkeypatch.setattr(module, "Arena", None)
     arenas = [pool.take(10_000), pool.take(10_000)]
-    pool.prepare(10_000)  # All there may be are there.
+    pool.prefault(10_000)  # All there may be are there.
     assert pool._preparing is None
     for arena in arenas:
         pool.give_back(arena)
@@ -199,9 +199,9 @@ def test_prepared_arenas_are_taken_and_no_others_made(monkeypatch: pytest.Monkey
 
 def test_what_is_too_small_is_replaced_when_more_is_prepared() -> None:
     pool = ArenaPool(2)
-    pool.prepare(100)
+    pool.prefault(100)
     _until_prepared(pool)
-    pool.prepare(1 << 20)
+    pool.prefault(1 << 20)
     _until_prepared(pool)
     assert [arena.capacity_bytes for arena in pool._free] == [1 << 20, 1 << 20]
     pool.close()
@@ -218,7 +218,7 @@ def test_who_comes_meanwhile_waits_for_the_arena_that_is_being_made(monkeypatch:
 
     monkeypatch.setattr(module, "_populate", slowly)
     pool = ArenaPool(1)
-    pool.prepare(5000)
+    pool.prefault(5000)
     assert begun.wait(20)
     taken: list[Arena] = []
     taking = threading.Thread(target=lambda: taken.append(pool.take(5000)), daemon=True)
@@ -239,7 +239,7 @@ def test_closing_ends_the_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "_populate", slowly)
     pool = ArenaPool(2)
-    pool.prepare(64 << 20)
+    pool.prefault(64 << 20)
     assert begun.wait(20)
     closing = threading.Thread(target=pool.close, daemon=True)
     closing.start()
@@ -260,7 +260,7 @@ def test_memory_that_cannot_be_prepared_is_asked_for_again(
     pool = ArenaPool(1)
     with monkeypatch.context() as patch:
         patch.setattr(module, "_populate", populate)
-        pool.prepare(5000)
+        pool.prefault(5000)
         _until_prepared(pool)
     assert "no memory could be prepared for snapshots of 5000 bytes" in caplog.text
     pool.give_back(pool.take(5000))
@@ -273,7 +273,7 @@ def test_memory_that_others_need_is_not_taken_ahead(
     left = [10 << 20, 6 << 20]
     monkeypatch.setattr(module, "available_bytes", lambda: left[0] if len(left) == 1 else left.pop(0))
     pool = ArenaPool(2)
-    pool.prepare(4 << 20)
+    pool.prefault(4 << 20)
     _until_prepared(pool)
     # As much stays free: one fits in 10 MiB that way, and another not in the 6 that are left.
     assert len(pool._free) == 1
@@ -304,7 +304,7 @@ def test_a_state_that_has_grown_does_not_wait_for_what_is_too_small(monkeypatch:
     go_on = threading.Event()
     begun = _slow_populate(monkeypatch, go_on)
     pool = ArenaPool(2)
-    pool.prepare(1 << 20)
+    pool.prefault(1 << 20)
     assert begun.wait(20)
     arena = pool.take(2 << 20)
     go_on.set()
@@ -320,7 +320,7 @@ def test_an_arena_that_comes_back_is_taken_before_the_one_that_is_being_made(mon
     pool = ArenaPool(2)
     first = pool.take(5000)
     begun = _slow_populate(monkeypatch, go_on)
-    pool.prepare(5000)
+    pool.prefault(5000)
     assert begun.wait(20)
     taken: list[Arena] = []
     taking = threading.Thread(target=lambda: taken.append(pool.take(5000)), daemon=True)

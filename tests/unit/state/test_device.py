@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from state_tools import file_of, open_taker, receive, take
+from state_tools import file_of, open_stager, receive, take
 
 from ft_transport.errors import SnapshotError
 from ft_transport.state import device as module
@@ -135,8 +135,8 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> StandInAccelerator:
 def test_a_snapshot_shows_the_work_that_was_queued_before_it(accelerator: StandInAccelerator) -> None:
     parameter = torch.zeros(4)
     accelerator.training[_DEVICE].queue.append(lambda: parameter.fill_(2.0))
-    with open_taker(accelerator=accelerator) as taker:
-        snapshot = take(taker, 1, [parameter])
+    with open_stager(accelerator=accelerator) as stager:
+        snapshot = take(stager, 1, [parameter])
         assert receive(file_of(snapshot))[0].tolist() == [2.0] * 4
         snapshot.close()
 
@@ -147,8 +147,8 @@ def test_the_stand_in_shows_a_side_stream_that_does_not_wait(
     monkeypatch.setattr(StandInStream, "wait_event", lambda self, event: None)
     parameter = torch.zeros(4)
     accelerator.training[_DEVICE].queue.append(lambda: parameter.fill_(2.0))
-    with open_taker(accelerator=accelerator) as taker:
-        snapshot = take(taker, 1, [parameter])
+    with open_stager(accelerator=accelerator) as stager:
+        snapshot = take(stager, 1, [parameter])
         assert receive(file_of(snapshot))[0].tolist() == [0.0] * 4
         snapshot.close()
 
@@ -158,9 +158,9 @@ def test_the_event_is_recorded_at_the_beginning_and_the_copy_is_complete_at_the_
 ) -> None:
     parameter = torch.zeros(4)
     training = accelerator.training[_DEVICE]
-    with open_taker(accelerator=accelerator) as taker:
+    with open_stager(accelerator=accelerator) as stager:
         training.queue.append(lambda: parameter.fill_(2.0))
-        pending = taker.begin(1, [parameter], deferrable=lambda tensor: True)
+        pending = stager.begin(1, [parameter], deferrable=lambda tensor: True)
         assert accelerator.log == ["recorded on training cuda:0"]
         # Forward and backward of the next step, which do not change parameters, are not waited for.
         ran: list[bool] = []
@@ -179,8 +179,8 @@ def test_the_event_is_recorded_at_the_beginning_and_the_copy_is_complete_at_the_
 
 def test_what_cannot_wait_is_complete_when_begin_returns(accelerator: StandInAccelerator) -> None:
     buffer, parameter = torch.zeros(2), torch.zeros(4)
-    with open_taker(accelerator=accelerator) as taker:
-        pending = taker.begin(1, [buffer, parameter], deferrable=lambda tensor: tensor.numel() == 4)
+    with open_stager(accelerator=accelerator) as stager:
+        pending = stager.begin(1, [buffer, parameter], deferrable=lambda tensor: tensor.numel() == 4)
         buffer.fill_(1)
         pending.copy_deferred()
         snapshot = pending.finish()
@@ -192,9 +192,9 @@ def test_what_cannot_wait_is_complete_when_begin_returns(accelerator: StandInAcc
 
 def test_each_device_has_one_side_stream_for_good(accelerator: StandInAccelerator) -> None:
     state = [torch.arange(3.0), torch.arange(6.0).view(2, 3).t(), torch.arange(5)]
-    with open_taker(accelerator=accelerator) as taker:
+    with open_stager(accelerator=accelerator) as stager:
         for step in range(3):
-            snapshot = take(taker, step, state)
+            snapshot = take(stager, step, state)
             received = receive(file_of(snapshot))
             assert [tensor.tolist() for tensor in received] == [tensor.tolist() for tensor in state]
             snapshot.close()
@@ -224,8 +224,8 @@ def test_after_an_error_nothing_writes_any_more(accelerator: StandInAccelerator)
 
 def test_on_the_host_no_stream_is_asked_for() -> None:
     accelerator = StandInAccelerator()
-    with open_taker(accelerator=accelerator) as taker:
-        take(taker, 1, torch.ones(3)).close()
+    with open_stager(accelerator=accelerator) as stager:
+        take(stager, 1, torch.ones(3)).close()
     assert accelerator.log == []
     assert accelerator.num_streams == 0
 
@@ -257,9 +257,9 @@ def _with_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], StandInCudaRu
 
 def test_arenas_are_page_locked_where_there_is_cuda(_with_cuda: Callable[[int], StandInCudaRuntime]) -> None:  # noqa: PT019
     runtime = _with_cuda(0)
-    with open_taker() as taker:
-        take(taker, 1, torch.ones(3)).close()
-        take(taker, 2, torch.ones(3)).close()
+    with open_stager() as stager:
+        take(stager, 1, torch.ones(3)).close()
+        take(stager, 2, torch.ones(3)).close()
         assert [call[0] for call in runtime.calls] == ["register"]
         _, address, num_bytes, flags = runtime.calls[0]
         assert num_bytes == 4096
@@ -269,8 +269,8 @@ def test_arenas_are_page_locked_where_there_is_cuda(_with_cuda: Callable[[int], 
 
 def test_an_arena_that_cannot_be_page_locked_is_an_error(_with_cuda: Callable[[int], StandInCudaRuntime]) -> None:  # noqa: PT019
     _with_cuda(2)
-    with open_taker() as taker, pytest.raises(SnapshotError, match="cudaHostRegister answered 2"):
-        take(taker, 1, torch.ones(3))
+    with open_stager() as stager, pytest.raises(SnapshotError, match="cudaHostRegister answered 2"):
+        take(stager, 1, torch.ones(3))
 
 
 def test_without_a_device_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ import safetensors
 import safetensors.torch
 import torch
 from state_equality import exact, tensor_bytes
-from state_tools import CHUNK_BYTES, file_of, file_of_state, manifest_of, open_taker, receive, take
+from state_tools import CHUNK_BYTES, file_of, file_of_state, manifest_of, open_stager, receive, take
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError, UnsupportedLeafError
 from ft_transport.state.dtypes import SAFETENSORS_NAMES
-from ft_transport.state.snapshot import PendingSnapshot, SnapshotTaker
+from ft_transport.state.snapshot import PendingSnapshot, Stager
 from ft_transport.wire.integrity import digest
 
 
@@ -79,8 +79,8 @@ def test_a_large_state_is_copied_by_all_threads_and_right() -> None:
 def test_later_changes_of_the_state_do_not_reach_a_snapshot() -> None:
     tensor, array = torch.zeros(1000), bytearray(b"x" * 5000)
     state = {"t": tensor, "a": array, "l": [1]}
-    with open_taker() as taker:
-        snapshot = take(taker, 1, state)
+    with open_stager() as stager:
+        snapshot = take(stager, 1, state)
         tensor.fill_(1)
         array[:] = b"y" * 5000
         state["l"].append(2)
@@ -92,11 +92,11 @@ def test_later_changes_of_the_state_do_not_reach_a_snapshot() -> None:
 
 
 def test_a_snapshot_that_is_read_never_changes_while_others_are_taken() -> None:
-    with open_taker(max_snapshots=2) as taker:
-        held = take(taker, 0, torch.full((10_000,), -1.0))
+    with open_stager(max_snapshots=2) as stager:
+        held = take(stager, 0, torch.full((10_000,), -1.0))
         before = file_of(held)
         for step in range(1, 20):
-            snapshot = take(taker, step, torch.full((10_000 + step,), float(step)))
+            snapshot = take(stager, step, torch.full((10_000 + step,), float(step)))
             assert receive(file_of(snapshot))[0] == step
             snapshot.close()
         assert file_of(held) == before
@@ -104,47 +104,47 @@ def test_a_snapshot_that_is_read_never_changes_while_others_are_taken() -> None:
 
 
 def test_every_snapshot_has_an_id_of_its_own() -> None:
-    with open_taker() as taker:
-        one, other = take(taker, 1, [1]), take(taker, 1, [1])
+    with open_stager() as stager:
+        one, other = take(stager, 1, [1]), take(stager, 1, [1])
         assert one.snapshot_id != other.snapshot_id
         one.close()
         other.close()
 
 
 def test_the_limit_holds_until_one_is_closed() -> None:
-    with open_taker(max_snapshots=2) as taker:
-        alive = [take(taker, 1, torch.ones(3)), take(taker, 2, torch.ones(3))]
+    with open_stager(max_snapshots=2) as stager:
+        alive = [take(stager, 1, torch.ones(3)), take(stager, 2, torch.ones(3))]
         with pytest.raises(SnapshotLimitError, match="at most 2 snapshots"):
-            take(taker, 3, torch.ones(3))
+            take(stager, 3, torch.ones(3))
         alive.pop(0).close()
-        alive.append(take(taker, 3, torch.ones(3)))
+        alive.append(take(stager, 3, torch.ones(3)))
         for snapshot in alive:
             snapshot.close()
 
 
 def test_a_state_that_is_refused_takes_no_arena() -> None:
-    with open_taker(max_snapshots=1) as taker:
+    with open_stager(max_snapshots=1) as stager:
         for _ in range(3):
             with pytest.raises(UnsupportedLeafError):
-                taker.begin(1, [torch.ones(3), object()])
-        take(taker, 1, torch.ones(3)).close()
+                stager.begin(1, [torch.ones(3), object()])
+        take(stager, 1, torch.ones(3)).close()
 
 
 def test_an_error_of_the_callers_own_function_gives_the_arena_back() -> None:
     def deferrable(tensor: torch.Tensor) -> bool:
         raise KeyError("mine")
 
-    with open_taker(max_snapshots=1) as taker:
+    with open_stager(max_snapshots=1) as stager:
         for _ in range(3):
             with pytest.raises(KeyError, match="mine"):
-                taker.begin(1, torch.ones(3), deferrable=deferrable)
-        take(taker, 1, torch.ones(3)).close()
+                stager.begin(1, torch.ones(3), deferrable=deferrable)
+        take(stager, 1, torch.ones(3)).close()
 
 
 def test_what_is_deferrable_is_copied_later_and_the_rest_at_once() -> None:
     large, small, column = torch.zeros(5000), torch.zeros(5), torch.zeros(100, 50).t()
-    with open_taker() as taker:
-        pending = taker.begin(1, [large, small, column], deferrable=lambda tensor: tensor.numel() >= 5000)
+    with open_stager() as stager:
+        pending = stager.begin(1, [large, small, column], deferrable=lambda tensor: tensor.numel() >= 5000)
         for tensor in (large, small, column):
             tensor.fill_(1)
         pending.copy_deferred()
@@ -156,45 +156,45 @@ def test_what_is_deferrable_is_copied_later_and_the_rest_at_once() -> None:
 
 
 def test_a_copy_that_fails_later_gives_the_arena_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_taker(max_snapshots=1) as taker:
-        pending = taker.begin(1, torch.ones(5), deferrable=lambda tensor: True)
+    with open_stager(max_snapshots=1) as stager:
+        pending = stager.begin(1, torch.ones(5), deferrable=lambda tensor: True)
         with monkeypatch.context() as patch:
             patch.setattr("ft_transport.state.copying._copy_all", _fail)
             with pytest.raises(MemoryError):
                 pending.copy_deferred()
-        _assert_given_back_once(taker, pending)
+        _assert_given_back_once(stager, pending)
 
 
 def _fail(*_: object) -> None:
     raise MemoryError
 
 
-def _assert_given_back_once(taker: SnapshotTaker, pending: PendingSnapshot) -> None:
+def _assert_given_back_once(stager: Stager, pending: PendingSnapshot) -> None:
     """The only arena there may be is free, and to abandon the snapshot again does not free it a second time."""
-    first = take(taker, 2, torch.ones(5))
+    first = take(stager, 2, torch.ones(5))
     pending.abandon()
     with pytest.raises(SnapshotLimitError):
-        take(taker, 3, torch.ones(5))
+        take(stager, 3, torch.ones(5))
     first.close()
 
 
 @pytest.mark.parametrize("fails", ["_copier.digests", "_arena.write_header"])
 def test_a_finish_that_fails_gives_the_arena_back_once(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-    with open_taker(max_snapshots=1) as taker:
-        pending = taker.begin(1, torch.ones(5))
+    with open_stager(max_snapshots=1) as stager:
+        pending = stager.begin(1, torch.ones(5))
         owner, name = fails.split(".")
         with monkeypatch.context() as patch:
             patch.setattr(getattr(pending, owner), name, _fail)
             with pytest.raises(MemoryError):
                 pending.finish()
-        _assert_given_back_once(taker, pending)
+        _assert_given_back_once(stager, pending)
 
 
 def test_an_abandoned_snapshot_gives_the_arena_back_once() -> None:
-    with open_taker(max_snapshots=1) as taker:
-        pending = taker.begin(1, torch.ones(5), deferrable=lambda tensor: True)
+    with open_stager(max_snapshots=1) as stager:
+        pending = stager.begin(1, torch.ones(5), deferrable=lambda tensor: True)
         pending.abandon()
-        _assert_given_back_once(taker, pending)
+        _assert_given_back_once(stager, pending)
 
 
 def test_a_snapshot_lets_go_of_the_live_tensors() -> None:
@@ -203,8 +203,8 @@ def test_a_snapshot_lets_go_of_the_live_tensors() -> None:
         tensor = torch.ones(1000)
         view = tensor[3:5]
         alive = [weakref.ref(tensor), weakref.ref(view)]
-        with open_taker() as taker:
-            snapshot = take(taker, 1, [tensor, view])
+        with open_stager() as stager:
+            snapshot = take(stager, 1, [tensor, view])
             del tensor, view
             assert [reference() for reference in alive] == [None, None]
             snapshot.close()
@@ -213,23 +213,23 @@ def test_a_snapshot_lets_go_of_the_live_tensors() -> None:
 
 
 def test_closing_ends_the_threads_and_the_files_but_not_a_snapshot_that_is_read() -> None:
-    taker = SnapshotTaker(max_snapshots=2, num_threads=2, chunk_bytes=CHUNK_BYTES)
-    snapshot = take(taker, 1, torch.arange(1000))
+    stager = Stager(max_snapshots=2, num_threads=2, chunk_bytes=CHUNK_BYTES)
+    snapshot = take(stager, 1, torch.arange(1000))
     before = file_of(snapshot)
-    taker.close()
+    stager.close()
     assert file_of(snapshot) == before
     with pytest.raises(SnapshotError, match="shut down"):
-        take(taker, 2, torch.ones(1))
+        take(stager, 2, torch.ones(1))
     snapshot.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         file_of(snapshot)
 
 
 def test_a_snapshot_that_is_under_way_at_the_end_fails_with_a_typed_error() -> None:
-    with open_taker() as taker:
+    with open_stager() as stager:
         large = torch.ones(3 << 20, dtype=torch.uint8)
-        copying = taker.begin(1, large, deferrable=lambda tensor: True)
-        finishing = taker.begin(2, large)
+        copying = stager.begin(1, large, deferrable=lambda tensor: True)
+        finishing = stager.begin(2, large)
     with pytest.raises(SnapshotError, match="shut down"):
         copying.copy_deferred()
     with pytest.raises(SnapshotError, match="shut down"):

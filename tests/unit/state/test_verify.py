@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ft_transport.state.snapshot import SnapshotTaker
+from ft_transport.state.snapshot import Stager
 from ft_transport.state.verify import find_differences
 from ft_transport.wire.manifest import Manifest, decode_header
 
@@ -18,12 +18,12 @@ CHUNK_BYTES = 4096
 
 
 def manifest_of(state: object) -> Manifest:
-    taker = SnapshotTaker(max_snapshots=1, num_threads=1, chunk_bytes=CHUNK_BYTES)
-    pending = taker.begin(3, state)
+    stager = Stager(max_snapshots=1, num_threads=1, chunk_bytes=CHUNK_BYTES)
+    pending = stager.begin(3, state)
     pending.copy_deferred()
     snapshot = pending.finish()
     snapshot.close()
-    taker.close()
+    stager.close()
     return decode_header(snapshot.header[8:])
 
 

@@ -184,9 +184,9 @@ def test_members_that_do_not_belong_together_are_refused() -> None:
 
 
 def test_what_keeps_a_step_from_being_committed() -> None:
-    fine = commit_refusals(num_participants=2, min_replica_size=2, errors=(), has_lapsed=False)
+    fine = commit_refusals(num_participants=2, min_replica_size=2, errors=(), has_missed_heartbeats=False)
     assert fine == ()
-    refusals = commit_refusals(num_participants=1, min_replica_size=2, errors=("lost b",), has_lapsed=True)
+    refusals = commit_refusals(num_participants=1, min_replica_size=2, errors=("lost b",), has_missed_heartbeats=True)
     assert len(refusals) == 3
     assert "lost b" in refusals
     assert any("at least 2 replicas, got 1" in reason for reason in refusals)

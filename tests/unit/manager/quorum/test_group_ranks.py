@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from manager.collectives.stores import StoreConnection
 from manager.errors import QuorumError, QuorumTimeoutError
-from manager.quorum.group_ranks import Exchange, RankReport, ReplicaGroup
+from manager.quorum.group_ranks import Exchange, GroupRanks, RankReport
 
 T = TypeVar("T")
 
@@ -57,9 +57,7 @@ class Ranks:
     def __init__(self, number: int) -> None:
         self._store = HashStore()
         self.connections = [Interrupted(self._store) for _ in range(number)]
-        self.groups = [
-            ReplicaGroup(connection, "test", rank, number) for rank, connection in enumerate(self.connections)
-        ]
+        self.groups = [GroupRanks(connection, "test", rank, number) for rank, connection in enumerate(self.connections)]
         self._mutex = threading.Lock()
         self.answers: list[tuple[int, ...]] = []
 

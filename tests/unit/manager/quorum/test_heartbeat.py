@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manager.quorum.heartbeat import Lapses
+from manager.quorum.heartbeat import MissedHeartbeats
 
 TIMEOUT_S = 5.0
 RUNS_PER_S = 40
@@ -16,7 +16,7 @@ class World:
     def __init__(self) -> None:
         self.now_s = 1000.0
         self.num_runs: int | None = 7
-        self.lapses = Lapses(TIMEOUT_S, 0.1, lambda: self.num_runs, lambda: self.now_s)
+        self.missed_heartbeats = MissedHeartbeats(TIMEOUT_S, 0.1, lambda: self.num_runs, lambda: self.now_s)
 
     def run(self, seconds: float) -> None:
         self.now_s += seconds
@@ -29,7 +29,7 @@ class World:
     def beat(self, num_times: int = 4) -> None:
         for _ in range(num_times):
             self.run(1.0)
-            self.lapses.note(self.lapses.now())
+            self.missed_heartbeats.note(self.missed_heartbeats.now())
 
 
 @pytest.fixture
@@ -41,58 +41,58 @@ def world() -> World:
 
 def test_a_gil_that_was_held_for_long_is_no_lapse(world: World) -> None:
     world.run(20.0)
-    assert world.lapses.count() == 0
+    assert world.missed_heartbeats.count() == 0
 
 
 def test_a_process_that_was_stopped_for_long_has_lapsed_once(world: World) -> None:
     world.stop(TIMEOUT_S)
-    assert world.lapses.count() == 1
-    assert world.lapses.count() == 1
+    assert world.missed_heartbeats.count() == 1
+    assert world.missed_heartbeats.count() == 1
     world.beat()
-    assert world.lapses.count() == 1
+    assert world.missed_heartbeats.count() == 1
 
 
 def test_a_short_stop_is_no_lapse(world: World) -> None:
     world.stop(TIMEOUT_S - 0.5)
-    assert world.lapses.count() == 0
+    assert world.missed_heartbeats.count() == 0
 
 
 def test_a_stop_while_the_gil_was_held_is_a_lapse(world: World) -> None:
     world.run(8.0)
     world.stop(TIMEOUT_S + 0.5)
     world.run(8.0)
-    assert world.lapses.count() == 1
+    assert world.missed_heartbeats.count() == 1
 
 
 def test_a_stop_is_found_by_the_next_sign_of_life_too(world: World) -> None:
     world.stop(TIMEOUT_S)
-    world.lapses.note(world.lapses.now())
-    assert world.lapses.count() == 1
+    world.missed_heartbeats.note(world.missed_heartbeats.now())
+    assert world.missed_heartbeats.count() == 1
 
 
 def test_an_answer_that_comes_after_a_stop_does_not_hide_it(world: World) -> None:
-    sent = world.lapses.now()
+    sent = world.missed_heartbeats.now()
     world.stop(TIMEOUT_S)
-    world.lapses.note(sent)
-    assert world.lapses.count() == 1
+    world.missed_heartbeats.note(sent)
+    assert world.missed_heartbeats.count() == 1
 
 
 def test_a_lighthouse_that_was_out_of_reach_has_missed_the_signs(world: World) -> None:
     world.run(2.0)
-    world.lapses.note_failure()
+    world.missed_heartbeats.note_failure()
     world.run(TIMEOUT_S)
-    assert world.lapses.count() == 1
+    assert world.missed_heartbeats.count() == 1
 
 
 def test_without_evidence_a_silence_is_a_lapse(world: World) -> None:
     world.num_runs = None
     world.run(TIMEOUT_S)
-    assert world.lapses.count() == 1
+    assert world.missed_heartbeats.count() == 1
 
 
 def test_before_the_native_threads_have_been_measured_their_usual_rate_is_assumed() -> None:
     world = World()
     world.run(TIMEOUT_S)
-    assert world.lapses.count() == 0
+    assert world.missed_heartbeats.count() == 0
     world.stop(TIMEOUT_S)
-    assert world.lapses.count() == 1
+    assert world.missed_heartbeats.count() == 1

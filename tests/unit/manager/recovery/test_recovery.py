@@ -142,8 +142,8 @@ def test_after_recovering_nobody_is_served_the_state_of_before(replicas: Callabl
     assert recovery.step == 0
     # The step is 0 as before, but not the state.
     assert ours.transport.newest_step() == 0
-    assert ours.manager._snapshotter is not None
-    after = ours.manager._snapshotter.request()
+    assert ours.manager._snapshot_scheduler is not None
+    after = ours.manager._snapshot_scheduler.request()
     assert after == ours.transport.newest_sequence()
     ours.manager.start_step(0)
     third.manager.recover(ours.transport.metadata(), "latest")

@@ -45,7 +45,7 @@ def test_small_parameters_are_copied_at_the_boundary(replica: Replica) -> None:
     large = torch.nn.Parameter(torch.zeros(LARGE))
     with attach_optimizers(replica.lock, [torch.optim.SGD([small, large])]) as attachment:
         replica.state = lambda: {"small": small, "large": large}
-        replica.snapshotter.take(0, attachment.optimizers, LONG).result(LONG_S)
+        replica.snapshot_scheduler.take(0, attachment.optimizers, LONG).result(LONG_S)
     (snapshot,) = replica.sink.published
     assert (set(snapshot.at_boundary), set(snapshot.later)) == ({"/small"}, {"/large"})
 
@@ -55,7 +55,7 @@ def test_a_buffer_in_the_storage_of_a_parameter_is_not_guarded_by_it(replica: Re
     parameter = torch.nn.Parameter(memory[:LARGE])
     with attach_optimizers(replica.lock, [torch.optim.SGD([parameter])]) as attachment:
         replica.state = lambda: {"parameter": parameter, "buffer": memory[LARGE:], "whole": memory}
-        replica.snapshotter.take(0, attachment.optimizers, LONG).result(LONG_S)
+        replica.snapshot_scheduler.take(0, attachment.optimizers, LONG).result(LONG_S)
     (snapshot,) = replica.sink.published
     assert (set(snapshot.at_boundary), set(snapshot.later)) == ({"/buffer", "/whole"}, {"/parameter"})
 
@@ -65,9 +65,9 @@ def test_replaced_parameters_are_guarded_in_place_of_the_old_ones(replica: Repli
     optimizer = torch.optim.SGD([old])
     with attach_optimizers(replica.lock, [optimizer]) as attachment:
         replica.state = lambda: {"old": old, "new": new}
-        replica.snapshotter.take(0, attachment.optimizers, LONG).result(LONG_S)
+        replica.snapshot_scheduler.take(0, attachment.optimizers, LONG).result(LONG_S)
         optimizer.param_groups[0]["params"] = [new]
-        replica.snapshotter.take(1, attachment.optimizers, LONG).result(LONG_S)
+        replica.snapshot_scheduler.take(1, attachment.optimizers, LONG).result(LONG_S)
     assert [set(snapshot.later) for snapshot in replica.sink.published] == [{"/old"}, {"/new"}]
 
 
@@ -94,7 +94,7 @@ def test_within_a_write_section_of_the_caller_nothing_is_deferred(replica: Repli
         assert [holder.what for holder in replica.lock.holders()] == ["averaging"]
     future.result(LONG_S)
     replica.boundary(1)
-    replica.snapshotter.request()
+    replica.snapshot_scheduler.request()
     replica.lock.disallow()
     replica.boundary(2)
     replica.lock.allow()
@@ -106,7 +106,7 @@ def test_within_a_write_section_of_the_caller_nothing_is_deferred(replica: Repli
 
 
 def test_forward_goes_on_during_the_copy_and_the_step_waits_for_it(replica: Replica) -> None:
-    replica.snapshotter.request()
+    replica.snapshot_scheduler.request()
     forward_done, stepped = threading.Event(), threading.Event()
     order: list[str] = []
 
@@ -177,7 +177,7 @@ def test_another_threads_write_section_does_not_hold_up_the_boundary(replica: Re
 
     thread = elsewhere(hold)
     assert held.wait(LONG_S)
-    replica.snapshotter.request()
+    replica.snapshot_scheduler.request()
     replica.boundary(0)  # the lock's own deadline is 20 s
     assert not replica.sink.begun
     assert not release.is_set()

@@ -34,7 +34,7 @@ def test_a_failure_at_the_boundary_is_logged_and_not_raised(
 ) -> None:
     error = SnapshotError("no encoding for it")
     good = replica.state
-    replica.snapshotter.request()
+    replica.snapshot_scheduler.request()
     if where == "state":
         replica.state = _fail(error)
     else:
@@ -52,7 +52,7 @@ def test_a_failure_at_the_boundary_is_logged_and_not_raised(
     replica.boundary(4)  # nobody is owed one any more
     replica.finish()
     assert not replica.sink.begun
-    replica.snapshotter.request()
+    replica.snapshot_scheduler.request()
     replica.boundary(5)
     replica.finish()
     assert replica.sink.newest_step() == 5
@@ -62,11 +62,11 @@ def test_a_failure_at_the_boundary_is_logged_and_not_raised(
 def test_the_same_failure_shows_its_traceback_once(replica: Replica, caplog: pytest.LogCaptureFixture) -> None:
     replica.sink.before_begin = _fail(SnapshotError("no encoding for it"))
     for step in range(3):
-        replica.snapshotter.request()
+        replica.snapshot_scheduler.request()
         replica.boundary(step)
     assert [bool(record.exc_info) for record in caplog.records] == [True, False, False]
     replica.sink.before_begin = _fail(SnapshotError("no memory"))
-    replica.snapshotter.request()
+    replica.snapshot_scheduler.request()
     replica.boundary(3)
     assert caplog.records[-1].exc_info
 
@@ -75,7 +75,7 @@ def test_a_retryable_failure_keeps_the_request_and_is_logged_once(
     replica: Replica, caplog: pytest.LogCaptureFixture
 ) -> None:
     replica.sink.before_begin = _fail(SnapshotLimitError("two snapshots are being fetched"))
-    replica.snapshotter.request()
+    replica.snapshot_scheduler.request()
     with caplog.at_level(logging.WARNING):
         for step in range(3):
             replica.boundary(step)
@@ -129,26 +129,26 @@ def test_close_finishes_what_is_under_way_and_ends_it(replica: Replica) -> None:
     may_copy = threading.Event()
     replica.sink.during_copy = lambda: may_copy.wait(LONG_S)
     future = replica.take(1)
-    closing = elsewhere(replica.snapshotter.close)
+    closing = elsewhere(replica.snapshot_scheduler.close)
     may_copy.set()
     closing.join(LONG_S)
     assert not closing.is_alive()
     assert future.done()
     assert replica.sink.newest_step() == 1
     replica.boundary(2)
-    replica.snapshotter.request()
+    replica.snapshot_scheduler.request()
     replica.boundary(3)
     with pytest.raises(ManagerError, match="shut down"):
         replica.take(4)
     assert len(replica.sink.begun) == 1
-    replica.snapshotter.close()
+    replica.snapshot_scheduler.close()
 
 
 @pytest.mark.parametrize("is_handed_over", [False, True])
 def test_an_interrupt_as_the_work_is_handed_over_ends_it_once(
     replica: Replica, monkeypatch: pytest.MonkeyPatch, is_handed_over: bool
 ) -> None:
-    pool = replica.snapshotter._pool
+    pool = replica.snapshot_scheduler._pool
     submit = pool.submit
 
     def interrupted(*work: Any) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ft_transport import SnapshotError, SnapshotLimitError
 from manager.snapshots.boundary_keeper import BoundaryKeeper
-from manager.snapshots.scheduler import Snapshotter
+from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.lock import StateLock
 from manager.state.registry import StateRegistry
 
@@ -31,7 +31,7 @@ class StandInTransport:
         self.after_publish: Callable[[], object] = lambda: None
         self._step = -1
 
-    def prepare(self, state: object) -> None: ...
+    def prefault(self, state: object) -> None: ...
 
     def begin_snapshot(
         self,
@@ -39,9 +39,9 @@ class StandInTransport:
         state: object,
         *,
         deferrable: Callable[[torch.Tensor], bool] | None = None,
-        lendable: Callable[[torch.Tensor], bool] | None = None,
+        shareable: Callable[[torch.Tensor], bool] | None = None,
         check_deferred: Callable[[], None],
-        check_lent: Callable[[], None],
+        check_shared: Callable[[], None],
     ) -> StandInTransport:
         if self.begin_error is not None:
             raise self.begin_error
@@ -74,27 +74,27 @@ class StandInTransport:
 
 
 class Requests:
-    """A snapshotter over the stand-in, with a background that moves only when told to."""
+    """A snapshot_scheduler over the stand-in, with a background that moves only when told to."""
 
     def __init__(self) -> None:
         self.sink = StandInTransport()
         lock = StateLock(timeout=timedelta(seconds=_LONG_S))
-        self.snapshotter = Snapshotter(
+        self.snapshot_scheduler = SnapshotScheduler(
             lock=lock, sink=self.sink, state=dict, keeper=BoundaryKeeper(StateRegistry(), dict)
         )
-        self.request = self.snapshotter.request
+        self.request = self.snapshot_scheduler.request
 
     def boundary(self, step: int) -> None:
         if not self.is_running:
             self.sink.may_copy.clear()
-        self.snapshotter.boundary(step, [])
+        self.snapshot_scheduler.boundary(step, [])
 
     @property
     def is_running(self) -> bool:
-        return self.snapshotter._run is not None
+        return self.snapshot_scheduler._run is not None
 
     def finish(self, error: Exception | None = None) -> None:
-        run = self.snapshotter._run
+        run = self.snapshot_scheduler._run
         self.sink.copy_error = error
         self.sink.may_copy.set()
         if run is not None:
@@ -107,7 +107,7 @@ def requests() -> Iterator[Requests]:
     requests = Requests()
     yield requests
     requests.finish()
-    requests.snapshotter.close()
+    requests.snapshot_scheduler.close()
 
 
 def test_a_request_before_the_first_boundary_is_answered_by_it(requests: Requests) -> None:
@@ -178,7 +178,7 @@ def test_the_same_step_number_with_another_state_is_not_the_same_snapshot(reques
     requests.request()
     requests.boundary(0)
     requests.finish()
-    requests.snapshotter.state_replaced()
+    requests.snapshot_scheduler.state_replaced()
     replaced = requests.request()
     assert requests.sink.answer(replaced) is None
     requests.boundary(0)
@@ -232,7 +232,7 @@ def test_any_order_of_events(operations: list[str]) -> None:
         assert not outstanding, "forgotten"
     finally:
         requests.finish()
-        requests.snapshotter.close()
+        requests.snapshot_scheduler.close()
 
 
 def test_a_step_to_come_is_taken_at_its_boundary(requests: Requests) -> None:
@@ -262,4 +262,4 @@ def test_only_so_many_steps_to_come_are_kept_in_mind(requests: Requests) -> None
     requests.boundary(0)
     for step in range(1000, 0, -1):
         requests.request(step)
-    assert requests.snapshotter._wanted_steps == list(range(1, 17))
+    assert requests.snapshot_scheduler._wanted_steps == list(range(1, 17))

@@ -11,7 +11,7 @@ import pytest
 from quorum_threads import run_replicas
 from torch.distributed import TCPStore
 
-from manager.collectives.rendezvous import meet
+from manager.collectives.rendezvous import rendezvous
 from manager.collectives.stores import StoreConnections
 from manager.errors import QuorumError
 
@@ -45,7 +45,7 @@ def arrive(store_address: str, rank: int, addresses: list[str], timeout: timedel
     stores = StoreConnections()
     store = stores.at_address(store_address)
     try:
-        meet(store=store, prefix="here", rank=rank, names=names, addresses=addresses, timeout=timeout)
+        rendezvous(store=store, prefix="here", rank=rank, names=names, addresses=addresses, timeout=timeout)
     finally:
         stores.close()
 

@@ -1,4 +1,4 @@
-"""A file that lies in lent memory is served as any other; its digests have a route of their own."""
+"""A file that lies in shared memory is served as any other; its digests have a route of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATA = bytes(range(256)) * 400_000
 
 
 class LentInMemory:
-    """Stands in for ``state.copy_on_write.LentMemory``, after ``wire.served.LentFile``."""
+    """Stands in for ``state.copy_on_write.CopyOnWriteMemory``, after ``wire.served.SharedFile``."""
 
     def __init__(self, content: bytes) -> None:
         self.content = memoryview(content)
@@ -27,7 +27,7 @@ class LentInMemory:
         self.is_lost = False
 
     @contextmanager
-    def borrow(self, start: int, end: int) -> Iterator[list[memoryview]]:
+    def pin(self, start: int, end: int) -> Iterator[list[memoryview]]:
         if self.is_lost:
             raise SnapshotError("it is lost")
         self.num_borrowers += 1
@@ -46,7 +46,7 @@ class LentInMemory:
 
 class Lent:
     def __init__(self, served: Serving) -> None:
-        served.shelf.reserve()
+        served.cache.reserve()
         self.snapshot = MemorySnapshot(5, DATA)
         self.memory = LentInMemory(self.snapshot.content)
         self.file, self.snapshot.memory = self.snapshot.memory, self.memory
@@ -57,7 +57,7 @@ class Lent:
             close()
 
         self.snapshot.close = close_file  # type: ignore[method-assign]
-        served.shelf.put(self.snapshot)
+        served.cache.put(self.snapshot)
 
 
 @pytest.fixture
@@ -67,51 +67,51 @@ def served() -> Iterator[Serving]:
 
 
 @pytest.fixture
-def lent(served: Serving) -> Lent:
+def shared(served: Serving) -> Lent:
     return Lent(served)
 
 
-def test_the_file_its_parts_and_its_header(served: Serving, lent: Lent) -> None:
-    content = lent.snapshot.content
+def test_the_file_its_parts_and_its_header(served: Serving, shared: Lent) -> None:
+    content = shared.snapshot.content
     assert served.ask("/checkpoint/5/full").body == content
     part = served.ask("/checkpoint/5/full", Range="bytes=100-70000099")
     assert (part.status, part.body) == (206, content[100:70000100])
-    assert served.ask("/checkpoint/5/metadata").body == lent.snapshot.header[8:]
+    assert served.ask("/checkpoint/5/metadata").body == shared.snapshot.header[8:]
     assert served.ask("/checkpoint/5/full", "HEAD").body == b""
-    until(lambda: lent.memory.num_borrowers == 0)
+    until(lambda: shared.memory.num_borrowers == 0)
 
 
-def test_the_digests_are_there_for_lent_memory_alone(served: Serving, lent: Lent) -> None:
-    answer = served.ask(f"/checkpoint/5/digests?snapshot={lent.snapshot.snapshot_id}")
-    assert (answer.status, answer.body.decode()) == (200, lent.memory.encoded_digests())
+def test_the_digests_are_there_for_lent_memory_alone(served: Serving, shared: Lent) -> None:
+    answer = served.ask(f"/checkpoint/5/digests?snapshot={shared.snapshot.snapshot_id}")
+    assert (answer.status, answer.body.decode()) == (200, shared.memory.encoded_digests())
     served.put(6)
     assert served.ask("/checkpoint/6/digests").status == 404
 
 
-def test_nobody_holds_the_memory_while_a_receiver_does_not_read(served: Serving, lent: Lent) -> None:
+def test_nobody_holds_the_memory_while_a_receiver_does_not_read(served: Serving, shared: Lent) -> None:
     with closing(served.connect()) as http:
         http.request("GET", "/checkpoint/5/full")
         response = http.getresponse()
         for _ in range(20):
-            before = lent.memory.num_given_back
-            until(lambda before=before: lent.memory.num_given_back > before)  # type: ignore[misc]
-        assert response.read() == lent.snapshot.content
+            before = shared.memory.num_given_back
+            until(lambda before=before: shared.memory.num_given_back > before)  # type: ignore[misc]
+        assert response.read() == shared.snapshot.content
 
 
-def test_a_default_timeout_of_sockets_changes_nothing_of_that(served: Serving, lent: Lent) -> None:
+def test_a_default_timeout_of_sockets_changes_nothing_of_that(served: Serving, shared: Lent) -> None:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(60.0)
     try:
-        test_nobody_holds_the_memory_while_a_receiver_does_not_read(served, lent)
+        test_nobody_holds_the_memory_while_a_receiver_does_not_read(served, shared)
     finally:
         socket.setdefaulttimeout(before)
 
 
-def test_what_is_lost_ends_the_answer_early(served: Serving, lent: Lent) -> None:
+def test_what_is_lost_ends_the_answer_early(served: Serving, shared: Lent) -> None:
     with closing(served.connect()) as http:
         http.request("GET", "/checkpoint/5/full")
         response = http.getresponse()
-        lent.memory.is_lost = True
+        shared.memory.is_lost = True
         with pytest.raises((IncompleteRead, ConnectionResetError)):
             response.read()
     assert served.ask("/checkpoint/5/digests").status >= 400

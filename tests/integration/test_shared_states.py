@@ -55,7 +55,7 @@ class Training:
         self.frozen = torch.randn(LARGE // 4)
         self.model = torch.nn.Linear(4, LARGE // 16, bias=False)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.manager = StateManager(checkpoint_transport=transport, prepare_memory=False)
+        self.manager = StateManager(checkpoint_transport=transport, prefault=False)
         self.manager.register_state_dict_fn("frozen", lambda state: None, lambda: {"w": self.frozen}, is_stable=True)
         self.manager.register("model", self.model)
         self.manager.attach(self.optimizer)
@@ -67,16 +67,16 @@ class Training:
 
     def num_arenas(self) -> int:
         """How many of them hold a copy."""
-        return self.transport._taker._pool._num_taken
+        return self.transport._stager._pool._num_taken
 
     def lend_boundary(self, step: int) -> dict[str, Any]:
         """What a quorum does that has a newcomer in it."""
-        snapshotter = self.manager._snapshotter
-        assert snapshotter is not None
+        snapshot_scheduler = self.manager._snapshot_scheduler
+        assert snapshot_scheduler is not None
         assert self.manager.start_step(step, hold=True)
         state = exact(self.manager.replica_state())
-        snapshotter.request(lend=True)
-        assert snapshotter.settle()
+        snapshot_scheduler.request(share=True)
+        assert snapshot_scheduler.settle()
         assert not self.manager._lock.holders(), "nobody waits for the lock"
         return state
 
@@ -126,18 +126,18 @@ def test_steps_do_not_touch_what_is_stable_and_writing_sections_copy_it(
     assert reading.has_begun.wait(LONG_S)
     for _ in range(3):
         training.step()
-    memory = training.transport._loans[0].memory
-    assert memory.is_lent, "no optimizer's step changes it"
+    memory = training.transport._sharings[0].memory
+    assert memory.is_shared, "no optimizer's step changes it"
     with training.manager.writing("an outer step"):
         training.frozen.neg_()
-    assert not memory.is_lent
+    assert not memory.is_shared
     assert exact(reading.result().state) == expected
 
 
 def test_a_step_copies_what_is_stable_if_it_is_the_optimizers_in_truth(
     training: Training, fetch: Callable[[], Fetch]
 ) -> None:
-    # A part of it is unfrozen after it was lent.
+    # A part of it is unfrozen after it was shared.
     training.manager.snapshot(1).result(LONG_S)
     expected = exact(training.manager.replica_state())
     reading = fetch()
@@ -149,9 +149,9 @@ def test_a_step_copies_what_is_stable_if_it_is_the_optimizers_in_truth(
     training.optimizer.step()
     assert training.frozen[10].item() != before
     assert exact(reading.result().state) == expected
-    # And what is unfrozen when it would be lent, is not.
+    # And what is unfrozen when it would be shared, is not.
     training.manager.snapshot(2).result(LONG_S)
-    assert not training.transport._loans
+    assert not training.transport._sharings
 
 
 def test_a_receiver_that_takes_longer_than_an_idle_connection_may(
@@ -159,10 +159,10 @@ def test_a_receiver_that_takes_longer_than_an_idle_connection_may(
 ) -> None:
     monkeypatch.setattr(server, "_KEEP_ALIVE_S", 0.2)
     sender = new_transport()
-    manager = StateManager(checkpoint_transport=sender, prepare_memory=False)
+    manager = StateManager(checkpoint_transport=sender, prefault=False)
     manager.register_state_dict_fn("w", lambda state: None, lambda: {"w": training.frozen}, is_stable=True)
     manager.snapshot(1).result(LONG_S)
-    assert sender._loans, "its digests come later"
+    assert sender._sharings, "its digests come later"
     # The pace of a slow receiver: five chunks take longer than the connection may be idle.
     receiver = new_transport(on_progress=lambda progress: time.sleep(0.1))
     received = receiver.fetch(sender.metadata(), 1, timeout=LONG)
@@ -176,13 +176,13 @@ def test_a_snapshot_that_is_lost_before_anybody_knows_it_is_not_served(
     transport = training.transport
     held = transport.hold_state(1, {"w": training.frozen}, deferrable=lambda tensor: True, max_bytes=0)
     assert held is not None
-    in_progress = transport.lend_held(held)
+    in_progress = transport.share_held(held)
 
     def refuse(_num_bytes: int) -> Any:
         raise SnapshotError("no memory")
 
-    monkeypatch.setattr(transport._loans[0].memory, "_take_arena", refuse)
-    transport.recall()
+    monkeypatch.setattr(transport._sharings[0].memory, "_take_arena", refuse)
+    transport.materialize()
     with pytest.raises(SnapshotError, match="there is none"):
         in_progress.publish()
     assert transport.newest_step() is None
@@ -196,19 +196,19 @@ def test_who_attaches_an_optimizer_to_what_is_lent_gets_it_back_first(
     assert reading.has_begun.wait(LONG_S)
     parameter = torch.nn.Parameter(training.frozen)
     training.manager.attach(torch.optim.SGD([parameter], lr=1.0))
-    assert not training.transport._loans
+    assert not training.transport._sharings
     assert exact(reading.result().state) == expected
 
 
 def test_a_state_without_a_byte_can_be_lent(new_transport: Callable[..., HTTPTransport[Any]]) -> None:
     transport, receiver = new_transport(), new_transport()
-    manager = StateManager(checkpoint_transport=transport, prepare_memory=False)
+    manager = StateManager(checkpoint_transport=transport, prefault=False)
     manager.register_state_dict_fn("numbers", lambda state: None, lambda: {"a": 1})
-    assert manager._snapshotter is not None
+    assert manager._snapshot_scheduler is not None
     try:
         assert manager.start_step(1, hold=True)
-        manager._snapshotter.request(lend=True)
-        assert manager._snapshotter.settle()
+        manager._snapshot_scheduler.request(share=True)
+        assert manager._snapshot_scheduler.settle()
         assert receiver.fetch(transport.metadata(), 1, timeout=LONG).state["user"] == {"numbers": {"a": 1}}
     finally:
         manager.shutdown()
