@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from manager.manager import Manager
     from manager.quorum.decision import WorldSizeMode
     from manager.quorum.lighthouse import embedded_lighthouse
-    from manager.recovery.checkpointed_state import Recovery
+    from manager.recovery.values import Recovery
     from manager.state.optimizer_guard import OptimizerAttachment
     from manager.state.random_state import RandomState
     from manager.state_manager import StateManager
@@ -40,7 +40,7 @@ else:
     import_on_use(
         globals(),
         {
-            "manager.recovery.checkpointed_state": ("Recovery",),
+            "manager.recovery.values": ("Recovery",),
             "manager.config": ("ManagerConfig",),
             "manager.integrations.diloco": ("guard_diloco",),
             "manager.state.optimizer_guard": ("OptimizerAttachment",),

@@ -129,7 +129,7 @@ class ManagerConfig:
             Lighthouse of its own.
         replica_id: Name of the replica. A number at its end is its index, as in torchft.
         hostname: How others reach a store of this replica's own. Default: as the transport's address says.
-        heartbeat_interval: Between two signs of life to the Lighthouse.
+        heartbeat_interval: Between two heartbeats to the Lighthouse.
         heartbeat_timeout: After which the Lighthouse takes a replica for dead: what it was started with
             (``--heartbeat_timeout_ms``). A Lighthouse of our own is started with it.
         init_sync: Whether at step 0 all take the state of one replica.

@@ -2,48 +2,41 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-import traceback
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 from torch.distributed import ReduceOp
-from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 import ft_transport
-from ft_transport import is_dtensor
 from ft_transport.runtime.deadline import Deadline
 from manager.collectives.gloo import ReplicaProcessGroup
-from manager.collectives.managed_work import ManagedWork, forget_frames, never_failing, wait_all
+from manager.collectives.managed_work import ManagedWork, never_failing
 from manager.collectives.reconfigurable import Reconfigurable
-from manager.config import ManagerConfig, TorchftKeywords, named_arguments
-from manager.errors import CommitFailedError, ConfigError, ManagerError, StateTornError
-from manager.quorum import events
-from manager.quorum.decision import Decision, Rules, commit_refusals, next_lineage
-from manager.quorum.group_ranks import Exchange
-from manager.quorum.membership import Membership
-from manager.quorum.participant import QuorumParticipant, QuorumRequest, QuorumRound, format_error
-from manager.quorum.spans import span, spanned
-from manager.state.guard_marks import warn_of_unguarded
+from manager.config import LIGHTHOUSE_ENV, ManagerConfig, TorchftKeywords, named_arguments
+from manager.errors import ConfigError, ManagerError, ReportedError
+from manager.quorum.loop import QuorumLoop
+from manager.quorum.spans import spanned
+from manager.quorum.stall_watch import StallWatch
 from manager.state.ownership import ends_what_it_owns
+from manager.state_manager import StateManager
 
 if TYPE_CHECKING:
     from ft_transport import CheckpointStore, HTTPTransport
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
-
 _OTHER_KEYWORDS: Final = ("pg", "load_state_dict", "state_dict", "config", "checkpoint_store", "save_every")
 """For advice where a keyword has a typo: those that are neither torchft's nor settings."""
+_STALL_SHARE: Final = 0.5
+"""Of ``timeout``: a wait that is longer is told in the log."""
 
 
-class Manager(QuorumParticipant):
+class Manager(StateManager):
     """Keeps a replica and its peers at the same state, whoever of them dies.
 
     Without a quorum it is a `StateManager`. With one, the training loop is that of torchft::
@@ -121,22 +114,24 @@ class Manager(QuorumParticipant):
             if checkpoint_transport is None:
                 checkpoint_transport = ft_transport.HTTPTransport(config.timeout)
         super().__init__(
-            config,
             load_state_dict,
             state_dict,
-            process_group=pg,
             checkpoint_transport=checkpoint_transport,
+            timeout=config.timeout,
             prefault=prefault,
             checkpoint_store=checkpoint_store,
             save_every=save_every,
         )
+        self._config = config
+        self._process_group = pg
         # torchft's DiLoCo reads it under this name.
         self._use_async_quorum = config.use_async_quorum
-        self._has_participated = False
-        self._num_refused_commits = 0
+        self._loop: QuorumLoop | None = None
+        self._stall_watch = StallWatch(config.timeout.total_seconds() * _STALL_SHARE)
+        self._unclosed.add(self._stall_watch.close)
         if wants_quorum:
             try:
-                self._join(config)
+                self._join()
             except BaseException:
                 self._shut_down(wait=True)
                 raise
@@ -164,45 +159,9 @@ class Manager(QuorumParticipant):
             StateTornError: It holds part of a state, and may not heal.
         """
         deadline = Deadline.after(timeout)
-        membership = self._joined()
-        if self._round is not None:
-            self._leave(self._round, deadline)
-        warn_of_unguarded(self._attached_optimizers())
-        self._note_irregular_steps()
-        self._check_registered()
-        self._has_participated = self.is_participating()
-        self._training_thread = threading.get_ident()
-        rules = Rules(
-            min_replica_size=self._config.min_replica_size,
-            world_size_mode=self._config.world_size_mode,
-            init_sync=self._config.init_sync,
-            compare_every=self._config.compare_every,
+        self._joined().start(
+            may_heal=allow_heal, shrink_only=shrink_only, deadline=deadline, is_async=self._use_async_quorum
         )
-        request = QuorumRequest(
-            rules=rules,
-            deadline=deadline,
-            shrink_only=shrink_only,
-            may_heal=allow_heal,
-        )
-        current = QuorumRound(membership.num_missed_heartbeats())
-        try:
-            self._round = current
-            if self._is_settled and self._use_async_quorum and self._torn is None:
-                # The quorum tells only later who needs a snapshot of this boundary.
-                can_serve = self._begin_step(self._step, hold=True)
-                assert self._executor is not None, "there is one since the manager joined"
-                self._executor.submit(self._form_quorum_in_background, current, request, can_serve)
-            else:
-                self._form_quorum_and_heal(current, request)
-        except BaseException as error:
-            if self._snapshot_scheduler is not None:
-                self._snapshot_scheduler.settle()
-            # Where a handler raised, frames hold sections of the lock, and the error is kept: by the round, which
-            # this frame must not keep in turn, and perhaps by the caller.
-            traceback.clear_frames(error.__traceback__)
-            current.end_quorum(error)
-            del current
-            raise
 
     @spanned("wait_quorum")
     def wait_quorum(self) -> None:
@@ -211,7 +170,7 @@ class Manager(QuorumParticipant):
         Raises:
             QuorumError: There was none.
         """
-        self._wait_for_round(self._current_round())
+        self._joined().wait()
 
     @spanned("allreduce")
     def allreduce(
@@ -242,28 +201,9 @@ class Manager(QuorumParticipant):
                 f"expected a tensor to reduce, got {type(tensor).__name__}; a parameter that the loss does not depend "
                 "on has no gradient: leave it out on all replicas, or give all of them one of zeros"
             )
-        is_average = reduce_op == ReduceOp.AVG
-        if is_average and not (torch.is_floating_point(tensor) or torch.is_complex(tensor)):
+        if reduce_op == ReduceOp.AVG and not (torch.is_floating_point(tensor) or torch.is_complex(tensor)):
             raise ValueError(f"expected a floating-point tensor to average, got {tensor.dtype}")
-        current = self._current_round()
-        self._wait_for_round(current)
-        # Registered before it begins: what is interrupted from here on, is known not to be reduced.
-        managed = ManagedWork(tensor, self.report_error)
-        current.works.append(managed)
-        if current.error is not None:
-            return managed
-        num_participants = self.num_participants()
-        local = tensor.to_local() if is_dtensor(tensor) else tensor
-        if not self.is_participating():
-            local.zero_()
-
-        finish = partial(_average, local, num_participants) if is_average and num_participants > 1 else None
-        try:
-            managed.begin(self._joined().allreduce(local, ReduceOp.SUM if is_average else reduce_op), finish)
-        except Exception as error:
-            self.report_error(error)
-            forget_frames(error)
-        return managed
+        return self._joined().allreduce(tensor, reduce_op)
 
     @spanned("should_commit")
     def should_commit(self, timeout: timedelta | None = None) -> bool:
@@ -280,59 +220,19 @@ class Manager(QuorumParticipant):
             CommitFailedError: More than ``max_retries`` steps in a row were not committed.
         """
         deadline = Deadline.after(timeout)
-        membership, current = self._joined(), self._current_round()
-        self._wait_for_round(current, deadline)
-        with self._stall_watch.waiting(f"{self._name()}: waiting for {len(current.works)} collectives"):
-            if not wait_all(current.works, deadline) and current.error is None:
-                self.report_error(ManagerError("expected every collective to be waited for, one was interrupted"))
-        current.works.clear()
-        current.is_over = True
-        if torch.accelerator.is_available():
-            with span("should_commit::current_stream::synchronize"):
-                torch.accelerator.synchronize()
-        error = membership.group_error()
-        if error is not None:
-            self.report_error(error)
-        refusals = commit_refusals(
-            num_participants=self.num_participants(),
-            min_replica_size=self._config.min_replica_size,
-            errors=[str(current.error)] if current.error is not None else [],
-            has_missed_heartbeats=membership.num_missed_heartbeats() != current.num_missed_heartbeats,
-        )
-        with self._stall_watch.waiting(f"{self._name()}: waiting for the other ranks of this replica to agree"):
-            # Where the others do not answer, whether they committed is not known.
-            self._is_settled = False
-            refusals = membership.agree(
-                Exchange.COMMIT,
-                refusals,
-                step=self._step,
-                lineage=self._lineage,
-                timeout=self._config.timeout,
-                deadline=deadline,
-            )
-        current.is_voted = True
-        self._record(events.COMMITS, "a step is over", current.decision, step=self._step, commit_result=not refusals)
-        if refusals:
-            self._refuse_commit(membership, refusals)
-            return False
-        # First of all: where a signal handler raises below, the state goes by another name than the others'.
-        self._ledger.committed()
-        # From here on the caller may change what a newcomer has been shared, also where no lock is taken for it.
-        self._before_change(True)
-        decision = current.decision
-        assert decision is not None, "a replica without a decision has an error"
-        self._lineage = next_lineage(self._lineage, decision.group, self._step + 1)
-        self._step += 1
-        self._batches_committed += decision.num_participants
-        self._is_past_step = True
-        self._irregularity = ""
-        self._num_refused_commits = 0
-        current.is_committed = True
-        self._is_settled = True
-        logger.info(
-            "%s: committed with %d participants, lineage %s", self._name(), decision.num_participants, self._lineage
-        )
-        return True
+        return self._joined().commit(deadline)
+
+    def report_error(self, e: Exception) -> None:
+        """Report what spoils this step: it will not be committed. As in torchft; from any thread.
+
+        The process group is ended, so that the other replicas need not wait for this one.
+        """
+        if self._loop is not None:
+            self._loop.report_error(e)
+
+    def errored(self) -> ReportedError | None:
+        """Return the first thing that went wrong in this step, with its ``original_exception``. As in torchft."""
+        return self._loop.errored() if self._loop is not None else None
 
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: timedelta | None = None
@@ -347,20 +247,28 @@ class Manager(QuorumParticipant):
         timeout = timeout if timeout is not None else self._config.timeout
         return never_failing(fut, default, timeout, self.report_error)
 
+    def compare_replicas(self) -> None:
+        """Compare the states of all replicas at the next step boundary, once; as with ``compare_every``.
+
+        All replicas call this in the same step. The next `start_quorum` digests what attached optimizers change, and
+        the one after it compares: a replica that differs from most heals, and without a majority all of them raise
+        ``StatesDivergedError``.
+        """
+        self._joined().compare_at_next_boundary()
+
     # --------------------------------------------------------------------------------------------- what is known
 
     def batches_committed(self) -> int:
         """How many batches were committed, over all steps and replicas. As in torchft."""
-        return self._batches_committed
+        return self._state.batches_committed
 
     def num_participants(self) -> int:
         """How many replicas contribute to this step; waits for the quorum. As in torchft."""
-        decision = self._decision()
-        return decision.num_participants if decision is not None else 0
+        return self._loop.num_participants() if self._loop is not None else 0
 
     def participating_rank(self) -> int | None:
         """Return this replica's rank among those that contribute, ``None`` if it does not. As in torchft."""
-        decision = self._decision()
+        decision = self._loop.decision() if self._loop is not None else None
         return decision.participating_rank if decision is not None else None
 
     def is_participating(self) -> bool:
@@ -368,13 +276,7 @@ class Manager(QuorumParticipant):
 
         Until the quorum is there, the answer is that of the step before.
         """
-        current = self._round
-        if current is None:
-            return False
-        decision = current.decision
-        if decision is None:
-            return self._has_participated and not current.quorum.done()
-        return decision.participating_rank is not None
+        return self._loop.is_participating() if self._loop is not None else False
 
     def replica_id(self) -> str:
         """Return the name of this replica among those that live: the configured one and a random part.
@@ -382,66 +284,50 @@ class Manager(QuorumParticipant):
         Raises:
             QuorumError: It cannot join the job.
         """
-        return self._joined().replica_id
+        return self._joined().membership.replica_id
 
-    # ------------------------------------------------------------------------------------------------- the commit
+    # ------------------------------------------------------------------------------------------------- joining, leaving
 
-    def _refuse_commit(self, membership: Membership, refusals: tuple[str, ...]) -> None:
-        self._num_refused_commits += 1
-        logger.warning(
-            "%s: not committed, %d in a row: %s", self._name(), self._num_refused_commits, "; ".join(refusals)
-        )
-        if self._round is not None and self._round.error is not None:
-            membership.abort()
-        max_retries = self._config.max_retries
-        if max_retries is not None and self._num_refused_commits > max_retries:
-            raise CommitFailedError(step=self._step, num_failures=self._num_refused_commits, reasons=refusals)
+    def _joined(self) -> QuorumLoop:
+        if self._loop is None:
+            is_told = bool(self._config.lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV))
+            if not is_told or self._transport is None or self._state.training_thread is not None:
+                raise ManagerError(
+                    "expected a manager that takes part in a quorum, and this one was made without: give Manager "
+                    "min_replica_size=... or a config, or set TORCHFT_LIGHTHOUSE, to use start_quorum and what belongs "
+                    "to it; without a quorum, call start_step at each boundary"
+                )
+            self._config = self._config.with_environment()
+            self._join()
+        assert self._loop is not None, "it has just been made"
+        return self._loop
 
-    def _before_step(self, optimizer: Optimizer) -> None:
-        super()._before_step(optimizer)
-        current = self._round
-        if current is None or self._registry.is_calling() or not self._ledger.steps_with_commits(optimizer):
-            return
-        if not current.is_committed:
-            happened = "the step was not committed" if current.is_over else "it was not called since start_quorum"
+    def _join(self) -> None:
+        self._loop = QuorumLoop(self._config, self._replica, self._process_group, self._stall_watch)
+        self._unclosed.add(self._loop.membership.close)
+
+    def _refuse_start_step(self) -> None:
+        if self._loop is not None:
             raise ManagerError(
-                f"expected should_commit() to return True before {type(optimizer).__name__}.step(), and {happened}; "
-                "call step only `if manager.should_commit():`. Optimizers that do not step with each commit: "
-                "attach(..., every_commit=False)"
-            )
-        if self._ledger.num_steps(optimizer):
-            raise ManagerError(
-                f"expected one step of {type(optimizer).__name__} for each should_commit(), got another one; "
-                "optimizers that do not step with each commit: attach(..., every_commit=False)"
+                "expected start_quorum at the step boundary, got start_step: this manager takes part in a quorum, "
+                "which counts the steps; a manager made without min_replica_size and config has no quorum"
             )
 
-    def _note_failed_step(self, optimizer: Optimizer, error: BaseException) -> None:
-        """The others count on this replica having made the step that it committed."""
-        current = self._round
-        if current is not None and current.is_committed:
-            self._torn = StateTornError(
-                step=self._step,
-                reason=f"the step was committed, and {type(optimizer).__name__} did not make it: {format_error(error)}",
-            )
+    def _shut_down(self, wait: bool) -> None:
+        """Leave the job as well."""
+        with ExitStack() as closing:
+            closing.callback(super()._shut_down, wait)
+            closing.callback(self._stall_watch.close)
+            if self._loop is not None:
+                closing.callback(self._loop.close, wait=wait)
 
     # ------------------------------------------------------------------------- what torchft's classes read besides
 
     @property
     def _pg(self) -> Any:
         """The process group between replicas: ``ManagedProcessGroup``, and so HSDP, wraps it."""
-        return self._process_group if self._process_group is not None else self._joined().process_group
+        return self._process_group if self._process_group is not None else self._joined().membership.process_group
 
     def _manager_state_dict(self) -> dict[str, object]:
         with self.reading("the state of the manager"):
             return self.replica_state()
-
-    def _decision(self) -> Decision | None:
-        if self._round is None:
-            return None
-        self._wait_for_round(self._round)
-        return self._round.decision
-
-
-def _average(total: torch.Tensor, num_participants: int) -> None:
-    with span("allreduce::callback"):
-        total.div_(num_participants)

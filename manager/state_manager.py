@@ -1,33 +1,39 @@
-"""The state of one replica: who may change it, who may read it, and when a snapshot shows a whole step."""
+"""The manager of one replica without a quorum: its state, the lock, snapshots, recovery and checkpoints."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ft_transport import SnapshotLimitError, TransportError
-from ft_transport.runtime.handler_safety import SafeFuture
+import torch.distributed as dist
+from torch.optim import Optimizer
+
 from manager.errors import ManagerError
-from manager.recovery.recoverable_state import RecoverableState
-from manager.snapshots.boundary_keeper import BoundaryKeeper
-from manager.snapshots.scheduler import SnapshotScheduler
-from manager.state.guarded_memory import storages_of_optimizers
-from manager.state.locked_state import checked_step
-from manager.state.ownership import Unclosed, ends_what_it_owns, weak_request
+from manager.recovery.checkpoints import Checkpoints, check_store
+from manager.recovery.peers import PeerRecovery
+from manager.recovery.replica import Replica
+from manager.recovery.values import PeerOptions, Recovery
+from manager.snapshots.state_snapshots import StateSnapshots
+from manager.state.optimizer_guard import OptimizerAttachment
+from manager.state.ownership import Unclosed, ends_what_it_owns
 from manager.state.reentrancy import interrupts_own_call
+from manager.state.registry import Scope
+from manager.state.replica_state import ReplicaState, checked_step
 
 if TYPE_CHECKING:
-    from ft_transport import CheckpointStore, HTTPTransport, SnapshotLease
+    from ft_transport import CheckpointStore, HTTPTransport, SaveHandle
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 
-class StateManager(RecoverableState):
+class StateManager:
     """Holds the lock over a replica's state, and connects the trainer with the transport.
 
     ``Manager`` adds the quorum; everything here works without one.
@@ -82,26 +88,34 @@ class StateManager(RecoverableState):
             TypeError: The transport is none of ``ft_transport``.
             TransportError: The transport belongs to another manager.
         """
-        super().__init__(
-            load_state_dict,
-            state_dict,
-            checkpoint_transport=checkpoint_transport,
-            timeout=timeout,
-            checkpoint_store=checkpoint_store,
-            save_every=save_every,
-        )
-        self._snapshot_scheduler: SnapshotScheduler | None = None
-        self._keeper: BoundaryKeeper | None = None
+        if checkpoint_transport is not None and not hasattr(checkpoint_transport, "serve_fresh"):
+            raise TypeError(f"expected an HTTPTransport of ft_transport, got {type(checkpoint_transport).__name__}")
+        check_store(checkpoint_store, save_every)
+        if (load_state_dict is None) != (state_dict is None):
+            raise ValueError("expected both load_state_dict and state_dict, or neither")
+        self._timeout = timeout
+        self._transport = checkpoint_transport
+        self._state = ReplicaState(timeout)
+        if load_state_dict is not None and state_dict is not None:
+            self.register_state_dict_fn("default", load_state_dict, state_dict)
+        snapshots = peers = checkpoints = None
         if checkpoint_transport is not None:
-            self._keeper = BoundaryKeeper(self._registry, self.state_dict)
-            self._snapshot_scheduler = SnapshotScheduler(
-                lock=self._lock,
-                sink=checkpoint_transport,
-                state=self.replica_state,
-                keeper=self._keeper,
-                prefault=prefault,
+            snapshots = StateSnapshots(self._state, checkpoint_transport, prefault=prefault)
+            peers = PeerRecovery(self._state, checkpoint_transport)
+        if checkpoint_store is not None:
+            checkpoints = Checkpoints(
+                self._state,
+                checkpoint_store,
+                save_every=save_every,
+                lease=snapshots.lease if snapshots is not None else lambda: None,
             )
-            checkpoint_transport.serve_fresh(weak_request(self._snapshot_scheduler.request))
+        self._replica = Replica(
+            state=self._state,
+            transport=checkpoint_transport,
+            snapshots=snapshots,
+            peers=peers,
+            checkpoints=checkpoints,
+        )
         self._unclosed = Unclosed(self)
         if checkpoint_transport is not None:
             self._unclosed.add(checkpoint_transport.shutdown)
@@ -118,6 +132,182 @@ class StateManager(RecoverableState):
         if self._transport is None:
             raise ManagerError("expected a checkpoint_transport to serve this replica's state, and there is none")
         return self._transport.metadata()
+
+    # ------------------------------------------------------------------------------------------------------- the lock
+
+    def allow_state_dict_read(self) -> None:
+        """Let readers in again; as torchft's method. Idempotent, from any thread."""
+        self._state.lock.allow()
+
+    def disallow_state_dict_read(self) -> None:
+        """Keep readers out until `allow_state_dict_read`; as torchft's method. Idempotent, from any thread.
+
+        For the step of an optimizer; what is registered as stable changes inside `writing` sections alone.
+
+        Raises:
+            LockTimeoutError: Readers held the lock until the deadline; nothing has changed then.
+        """
+        self._state.lock.disallow()
+
+    def writing(
+        self, what: str = "changing the state", timeout: timedelta | None = None
+    ) -> AbstractContextManager[Any]:
+        """Return a context manager inside which this thread may change the state. Nests.
+
+        Raises:
+            LockTimeoutError: Others held the lock until the deadline.
+        """
+        return self._state.lock.write(what, timeout)
+
+    def reading(self, what: str = "reading the state", timeout: timedelta | None = None) -> AbstractContextManager[Any]:
+        """Return a context manager inside which no optimizer steps. Hold it for a copy, never across a network.
+
+        Raises:
+            LockTimeoutError: A writer held the lock until the deadline.
+        """
+        return self._state.lock.read(what, timeout)
+
+    def read_lock(self, timeout: timedelta) -> AbstractContextManager[Any]:
+        """Return what an ``HTTPTransport`` takes as ``read_lock``."""
+        return self._state.lock.read("taking a snapshot", timeout)
+
+    # ---------------------------------------------------------------------------------------------- what the state is
+
+    def register_state_dict_fn(
+        self,
+        key: str,
+        load_state_dict: Callable[[T], object],
+        state_dict: Callable[[], T],
+        *,
+        scope: Scope = "replicated",
+        on_training_thread: bool = False,
+        is_stable: bool = False,
+    ) -> None:
+        """Register the two functions of one part of the state; as torchft's method.
+
+        Args:
+            key: Names the part; the same on every replica.
+            load_state_dict: Takes a received part. Called inside the write lock.
+            state_dict: Returns the part, live tensors as they are. Called afresh for every snapshot.
+            scope: ``replicated`` state is equal on every replica and is served to others; ``local`` state is not.
+            on_training_thread: The functions may only be called on the training thread.
+            is_stable: Its tensors change only inside `writing` sections, but for those that are parameters or states of
+                attached optimizers: frozen weights, or copies that are kept between rare synchronisations. What no
+                attached optimizer changes is then served from where it lies, and copied only if a `writing` section
+                comes while it is being read.
+
+        Raises:
+            RegistryError: The key is taken.
+        """
+        self._state.registry.register(
+            key,
+            load_state_dict,
+            state_dict,
+            scope=scope,
+            on_training_thread=on_training_thread,
+            is_stable=is_stable,
+        )
+
+    def set_state_dict_fns(self, load_state_dict: Callable[[T], object], state_dict: Callable[[], T]) -> None:
+        """Register under the key ``set_state_dict_fns``; torchft's older name for `register_state_dict_fn`.
+
+        Raises:
+            RegistryError: They have been set already.
+        """
+        logger.warning("set_state_dict_fns is torchft's older name; call register_state_dict_fn")
+        self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
+
+    def register(
+        self,
+        key: str,
+        obj: object,
+        *,
+        scope: Scope = "replicated",
+        on_training_thread: bool = False,
+        is_stable: bool = False,
+    ) -> None:
+        """Register anything with ``state_dict`` and ``load_state_dict``: a module, optimizer, scheduler, loader.
+
+        Arguments as for `register_state_dict_fn`.
+
+        Raises:
+            RegistryError: The key is taken.
+            TypeError: The object lacks one of the methods.
+        """
+        self._state.registry.register_object(
+            key, obj, scope=scope, on_training_thread=on_training_thread, is_stable=is_stable
+        )
+
+    def replace_state_dict_fn(self, key: str, state_dict: Callable[[], object], *, is_stable: bool) -> None:
+        """Give what is registered under ``key`` another state function; its load function stays.
+
+        Raises:
+            RegistryError: Nothing is registered under the key.
+        """
+        self._state.registry.replace(key, state_dict, is_stable=is_stable)
+
+    def attach(self, *optimizers: Optimizer, every_commit: bool = True) -> OptimizerAttachment:
+        """Make every ``step()`` of the optimizers a write section, so that nobody copies a state in the middle of one.
+
+        Their parameters and states are then cloned in the background when a snapshot is taken, from the step boundary
+        until the pre-step hook at the latest. Nothing else may change those tensors meanwhile outside a `writing`
+        section; where something does, leave the optimizer unattached, and its state is copied at the boundary
+        instead. torchft's LocalSGD and DiLoCo need ``guard_local_sgd`` and ``guard_diloco``.
+
+        Args:
+            *optimizers: Registered as well, under keys of their own.
+            every_commit: Whether each optimizer steps once for each commit of a quorum; a replica in which one does not
+                is healed. Turn it off where steps and commits do not go together (local updates between rare
+                synchronisations of one's own, optimizers by turns). torchft's LocalSGD and DiLoCo are recognised.
+
+        Returns:
+            A handle that detaches them; also a context manager.
+        """
+        return self._state.attach(optimizers, every_commit=every_commit)
+
+    def replica_state(self) -> dict[str, object]:
+        """Return the replicated state of this replica, live tensors included; the caller holds the lock.
+
+        Raises:
+            ManagerError: A state function that asked for the training thread would run on another one.
+            RegistryError: A state function failed.
+        """
+        return self._state.content()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Apply a received state inside the write lock.
+
+        Args:
+            state: What `replica_state` of a peer returned.
+
+        Raises:
+            RegistryError: It does not fit what is registered here. If a load function failed midway, this replica
+                refuses to step until another load succeeds.
+            ManagerError: A load function asked for the training thread.
+        """
+        self._state.require_training_thread()
+        with self._state.lock.write("loading a received state"):
+            self._state.load(state)
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Return the manager's own counters, for a checkpoint: ``step``, ``batches_committed`` and ``lineage``."""
+        return self._state.counters()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the manager's own counters.
+
+        Args:
+            state_dict: What `state_dict` returned. ``step`` alone, as in older checkpoints and torchft's, will do if
+                all replicas load the same.
+
+        Raises:
+            ManagerError: ``step`` is no whole number from 0.
+        """
+        self._state.load_counters(state_dict)
+
+    def current_step(self) -> int:
+        """The committed step that the state shows; the last one that `start_step` was given."""
+        return self._state.step
 
     # ------------------------------------------------------------------------------------------------------ snapshots
 
@@ -140,26 +330,12 @@ class StateManager(RecoverableState):
         """
         self._refuse_start_step()
         number = checked_step(step)
-        if number < self._step:
+        if number < self._state.step:
             raise ManagerError(
-                f"expected start_step with a step from {self._step} on, which this replica shows, got {number}; to go "
-                "back, load an earlier state first (recover, resume, load or load_state_dict)"
+                f"expected start_step with a step from {self._state.step} on, which this replica shows, got {number}; "
+                "to go back, load an earlier state first (recover, resume, load or load_state_dict)"
             )
-        return self._begin_step(number, hold=hold)
-
-    def _refuse_start_step(self) -> None:
-        """For ``Manager``, whose steps may begin in another way."""
-
-    def _begin_step(self, step: int, *, hold: bool = False) -> bool:
-        self._refuse_torn_state()
-        self._training_thread = threading.get_ident()
-        self._step = step
-        self._is_past_step = False
-        is_kept = False
-        if self._snapshot_scheduler is not None:
-            is_kept = self._snapshot_scheduler.boundary(self._step, self._attached_optimizers(), hold=hold)
-        self._at_boundary()
-        return is_kept
+        return self._replica.begin_step(number, hold=hold)
 
     def snapshot(self, step: int | None = None) -> Future[None]:
         """Take a snapshot now; the training thread calls this between two steps.
@@ -176,20 +352,122 @@ class StateManager(RecoverableState):
             LockTimeoutError: The snapshot before was not finished, or another thread was writing, until the deadline.
             TransportError: The state cannot be captured.
         """
-        self._refuse_torn_state()
-        if self._snapshot_scheduler is None:
+        state, snapshots = self._state, self._replica.snapshots
+        state.refuse_partial()
+        if snapshots is None:
             raise ManagerError("expected a checkpoint_transport to serve the snapshot, and this manager has none")
-        if self._training_thread is None:
-            self._training_thread = threading.get_ident()
+        if state.training_thread is None:
+            state.training_thread = threading.get_ident()
         if step is not None:
-            self._step = checked_step(step)
-            self._is_past_step = False
-        if self._is_past_step:
+            state.step = checked_step(step)
+            state.is_past_step = False
+        if state.is_past_step:
             raise ManagerError(
-                f"expected the number of committed steps: an optimizer has stepped since step {self._step} began; call "
+                f"expected the number of committed steps: an optimizer has stepped since step {state.step} began; call "
                 "start_step first, or pass the step"
             )
-        return self._snapshot_scheduler.take(self._step, self._attached_optimizers(), self._timeout)
+        return snapshots.take()
+
+    # ------------------------------------------------------------------------------------------------------- recovery
+
+    def recover(
+        self,
+        metadata: str | Sequence[str],
+        step: int | Literal["latest"] = "latest",
+        timeout: timedelta | None = None,
+        *,
+        unreachable_timeout: timedelta | None = None,
+        progress_timeout: timedelta | None = None,
+        is_fresh: bool = False,
+        verify: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        from_checkpoints: bool = True,
+    ) -> Recovery:
+        """Receive the state of a peer into this replica's own tensors, and load it.
+
+        From one address comes the state of a rank in the same layout; from the addresses of all ranks of a replica what
+        this rank needs of it in its own, whichever that is (``HTTPTransport.fetch_sharded``).
+
+        The lock is held for writing meanwhile: nobody is served what is only half there. If the transfer fails after
+        bytes have landed, this replica refuses to step until a recovery succeeds.
+
+        Args:
+            metadata: What the peer's transport returned from ``metadata()``; a list of those of all ranks of a replica
+                that is sharded in another way.
+            step: The step to receive, or the peer's latest.
+            timeout: For all of it.
+            unreachable_timeout: How long the peer may be out of reach before the first byte; by default ``timeout``.
+            progress_timeout: How long a transfer may go without a byte of the state, its beginning included; by default
+                ``timeout``.
+            is_fresh: Accept ``step`` only as the peer's present state, not as it was at an earlier attempt at it.
+            verify: Whether the state is compared with the peer's once it is loaded, every bit of it. Turn it off where
+                a load function changes what it takes on purpose.
+            process_group: All ranks of this replica, if it has several. Each of them calls this; the latest step is the
+                same for all then, and if one of them fails all do. Small collectives run.
+            from_checkpoints: Whether a checkpoint will do if no peer has a state.
+
+        With a ``checkpoint_store`` all ranks of the store's group call this. Where a peer fails one of them, all load
+        the newest good checkpoint instead.
+
+        Raises:
+            RecoveryFailedError: No peer could be recovered from, and there is no checkpoint.
+            TransportError: The transfer failed.
+            StateTornError: After loading, the state is not what was sent; or another rank of ``process_group`` failed.
+            StateMismatchError: What the peer has does not fit what is registered here, as modules and optimizers show;
+                nothing is received then.
+            RegistryError: A load function failed.
+            LockTimeoutError: Others held the lock until the deadline.
+            ManagerError: There is no transport, the address is this replica's own, a state function asked for the
+                training thread, or several ranks would each recover a latest step of their own.
+        """
+        options = PeerOptions(
+            timeout=timeout if timeout is not None else self._timeout,
+            unreachable_timeout=unreachable_timeout,
+            progress_timeout=progress_timeout,
+            is_fresh=is_fresh,
+            verify=verify,
+        )
+
+        def receive() -> Recovery:
+            if self._replica.peers is None:
+                raise ManagerError("expected a checkpoint_transport to receive with, and this manager has none")
+            return self._replica.peers.recover(metadata, step, options, process_group=process_group)
+
+        if self._replica.checkpoints is None or not from_checkpoints:
+            return receive()
+        return self._replica.recover_from_anywhere(receive, options.timeout)
+
+    def save(self, *, wait: bool = False, overwrite: bool = False) -> SaveHandle:
+        """Save a durable checkpoint of the present step, behind the training; all ranks call this.
+
+        Call it right after the step boundary, before data is drawn: then the data loader's position in the checkpoint
+        is that of the model. The snapshot is the one that other replicas are served, where there is a transport; what
+        is registered with ``scope="local"`` is saved beside it, for each rank its own.
+
+        Args:
+            wait: Whether to return only when the checkpoint is complete.
+            overwrite: Whether a checkpoint of this step may be replaced.
+
+        Raises:
+            ManagerError: There is no store, or an optimizer has stepped since the boundary.
+            StateTornError: This replica holds part of a state.
+            TransportError: As for ``CheckpointStore.save``.
+        """
+        return self._checkpoints().save(wait=wait, overwrite=overwrite)
+
+    def resume(self) -> Recovery | None:
+        """Load the newest durable checkpoint that is what was written; all ranks call this, before the first step.
+
+        Returns:
+            What was loaded; ``None`` if there is no checkpoint.
+
+        Raises:
+            ManagerError: There is no store.
+            RegistryError: The checkpoint does not fit what is registered here, or a load function failed.
+            StateTornError: After loading, the state is not the one that was saved.
+            TransportError: All checkpoints are damaged, or loading failed; the same on all ranks.
+        """
+        return self._checkpoints().resume()
 
     # -------------------------------------------------------------------------------------------------------- the end
 
@@ -209,60 +487,12 @@ class StateManager(RecoverableState):
 
     def _shut_down(self, wait: bool) -> None:
         self._unclosed.forget()
-        with ExitStack() as closing:
-            if self._transport is not None:
-                closing.callback(self._transport.shutdown, wait=wait)
-                closing.callback(self._transport.serve_fresh, None)
-            # It may still be saving a snapshot of the transport's.
-            closing.callback(self._close_store)
-            if self._snapshot_scheduler is not None:
-                closing.callback(self._snapshot_scheduler.close)
+        self._replica.close(wait=wait)
 
-    def _snapshot_lease(self) -> Callable[[], SnapshotLease] | None:
-        """See `CheckpointedState`."""
-        snapshot_scheduler, transport = self._snapshot_scheduler, self._transport
-        if snapshot_scheduler is None or transport is None:
-            return None
-        step, timeout_s = self._step, self._timeout.total_seconds()
-        leased: Future[SnapshotLease] = SafeFuture()
+    def _refuse_start_step(self) -> None:
+        """For ``Manager``, whose steps may begin in another way."""
 
-        def lease() -> None:
-            # At once: the next snapshot may take the place of one that nobody reads.
-            try:
-                leased.set_result(transport.lease(step))
-            except TransportError as error:
-                leased.set_exception(error)
-
-        def await_lease() -> SnapshotLease:
-            taken.result(timeout_s)
-            return leased.result(timeout_s)
-
-        try:
-            taken = snapshot_scheduler.take_whole(
-                step, self._attached_optimizers(), self._timeout, when_published=lease
-            )
-        except SnapshotLimitError as error:
-            logger.debug("step %d: receivers read all snapshots, it is copied once more to be saved: %s", step, error)
-            return None
-        except TransportError as error:
-            taken = SafeFuture()
-            taken.set_exception(error)
-        return await_lease
-
-    def _before_change(self, is_optimizer_step: bool) -> None:
-        """Readers of the state from where it lies get a copy of it before it changes."""
-        if self._keeper is not None:
-            if is_optimizer_step:
-                self._keeper.learn()
-            else:
-                self._keeper.forget_lesson()
-        if self._transport is not None:
-            if not is_optimizer_step:
-                self._transport.materialize()
-                return
-            # Which tensors these are is looked at only where something is shared: they may be others at every step.
-            self._transport.materialize(lambda: storages_of_optimizers(self._attached_optimizers()))
-
-    def _note_replaced(self) -> None:
-        if self._snapshot_scheduler is not None:
-            self._snapshot_scheduler.state_replaced()
+    def _checkpoints(self) -> Checkpoints:
+        if self._replica.checkpoints is None:
+            raise ManagerError("expected a checkpoint_store to save to and to load from, and there is none")
+        return self._replica.checkpoints

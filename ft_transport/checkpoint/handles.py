@@ -53,7 +53,7 @@ class SaveHandle:
         """Waits until the checkpoint is complete.
 
         Args:
-            timeout: ``None`` waits as long as the ranks show signs of life.
+            timeout: ``None`` waits as long as the ranks show heartbeats.
 
         Raises:
             TransportError: It could not be saved; the same error on every rank.

@@ -22,7 +22,7 @@ class StoreSettings:
     """What few users change.
 
     Attributes:
-        timeout: How long a rank may go without a sign of life before the others give it up, and how long its writer
+        timeout: How long a rank may go without a heartbeat before the others give it up, and how long its writer
             process may take for anything but writing.
         visible_timeout: How long a new directory may take to be seen by all ranks.
         claim_timeout: How long to wait for a process that still holds the root and is just ending.

@@ -110,7 +110,7 @@ class Agreement:
     Args:
         group: The ranks.
         channel: Tells several agreements of one group apart.
-        timeout: How long a rank may go without a sign of life before the others give it up.
+        timeout: How long a rank may go without a heartbeat before the others give it up.
 
     Attributes:
         step: What is being worked on, for errors.

@@ -104,7 +104,7 @@ class Publisher:
             than half), or as many as do (``best effort``). An engine that failed is told of every further version, and
             counts again once it has confirmed one.
         engine_timeout: Deadline of each engine for each version, from when it is done with the one before.
-        timeout: How long a rank may go without a sign of life during an export.
+        timeout: How long a rank may go without a heartbeat during an export.
         silence_timeout: How long rank 0 may go without one while engines are told.
         num_copy_threads: That copy the weights.
         transport: Serves versions, from rank 0, to engines that pull them (`PullingEngine`); looked at on rank 0 alone.

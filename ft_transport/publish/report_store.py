@@ -1,7 +1,7 @@
 """Where rank 0 posts what came of a version, and where every rank that wants to know waits, with its own deadline.
 
 In the key-value store of ``torch.distributed``: nobody waits in a collective for HTTP. While engines are told, rank 0
-posts signs of life too, so that nobody waits for one that is gone.
+posts heartbeats too, so that nobody waits for one that is gone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ReportStore:
 
     Args:
         store: A part of the group's store that nobody else uses; ``None`` where there is one rank.
-        silence_s: Rank 0 is given up when it has shown no sign of life for so long.
+        silence_s: Rank 0 is given up when it has shown no heartbeat for so long.
     """
 
     def __init__(self, store: Any, silence_s: float) -> None:
@@ -80,7 +80,7 @@ class ReportStore:
 
         Raises:
             DeadlineExceededError: There is none within ``timeout_s``.
-            RankGoneError: Rank 0 shows no sign of life, or the store does not answer.
+            RankGoneError: Rank 0 shows no heartbeat, or the store does not answer.
         """
         deadline_s = time.monotonic() + timeout_s
         pause_s = _FIRST_PAUSE_S

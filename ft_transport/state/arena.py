@@ -235,7 +235,7 @@ class ArenaPool:
                     arena.close()
         except Exception as error:
             if self._is_prepared_for(data_bytes):
-                logger.warning("no memory could be prepared for snapshots of %d bytes: %s", data_bytes, error)
+                logger.warning("no memory could be prefaulted for snapshots of %d bytes: %s", data_bytes, error)
         finally:
             with self._changed:
                 self._preparing = None

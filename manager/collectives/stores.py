@@ -30,7 +30,8 @@ from manager.errors import QuorumError, QuorumTimeoutError
 T = TypeVar("T")
 _Job: TypeAlias = tuple["Future[Any]", Callable[[Any], Any]]
 
-_MAX_OTHERS: Final = 8
+_MAX_OTHERS: Final = 2
+"""A group meets in the store of one member; another one is read where states differ."""
 _SHORTEST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.05
 _PAUSE_SHARE: Final = 0.05

@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -33,15 +32,14 @@ def report(event: str, **fields: object) -> None:
     print(json.dumps({"event": event, **fields}), flush=True)
 
 
-class ReportingManager(Manager):
-    """Tells the parent of each recovery."""
+class RecoveryReporter(logging.Handler):
+    """Tells the parent of each recovery that the manager logs."""
 
-    def recover(self, metadata: str | Sequence[str], *arguments: Any, **keywords: Any) -> Recovery:
-        """As ``Manager.recover``."""
-        started_s = time.perf_counter()
-        recovery = super().recover(metadata, *arguments, **keywords)
-        report("healed", step=recovery.step, source=recovery.source, seconds=time.perf_counter() - started_s)
-        return recovery
+    def emit(self, record: logging.LogRecord) -> None:
+        """Report a record that carries a recovery, and no other."""
+        recovery = getattr(record, "recovery", None)
+        if isinstance(recovery, Recovery):
+            report("healed", step=recovery.step, source=recovery.source, seconds=getattr(record, "seconds", 0.0))
 
 
 class Replica:
@@ -74,7 +72,7 @@ class Replica:
             replica_id=name, timeout=TIMEOUT, quorum_timeout=2 * TIMEOUT, heartbeat_timeout=HEARTBEAT_TIMEOUT
         )
         transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=settings)
-        self.manager = ReportingManager(config=config, checkpoint_transport=transport)
+        self.manager = Manager(config=config, checkpoint_transport=transport)
         self.manager.register("model", self._model)
         self.manager.register("optimizer", self._optimizer)
         self.manager.register("scheduler", self._scheduler)
@@ -118,7 +116,10 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int, required=True)
     arguments = parser.parse_args()
     # What goes wrong is in the reports.
-    logging.getLogger("manager").addHandler(logging.NullHandler())
+    logger = logging.getLogger("manager")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(RecoveryReporter())
     # The replicas share the machine; more threads would measure their competition.
     torch.set_num_threads(1)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

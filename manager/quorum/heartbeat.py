@@ -6,7 +6,7 @@ Lighthouse is there.
 
 Where Python was silent for too long, the question is whether the native threads were too: they go on while the GIL is
 held, and stop with the process (``SIGSTOP``, a frozen container, a paused machine). The kernel counts how often they
-gave up the processor, and between two signs of life that is always about as often.
+gave up the processor, and between two heartbeats that is always about as often.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TASKS: Final = Path("/proc/self/task")
 _NATIVE_NAMES: Final = ("torchft", "tokio")
 _COUNTER: Final = "voluntary_ctxt_switches:"
 _MOST_RUNS: Final = 6.0
-"""How often native threads run for one sign of life, before it has been measured: four times in torchft 0.2."""
+"""How often native threads run for one heartbeat, before it has been measured: four times in torchft 0.2."""
 _SHARE_OF_TIMEOUT: Final = 0.25
 _SHARE_OF_WINDOW: Final = 0.5
 _NUM_WINDOWS: Final = 16
@@ -172,7 +172,7 @@ class MissedHeartbeats:
 
 
 class Heartbeat:
-    """Gives signs of life until it is closed.
+    """Gives heartbeats until it is closed.
 
     Args:
         start: Starts the native threads that give them; what it returns has ``shutdown()``.
@@ -209,7 +209,7 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Give no more signs of life."""
+        """Give no more heartbeats."""
         self._closed.set()
         native, self._native.owner = self._native.owner, None
         if native is not None:
@@ -226,7 +226,7 @@ class Heartbeat:
                 self.missed_heartbeats.note_failure()
                 self.was_unreachable = self.was_unreachable or not isinstance(error, TimeoutError)
                 if not is_silenced:
-                    logger.warning("%s: no sign of life reaches it: %s", self._whom, error)
+                    logger.warning("%s: no heartbeat reaches it: %s", self._whom, error)
                 is_silenced = True
             else:
                 is_silenced = False

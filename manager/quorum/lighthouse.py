@@ -1,11 +1,11 @@
 """Membership by torchft's Lighthouse; the only file that imports torchft.
 
 The Lighthouse (torchft's ``src/lighthouse.rs``) is one server per job. A replica that is ready for a step asks it for a
-quorum and is answered when all that show signs of life have asked; what each says of itself travels along. A replica
-without a sign of life for ``heartbeat_timeout_ms`` is left out.
+quorum and is answered when all that show heartbeats have asked; what each says of itself travels along. A replica
+without a heartbeat for ``heartbeat_timeout_ms`` is left out.
 
 What is used is the public low-level interface ``torchft.coordination``: ``LighthouseServer``, ``LighthouseClient``, and
-of ``ManagerServer`` the signs of life.
+of ``ManagerServer`` the heartbeats.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def embedded_lighthouse(
     Args:
         min_replicas: How many replicas make a first quorum.
         heartbeat_timeout: After which a silent replica is taken for dead.
-        join_timeout: How long replicas that give signs of life but do not ask for the quorum are waited for. It has to
+        join_timeout: How long replicas that give heartbeats but do not ask for the quorum are waited for. It has to
             be longer than they may be held up by a failing step: those who are there already, though just started,
             would train on without the only one that has the state.
 
@@ -109,7 +109,7 @@ class _NoAnswerError(Exception):
 
 
 class LighthouseSession:
-    """One replica's dealings with the Lighthouse. Gives signs of life until it is closed.
+    """One replica's dealings with the Lighthouse. Gives heartbeats until it is closed.
 
     A Lighthouse that was restarted knows nobody, and gives a quorum to whoever asks first. Trained in halves, the
     replicas would hold different states under one step number. So when the Lighthouse was out of reach, or counts its
@@ -119,7 +119,7 @@ class LighthouseSession:
         address: ``http://host:port`` of the Lighthouse.
         replica_id: Unique to this start of the replica.
         connect_timeout: For one attempt to reach it.
-        heartbeat_interval: Between two signs of life.
+        heartbeat_interval: Between two heartbeats.
         heartbeat_timeout: After which the Lighthouse takes a replica for dead.
 
     Raises:
@@ -221,7 +221,7 @@ class LighthouseSession:
         return self._heartbeat.missed_heartbeats.count()
 
     def close(self) -> None:
-        """End the signs of life, so that the others need not wait for this replica any longer than they must."""
+        """End the heartbeats, so that the others need not wait for this replica any longer than they must."""
         self._closed.set()
         self._heartbeat.close()
         # Each has threads and sockets for as long as it is referred to.
@@ -243,7 +243,7 @@ class LighthouseSession:
             )
         except (RuntimeError, TimeoutError) as error:
             raise LighthouseUnavailableError(
-                f"expected to send signs of life to the Lighthouse at {self._address}: {error}"
+                f"expected to send heartbeats to the Lighthouse at {self._address}: {error}"
             ) from error
 
     def _beat(self, timeout: timedelta) -> None:

@@ -417,7 +417,7 @@ class Membership:
         return self._process_group
 
     def close(self) -> None:
-        """Leave: end the signs of life and the process group."""
+        """Leave: end the heartbeats and the process group."""
         self._group.close()
         if self._session is not None:
             self._session.close()

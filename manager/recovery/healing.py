@@ -13,6 +13,7 @@ from manager.config import ManagerConfig
 from manager.errors import HealFailedError, ManagerError, QuorumError, StateMismatchError
 from manager.quorum.decision import Decision, Member
 from manager.quorum.stall_watch import StallWatch
+from manager.recovery.values import PeerOptions
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +27,9 @@ _HOPELESS: Final = "no further attempt can succeed: "
 
 
 class Recover(Protocol):
-    """As ``StateManager.recover``."""
+    """As ``PeerRecovery.recover``."""
 
-    def __call__(
-        self,
-        metadata: str,
-        step: int,
-        timeout: timedelta,
-        *,
-        unreachable_timeout: timedelta,
-        progress_timeout: timedelta | None,
-        is_fresh: bool,
-        verify: bool,
-    ) -> object:
+    def __call__(self, metadata: str, step: int, options: PeerOptions) -> object:
         """Receives a state and loads it."""
 
 
@@ -138,11 +129,13 @@ class Healer:
             self._recover(
                 address,
                 decision.step,
-                timeout,
-                unreachable_timeout=self._config.connect_timeout,
-                progress_timeout=progress_timeout,
-                is_fresh=True,
-                verify=self._config.verify_heal,
+                PeerOptions(
+                    timeout=timeout,
+                    unreachable_timeout=self._config.connect_timeout,
+                    progress_timeout=progress_timeout,
+                    is_fresh=True,
+                    verify=self._config.verify_heal,
+                ),
             )
         if self._lineage() != decision.lineage:
             raise QuorumError(f"expected lineage {decision.lineage!r} of step {decision.step}, got {self._lineage()!r}")

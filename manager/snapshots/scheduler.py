@@ -475,7 +475,7 @@ class SnapshotScheduler:
                 raise  # It comes as late as this where the first call was another.
             # Whoever asks for a snapshot will be told, if it lasts.
             level = logging.DEBUG if self._num_boundaries > _PREPARED_AT_BOUNDARIES[0] else logging.WARNING
-            logger.log(level, "the memory for snapshots could not be prepared: %s", error)
+            logger.log(level, "the memory for snapshots could not be prefaulted: %s", error)
 
     def _begin(self, run: _Run, optimizers: Sequence[Optimizer], timeout: timedelta, *, may_lend: bool = True) -> None:
         section: Section | None = None

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +21,7 @@ from manager import HealFailedError, Manager, ManagerConfig
 from manager.quorum.decision import Member
 from manager.quorum.stall_watch import StallWatch
 from manager.recovery.healing import Healer
+from manager.recovery.peers import PeerRecovery
 
 STATE_BYTES = 1 << 20
 TIMEOUT_S = 6.0
@@ -50,7 +50,7 @@ class Sources:
         stack.callback(watch.close)
         self.healer = Healer(
             ManagerConfig(timeout=timedelta(seconds=TIMEOUT_S), connect_timeout=timedelta(seconds=2)),
-            recover=partial(self.manager.recover, from_checkpoints=False),
+            recover=PeerRecovery(self.manager._state, self.manager._transport).recover,
             lineage=lambda: "",
             watch=watch,
         )

@@ -52,8 +52,8 @@ class Training:
         self.manager.register("model", self.model)
         self.manager.register("optimizer", self.optimizer)
         self.manager.attach(self.optimizer)
-        assert self.manager._snapshot_scheduler is not None
-        self.snapshot_scheduler = self.manager._snapshot_scheduler
+        assert self.manager._replica.snapshots is not None
+        self.snapshot_scheduler = self.manager._replica.snapshots.scheduler
 
     def forward(self) -> torch.Tensor:
         result: torch.Tensor = self.model(torch.randn(64, 256, device="cuda"))

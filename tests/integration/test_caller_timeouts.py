@@ -125,7 +125,7 @@ def test_process_groups_are_met_within_the_timeout() -> None:
     with pair() as (first, second):
 
         def lag(manager: Manager) -> bool:
-            manager._membership.configure = lambda decision, deadline: 0.0  # type: ignore[union-attr, method-assign]
+            manager._loop.membership.configure = lambda decision, deadline: 0.0  # type: ignore[union-attr, method-assign]
             manager.start_quorum()
             return True
 

@@ -31,15 +31,15 @@ class Training:
         self.manager.register("optimizer", self.optimizer)
         self.manager.register("random", RandomState())
         self.attachment = self.manager.attach(self.optimizer)
-        assert self.manager._snapshot_scheduler is not None
-        self.snapshot_scheduler = self.manager._snapshot_scheduler
+        assert self.manager._replica.snapshots is not None
+        self.snapshot_scheduler = self.manager._replica.snapshots.scheduler
 
     def forward_backward(self) -> None:
         self.optimizer.zero_grad()
         self.model(torch.randn(8, 4)).square().mean().backward()
 
     def lock_is_free(self) -> bool:
-        return not self.manager._lock.holders()
+        return not self.manager._state.lock.holders()
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_state_that_would_have_to_be_copied_whole_is_not_held(
         assert manager.start_step(2, hold=True)
     finally:
         manager.shutdown()
-    assert not manager._lock.holders()
+    assert not manager._state.lock.holders()
 
 
 class _Clipped(torch.nn.Linear):
@@ -179,8 +179,8 @@ class ChangingTraining:
         self.manager.register("model", model)
         self.manager.register("optimizer", self.optimizer)
         self.manager.attach(self.optimizer)
-        assert self.manager._snapshot_scheduler is not None
-        self.snapshot_scheduler = self.manager._snapshot_scheduler
+        assert self.manager._replica.snapshots is not None
+        self.snapshot_scheduler = self.manager._replica.snapshots.scheduler
 
     def forward(self) -> torch.Tensor:
         is_embedding = isinstance(self.model, torch.nn.Embedding)
@@ -289,7 +289,7 @@ def test_a_boundary_that_nobody_needs_does_the_same_whatever_the_number_of_param
             manager.register("optimizer", optimizer)
             manager.register("scheduler", torch.optim.lr_scheduler.StepLR(optimizer, 10))
             manager.attach(optimizer)
-            snapshot_scheduler = manager._snapshot_scheduler
+            snapshot_scheduler = manager._replica.snapshots.scheduler
             assert snapshot_scheduler is not None
             for step in range(6):
                 for parameter in parameters:

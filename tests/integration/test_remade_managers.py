@@ -89,7 +89,7 @@ def test_ranks_of_a_remade_replica_decide_together(
             manager.shutdown()
     else:
         # Rank 0 has died: nobody tells the store.
-        earlier[0]._membership._session.close()  # type: ignore[union-attr]
+        earlier[0]._loop.membership._session.close()  # type: ignore[union-attr]
     has_looked = when_rank_1_has_looked(monkeypatch)
 
     def make_later() -> Manager:

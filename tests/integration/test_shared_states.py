@@ -71,13 +71,13 @@ class Training:
 
     def lend_boundary(self, step: int) -> dict[str, Any]:
         """What a quorum does that has a newcomer in it."""
-        snapshot_scheduler = self.manager._snapshot_scheduler
+        snapshot_scheduler = self.manager._replica.snapshots.scheduler
         assert snapshot_scheduler is not None
         assert self.manager.start_step(step, hold=True)
         state = exact(self.manager.replica_state())
         snapshot_scheduler.request(share=True)
         assert snapshot_scheduler.settle()
-        assert not self.manager._lock.holders(), "nobody waits for the lock"
+        assert not self.manager._state.lock.holders(), "nobody waits for the lock"
         return state
 
 
@@ -204,11 +204,11 @@ def test_a_state_without_a_byte_can_be_lent(new_transport: Callable[..., HTTPTra
     transport, receiver = new_transport(), new_transport()
     manager = StateManager(checkpoint_transport=transport, prefault=False)
     manager.register_state_dict_fn("numbers", lambda state: None, lambda: {"a": 1})
-    assert manager._snapshot_scheduler is not None
+    assert manager._replica.snapshots is not None
     try:
         assert manager.start_step(1, hold=True)
-        manager._snapshot_scheduler.request(share=True)
-        assert manager._snapshot_scheduler.settle()
+        manager._replica.snapshots.scheduler.request(share=True)
+        assert manager._replica.snapshots.scheduler.settle()
         assert receiver.fetch(transport.metadata(), 1, timeout=LONG).state["user"] == {"numbers": {"a": 1}}
     finally:
         manager.shutdown()

@@ -98,7 +98,7 @@ def main() -> None:
     with pytest.raises(RecoveryFailedError):
         third.manager.recover(address, step=3, timeout=timedelta(seconds=2))
     with pytest.raises(StateTornError) if rank == 0 else nullcontext():
-        third.manager._refuse_torn_state()
+        third.manager._state.refuse_partial()
 
     # What one rank refuses is told to the other, and both go on together.
     if rank == 1:

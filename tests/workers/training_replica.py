@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset
 
 from ft_transport import FetchProgress, HTTPTransport, TransportSettings, state_digest
-from manager import Manager, ManagerConfig, Recovery
+from manager import Manager, ManagerConfig
 
 
 def report(event: str, **fields: object) -> None:
@@ -49,14 +49,14 @@ class SlowReceiver:
             time.sleep(max(0.0, due_s - time.monotonic()))
 
 
-class ReportingManager(Manager):
-    """Says where it heals from."""
+class ReportingTransport(HTTPTransport[Any]):
+    """Says where it fetches from."""
 
     receiver: SlowReceiver
 
-    def recover(self, metadata: str, *arguments: Any, **keywords: Any) -> Recovery:
+    def fetch(self, metadata: str, *arguments: Any, **keywords: Any) -> Any:
         self.receiver.begin(metadata)
-        return super().recover(metadata, *arguments, **keywords)
+        return super().fetch(metadata, *arguments, **keywords)
 
 
 class SlowData(Dataset[int]):
@@ -121,9 +121,9 @@ def main() -> None:
     )
     receiver = SlowReceiver(arguments.receive_bytes_per_s)
     settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", on_progress=receiver)
-    transport: HTTPTransport[Any] = HTTPTransport(config.timeout, settings=settings)
-    manager = ReportingManager(config=config, checkpoint_transport=transport)
-    manager.receiver = receiver
+    transport = ReportingTransport(config.timeout, settings=settings)
+    transport.receiver = receiver
+    manager = Manager(config=config, checkpoint_transport=transport)
     manager.register("model", model)
     manager.register("optimizer", optimizer)
     manager.register("scheduler", scheduler)

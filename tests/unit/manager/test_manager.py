@@ -412,4 +412,4 @@ def test_many_attachments_one_after_the_other_are_not_kept(manager: Manager) -> 
         with manager.attach(optimizer):
             optimizer.step()
     manager.attach(optimizer)
-    assert len(manager._attachments) == 1
+    assert len(manager._state._attachments) == 1

@@ -262,7 +262,7 @@ def test_memory_that_cannot_be_prepared_is_asked_for_again(
         patch.setattr(module, "_populate", populate)
         pool.prefault(5000)
         _until_prepared(pool)
-    assert "no memory could be prepared for snapshots of 5000 bytes" in caplog.text
+    assert "no memory could be prefaulted for snapshots of 5000 bytes" in caplog.text
     pool.give_back(pool.take(5000))
     pool.close()
 

@@ -142,8 +142,8 @@ def test_after_recovering_nobody_is_served_the_state_of_before(replicas: Callabl
     assert recovery.step == 0
     # The step is 0 as before, but not the state.
     assert ours.transport.newest_step() == 0
-    assert ours.manager._snapshot_scheduler is not None
-    after = ours.manager._snapshot_scheduler.request()
+    assert ours.manager._replica.snapshots is not None
+    after = ours.manager._replica.snapshots.scheduler.request()
     assert after == ours.transport.newest_sequence()
     ours.manager.start_step(0)
     third.manager.recover(ours.transport.metadata(), "latest")
@@ -178,7 +178,7 @@ def test_a_source_that_dies_midway_leaves_a_replica_that_refuses_to_step(replica
     for refuses in (ours.optimizer.step, lambda: ours.manager.start_step(1), ours.manager.snapshot):
         with pytest.raises(StateTornError, match="part of the state of step 0"):
             refuses()
-    assert not ours.manager._lock.holders()
+    assert not ours.manager._state.lock.holders()
 
     ours.transport._settings = healthy.transport._settings  # the callback that kills is not needed any more
     recovery = ours.manager.recover(healthy.snapshot())
@@ -381,7 +381,7 @@ def test_the_wait_for_the_lock_counts_against_the_deadline(
 ) -> None:
     ours, peer = replicas(0), replicas(1)
     address = peer.snapshot()
-    section = ours.manager._lock.acquire_read("a copy", detached=True)
+    section = ours.manager._state.lock.acquire_read("a copy", detached=True)
     with pytest.raises(LockTimeoutError, match=r"receiving step 0 from http.*'a copy'"):
         ours.manager.recover(address, 0, timedelta(milliseconds=50))
     left: list[timedelta] = []

@@ -214,6 +214,6 @@ def test_memory_that_cannot_be_prepared_stops_nobody(replica: Replica, caplog: p
     replica.sink.on_prepare = fail
     replica.boundary(0)
     replica.boundary(1)
-    assert "could not be prepared: no memory today" in caplog.text
+    assert "could not be prefaulted: no memory today" in caplog.text
     assert replica.is_free()
     replica.take(1).result(LONG_S)

@@ -1,0 +1,326 @@
+"""How a quorum is formed: in the background where this replica is settled, or with healing where it may be behind."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Final
+
+from ft_transport.runtime.deadline import Deadline
+from ft_transport.runtime.handler_safety import SafeExecutor
+from manager.config import ManagerConfig
+from manager.errors import QuorumError, StatesDivergedError
+from manager.quorum import events
+from manager.quorum.comparison import StateComparison
+from manager.quorum.decision import NO_WHOLE_STATE, Decision, DoesNotFit, Heals, StandsBy, UpToDate
+from manager.quorum.group_ranks import Exchange
+from manager.quorum.round import Participant, QuorumRequest, QuorumRound
+from manager.quorum.spans import span, spanned
+from manager.quorum.stall_watch import StallWatch
+from manager.quorum.structure_watch import StructureWatch
+from manager.recovery.healing import Healer
+from manager.recovery.replica import Replica
+from manager.snapshots.state_snapshots import StateSnapshots
+
+logger = logging.getLogger(__name__)
+
+_MAX_STAND_BYS: Final = 10
+_MAX_MISFITS: Final = 1
+_NO_DEADLINE: Final = Deadline()
+
+
+class QuorumFormer:
+    """Forms one quorum a round, heals this replica in it, and configures the process group that goes with it.
+
+    Args:
+        config: How to take part.
+        participant: This replica among the others.
+        replica: Its parts.
+        snapshots: The snapshots that newcomers are healed from.
+        executor: The quorum thread.
+        structures: Compares what states look like.
+        comparison: Digests the state at boundaries that are compared.
+        healer: Receives the state of others.
+        stall_watch: Looks after the waits.
+    """
+
+    def __init__(
+        self,
+        config: ManagerConfig,
+        participant: Participant,
+        replica: Replica,
+        *,
+        snapshots: StateSnapshots,
+        executor: SafeExecutor,
+        structures: StructureWatch,
+        comparison: StateComparison,
+        healer: Healer,
+        stall_watch: StallWatch,
+    ) -> None:
+        self._config = config
+        self._participant = participant
+        self._state = replica.state
+        self._replica = replica
+        self._snapshots = snapshots
+        self._executor = executor
+        self._structures = structures
+        self._comparison = comparison
+        self._healer = healer
+        self._stall_watch = stall_watch
+
+    def begin_step(self, *, hold: bool = False) -> bool:
+        """The step boundary; the state is digested there if it is to be compared."""
+        step = self._state.step
+        is_kept = self._replica.begin_step(step, hold=hold)
+        every = self._config.compare_every
+        if self._comparison.is_wanted or (every is not None and step > 0 and step % every == 0):
+            self._comparison.begin(step, self._state.lineage, self._state.optimizers())
+        return is_kept
+
+    @spanned("_async_quorum")
+    def form_in_background(self, current: QuorumRound, request: QuorumRequest, can_serve: bool) -> None:
+        """Form the quorum of ``current`` on the quorum thread, while ``forward`` runs.
+
+        Args:
+            current: The round.
+            request: What it was begun with.
+            can_serve: Whether the state of the boundary is held for newcomers.
+        """
+        try:
+            try:
+                decision = self._ask(request, can_serve=can_serve, is_waiting=False)
+                if isinstance(decision.role, UpToDate):
+                    self._request_snapshot(decision.role)
+            finally:
+                self._snapshots.scheduler.settle()
+            current.decision = decision
+            if isinstance(decision.role, UpToDate):
+                self._check_serving(decision.role)
+                self._configure(decision, request.deadline)
+            else:
+                self._participant.report_error(
+                    QuorumError(f"this replica is behind step {decision.step}, and heals next")
+                )
+        except BaseException as error:
+            current.end_quorum(error)
+        else:
+            current.end_quorum(None)
+
+    @spanned("_async_quorum")
+    def form_and_heal(self, current: QuorumRound, request: QuorumRequest) -> None:
+        """Form quorums on the training thread, before ``forward``, until this replica is up to date or cannot be."""
+        num_stand_bys = num_misfits = 0
+        try:
+            while True:
+                # What was served before is of an earlier attempt, though perhaps at the same step.
+                self._snapshots.replaced()
+                decision = self._ask(request, can_serve=True, is_waiting=True)
+                current.decision = decision
+                current.num_missed_heartbeats = self._participant.membership.num_missed_heartbeats()
+                match decision.role:
+                    case UpToDate() as role:
+                        self._state.lineage = decision.lineage
+                        self._request_snapshot(role)
+                        self.begin_step()
+                        self._check_serving(role)
+                        self._configure(decision, request.deadline)
+                        break
+                    case Heals() as role:
+                        if self._heal(decision, role):
+                            break
+                    case StandsBy() as role:
+                        if not self._may_wait_for_snapshot(request, decision, role):
+                            break
+                        num_stand_bys += 1
+                        if num_stand_bys > _MAX_STAND_BYS:
+                            raise QuorumError(
+                                f"{self._participant.name}: expected a snapshot of step {decision.step} from one of "
+                                f"{sorted(role.announced_to)}, and none came in {_MAX_STAND_BYS} quorums"
+                            )
+                        logger.info("%s: waits for a snapshot after step %d", self._participant.name, decision.step)
+                        self._participant.announced_to = role.announced_to
+                    case DoesNotFit() as role:
+                        num_misfits += 1
+                        if num_misfits > _MAX_MISFITS:
+                            raise self._structures.error(decision, role)
+                        # What was told of either state may be old.
+                        self._structures.look()
+        except BaseException:
+            self._participant.is_settled = False
+            raise
+        current.end_quorum(None)
+
+    def _may_wait_for_snapshot(self, request: QuorumRequest, decision: Decision, role: StandsBy) -> bool:
+        """Whether a replica that is behind asks once more; otherwise its step is reported as one that fails."""
+        if not request.may_heal:
+            self._state.refuse_partial()
+            self._participant.report_error(QuorumError(f"this replica is behind step {decision.step}"))
+        elif not role.may_heal:
+            self._participant.report_error(
+                QuorumError(
+                    f"this replica is behind step {decision.step}, and heals next: its other ranks have begun the "
+                    "step already"
+                )
+            )
+        return request.may_heal and role.may_heal
+
+    # ------------------------------------------------------------------------------------------------- the Lighthouse
+
+    def _ask(self, request: QuorumRequest, *, can_serve: bool, is_waiting: bool) -> Decision:
+        start_s = time.monotonic()
+        participant, state, membership = self._participant, self._state, self._participant.membership
+        with (
+            self._naming_differences(),
+            self._stall_watch.waiting(
+                f"{participant.name}: waiting for a quorum",
+                missing=membership.missing,
+                thread_id=state.training_thread,
+            ),
+            span("_client::_quorum"),
+        ):
+            decision = membership.decide(
+                step=state.step if state.partial is None else NO_WHOLE_STATE,
+                lineage=state.lineage,
+                rules=request.rules,
+                can_serve=can_serve,
+                may_heal=request.may_heal and is_waiting,
+                is_irregular=bool(participant.irregularity),
+                claim=self._comparison.claim(request.deadline.cap(state.timeout)),
+                structure=self._structures.structure,
+                announced_to=participant.announced_to,
+                num_failed_heals=self._healer.num_failures,
+                deadline=request.deadline,
+                shrink_only=request.shrink_only,
+            )
+        participant.announced_to = frozenset()
+        self._tell_divergence(decision)
+        self._structures.note(decision)
+        logger.debug(
+            "%s: quorum of %d for step %d after %.1f ms: %s",
+            participant.name,
+            len(decision.group_members),
+            decision.step,
+            (time.monotonic() - start_s) * 1e3,
+            decision,
+        )
+        return decision
+
+    @contextmanager
+    def _naming_differences(self) -> Iterator[None]:
+        try:
+            yield
+        except StatesDivergedError as error:
+            table = self._comparison.table(self._state.timeout)
+            error.tensors = self._participant.membership.differing_tensors(error, table or {})
+            logger.error("%s: %s", self._participant.name, error)
+            raise
+
+    def _tell_divergence(self, decision: Decision) -> None:
+        divergence = decision.divergence
+        if divergence is None:
+            return
+        is_own = self._participant.membership.replica_id in divergence.replicas
+        if is_own:
+            # Until it has healed it holds no state that counts: not for a comparison either, if others die meanwhile.
+            self._comparison.forget()
+            self._participant.disown_state("the state differs from that of most replicas")
+        logger.error(
+            "%s: the state of %s at step %d differs from that of most replicas; %s",
+            self._participant.name,
+            sorted(divergence.replicas),
+            divergence.step,
+            "this replica heals" if is_own else "it takes no part before it has healed",
+        )
+
+    def _configure(self, decision: Decision, deadline: Deadline = _NO_DEADLINE) -> None:
+        participant = self._participant
+        current = participant.round
+        if current is not None and current.error is not None:
+            # What was aborted in this step is not configured again under the same key.
+            return
+        try:
+            with (
+                self._stall_watch.waiting(
+                    f"{participant.name}: waiting for the members of process group {decision.group}",
+                    thread_id=self._state.training_thread,
+                ),
+                span("_pg::configure"),
+            ):
+                seconds = participant.membership.configure(decision, deadline)
+        except Exception as error:
+            participant.report_error(error)
+            return
+        if seconds:
+            participant.record(events.QUORUMS, "a new quorum", decision, step=decision.step)
+            logger.info(
+                "%s: process group %s of %s set up in %.1f ms",
+                participant.name,
+                decision.group,
+                decision.group_members,
+                seconds * 1e3,
+            )
+
+    # -------------------------------------------------------------------------------------------------------- healing
+
+    def _request_snapshot(self, role: UpToDate) -> None:
+        """Let a snapshot be taken: at this boundary if it has not passed, or else at the next."""
+        if not (role.serves_now or role.serves_next):
+            return
+        logger.info("%s: serves %s now, %s next", self._participant.name, role.serves_now, role.serves_next)
+        # They wait for each other: nobody's optimizer steps before the newcomer is healed.
+        with span("_checkpoint_transport::send_checkpoint"):
+            self._snapshots.scheduler.request(share=True)
+
+    def _check_serving(self, role: UpToDate) -> None:
+        """Do not let everybody wait for a snapshot that does not come: the step is repeated instead."""
+        if role.serves_now and not self._snapshots.scheduler.shows_present_state():
+            self._participant.report_error(QuorumError(f"no snapshot could be taken for {role.serves_now}"))
+
+    def _heal(self, decision: Decision, role: Heals) -> bool:
+        """Receive the state from one of the sources. Returns whether it worked; else asks to be called again.
+
+        Raises:
+            HealFailedError: It has been tried often enough.
+        """
+        participant, membership, healer = self._participant, self._participant.membership, self._healer
+        # The others wait for this replica there, so it joins them while the state arrives.
+        configuring = self._executor.submit(self._configure, decision)
+        with span("_checkpoint_transport::recv_checkpoint"):
+            failures = healer.receive(decision, role.sources, group_rank=membership.group_rank, name=participant.name)
+        configuring.result()
+        # All ranks of the replica are healed, or none counts as healed.
+        refusals = membership.agree(
+            Exchange.HEAL,
+            failures[-1:],
+            step=self._state.step,
+            lineage=self._state.lineage,
+            timeout=2 * self._config.timeout,
+        )
+        if not refusals:
+            healer.succeeded()
+            self._forget_gradients()
+            self.begin_step()
+            return True
+        membership.abort()
+        healer.failed(decision.step, failures or refusals, agreed=refusals)
+        if participant.round is not None:
+            participant.round.error = None
+        return False
+
+    def _forget_gradients(self) -> None:
+        """Let what is left of gradients count for nothing: they belong to the state that has been replaced.
+
+        They are set to zero where they are, as a training loop may be about to reduce them.
+        """
+        attached = (
+            parameter
+            for optimizer in self._state.optimizers()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+        for parameter in chain(self._state.registry.parameters(), attached):
+            if parameter.grad is not None:
+                parameter.grad.detach().zero_()

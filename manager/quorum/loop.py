@@ -1,0 +1,384 @@
+"""The fault-tolerant loop of one replica: a round begins with a quorum and ends with a commit, or without one."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch.distributed import ReduceOp
+from torch.optim import Optimizer
+
+from ft_transport import is_dtensor
+from ft_transport.runtime.deadline import Deadline
+from ft_transport.runtime.handler_safety import SafeExecutor
+from manager.collectives.gloo import ReplicaProcessGroup
+from manager.collectives.managed_work import ManagedWork, forget_frames, wait_all
+from manager.collectives.reconfigurable import Reconfigurable
+from manager.config import ManagerConfig
+from manager.errors import CommitFailedError, ManagerError, QuorumTimeoutError, ReportedError
+from manager.quorum import events
+from manager.quorum.comparison import StateComparison
+from manager.quorum.decision import Decision, Rules, commit_refusals, next_lineage
+from manager.quorum.forming import QuorumFormer
+from manager.quorum.group_ranks import Exchange
+from manager.quorum.membership import Membership
+from manager.quorum.round import Participant, QuorumRequest, QuorumRound, format_error
+from manager.quorum.spans import span
+from manager.quorum.stall_watch import StallWatch
+from manager.quorum.structure_watch import StructureWatch
+from manager.recovery.healing import Healer
+from manager.recovery.replica import Replica
+from manager.state.guard_marks import warn_of_unguarded
+from manager.state.replica_state import StateObserver
+
+logger = logging.getLogger(__name__)
+
+_NO_DEADLINE: Final = Deadline()
+
+
+class QuorumLoop(StateObserver):
+    """Runs the rounds of one replica. `Manager` is its interface.
+
+    Everything but `report_error` belongs to the training thread.
+
+    Args:
+        config: How to take part.
+        replica: This replica; it has a transport.
+        process_group: Runs the collectives; ``None`` for gloo.
+        stall_watch: Looks after the waits.
+
+    Attributes:
+        membership: This replica's place among the others.
+
+    Raises:
+        QuorumError: The Lighthouse or the replica's store cannot be reached.
+        TransportError: The address that peers are told does not lead to this replica's transport.
+    """
+
+    def __init__(
+        self,
+        config: ManagerConfig,
+        replica: Replica,
+        process_group: ReplicaProcessGroup | Reconfigurable | None,
+        stall_watch: StallWatch,
+    ) -> None:
+        transport, snapshots, peers = replica.transport, replica.snapshots, replica.peers
+        assert transport is not None, "a quorum needs a transport"
+        assert snapshots is not None, "there are snapshots with a transport"
+        assert peers is not None, "peers are received from with a transport"
+        transport.check_address(config.connect_timeout)
+        self._config = config
+        self._state = replica.state
+        self._snapshots = snapshots
+        self._stall_watch = stall_watch
+        self.membership = Membership(config, address=transport.metadata(), process_group=process_group)
+        self._executor = SafeExecutor(1, "ft-transport-quorum")
+        self._participant = Participant(self._state, self.membership)
+        self._comparison = StateComparison(lock=self._state.lock, keeper=snapshots.keeper, state=self._state.content)
+        self._structures = StructureWatch(self._participant, transport.token_proof, self._executor)
+        healer = Healer(config, recover=peers.recover, lineage=lambda: replica.state.lineage, watch=stall_watch)
+        self._former = QuorumFormer(
+            config,
+            self._participant,
+            replica,
+            snapshots=snapshots,
+            executor=self._executor,
+            structures=self._structures,
+            comparison=self._comparison,
+            healer=healer,
+            stall_watch=stall_watch,
+        )
+        self._has_participated = False
+        self._num_refused_commits = 0
+        self._state.add_observer(self)
+
+    # ------------------------------------------------------------------------------------------------------ the round
+
+    def start(self, *, may_heal: bool, shrink_only: bool, deadline: Deadline, is_async: bool) -> None:
+        """See `Manager.start_quorum`."""
+        participant, state = self._participant, self._state
+        if participant.round is not None:
+            self._leave(participant.round, deadline)
+        warn_of_unguarded(state.optimizers())
+        participant.note_irregular_steps()
+        self._structures.check_registered()
+        self._has_participated = self.is_participating()
+        state.note_training_thread()
+        config = self._config
+        request = QuorumRequest(
+            rules=Rules(
+                min_replica_size=config.min_replica_size,
+                world_size_mode=config.world_size_mode,
+                init_sync=config.init_sync,
+                compare_every=config.compare_every,
+            ),
+            deadline=deadline,
+            shrink_only=shrink_only,
+            may_heal=may_heal,
+        )
+        current = QuorumRound(self.membership.num_missed_heartbeats())
+        try:
+            participant.round = current
+            if participant.is_settled and is_async and state.partial is None:
+                # The quorum tells only later who needs a snapshot of this boundary.
+                can_serve = self._former.begin_step(hold=True)
+                self._executor.submit(self._former.form_in_background, current, request, can_serve)
+            else:
+                self._former.form_and_heal(current, request)
+        except BaseException as error:
+            self._snapshots.scheduler.settle()
+            # Where a handler raised, frames hold sections of the lock, and the error is kept: by the round, which
+            # this frame must not keep in turn, and perhaps by the caller.
+            traceback.clear_frames(error.__traceback__)
+            current.end_quorum(error)
+            del current
+            raise
+
+    def wait(self) -> None:
+        """See `Manager.wait_quorum`."""
+        self._wait_for(self._current_round())
+
+    def allreduce(self, tensor: torch.Tensor, reduce_op: Any) -> ManagedWork:
+        """See `Manager.allreduce`."""
+        is_average = reduce_op == ReduceOp.AVG
+        current = self._current_round()
+        self._wait_for(current)
+        # Registered before it begins: what is interrupted from here on, is known not to be reduced.
+        managed = ManagedWork(tensor, self._participant.report_error)
+        current.works.append(managed)
+        if current.error is not None:
+            return managed
+        num_participants = self.num_participants()
+        local = tensor.to_local() if is_dtensor(tensor) else tensor
+        if not self.is_participating():
+            local.zero_()
+
+        finish = partial(_average, local, num_participants) if is_average and num_participants > 1 else None
+        try:
+            managed.begin(self.membership.allreduce(local, ReduceOp.SUM if is_average else reduce_op), finish)
+        except Exception as error:
+            self._participant.report_error(error)
+            forget_frames(error)
+        return managed
+
+    def commit(self, deadline: Deadline) -> bool:
+        """See `Manager.should_commit`."""
+        participant, state, current = self._participant, self._state, self._current_round()
+        self._wait_for(current, deadline)
+        with self._stall_watch.waiting(f"{participant.name}: waiting for {len(current.works)} collectives"):
+            if not wait_all(current.works, deadline) and current.error is None:
+                participant.report_error(
+                    ManagerError("expected every collective to be waited for, one was interrupted")
+                )
+        current.works.clear()
+        current.is_over = True
+        if torch.accelerator.is_available():
+            with span("should_commit::current_stream::synchronize"):
+                torch.accelerator.synchronize()
+        error = self.membership.group_error()
+        if error is not None:
+            participant.report_error(error)
+        refusals = commit_refusals(
+            num_participants=self.num_participants(),
+            min_replica_size=self._config.min_replica_size,
+            errors=[str(current.error)] if current.error is not None else [],
+            has_missed_heartbeats=self.membership.num_missed_heartbeats() != current.num_missed_heartbeats,
+        )
+        with self._stall_watch.waiting(f"{participant.name}: waiting for the other ranks of this replica to agree"):
+            # Where the others do not answer, whether they committed is not known.
+            participant.is_settled = False
+            refusals = self._agree(refusals, deadline)
+        current.is_voted = True
+        participant.record(
+            events.COMMITS, "a step is over", current.decision, step=state.step, commit_result=not refusals
+        )
+        if refusals:
+            self._refuse_commit(current, refusals)
+            return False
+        # First of all: where a signal handler raises below, the state goes by another name than the others'.
+        state.ledger.committed()
+        # From here on the caller may change what a newcomer is being served, also where no lock is taken for it.
+        state.before_change(True)
+        decision = current.decision
+        assert decision is not None, "a replica without a decision has an error"
+        state.lineage = next_lineage(state.lineage, decision.group, state.step + 1)
+        state.step += 1
+        state.batches_committed += decision.num_participants
+        state.is_past_step = True
+        participant.irregularity = ""
+        self._num_refused_commits = 0
+        current.is_committed = True
+        participant.is_settled = True
+        logger.info(
+            "%s: committed with %d participants, lineage %s",
+            participant.name,
+            decision.num_participants,
+            state.lineage,
+        )
+        return True
+
+    def compare_at_next_boundary(self) -> None:
+        """See `Manager.compare_replicas`."""
+        self._comparison.is_wanted = True
+
+    # -------------------------------------------------------------------------------------------------- what is known
+
+    def report_error(self, error: Exception) -> None:
+        """See `Manager.report_error`."""
+        self._participant.report_error(error)
+
+    def errored(self) -> ReportedError | None:
+        """See `Manager.errored`."""
+        current = self._participant.round
+        return current.error if current is not None else None
+
+    def decision(self) -> Decision | None:
+        """Return what the present quorum decided; waits for it. ``None`` before the first round."""
+        current = self._participant.round
+        if current is None:
+            return None
+        self._wait_for(current)
+        return current.decision
+
+    def num_participants(self) -> int:
+        """See `Manager.num_participants`."""
+        decision = self.decision()
+        return decision.num_participants if decision is not None else 0
+
+    def is_participating(self) -> bool:
+        """See `Manager.is_participating`."""
+        current = self._participant.round
+        if current is None:
+            return False
+        decision = current.decision
+        if decision is None:
+            return self._has_participated and not current.quorum.done()
+        return decision.participating_rank is not None
+
+    # ------------------------------------------------------------------------------------- what the optimizers may do
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuse a step that no commit allows."""
+        current, ledger = self._participant.round, self._state.ledger
+        if current is None or self._state.registry.is_calling() or not ledger.steps_with_commits(optimizer):
+            return
+        if not current.is_committed:
+            happened = "the step was not committed" if current.is_over else "it was not called since start_quorum"
+            raise ManagerError(
+                f"expected should_commit() to return True before {type(optimizer).__name__}.step(), and {happened}; "
+                "call step only `if manager.should_commit():`. Optimizers that do not step with each commit: "
+                "attach(..., every_commit=False)"
+            )
+        if ledger.num_steps(optimizer):
+            raise ManagerError(
+                f"expected one step of {type(optimizer).__name__} for each should_commit(), got another one; "
+                "optimizers that do not step with each commit: attach(..., every_commit=False)"
+            )
+
+    def step_failed(self, optimizer: Optimizer, error: BaseException) -> None:
+        """The others count on this replica having made the step that it committed."""
+        current = self._participant.round
+        if current is not None and current.is_committed:
+            self._state.mark_partial(
+                self._state.step,
+                f"the step was committed, and {type(optimizer).__name__} did not make it: {format_error(error)}",
+            )
+
+    def replaced(self) -> None:
+        """Another state is loaded: nothing that was said of the one before counts."""
+        self._participant.irregularity = ""
+        self._comparison.forget()
+
+    # -------------------------------------------------------------------------------------------------------- the end
+
+    def close(self, *, wait: bool) -> None:
+        """Leave the job, and end the threads."""
+        with ExitStack() as closing:
+            closing.callback(self._comparison.close)
+            closing.callback(self._executor.shutdown, wait=wait)
+            closing.callback(self.membership.close)
+
+    # --------------------------------------------------------------------------------------------------------- inside
+
+    def _current_round(self) -> QuorumRound:
+        if self._participant.round is None:
+            raise ManagerError("expected start_quorum before this, and it was not called")
+        return self._participant.round
+
+    def _wait_for(self, current: QuorumRound, deadline: Deadline = _NO_DEADLINE) -> None:
+        self._await(current.quorum, "the quorum to be formed", deadline)
+        current.quorum.result()
+
+    def _await(self, quorum: Future[None], what: str, deadline: Deadline) -> None:
+        if quorum.done():
+            return
+        left, name = deadline.left(), self._participant.name
+        with self._stall_watch.waiting(f"{name}: waiting for {what}"), suppress(FutureTimeoutError):
+            quorum.exception(left.total_seconds() if left is not None else None)
+        if not quorum.done():
+            raise QuorumTimeoutError(f"{name}: expected {what} within the caller's timeout; call with a longer one")
+
+    def _agree(self, refusals: tuple[str, ...], deadline: Deadline) -> tuple[str, ...]:
+        return self.membership.agree(
+            Exchange.COMMIT,
+            refusals,
+            step=self._state.step,
+            lineage=self._state.lineage,
+            timeout=self._config.timeout,
+            deadline=deadline,
+        )
+
+    def _leave(self, earlier: QuorumRound, deadline: Deadline) -> None:
+        """Make sure that nothing of an earlier step goes on in the next one."""
+        participant = self._participant
+        # Whether it failed has been told to whoever waited for it.
+        self._await(earlier.quorum, "a quorum that nobody waited for", deadline)
+        failed = earlier.quorum.exception() is not None
+        if failed:
+            participant.announced_to = frozenset()
+            # Where a handler raised in start_quorum, what that had begun may still be under way.
+            self._await(self._executor.submit(_do_nothing), "what an interrupted start_quorum had begun", deadline)
+        if not earlier.is_over:
+            # The other replicas may wait in collectives that this one has not even begun.
+            logger.warning("%s: the step before was abandoned, and its process group is ended", participant.name)
+            self.membership.abort()
+        if failed or not earlier.is_over:
+            participant.is_settled = False
+        if not failed and not earlier.is_voted:
+            # The other ranks of this replica may be voting on the step, and wait for this one.
+            earlier.is_voted = True
+            if not self._agree(("the step was abandoned",), deadline):
+                logger.warning(
+                    "%s: the other ranks of this replica have committed the step with a vote that was interrupted on "
+                    "this one; it heals now",
+                    participant.name,
+                )
+
+    def _refuse_commit(self, current: QuorumRound, refusals: tuple[str, ...]) -> None:
+        self._num_refused_commits += 1
+        logger.warning(
+            "%s: not committed, %d in a row: %s",
+            self._participant.name,
+            self._num_refused_commits,
+            "; ".join(refusals),
+        )
+        if current.error is not None:
+            self.membership.abort()
+        max_retries = self._config.max_retries
+        if max_retries is not None and self._num_refused_commits > max_retries:
+            raise CommitFailedError(step=self._state.step, num_failures=self._num_refused_commits, reasons=refusals)
+
+
+def _do_nothing() -> None:
+    """Comes after all that was submitted before."""
+
+
+def _average(total: torch.Tensor, num_participants: int) -> None:
+    with span("allreduce::callback"):
+        total.div_(num_participants)

@@ -1,0 +1,156 @@
+"""One attempt at a step, and what the replica says of itself in it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ft_transport.runtime.deadline import Deadline
+from ft_transport.runtime.handler_safety import SafeFuture
+from manager.collectives.managed_work import ManagedWork
+from manager.errors import ReportedError
+from manager.quorum import events
+from manager.quorum.decision import Decision, Rules, next_lineage
+from manager.quorum.membership import Membership, group_number
+from manager.state.replica_state import ReplicaState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class QuorumRound:
+    """One attempt at a step, from `Manager.start_quorum` to `Manager.should_commit`.
+
+    Attributes:
+        num_missed_heartbeats: How often the replica had been silent for too long when it began.
+        decision: What the quorum decided; ``None`` until then.
+        quorum: Done when it has and the process group is set up.
+        error: The first thing that went wrong.
+        works: The collectives begun.
+        is_over: Whether `Manager.should_commit` has been called.
+        is_voted: Whether the ranks of the replica have agreed on the commit.
+        is_committed: Whether they committed.
+    """
+
+    num_missed_heartbeats: int
+    decision: Decision | None = None
+    quorum: Future[None] = field(default_factory=SafeFuture)
+    error: ReportedError | None = None
+    works: list[ManagedWork] = field(default_factory=list)
+    is_over: bool = False
+    is_voted: bool = False
+    is_committed: bool = False
+
+    def end_quorum(self, error: BaseException | None) -> None:
+        """Let those who wait for the quorum go on, once; a handler may have raised after it had ended."""
+        with suppress(InvalidStateError):
+            if error is not None:
+                self.quorum.set_exception(error)
+            else:
+                self.quorum.set_result(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuorumRequest:
+    """What `Manager.start_quorum` was called with.
+
+    Attributes:
+        rules: What has to be the same on all replicas.
+        deadline: Of the caller.
+        shrink_only: Whether new replicas have to wait.
+        may_heal: Whether this replica heals if it is behind.
+    """
+
+    rules: Rules
+    deadline: Deadline
+    shrink_only: bool
+    may_heal: bool
+
+
+class Participant:
+    """What this replica is to the others: its state, its name, its round, and whether its state is the common one.
+
+    The training thread changes it, or the quorum thread while the training thread waits. `report_error` may be called
+    by any thread.
+
+    Args:
+        state: The replica's state.
+        membership: Its place among the others.
+
+    Attributes:
+        state: See above.
+        membership: See above.
+        round: The present round; ``None`` before the first.
+        is_settled: Whether the state is known to be what all have committed.
+        irregularity: Why the state goes by a name of its own; empty if it does not.
+        announced_to: Replicas that have promised this one a snapshot.
+    """
+
+    def __init__(self, state: ReplicaState, membership: Membership) -> None:
+        self.state = state
+        self.membership = membership
+        self.round: QuorumRound | None = None
+        self.is_settled = False
+        self.irregularity = ""
+        self.announced_to: frozenset[str] = frozenset()
+        self._error_mutex = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """The replica and its step, for logs."""
+        return f"replica {self.membership.replica_id} step {self.state.step}"
+
+    def report_error(self, error: Exception) -> None:
+        """See `Manager.report_error`."""
+        current = self.round
+        with self._error_mutex:
+            if current is None or current.error is not None:
+                return
+            current.error = ReportedError(error)
+        logger.warning("%s: this step will not be committed: %s", self.name, format_error(error))
+        self.membership.abort()
+        self.record(events.ERRORS, "a step will not be committed", current.decision, error=format_error(error))
+
+    def record(self, log: logging.Logger, what: str, decision: Decision | None, **fields: int | bool | str) -> None:
+        """Write a structured log record, as torchft does."""
+        events.record(
+            log,
+            what,
+            replica_id=self.membership.replica_id,
+            rank=self.membership.group_rank,
+            quorum_id=group_number(decision.group) if decision is not None else -1,
+            **fields,
+        )
+
+    def note_irregular_steps(self) -> None:
+        """Give a state that was not stepped as it was committed a name of its own."""
+        irregularity = self.state.ledger.irregularity(self.state.optimizers())
+        if not irregularity:
+            return
+        self.is_settled = False
+        # First the name: where a handler raises below, the state gets another one once more, and not its old one back.
+        self.state.lineage = next_lineage(self.state.lineage, f"stepped {irregularity}", self.state.step)
+        self.state.ledger.replaced()
+        if irregularity != self.irregularity:
+            logger.warning(
+                "%s: expected each attached optimizer to make one step for the commit, got %s; unless all replicas did "
+                "the same, this one heals now. Optimizers that do not step with each commit: attach(..., "
+                "every_commit=False)",
+                self.name,
+                irregularity,
+            )
+        self.irregularity = irregularity
+
+    def disown_state(self, irregularity: str) -> None:
+        """Give the state a name of its own, so that this replica heals: the others hold another one."""
+        self.irregularity = irregularity
+        self.state.lineage = next_lineage(self.state.lineage, irregularity, self.state.step)
+        self.is_settled = False
+
+
+def format_error(error: BaseException) -> str:
+    """Type and message of an error, for logs and other replicas."""
+    return f"{type(error).__name__}: {error}"

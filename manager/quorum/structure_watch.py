@@ -1,0 +1,88 @@
+"""What this replica's state looks like, compared with the others' in every quorum."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ft_transport.runtime.handler_safety import SafeExecutor
+from manager.errors import HealFailedError
+from manager.quorum.decision import Decision, DoesNotFit
+from manager.quorum.round import Participant
+from manager.quorum.structure import Structure, Tables, describe, structure_of
+from manager.state.compatibility import tables_of
+from manager.state.registration_check import check_registered
+
+logger = logging.getLogger(__name__)
+
+
+class StructureWatch:
+    """Describes the state for the others to compare, and names replicas whose state does not fit.
+
+    Belongs to the training thread, or to the quorum thread while that waits for it.
+
+    Args:
+        participant: This replica.
+        token_proof: Returns what replicas with the same job token have in common.
+        executor: The quorum thread: tells the others.
+
+    Attributes:
+        structure: Digests of what the state looks like.
+    """
+
+    def __init__(self, participant: Participant, token_proof: Callable[[], str], executor: SafeExecutor) -> None:
+        self._participant = participant
+        self._token_proof = token_proof
+        self._executor = executor
+        self._checked: tuple[int, ...] = ()
+        self._tables: Tables = {}
+        self._known_unfit: set[str] = set()
+        self._unfit_decision: Decision | None = None
+        self.structure: Structure = ()
+
+    def check_registered(self) -> None:
+        """Before the first step, and after each change, make sure that what is trained is registered.
+
+        Raises:
+            RegistryError: It is not.
+        """
+        state = self._participant.state
+        optimizers = state.optimizers()
+        signature = (state.registry.num_changes, *map(id, optimizers))
+        if signature != self._checked:
+            check_registered(state.registry, optimizers)
+            self.look()
+            self._checked = signature
+        decision = self._unfit_decision
+        if decision is not None:
+            self.look()
+            self._executor.submit(self._participant.membership.tell_tables, decision, self._tables)
+            self._unfit_decision = None
+
+    def look(self) -> None:
+        """Describe the state as it is now."""
+        self._tables = tables_of(self._participant.state.registry)
+        self.structure = structure_of(self._tables, self._token_proof())
+
+    def note(self, decision: Decision) -> None:
+        """Name the replicas whose state does not fit; what is told of this one may be old, and is looked at again."""
+        own = self._participant.membership.replica_id
+        unknown = set(decision.unfit) - self._known_unfit
+        if decision.unfit and own not in decision.unfit:
+            self._unfit_decision = decision
+        self._known_unfit = set(decision.unfit)
+        if unknown and own not in unknown:
+            logger.warning(
+                "%s: the state of %s differs from this one's in keys, dtypes, shapes or job token; unless it changes, "
+                "they take no part",
+                self._participant.name,
+                sorted(unknown),
+            )
+
+    def error(self, decision: Decision, role: DoesNotFit) -> HealFailedError:
+        """Return the error for a replica whose own state does not fit, with what differs."""
+        membership = self._participant.membership
+        differing = describe(role.parts, self._tables, membership.told_tables(decision))
+        holder = f"{role.holder.replica_id} at {role.holder.addresses[membership.group_rank]}"
+        reason = f"no further attempt can succeed: the state of {holder} differs from this replica's: {differing}"
+        return HealFailedError(step=decision.step, reasons=(reason,))

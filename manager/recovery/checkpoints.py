@@ -1,0 +1,218 @@
+"""The durable checkpoints of one replica: saved at step boundaries, and loaded when no live peer has the state."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import ft_transport
+from ft_transport import TransportError
+from manager.errors import ConfigError, ManagerError, RegistryError
+from manager.recovery.values import Recovery, shown
+from manager.state.compatibility import check_fit
+from manager.state.replica_state import ReplicaState
+
+if TYPE_CHECKING:
+    from ft_transport import CheckpointStore, Incoming, LoadedCheckpoint, SaveHandle, SnapshotLease
+
+logger = logging.getLogger(__name__)
+
+LOCAL_KEY: Final = "local"
+"""Under this key a checkpoint has what is registered with ``scope="local"``, for each rank its own."""
+
+
+class Checkpoints:
+    """Saves a replica's state to a store and loads it from there. Knows nothing of other replicas.
+
+    All ranks of the store's group call each method, on the training thread.
+
+    Args:
+        state: The state.
+        store: Where checkpoints go. This object closes it.
+        save_every: Save at the beginning of every step whose number this divides.
+        lease: Begins a snapshot of the present step, and returns what waits for it; ``None`` where there is none.
+    """
+
+    def __init__(
+        self,
+        state: ReplicaState,
+        store: CheckpointStore,
+        *,
+        save_every: int | None,
+        lease: Callable[[], Callable[[], SnapshotLease] | None],
+    ) -> None:
+        self._state = state
+        self._store = store
+        self._save_every = save_every
+        self._lease = lease
+        self._saved_step: int | None = None
+
+    @property
+    def root(self) -> object:
+        """The directory, for messages."""
+        return self._store.root
+
+    def boundary(self) -> None:
+        """Look after the writer processes, and save if it is time to."""
+        health = self._store.check_health()
+        if health.dead_writers:
+            logger.warning("the writer processes of ranks %s are dead, and are being replaced", health.dead_writers)
+        step = self._state.step
+        is_due = self._save_every is not None and step > 0 and step % self._save_every == 0
+        if is_due and self._saved_step != step:
+            self.save(wait=False, overwrite=True)
+
+    def save(self, *, wait: bool, overwrite: bool) -> SaveHandle:
+        """See `StateManager.save`."""
+        state, store = self._state, self._store
+        if state.training_thread is None:
+            state.training_thread = threading.get_ident()
+        step = self._saved_step = state.step
+        with ExitStack() as held:
+
+            def local() -> dict[str, object]:
+                self._refuse_to_save()
+                return self._local_part()
+
+            def replicated() -> dict[str, object]:
+                held.enter_context(state.lock.read(f"copying step {step} for a checkpoint"))
+                return state.content()
+
+            try:
+                # What is refused here is told to the other ranks, who wait for no checkpoint that does not come.
+                self._refuse_to_save()
+                lease = self._lease()
+            except ManagerError as error:
+                store.save(step, partial(_raise, error))
+                raise
+            if lease is not None:
+                handle = store.save_leased(step, lease, local=local, overwrite=overwrite)
+            else:
+                handle = store.save(step, replicated, local=local, overwrite=overwrite)
+        if wait:
+            handle.result()
+        return handle
+
+    def resume(self) -> Recovery | None:
+        """See `StateManager.resume`."""
+        state, store = self._state, self._store
+        into: dict[str, object] = {}
+        own_errors: list[Exception] = []
+        with ExitStack() as held:
+
+            def prepare() -> None:
+                state.require_training_thread()
+                held.enter_context(state.lock.write("loading a checkpoint"))
+                into.update({**state.content(), **self._local_part()})
+
+            def check(incoming: Incoming) -> None:
+                note = f"it is the checkpoint of step {incoming.step} in {store.root}"
+                _noted(own_errors, partial(check_fit, incoming, state.registry, into, note=note))
+
+            try:
+                store.run_on_all_ranks(
+                    "prepare to load a checkpoint", partial(_noted, own_errors, prepare), timeout=state.timeout
+                )
+                earlier = state.partial
+                state.mark_partial("latest", "loading it was interrupted")
+                try:
+                    loaded = store.load_newest_good(
+                        into=into, like=state.registry.parameter_finder(), check=check, is_comparable=True
+                    )
+                except TransportError as error:
+                    if error.destination_touched:
+                        state.mark_partial("latest", str(error))
+                    else:
+                        state.partial = earlier
+                    raise
+                if loaded is None:
+                    state.partial = earlier
+                    return None
+                state.mark_partial(loaded.step, "loading it was interrupted")
+                # Where another rank could not load it, this one must not step with it either.
+                store.run_on_all_ranks(
+                    "load the checkpoint",
+                    partial(_noted, own_errors, partial(self._apply, loaded)),
+                    timeout=state.timeout,
+                )
+                state.partial = None
+            except TransportError as error:
+                # One's own error is as it would be without other ranks.
+                raise own_errors[0] if own_errors else error from None
+        self._saved_step = loaded.step
+        logger.info("resumed step %d from %s", loaded.step, store.root)
+        return Recovery(step=loaded.step, source=f"{store.root}, step {loaded.step}")
+
+    def run_on_all_ranks(self, phase: str, action: Callable[[], None], *, timeout: timedelta) -> None:
+        """See ``CheckpointStore.run_on_all_ranks``."""
+        self._store.run_on_all_ranks(phase, action, timeout=timeout)
+
+    def close(self) -> None:
+        """Finish what is being saved, and end the writer processes."""
+        self._store.close()
+
+    def _local_part(self) -> dict[str, object]:
+        local = self._state.registry.state_dict("local")
+        return {LOCAL_KEY: local} if local else {}
+
+    def _refuse_to_save(self) -> None:
+        self._state.refuse_partial()
+        if self._state.is_past_step:
+            raise ManagerError(
+                f"expected a step boundary to save at: an optimizer has stepped since step {self._state.step} began; "
+                "call save right after start_step or start_quorum"
+            )
+
+    def _apply(self, loaded: LoadedCheckpoint[Any]) -> None:
+        """Give the parts of a loaded state to the load functions."""
+        state = self._state
+        try:
+            state.load(loaded.state)
+            state.mark_partial(loaded.step, "comparing it was interrupted")
+            differences = loaded.differences(state.content())
+            state.registry.load_state_dict(loaded.state.get(LOCAL_KEY, {}), "local")
+        except RegistryError as error:
+            state.mark_partial(loaded.step, str(error))
+            raise
+        if differences:
+            state.mark_partial(
+                loaded.step,
+                "after loading, the state is not the one that was saved; a load function has changed it: "
+                + shown(differences),
+            )
+            state.refuse_partial()
+
+
+def check_store(store: CheckpointStore | None, save_every: int | None) -> None:
+    """Refuse a store, and a number of steps between saves, that cannot work.
+
+    Raises:
+        ConfigError: ``save_every`` without a store, or no positive number.
+        TypeError: The store is none of ``ft_transport``.
+    """
+    if save_every is not None and (isinstance(save_every, bool) or not isinstance(save_every, int)):
+        raise ConfigError(f"expected a whole number as save_every, got {type(save_every).__name__} {save_every!r}")
+    if save_every is not None and (save_every < 1 or store is None):
+        raise ConfigError(
+            f"expected a checkpoint_store and a positive number with save_every, got {save_every} and {store}"
+        )
+    if store is not None and not isinstance(store, ft_transport.CheckpointStore):
+        raise TypeError(f"expected a CheckpointStore of ft_transport, got {type(store).__name__}")
+
+
+def _raise(error: Exception) -> Mapping[str, object]:
+    raise error
+
+
+def _noted(errors: list[Exception], action: Callable[[], None]) -> None:
+    """Run a rank's own part; what goes wrong in it is kept as it was raised."""
+    try:
+        action()
+    except Exception as error:
+        errors.append(error)
+        raise

@@ -1,0 +1,184 @@
+"""Recovery from the memory of live peers: their state is received into this replica's own tensors, and loaded."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch.distributed as dist
+
+from ft_transport import TransportError, spans_ranks
+from manager.errors import ManagerError, RegistryError, StateMismatchError
+from manager.recovery.sources import agree_on_step, checked_addresses, failures_elsewhere
+from manager.recovery.values import PeerOptions, Recovery, shown
+from manager.state.compatibility import check_fit
+from manager.state.replica_state import ReplicaState, checked_step
+
+if TYPE_CHECKING:
+    from ft_transport import HTTPTransport, Incoming, Received
+
+logger = logging.getLogger(__name__)
+
+_LAYOUT_ADVICE: Final = "replicas of another layout are recovered from by the addresses of all their ranks"
+
+
+class PeerRecovery:
+    """Receives a peer's state and loads it. Belongs to the training thread.
+
+    Args:
+        state: This replica's state.
+        transport: Receives.
+    """
+
+    def __init__(self, state: ReplicaState, transport: HTTPTransport[Any]) -> None:
+        self._state = state
+        self._transport = transport
+
+    def recover(
+        self,
+        metadata: str | Sequence[str],
+        step: int | Literal["latest"],
+        options: PeerOptions,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> Recovery:
+        """See `StateManager.recover`. Takes no checkpoint."""
+        addresses = checked_addresses(metadata, self._transport.metadata())
+        source: str | list[str] = metadata if isinstance(metadata, str) else addresses
+        if step != "latest":
+            step = checked_step(step)
+        if process_group is None:
+            return self._recover(source, step, options)
+        if step == "latest":
+            start_s = time.monotonic()
+            step = agree_on_step(
+                self._transport,
+                addresses,
+                process_group,
+                timeout=options.timeout,
+                unreachable_timeout=options.unreachable_timeout,
+            )
+            options = replace(options, timeout=_left(options.timeout, start_s))
+        return self._recover_on_all_ranks(process_group, source, step, options)
+
+    def _recover_on_all_ranks(
+        self, process_group: dist.ProcessGroup, source: str | list[str], step: int, options: PeerOptions
+    ) -> Recovery:
+        """Recover on all ranks of a replica, or on none: where one failed, the others refuse to step."""
+        try:
+            recovery = self._recover(source, step, options, group_rank=dist.get_rank(process_group))
+        except Exception as error:
+            failures_elsewhere(process_group, error)
+            raise
+        failures = failures_elsewhere(process_group, None)
+        if failures:
+            self._state.mark_partial(
+                recovery.step, f"this rank has received it, others of this replica have not: {failures}"
+            )
+            self._state.refuse_partial()
+        return recovery
+
+    def _recover(
+        self, source: str | list[str], step: int | Literal["latest"], options: PeerOptions, *, group_rank: int = 0
+    ) -> Recovery:
+        state = self._state
+        start_s = time.monotonic()
+        named = source if isinstance(source, str) else f"{source[0]} and {len(source) - 1} more"
+        with state.lock.write(f"receiving step {step} from {named}", options.timeout):
+            into = state.content()
+            if step == "latest" and spans_ranks(into):
+                raise ManagerError(
+                    "expected process_group=..., or a step, to recover a replica of several ranks: the latest step may "
+                    "be another one for each of them"
+                )
+            earlier = state.partial
+            state.mark_partial(step, "the transfer was interrupted")
+            try:
+                received = self._receive(
+                    source, step, into, replace(options, timeout=_left(options.timeout, start_s)), group_rank
+                )
+            except (RegistryError, TransportError) as error:
+                # Of an earlier attempt, whose snapshot was replaced meanwhile, something may have landed.
+                if getattr(error, "destination_touched", False):
+                    state.mark_partial(step, str(error))
+                else:
+                    state.partial = earlier
+                raise
+            try:
+                state.load(received.state)
+            except RegistryError as error:
+                # Whether or not a load function ran: what fits has been received in place.
+                state.mark_partial(received.step, str(error))
+                raise
+            received_s = time.monotonic()
+            if options.verify:
+                state.mark_partial(received.step, "comparing it was interrupted")
+                self._refuse_differences(received, named)
+                state.partial = None
+        recovery, end_s = Recovery(step=received.step, source=named), time.monotonic()
+        logger.info(
+            "recovered step %d from %s: %.0f ms to receive and load it, %.0f ms to compare",
+            recovery.step,
+            named,
+            (received_s - start_s) * 1e3,
+            (end_s - received_s) * 1e3,
+            extra={"recovery": recovery, "seconds": end_s - start_s},
+        )
+        return recovery
+
+    def _receive(
+        self,
+        source: str | list[str],
+        step: int | Literal["latest"],
+        into: Mapping[str, object],
+        options: PeerOptions,
+        group_rank: int,
+    ) -> Received[Any]:
+        """Receive from one rank in the same layout, or from all ranks in any other."""
+        asked = "latest" if options.is_fresh else step
+        keywords: Any = {
+            "into": into,
+            "timeout": options.timeout,
+            "unreachable_timeout": options.unreachable_timeout,
+            "progress_timeout": options.progress_timeout,
+            "check": partial(self._check_incoming, into=into, step=step),
+        }
+        if isinstance(source, str):
+            # Comparing it afterwards reads every byte, too.
+            return self._transport.fetch(source, asked, verify_late=not options.verify, **keywords)
+        return self._transport.fetch_sharded(
+            source,
+            asked,
+            group_rank=group_rank,
+            like=self._state.registry.parameter_finder(),
+            is_comparable=options.verify,
+            **keywords,
+        )
+
+    def _check_incoming(self, incoming: Incoming, into: Mapping[str, object], step: int | Literal["latest"]) -> None:
+        if step not in ("latest", incoming.step):
+            raise RegistryError(f"expected the state of step {step}, what comes is of step {incoming.step}")
+        try:
+            check_fit(incoming, self._state.registry, into, note=_LAYOUT_ADVICE)
+        except RegistryError as error:
+            raise StateMismatchError(error.reason, keys=error.keys) from None
+
+    def _refuse_differences(self, received: Received[Any], source: str) -> None:
+        """Make sure that the load functions have not changed what was received."""
+        differences = received.differences(self._state.content())
+        if differences:
+            self._state.mark_partial(
+                received.step,
+                f"after loading, the state is not the one that {source} sent; a load function has changed it, or it "
+                f"was damaged on its way: {shown(differences)}",
+            )
+            self._state.refuse_partial()
+
+
+def _left(timeout: timedelta, start_s: float) -> timedelta:
+    return max(timeout - timedelta(seconds=time.monotonic() - start_s), timedelta(0))

@@ -1,0 +1,47 @@
+"""What a recovery is asked for, and what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+_MAX_SHOWN: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """What `Manager.recover` or `Manager.resume` did.
+
+    Attributes:
+        step: The committed step that this replica shows now.
+        source: Where it came from: an address, or a directory.
+    """
+
+    step: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """How the state of a peer is received; see `StateManager.recover`.
+
+    Attributes:
+        timeout: For all of it.
+        unreachable_timeout: How long the peer may be out of reach before the first byte; ``None``: ``timeout``.
+        progress_timeout: How long the transfer may go without a byte; ``None``: ``timeout``.
+        is_fresh: Whether the step has to be the peer's present state.
+        verify: Whether the loaded state is compared with the peer's.
+    """
+
+    timeout: timedelta
+    unreachable_timeout: timedelta | None = None
+    progress_timeout: timedelta | None = None
+    is_fresh: bool = False
+    verify: bool = True
+
+
+def shown(differences: Sequence[str]) -> str:
+    """Return the first few differences, for a message."""
+    return "; ".join(differences[:_MAX_SHOWN]) + ("; …" if len(differences) > _MAX_SHOWN else "")
