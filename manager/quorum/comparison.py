@@ -27,7 +27,7 @@ from manager.state.lock import Section, StateLock
 
 logger = logging.getLogger(__name__)
 
-_BOUNDARY_PATIENCE: Final = timedelta(milliseconds=100)
+_BOUNDARY_TIMEOUT: Final = timedelta(milliseconds=100)
 
 
 class StateComparison:
@@ -55,7 +55,7 @@ class StateComparison:
         try:
             if self._lock.write_owned():
                 return
-            section = self._lock.acquire_read(f"comparing step {step}", _BOUNDARY_PATIENCE, detached=True)
+            section = self._lock.acquire_read(f"comparing step {step}", _BOUNDARY_TIMEOUT, detached=True)
             state = self._state()
             guarded = self._keeper.guarded(optimizers) | self._keeper.stable(state)
             check = self._keeper.watch([each for each in parameters_of(optimizers) if memory_at(each) in guarded])

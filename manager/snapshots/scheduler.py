@@ -8,10 +8,9 @@ them is opened before the training thread goes on, and the optimizer's pre-step 
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 
 # Not the builtin one before Python 3.11.
@@ -21,23 +20,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
-import torch
 from torch.optim import Optimizer
 
 from ft_transport import CollectiveRefusedError, HeldState, TransportError
 from ft_transport.runtime.handler_safety import SafeExecutor, SafeFuture
 from manager.errors import LockTimeoutError, ManagerError
 from manager.snapshots.boundary_keeper import BoundaryKeeper, KeptBoundary
+from manager.snapshots.demand import SnapshotDemand
 from manager.snapshots.sink import SnapshotInProgress, SnapshotSink
-from manager.state.guarded_memory import (
-    Memory,
-    belongs_to,
-    memory_at,
-    parameters_of,
-    storage_of,
-    storages_of_optimizers,
-    tensors_in,
-)
+from manager.snapshots.taking import StateTaking
 from manager.state.lock import Section, StateLock
 
 logger = logging.getLogger(__name__)
@@ -45,13 +36,7 @@ logger = logging.getLogger(__name__)
 _PREPARED_AT_BOUNDARIES: Final = (2, 4)
 """First and last attempt. One step has been taken by then as a rule, so that the optimizers have made their states."""
 
-_MAX_HELD_BYTES: Final = 16 << 20
-"""The most that is copied for a snapshot that is then served from where the state lies."""
-
-_MAX_WANTED_STEPS: Final = 16
-"""Steps to come that receivers may have asked for; more are forgotten, the latest first."""
-
-_BOUNDARY_PATIENCE: Final = timedelta(milliseconds=100)
+_BOUNDARY_TIMEOUT: Final = timedelta(milliseconds=100)
 """How long a step boundary waits for another thread's write section before it leaves a request to the next one."""
 
 
@@ -87,9 +72,6 @@ class _HeldBoundary:
 class SnapshotScheduler:
     """Takes snapshots of one replica's state. ``request`` may be called by any thread, the rest by the training thread.
 
-    A request is kept as the number that it was given, until as many snapshots have been published: so one that fails or
-    comes too early cannot make it forgotten.
-
     Args:
         lock: The lock around the state.
         sink: Where snapshots go. Those of the replica's state come from here alone.
@@ -111,18 +93,12 @@ class SnapshotScheduler:
         self._lock = lock
         self._sink = sink
         self._state = state
-        self._keeper = keeper
+        self._taking = StateTaking(sink, state, keeper)
         self._mutex = threading.Lock()
-        self._step: int | None = None
-        # Counts whatever may have changed the state: the same step number can stand for two states.
-        self._epoch = 0
+        self._demand = SnapshotDemand()
         self._num_boundaries = 0
         self._is_prepared = not prefault
         self._is_called = False
-        self._published_epoch = -1
-        self._wanted_after = -1
-        self._wanted_steps: list[int] = []
-        self._is_to_share = False
         self._run: _Run | None = None
         self._when_published: tuple[_Run, Callable[[], None]] | None = None
         self._held: _HeldBoundary | None = None
@@ -144,23 +120,22 @@ class SnapshotScheduler:
             past.
         """
         with self._mutex:
+            demand, run = self._demand, self._run
             if step is not None and not (self._held is not None and step == self._held.run.step):
-                is_under_way = self._run is not None and step == self._run.step
-                if self._step is not None and step < self._step and not is_under_way:
+                is_under_way = run is not None and step == run.step
+                if demand.step is not None and step < demand.step and not is_under_way:
                     return None
-                if self._step is None or step > self._step:
-                    self._wanted_steps = heapq.nsmallest(_MAX_WANTED_STEPS, {*self._wanted_steps, step})
+                demand.want_step(step)
                 return self._sink.newest_sequence()
-            self._is_to_share = self._is_to_share or share
-            if self._published_epoch == self._epoch and self._sink.newest_step() == self._step:
+            demand.is_to_share = demand.is_to_share or share
+            if demand.published_epoch == demand.epoch and self._sink.newest_step() == demand.step:
                 return 0
-            run = self._run
             if run is None:
                 after = self._sink.newest_sequence()
             else:
                 # Whether it has been published at this very moment does not matter to these numbers.
-                after = run.num_before if run.epoch == self._epoch else run.num_before + 1
-            self._wanted_after = max(self._wanted_after, after)
+                after = run.num_before if run.epoch == demand.epoch else run.num_before + 1
+            demand.want_after(after)
             return after
 
     def boundary(self, step: int, optimizers: Sequence[Optimizer], *, hold: bool = False) -> bool:
@@ -184,8 +159,7 @@ class SnapshotScheduler:
         self.settle()
         self._call_unlocked()
         with self._mutex:
-            self._step = step
-            self._epoch += 1
+            self._demand.begin_boundary(step)
             self._num_boundaries += 1
             first, last = _PREPARED_AT_BOUNDARIES
             is_to_prepare = not self._is_prepared and first <= self._num_boundaries <= last and not self._is_closed
@@ -196,25 +170,20 @@ class SnapshotScheduler:
                 self._forget_if_interrupted()
                 return False
             num_published = self._sink.newest_sequence()
-            if num_published > self._wanted_after:
-                self._wanted_after = -1
-            is_wanted = self._wanted_after >= 0 or step in self._wanted_steps
-            self._wanted_steps = [wanted for wanted in self._wanted_steps if wanted > step]
-            if not is_wanted:
-                self._is_to_share = False
+            is_wanted = self._demand.take_boundary(num_published)
             if not (is_wanted or hold):
                 return False
-            is_to_share = self._is_to_share
-            run = self._run = _Run(step, self._epoch, num_published)
+            is_to_share = self._demand.is_to_share
+            run = self._run = _Run(step, self._demand.epoch, num_published)
         if not is_wanted:
-            return self._keep(run, optimizers)
-        if is_to_share and self._hold(run, optimizers) and self.settle():
+            return self._hold_back(run, lambda: self._taking.keep(optimizers))
+        if is_to_share and self._hold_back(run, lambda: self._taking.hold(step, optimizers)) and self.settle():
             return True
         with self._mutex:
-            self._is_to_share = False
-            run = self._run = _Run(step, self._epoch, num_published)
+            self._demand.is_to_share = False
+            run = self._run = _Run(step, self._demand.epoch, num_published)
         try:
-            self._begin(run, optimizers, _BOUNDARY_PATIENCE)
+            self._begin(run, optimizers, _BOUNDARY_TIMEOUT)
         except Exception as error:
             self._sink.snapshot_failed(step, error)
             if isinstance(error, LockTimeoutError) or getattr(error, "retryable", False):
@@ -230,7 +199,7 @@ class SnapshotScheduler:
                     "step %d: no snapshot could be taken for those who asked for one: %s", step, error, exc_info=is_new
                 )
                 with self._mutex:
-                    self._wanted_after = -1
+                    self._demand.forget()
             return False
         self._is_postponed = False
         return True
@@ -238,8 +207,8 @@ class SnapshotScheduler:
     def shows_present_state(self) -> bool:
         """Whether a snapshot of the last step boundary is served, or under way."""
         with self._mutex:
-            is_under_way = self._run is not None and self._held is None and self._run.epoch == self._epoch
-            return is_under_way or self._published_epoch == self._epoch
+            is_under_way = self._run is not None and self._held is None and self._run.epoch == self._demand.epoch
+            return is_under_way or self._demand.published_epoch == self._demand.epoch
 
     def settle(self) -> bool:
         """Begin the snapshot of the state that is held, if somebody has asked for one, or let it go. On any thread.
@@ -251,10 +220,10 @@ class SnapshotScheduler:
             held, self._held = self._held, None
             if held is None:
                 return False
-            is_wanted = self._wanted_after >= held.run.num_before and not self._is_closed
-            is_to_share = self._is_to_share
+            is_wanted = self._demand.is_open(held.run.num_before) and not self._is_closed
+            is_to_share = self._demand.is_to_share
             # Who asks next may be somebody whom the optimizer does not wait for.
-            self._is_to_share = False
+            self._demand.is_to_share = False
             if not is_wanted:
                 self._run = None
         if not is_wanted:
@@ -265,7 +234,9 @@ class SnapshotScheduler:
             return False
         try:
             section: Section | None = held.section
-            state = held.state if isinstance(held.state, HeldState) else self._hold_kept(held.run.step, held.state)
+            state = (
+                held.state if isinstance(held.state, HeldState) else self._taking.hold_kept(held.run.step, held.state)
+            )
             if is_to_share and state.is_shareable:
                 unfinished = [self._sink.share_held(state)]
                 # From here on a writer calls back what is shared.
@@ -292,46 +263,13 @@ class SnapshotScheduler:
             return False
         return True
 
-    def _keep(self, run: _Run, optimizers: Sequence[Optimizer]) -> bool:
-        """Copy what may change before anybody says that a snapshot is needed."""
-        return self._hold_back(run, lambda: self._keeper.keep(optimizers))
-
-    def _hold(self, run: _Run, optimizers: Sequence[Optimizer]) -> bool:
-        """Copy what cannot be served from where it lies."""
-
-        def hold() -> HeldState | None:
-            live = self._state()
-            guarded = self._keeper.guarded(optimizers) | self._keeper.stable(live)
-            watched = _parameters_in(live, optimizers, guarded)
-            return self._sink.hold_state(
-                run.step,
-                live,
-                deferrable=belongs_to(guarded, at_least_bytes=0),
-                max_bytes=_MAX_HELD_BYTES,
-                check=self._keeper.watch(watched),
-            )
-
-        return self._hold_back(run, hold)
-
-    def _hold_kept(self, step: int, kept: KeptBoundary) -> HeldState:
-        state = self._sink.hold_state(
-            step,
-            kept.state(),
-            # What is not guarded has been copied.
-            deferrable=lambda _: True,
-            max_bytes=0,
-            check=kept.check,
-        )
-        assert state is not None, "nothing is copied"
-        return state
-
     def _hold_back(self, run: _Run, make: Callable[[], HeldState | KeptBoundary | None]) -> bool:
         section: Section | None = None
         state: HeldState | KeptBoundary | None = None
         try:
             # Inside the caller's own write section nothing may be left for later.
             if not self._lock.write_owned():
-                section = self._lock.acquire_read(f"state of step {run.step}", _BOUNDARY_PATIENCE, detached=True)
+                section = self._lock.acquire_read(f"state of step {run.step}", _BOUNDARY_TIMEOUT, detached=True)
                 state = make()
         except Exception as error:
             level = logging.DEBUG if isinstance(error, (ManagerError, TransportError)) else logging.ERROR
@@ -354,7 +292,7 @@ class SnapshotScheduler:
         optimizers: Sequence[Optimizer],
         timeout: timedelta,
         *,
-        may_lend: bool = True,
+        may_share: bool = True,
         when_published: Callable[[], None] | None = None,
     ) -> Future[None]:
         """Begin a snapshot of ``step`` in any case.
@@ -363,7 +301,7 @@ class SnapshotScheduler:
             step: The committed step.
             optimizers: Those that are attached.
             timeout: For the lock.
-            may_lend: Whether stable tensors may be served from where they lie.
+            may_share: Whether stable tensors may be served from where they lie.
             when_published: See `take_whole`.
 
         Returns:
@@ -378,8 +316,7 @@ class SnapshotScheduler:
         with self._mutex:
             if self._is_closed:
                 raise ManagerError("expected a manager that serves snapshots, and this one has been shut down")
-            self._step = step
-            self._epoch += 1
+            self._demand.begin_boundary(step)
             self._forget_if_interrupted()
             before = self._run
         if before is not None:
@@ -392,10 +329,10 @@ class SnapshotScheduler:
                     holders=self._lock.holders(),
                 ) from None
         with self._mutex:
-            run = self._run = _Run(step, self._epoch, self._sink.newest_sequence())
+            run = self._run = _Run(step, self._demand.epoch, self._sink.newest_sequence())
             if when_published is not None:
                 self._when_published = (run, when_published)
-        self._begin(run, optimizers, timeout, may_lend=may_lend)
+        self._begin(run, optimizers, timeout, may_share=may_share)
         return run.future
 
     def take_whole(
@@ -414,16 +351,16 @@ class SnapshotScheduler:
             if held is not None and held.run.step == step:
                 self._when_published = (held.run, when_published)
                 # Whoever asked for it to be shared gets the copy.
-                self._is_to_share = False
-                self._wanted_after = max(self._wanted_after, held.run.num_before)
+                self._demand.is_to_share = False
+                self._demand.want_after(held.run.num_before)
         if self.settle() and held is not None and held.run.step == step:
             return held.run.future
-        return self.take(step, optimizers, timeout, may_lend=False, when_published=when_published)
+        return self.take(step, optimizers, timeout, may_share=False, when_published=when_published)
 
     def state_replaced(self) -> None:
         """Note that no snapshot so far, whatever its step, shows the present state."""
         with self._mutex:
-            self._epoch += 1
+            self._demand.epoch += 1
 
     def close(self) -> None:
         """Finish what is running and end the thread. No further snapshot is begun."""
@@ -467,7 +404,7 @@ class SnapshotScheduler:
 
     def _prepare(self) -> None:
         try:
-            with self._lock.read("size of snapshots", _BOUNDARY_PATIENCE):
+            with self._lock.read("size of snapshots", _BOUNDARY_TIMEOUT):
                 self._sink.prefault(self._state())
             self._is_prepared = True
         except Exception as error:
@@ -477,31 +414,15 @@ class SnapshotScheduler:
             level = logging.DEBUG if self._num_boundaries > _PREPARED_AT_BOUNDARIES[0] else logging.WARNING
             logger.log(level, "the memory for snapshots could not be prefaulted: %s", error)
 
-    def _begin(self, run: _Run, optimizers: Sequence[Optimizer], timeout: timedelta, *, may_lend: bool = True) -> None:
+    def _begin(self, run: _Run, optimizers: Sequence[Optimizer], timeout: timedelta, *, may_share: bool = True) -> None:
         section: Section | None = None
         try:
             # Inside the caller's own write section nothing may be left for later: the section ends when he says.
             if not self._lock.write_owned():
                 section = self._lock.acquire_read(f"snapshot of step {run.step}", timeout, detached=True)
-            state = self._state()
-            deferrable = shareable = None
-            deferred: list[torch.Tensor] = []
-            shared: list[torch.Tensor] = []
-            if section is not None:
-                guarded = self._keeper.guarded(optimizers)
-                deferrable = belongs_to(guarded)
-                deferred = [each for each in parameters_of(optimizers) if memory_at(each) in guarded]
-                if may_lend and (stable := self._keeper.stable(state)):
-                    shareable = _shareable(stable, storages_of_optimizers(optimizers))
-                    shared = [each for each in tensors_in(state) if shareable(each)]
             unfinished = [
-                self._sink.begin_snapshot(
-                    run.step,
-                    state,
-                    deferrable=deferrable,
-                    shareable=shareable,
-                    check_deferred=self._keeper.watch(deferred),
-                    check_shared=self._keeper.watch(shared),
+                self._taking.begin(
+                    run.step, optimizers, may_defer=section is not None, may_share=may_share and section is not None
                 )
             ]
             try:
@@ -540,28 +461,11 @@ class SnapshotScheduler:
             with self._mutex:
                 self._run = None
                 # Who asked while it was under way may have been promised a later one.
-                if self._wanted_after <= run.num_before and not getattr(error, "retryable", False):
-                    self._wanted_after = -1
+                if not getattr(error, "retryable", False):
+                    self._demand.forget(run.num_before)
             run.future.set_exception(error)
         else:
             with self._mutex:
                 self._run = None
-                self._published_epoch = run.epoch
+                self._demand.published_epoch = run.epoch
             run.future.set_result(None)
-
-
-def _parameters_in(state: object, optimizers: Sequence[Optimizer], guarded: Set[Memory]) -> list[torch.Tensor]:
-    """The guarded tensors that count their changes: the optimizers' parameters themselves, and what is stable."""
-    parameters = parameters_of(optimizers)
-    own = {memory_at(parameter) for parameter in parameters}
-    return [
-        tensor
-        for tensor in (*parameters, *(each for each in tensors_in(state) if memory_at(each) not in own))
-        if memory_at(tensor) in guarded
-    ]
-
-
-def _shareable(stable: Set[Memory], stepped: Set[int]) -> Callable[[torch.Tensor], bool]:
-    """Says of a tensor whether it is large, stable, and shares no memory with what optimizers' steps change."""
-    is_stable = belongs_to(stable)
-    return lambda tensor: is_stable(tensor) and storage_of(tensor) not in stepped

@@ -256,10 +256,3 @@ def test_a_step_that_is_over_does_not_come_any_more(requests: Requests) -> None:
     assert requests.request(3) is not None  # somebody may still take it
     requests.boundary(4)
     assert requests.request(3) is None
-
-
-def test_only_so_many_steps_to_come_are_kept_in_mind(requests: Requests) -> None:
-    requests.boundary(0)
-    for step in range(1000, 0, -1):
-        requests.request(step)
-    assert requests.snapshot_scheduler._wanted_steps == list(range(1, 17))
