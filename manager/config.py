@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, Final, TypedDict
 from urllib.parse import urlsplit
 
-from manager.errors import ConfigError
+from ft_transport import ConfigurationError
 from manager.quorum.decision import WorldSizeMode
 
 logger = logging.getLogger(__name__)
@@ -88,10 +88,10 @@ def named_arguments(
         others: Further keywords that the manager takes.
 
     Raises:
-        ConfigError: A keyword is unknown or given twice, or there are too many arguments.
+        ConfigurationError: A keyword is unknown or given twice, or there are too many arguments.
     """
     if len(positional) > len(_TORCHFT_ORDER):
-        raise ConfigError(
+        raise ConfigurationError(
             f"expected at most {3 + len(_TORCHFT_ORDER)} positional arguments, as torchft's Manager takes, got "
             f"{3 + len(positional)}"
         )
@@ -99,11 +99,11 @@ def named_arguments(
     known = {*_TORCHFT_ORDER, *(each.name for each in fields(ManagerConfig)), *others}
     for name in keywords:
         if name in named:
-            raise ConfigError(f"expected {name} once, got it by position and by name")
+            raise ConfigurationError(f"expected {name} once, got it by position and by name")
         if name not in known:
             close = difflib.get_close_matches(name, known, 1, 0.5)
             advice = f"did you mean {close[0]!r}?" if close else f"the keywords are {', '.join(sorted(known))}"
-            raise ConfigError(f"expected a keyword of Manager, got {name!r}; {advice}")
+            raise ConfigurationError(f"expected a keyword of Manager, got {name!r}; {advice}")
     return {**named, **keywords}
 
 
@@ -177,7 +177,7 @@ class ManagerConfig:
                 _check_number(name, getattr(self, name), at_least)
         mode = str(getattr(self.world_size_mode, "name", None))
         if mode not in WorldSizeMode.__members__:
-            raise ConfigError(f"expected a WorldSizeMode as world_size_mode, got {self.world_size_mode!r}")
+            raise ConfigurationError(f"expected a WorldSizeMode as world_size_mode, got {self.world_size_mode!r}")
         # torchft's own enumeration is as good.
         object.__setattr__(self, "world_size_mode", WorldSizeMode[mode])
         self._check_ladder()
@@ -187,7 +187,7 @@ class ManagerConfig:
         """Make one from torchft's keywords; timeouts that were not given are fitted to those that were.
 
         Raises:
-            ConfigError: They cannot work.
+            ConfigurationError: They cannot work.
         """
         for name in _DURATIONS:
             _check_duration(name, keywords.get(name, _DEFAULT_TIMEOUT))
@@ -204,7 +204,7 @@ class ManagerConfig:
         """Return this with everything filled in that the environment says or has the last word on.
 
         Raises:
-            ConfigError: A variable is no number, or what results cannot work.
+            ConfigurationError: A variable is no number, or what results cannot work.
         """
         changes: dict[str, Any] = {}
         for name, variable in (
@@ -232,14 +232,14 @@ class ManagerConfig:
         assert filled.rank is not None, "it has just been filled in"
         assert filled.world_size is not None, "it has just been filled in"
         if filled.rank >= filled.world_size:
-            raise ConfigError(f"expected a rank below world_size {filled.world_size}, got {filled.rank}")
+            raise ConfigurationError(f"expected a rank below world_size {filled.world_size}, got {filled.rank}")
         if (filled.store_addr is None) != (filled.store_port is None):
-            raise ConfigError(
+            raise ConfigurationError(
                 f"expected both store_addr and store_port, or neither; got {filled.store_addr!r} and "
                 f"{filled.store_port!r}"
             )
         if filled.world_size > 1 and filled.store_addr is None:
-            raise ConfigError(
+            raise ConfigurationError(
                 f"expected the store of this replica's {filled.world_size} ranks in store_addr and store_port, or in "
                 "MASTER_ADDR and MASTER_PORT (torchrun sets them)"
             )
@@ -276,7 +276,7 @@ class ManagerConfig:
             inner_value, outer_value = getattr(self, inner), getattr(self, outer)
             if inner_value > outer_value or (inner == "heartbeat_interval" and 2 * inner_value > outer_value):
                 least = "twice " if inner == "heartbeat_interval" else ""
-                raise ConfigError(
+                raise ConfigurationError(
                     f"expected {outer} of at least {least}{inner}, got {outer_value.total_seconds():g} s and "
                     f"{inner_value.total_seconds():g} s: otherwise {reason}"
                 )
@@ -284,28 +284,28 @@ class ManagerConfig:
 
 def _check_duration(name: str, value: object) -> None:
     if not isinstance(value, timedelta) or value <= timedelta(0):
-        raise ConfigError(
+        raise ConfigurationError(
             f"expected a positive datetime.timedelta as {name}, got {type(value).__name__} {str(value)[:100]}"
         )
 
 
 def _check_number(name: str, value: object, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigError(f"expected a whole number of at least {at_least} as {name}, got {value!r}")
+        raise ConfigurationError(f"expected a whole number of at least {at_least} as {name}, got {value!r}")
 
 
 def _number_from(environment: Mapping[str, str], variable: str) -> int:
     try:
         return int(environment[variable])
     except ValueError:
-        raise ConfigError(f"expected a whole number in {variable}, got {environment[variable]!r}") from None
+        raise ConfigurationError(f"expected a whole number in {variable}, got {environment[variable]!r}") from None
 
 
 def _with_scheme(address: str) -> str:
     """Complete ``host:port`` to the address that torchft expects.
 
     Raises:
-        ConfigError: It is neither that nor ``http://host:port``.
+        ConfigurationError: It is neither that nor ``http://host:port``.
     """
     completed = address if "://" in address else f"http://{address}"
     try:
@@ -314,7 +314,7 @@ def _with_scheme(address: str) -> str:
     except ValueError:
         is_complete = False
     if not is_complete:
-        raise ConfigError(
+        raise ConfigurationError(
             f"expected http://host:port as the address of the Lighthouse (lighthouse_addr or {LIGHTHOUSE_ENV}), got "
             f"{address!r}"
         )

@@ -7,7 +7,6 @@
     ├── RegistryError       a key is taken, unknown or missing, or the function under a key failed
     │   └── StateMismatchError   a peer's state does not fit what is registered here
     ├── StateTornError      the replica holds part of a state and must not step
-    ├── ConfigError         (also a ValueError) a setting cannot work, alone or beside another one
     ├── QuorumError         the replicas could not be brought together
     │   ├── LighthouseUnavailableError   torchft is not installed, or the Lighthouse does not answer
     │   └── StatesDivergedError          replicas hold different states of one step, and no majority agrees
@@ -16,7 +15,8 @@
     ├── ReportedError       (never raised) what spoiled a step, as Manager.errored returns it
     └── CommitFailedError   so many steps in a row were not committed that the run is given up
 
-The fields are attributes, the sentence is made by ``str()``, and every error survives pickling, so that one can
+A setting that cannot work is a ``ConfigurationError`` of ``ft_transport``, here as there; ``ConfigError`` is its older
+name. The fields are attributes, the sentence is made by ``str()``, and every error survives pickling, so that one can
 cross a process boundary without losing what it knows.
 """
 
@@ -24,7 +24,11 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
+
+from ft_transport.errors import ConfigurationError
+
+ConfigError: Final = ConfigurationError
 
 Kind = Literal["read", "write"]
 
@@ -175,10 +179,6 @@ class StateTornError(ManagerError):
             f"this replica holds only part of the state of step {self.step} and must not step until Manager.recover or "
             f"Manager.load has brought it a whole one: {self.reason}"
         )
-
-
-class ConfigError(ManagerError, ValueError):
-    """A setting cannot work, or contradicts another one. The message names both."""
 
 
 class QuorumError(ManagerError):

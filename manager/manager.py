@@ -13,12 +13,13 @@ from torch.distributed import ReduceOp
 from typing_extensions import Unpack
 
 import ft_transport
+from ft_transport import ConfigurationError
 from ft_transport.runtime.deadline import Deadline
 from manager.collectives.gloo import ReplicaProcessGroup
 from manager.collectives.managed_work import ManagedWork, never_failing
 from manager.collectives.reconfigurable import Reconfigurable
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig, TorchftKeywords, named_arguments
-from manager.errors import ConfigError, ManagerError, ReportedError
+from manager.errors import ManagerError, ReportedError
 from manager.quorum.loop import QuorumLoop
 from manager.quorum.spans import spanned
 from manager.quorum.stall_watch import StallWatch
@@ -94,7 +95,7 @@ class Manager(StateManager):
                 ``TORCHFT_LIGHTHOUSE`` is set, and has no quorum otherwise.
 
         Raises:
-            ConfigError: The settings cannot work, a keyword is unknown, or ``config`` was given beside them.
+            ConfigurationError: The settings cannot work, a keyword is unknown, or ``config`` was given beside them.
             QuorumError: The Lighthouse or the replica's store cannot be reached.
             TransportError: The address that peers are told does not lead to this transport.
         """
@@ -105,7 +106,7 @@ class Manager(StateManager):
         checkpoint_transport = given.pop("checkpoint_transport", None)
         if config is not None and (given or timeout is not None):
             names = sorted({*given, *(["timeout"] if timeout is not None else [])})
-            raise ConfigError(f"expected the settings in config or one by one, got both: config and {names}")
+            raise ConfigurationError(f"expected the settings in config or one by one, got both: config and {names}")
         wants_quorum = config is not None or bool(given) or pg is not None
         if config is None:
             config = ManagerConfig.from_keywords(cast("TorchftKeywords", given), timeout=timeout)

@@ -84,7 +84,7 @@ class StateManager:
 
         Raises:
             ValueError: Only one of the two functions was given.
-            ConfigError: ``save_every`` without a store.
+            ConfigurationError: ``save_every`` without a store.
             TypeError: The transport is none of ``ft_transport``.
             TransportError: The transport belongs to another manager.
         """

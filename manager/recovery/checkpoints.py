@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import ft_transport
-from ft_transport import TransportError
-from manager.errors import ConfigError, ManagerError, RegistryError
+from ft_transport import ConfigurationError, TransportError
+from manager.errors import ManagerError, RegistryError
 from manager.recovery.values import Recovery, shown
 from manager.state.compatibility import check_fit
 from manager.state.replica_state import ReplicaState
@@ -192,13 +192,15 @@ def check_store(store: CheckpointStore | None, save_every: int | None) -> None:
     """Refuse a store, and a number of steps between saves, that cannot work.
 
     Raises:
-        ConfigError: ``save_every`` without a store, or no positive number.
+        ConfigurationError: ``save_every`` without a store, or no positive number.
         TypeError: The store is none of ``ft_transport``.
     """
     if save_every is not None and (isinstance(save_every, bool) or not isinstance(save_every, int)):
-        raise ConfigError(f"expected a whole number as save_every, got {type(save_every).__name__} {save_every!r}")
+        raise ConfigurationError(
+            f"expected a whole number as save_every, got {type(save_every).__name__} {save_every!r}"
+        )
     if save_every is not None and (save_every < 1 or store is None):
-        raise ConfigError(
+        raise ConfigurationError(
             f"expected a checkpoint_store and a positive number with save_every, got {save_every} and {store}"
         )
     if store is not None and not isinstance(store, ft_transport.CheckpointStore):
