@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Protocol, TypeVar
 
@@ -31,7 +32,7 @@ from ft_transport.coordination.votes import (
     encode_all,
     tally,
 )
-from ft_transport.errors import ConfigurationError, RankGoneError, TransportError
+from ft_transport.errors import ConfigurationError, PeerProtocolError, RankGoneError, TransportError
 
 T = TypeVar("T")
 
@@ -66,33 +67,48 @@ class Store(Protocol):
 _num_groups: dict[str, int] = {}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """Some ranks, this one among them, and a part of their key-value store that nobody else uses.
+    """Some ranks, this one among them, and a part of their key-value store that nothing else uses.
 
-    Args:
-        process_group: The ranks. ``None`` stands for all of ``torch.distributed``, or for this process alone where
-            that is not initialised. Made on all of its ranks, in the same order as others of the same group. No
-            collective of it runs.
+    Attributes:
+        rank: This rank's place among them.
+        size: How many they are.
+        global_ranks: Their ranks in all of ``torch.distributed``.
+        shared: The part of the store; ``None`` where there is one rank.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self.rank, self.size = 0, 1
-        self._store: Any = None
-        self.global_ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    size: int = 1
+    global_ranks: tuple[int, ...] = (0,)
+    shared: Any = None
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup | None) -> RankGroup:
+        """Returns the ranks of a process group. Called on all of them, in the same order as for others of that group.
+
+        Args:
+            process_group: ``None`` stands for all of ``torch.distributed``, or for this process alone where that is not
+                initialised. No collective of it runs.
+
+        Raises:
+            ConfigurationError: This rank does not belong to it.
+        """
         if process_group is None and not dist.is_initialized():
-            return
-        self.rank = dist.get_rank(process_group)
-        if self.rank < 0:
+            return cls()
+        rank = dist.get_rank(process_group)
+        if rank < 0:
             raise ConfigurationError("expected a process group that this rank belongs to")
-        self.size = dist.get_world_size(process_group)
+        size = dist.get_world_size(process_group)
         group = process_group if process_group is not None else dist.group.WORLD
-        self.global_ranks = tuple(dist.get_process_group_ranks(group))
+        global_ranks = tuple(dist.get_process_group_ranks(group))
         name = group.group_name if group is not None else ""
         number = _num_groups[name] = _num_groups.get(name, 0) + 1
         # The group's own store is not public; that of the default group is not either, and is what libraries use.
         default: Any = dist.distributed_c10d._get_default_store()
-        ranks = "-".join(map(str, self.global_ranks)) if self.size <= 64 else name
-        self._store = PrefixStore(f"ft_transport/{name}/{ranks}/{number}", default)
+        ranks = "-".join(map(str, global_ranks)) if size <= 64 else name
+        shared = PrefixStore(f"ft_transport/{name}/{ranks}/{number}", default)
+        return cls(rank=rank, size=size, global_ranks=global_ranks, shared=shared)
 
     @property
     def is_first(self) -> bool:
@@ -101,7 +117,7 @@ class RankGroup:
 
     def store(self, prefix: str) -> Any:
         """A part of the store, for one purpose; ``None`` where there is one rank."""
-        return PrefixStore(prefix, self._store) if self._store is not None else None
+        return PrefixStore(prefix, self.shared) if self.shared is not None else None
 
 
 class Agreement:
@@ -243,11 +259,11 @@ class Agreement:
             self._cast(vote)
             if self._wait({0: f"verdict/{number}"}):
                 return self._settle([None, *[vote] * (self.size - 1)])
-            return decode_all(self._get(f"verdict/{number}"))
+            return decode_all(self._get(f"verdict/{number}"), self.size)
         keys = {rank: f"vote/{number}/{rank}" for rank in range(1, self.size)}
         missing = self._wait(keys)
         votes = self._settle(
-            [vote, *(None if rank in missing else decode(self._get(key)) for rank, key in keys.items())]
+            [vote, *(None if rank in missing else self._vote(vote.phase, self._get(key)) for rank, key in keys.items())]
         )
         if not missing:
             # Everybody has read the verdict before the last one.
@@ -260,7 +276,13 @@ class Agreement:
     def _settle(self, votes: list[Vote | None]) -> list[Vote | None]:
         """Makes ``votes`` the verdict, unless there is one already. Returns what it is for all."""
         key, text = f"verdict/{self.sequence}", encode_all(votes)
-        return decode_all(self._asked(lambda store: store.compare_set(key, "", text)))
+        return decode_all(self._asked(lambda store: store.compare_set(key, "", text)), self.size)
+
+    def _vote(self, phase: str, encoded: bytes) -> Vote:
+        try:
+            return decode(encoded)
+        except PeerProtocolError as error:
+            return Vote(phase=phase, failure=describe(error))
 
     def _wait(self, keys: Mapping[int, str]) -> list[int]:
         """Waits for a key of each rank, for as long as it shows that it is alive. Returns the ranks that were given up.

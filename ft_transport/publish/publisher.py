@@ -138,7 +138,7 @@ class Publisher:
         self._root = checked_root(root)
         # An engine may be loading the version before.
         self._timeout_s = 2 * engine_timeout.total_seconds() + _MARGIN_S
-        group = RankGroup(process_group)
+        group = RankGroup.of(process_group)
         self._agreement = Agreement(group, "publish", timeout)
         self._exchange = Exchange(group, "publish", timeout)
         self._board = ReportStore(group.store("publish/reports"), silence_timeout.total_seconds())

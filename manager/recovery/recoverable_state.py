@@ -9,16 +9,17 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-import torch.distributed as dist
-
 from ft_transport import PeerError, TransportError, spans_ranks
+from ft_transport.coordination.consensus import RankGroup
 from manager.errors import ManagerError, RecoveryFailedError, RegistryError, StateMismatchError, StateTornError
 from manager.recovery.checkpointed_state import CheckpointedState, Recovery
-from manager.recovery.sources import agree_on_step, checked_addresses, failures_elsewhere
+from manager.recovery.sources import RecoveringRanks, checked_addresses
 from manager.state.compatibility import check_fit
 from manager.state.locked_state import checked_step
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from ft_transport import CheckpointStore, HTTPTransport, Incoming, Received
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class RecoverableState(CheckpointedState):
             verify: Whether the state is compared with the peer's once it is loaded, every bit of it. Turn it off where
                 a load function changes what it takes on purpose.
             process_group: All ranks of this replica, if it has several. Each of them calls this; the latest step is the
-                same for all then, and if one of them fails all do. Small collectives run.
+                same for all then, and if one of them fails all do. They agree through its store; no collective runs.
             from_checkpoints: Whether a checkpoint will do if no peer has a state.
 
         With a ``checkpoint_store`` all ranks of the store's group call this. Where a peer fails one of them, all load
@@ -173,12 +174,13 @@ class RecoverableState(CheckpointedState):
         total = timeout if timeout is not None else self._timeout
         start_s = time.monotonic()
         if process_group is not None:
+            ranks = RecoveringRanks(RankGroup.of(process_group), total)
             if step == "latest":
-                step = agree_on_step(
-                    self._transport, addresses, process_group, timeout=total, unreachable_timeout=unreachable_timeout
+                step = ranks.agree_on_step(
+                    self._transport, addresses, timeout=total, unreachable_timeout=unreachable_timeout
                 )
             return self._recover_together(
-                process_group,
+                ranks,
                 metadata,
                 step,
                 max(total - timedelta(seconds=time.monotonic() - start_s), timedelta(0)),
@@ -197,14 +199,9 @@ class RecoverableState(CheckpointedState):
             verify=verify,
         )
 
-    def _recover_together(self, process_group: dist.ProcessGroup, *arguments: Any, **keywords: Any) -> Recovery:
+    def _recover_together(self, ranks: RecoveringRanks, *arguments: Any, **keywords: Any) -> Recovery:
         """Recover on all ranks of a replica, or on none: where one failed, the others refuse to step."""
-        try:
-            recovery = self._recover(*arguments, group_rank=dist.get_rank(process_group), **keywords)
-        except Exception as error:
-            failures_elsewhere(process_group, error)
-            raise
-        failures = failures_elsewhere(process_group, None)
+        recovery, failures = ranks.run(partial(self._recover, *arguments, group_rank=ranks.rank, **keywords))
         if failures:
             self._torn = StateTornError(
                 step=recovery.step, reason=f"this rank has received it, others of this replica have not: {failures}"
