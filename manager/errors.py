@@ -23,8 +23,12 @@ cross a process boundary without losing what it knows.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
+
+from ft_transport.errors import DeadlineExceededError, RankGoneError
 
 Kind = Literal["read", "write"]
 
@@ -187,6 +191,17 @@ class QuorumError(ManagerError):
 
 class QuorumTimeoutError(QuorumError, TimeoutError):
     """Somebody did not come in time; torchft's Manager raises ``TimeoutError`` then."""
+
+
+@contextmanager
+def quorum_errors() -> Iterator[None]:
+    """Raise what agreeing in a store raises as the manager's errors."""
+    try:
+        yield
+    except DeadlineExceededError as error:
+        raise QuorumTimeoutError(str(error)) from error
+    except RankGoneError as error:
+        raise QuorumError(str(error)) from error
 
 
 class LighthouseUnavailableError(QuorumError):

@@ -141,7 +141,7 @@ class Publisher:
         group = RankGroup.of(process_group)
         self._agreement = Agreement(group, "publish", timeout)
         self._exchange = Exchange(group, "publish", timeout)
-        self._board = ReportStore(group.store("publish/reports"), silence_timeout.total_seconds())
+        self._board = ReportStore(group.channel("publish/reports"), silence_timeout.total_seconds())
         self._directory = VersionDirectory(self._root)
         self._claim = RootClaim(self._root)
         self._exporter: Exporter | None = None

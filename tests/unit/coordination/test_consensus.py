@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from ranks_on_threads import groups_of, run_ranks
 from torch.distributed import HashStore
 
 from ft_transport.coordination.consensus import Agreement, RankGroup
+from ft_transport.coordination.store_channel import DirectStore, StoreChannel
 from ft_transport.coordination.votes import AbandonedError
 from ft_transport.errors import (
     CheckpointError,
@@ -191,9 +193,8 @@ def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("Connection reset by peer")
 
-    group = groups_of(2)[0]
-    agreement = Agreement(group, "test", LONG)
-    agreement._store = GoneStore()
+    group = SimpleNamespace(rank=0, size=2, channel=lambda prefix: StoreChannel(DirectStore(GoneStore())))
+    agreement = Agreement(group, "test", LONG)  # type: ignore[arg-type]
     with pytest.raises(RankGoneError, match=r"key-value store of torch\.distributed to answer: Connection reset"):
         agreement.run_on_all_ranks("write", lambda: None)
 

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import pytest
 from torch.distributed import HashStore
 
-from manager.collectives.stores import StoreConnection
+from ft_transport.coordination.store_channel import StoreChannel
 from manager.errors import QuorumError, QuorumTimeoutError
-from manager.quorum.group_ranks import Exchange, GroupRanks, RankReport
+from manager.quorum.group_ranks import Exchange, GroupRanks
+from manager.quorum.rank_report import RankReport
 
 T = TypeVar("T")
 
@@ -28,12 +29,11 @@ class _HandlerError(Exception):
     """Raised in the place of a signal handler."""
 
 
-class Interrupted(StoreConnection):
+class Interrupted:
     """Calls a store in this process; raises once, before or after one call."""
 
     def __init__(self, store: HashStore) -> None:
-        super().__init__("in this process", 0)
-        self._hash_store = store
+        self._store = store
         self.num_calls = 0
         self.at = -1
         self.is_before = True
@@ -45,7 +45,7 @@ class Interrupted(StoreConnection):
         self.was_raised |= is_here
         if is_here and self.is_before:
             raise _HandlerError
-        result = function(self._hash_store)
+        result = function(self._store)
         if is_here:
             raise _HandlerError
         return result
@@ -57,7 +57,10 @@ class Ranks:
     def __init__(self, number: int) -> None:
         self._store = HashStore()
         self.connections = [Interrupted(self._store) for _ in range(number)]
-        self.groups = [GroupRanks(connection, "test", rank, number) for rank, connection in enumerate(self.connections)]
+        self.groups = [
+            GroupRanks(StoreChannel(connection), "test", rank, number)
+            for rank, connection in enumerate(self.connections)
+        ]
         self._mutex = threading.Lock()
         self.answers: list[tuple[int, ...]] = []
 

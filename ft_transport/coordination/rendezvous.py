@@ -15,8 +15,8 @@ from datetime import timedelta
 from typing import Final
 from urllib.parse import urlsplit
 
-from manager.collectives.stores import StoreConnection
-from manager.errors import QuorumError, QuorumTimeoutError
+from ft_transport.coordination.store_channel import StoreChannel
+from ft_transport.errors import DeadlineExceededError, RankGoneError
 
 _PROBE_AFTER: Final = timedelta(milliseconds=200)
 _PROBE_TIMEOUT_S: Final = 1.0
@@ -25,25 +25,26 @@ _SHORTEST_S: Final = 0.001
 
 def rendezvous(
     *,
-    store: StoreConnection,
+    store: StoreChannel,
     prefix: str,
     rank: int,
     names: Sequence[str],
     addresses: Sequence[str],
     timeout: timedelta,
 ) -> None:
-    """Return when all members have called this.
+    """Returns when all members have called this.
 
     Args:
         store: Holds the keys of the members.
         prefix: Of the keys; never used before.
-        rank: Of this replica.
+        rank: Of this member.
         names: The members, by rank; for messages.
         addresses: Where each serves its state.
         timeout: For everything.
 
     Raises:
-        QuorumError: One of them is dead, the store does not answer, or somebody did not come in time.
+        RankGoneError: One of them is dead, or the store does not answer.
+        DeadlineExceededError: One of them did not come in time, or the store did not answer in time.
     """
     deadline_s = time.monotonic() + timeout.total_seconds()
     keys = {other: f"{prefix}/{other}" for other in range(len(names)) if other != rank}
@@ -60,7 +61,7 @@ def rendezvous(
         missing = [other for other in missing if keys[other] in unset]
         _refuse_dead(missing, names, addresses, deadline_s)
         if missing and time.monotonic() >= deadline_s:
-            raise QuorumTimeoutError(
+            raise DeadlineExceededError(
                 f"expected {[names[other] for other in missing]} to come within {timeout.total_seconds():g} s"
             )
 
@@ -75,7 +76,7 @@ def _refuse_dead(others: Sequence[int], names: Sequence[str], addresses: Sequenc
         if timeout_s <= 0:
             return
         if nobody_listens(addresses[other], timeout_s):
-            raise QuorumError(f"{names[other]} is dead: nobody listens at {addresses[other]}")
+            raise RankGoneError(f"{names[other]} is dead: nobody listens at {addresses[other]}", ranks=(other,))
 
 
 def nobody_listens(address: str, timeout_s: float) -> bool:
