@@ -19,7 +19,8 @@ from interruptions import HandlerError, Interruption
 from quorum_threads import LONG_S, lighthouse, make_manager
 from torch.distributed import TCPStore
 
-from manager import Manager, ManagerError, QuorumError, snapshots
+from manager import Manager, ManagerError, QuorumError
+from manager.snapshots import scheduler
 
 pytest.importorskip("torchft")
 
@@ -280,7 +281,7 @@ def test_an_exception_that_is_kept_keeps_no_lock(monkeypatch: pytest.MonkeyPatch
         trainer.step()
         gc.disable()
         try:
-            monkeypatch.setattr(snapshots, "_Held", interrupt)
+            monkeypatch.setattr(scheduler, "_HeldBoundary", interrupt)
             with pytest.raises(HandlerError) as _kept:
                 trainer.start()
             begin_s = time.monotonic()
