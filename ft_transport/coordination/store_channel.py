@@ -45,24 +45,16 @@ class StoreCaller(Protocol):
 
 
 class DirectStore:
-    """A store that is called on the thread of the caller, which takes no switch between threads. Any thread may call.
+    """A `StoreCaller` that calls a store on the thread of its caller, which takes no switch between threads.
 
     For the store of ``torch.distributed``, whose process the trainer's own collectives need too: no timeout is kept.
-
-    Args:
-        store: The store.
     """
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
-        """Calls ``function`` with the store.
-
-        Raises:
-            RankGoneError: The store does not answer.
-            Exception: Whatever ``function`` raises.
-        """
+        """As `StoreCaller.call`."""
         del timeout, may_repeat
         try:
             return function(self._store)

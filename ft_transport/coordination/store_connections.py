@@ -114,18 +114,7 @@ class StoreConnection:
         self._is_closed = False
 
     def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
-        """Calls ``function`` with the store, on the thread of the connection.
-
-        Args:
-            function: What to do; a ``TCPStore`` is passed to it.
-            timeout: For everything.
-            may_repeat: Whether ``function`` may be called once more if the connection turns out to be broken.
-
-        Raises:
-            DeadlineExceededError: The store did not answer in time.
-            RankGoneError: It does not answer, or the connection has been closed.
-            Exception: Whatever ``function`` raises.
-        """
+        """As `StoreCaller.call`, on the thread of the connection."""
         deadline_s = time.monotonic() + timeout.total_seconds() + _GRACE_S
         while True:
             worker = self._running_worker(timeout)
