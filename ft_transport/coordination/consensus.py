@@ -112,7 +112,7 @@ class Agreement:
     Args:
         group: The ranks.
         channel: Tells several agreements of one group apart.
-        timeout: How long a rank may go without a sign of life before the others give it up.
+        timeout: How long a rank may go without a heartbeat before the others give it up.
 
     Attributes:
         step: What is being worked on, for errors.
@@ -231,7 +231,7 @@ class Agreement:
         if self._channel is None:
             return
         if self.is_first:
-            # It does not wait for the others, who may go on at once.
+            # It does not wait for the others, which may go on at once.
             others = Vote(phase=vote.phase, failure=describe(AbandonedError("gave up because rank 0 has")))
             self._settle(self._channel, [vote, *[others] * (self.size - 1)])
         else:

@@ -2,7 +2,7 @@
 
 The Lighthouse may count a replica that was killed a moment ago: its request for the quorum was still pending, and its
 last heartbeat is fresh. Configuring a process group with it waits for the whole timeout. So the members announce
-themselves in the store first, and each probes the address at which a missing member serves its state. Where nobody
+themselves in the store first, and each probes the address at which a missing member serves its state. Where no process
 listens any more, the replica is dead.
 """
 

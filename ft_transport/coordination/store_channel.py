@@ -23,7 +23,7 @@ AT_ONCE: Final = timedelta(0)
 _SHORTEST_PAUSE_S: Final = 0.0002
 _LONGEST_PAUSE_S: Final = 0.05
 _PAUSE_SHARE: Final = 0.05
-"""By how much a wait may take longer: who waits for long looks seldom, beside the training thread."""
+"""By how much a wait may take longer: a long wait looks seldom, beside the training thread."""
 
 
 class StoreCaller(Protocol):

@@ -1,7 +1,7 @@
 """Connections to ``TCPStore``s, one to each, made when first needed and kept; each is called through a `StoreChannel`.
 
 A client of a ``TCPStore`` looks its host's name up in its constructor, which takes seconds where the resolver is slow;
-so nobody connects anew for each process group. Its calls have no deadline of their own: one that is sent to a process
+so no process group connects anew. Its calls have no deadline of their own: one that is sent to a process
 that is stopped returns when that process goes on. So a thread of the connection makes them, and the caller waits for
 the thread no longer than its timeout.
 """
@@ -222,7 +222,7 @@ class _Worker:
 
 
 def _finish(future: Future[Any], outcome: Any) -> None:
-    # Whoever closed the connection may have been first.
+    # A thread that closed the connection may have been first.
     with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)

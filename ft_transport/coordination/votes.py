@@ -40,6 +40,9 @@ disk, is the same a moment later."""
 Plain: TypeAlias = bool | int | float | str | tuple[int | str, ...] | None
 """What travels of an error's fields."""
 
+_NOT_SENT: Final = frozenset({"message", "failures", "destination_touched"})
+"""Fields that travel otherwise, or say something of the tensors of one rank that is not true of another's."""
+
 _MAX_MESSAGE_CHARACTERS: Final = 2000
 _MAX_VOTE_BYTES: Final = 1 << 24
 """A vote is small; what is larger is not decoded."""
@@ -173,7 +176,7 @@ def tally(votes: Sequence[Vote | None], *, step: int | str | None = None) -> Ver
     if not failures:
         return GoOn(tuple(vote.payload for _, vote in cast))
     causes = [(rank, failure) for rank, failure in failures if not failure.is_consequence] or failures
-    # Who missed another rank in an exchange may have missed one that had failed.
+    # A rank that missed another one in an exchange may have missed one that had failed.
     causes = [(rank, failure) for rank, failure in causes if failure.kind != RankGoneError.__name__] or causes
     final = [(rank, failure) for rank, failure in causes if not failure.is_retryable]
     rank, failure = (final or causes)[0]
@@ -214,7 +217,7 @@ def decode_all(encoded: bytes, size: int) -> list[Vote | None]:
 
 
 def rebuild(failure: Failure) -> Exception:
-    """The error as it was raised, in another process of the same rank."""
+    """The error as it was raised in another process; an error of ours where its class is not known here."""
     known = getattr(errors, failure.kind, None)
     if isinstance(known, type) and issubclass(known, TransportError):
         # The constructors of some make the message out of other arguments.
@@ -263,7 +266,7 @@ def _is_raised_everywhere(found: type[TransportError], kind: str) -> bool:
 def _plain_fields(error: TransportError) -> dict[str, Plain]:
     fields: dict[str, Plain] = {}
     for name, value in vars(error).items():
-        if name.startswith("_") or name in {"message", "failures"}:
+        if name.startswith("_") or name in _NOT_SENT:
             continue
         with suppress(msgspec.ValidationError):
             fields[name] = msgspec.convert(value[:_MAX_MESSAGE_CHARACTERS] if isinstance(value, str) else value, Plain)

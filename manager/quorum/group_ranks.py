@@ -26,11 +26,11 @@ from manager.quorum.rank_report import RankReport
 
 _RESTART_ENV: Final = "TORCHELASTIC_RESTART_COUNT"
 _RUN_ENV: Final = "TORCHELASTIC_RUN_ID"
-_NOBODY: Final = ""
+_NO_NAME: Final = ""
 _LONGEST: Final = timedelta(days=1)
 _LOOK_AGAIN_S: Final = 0.02
 _PARTING: Final = timedelta(milliseconds=200)
-"""For what is said after a timeout is over, or to somebody who may be gone."""
+"""For what is said after a timeout is over, or to a rank that may be gone."""
 
 
 def own_store(timeout: timedelta) -> TCPStore:
@@ -77,18 +77,18 @@ class Incarnation:
         self.prefix = f"{self._base}/{unique}"
 
     def close(self) -> None:
-        """Let no rank take this incarnation for a living one. Rank 0 does it; where the store is gone, nobody can."""
+        """Let no rank take this incarnation for a living one. Rank 0 does it, where the store still answers."""
         if self._published:
             with contextlib.suppress(TransportError):
-                self._store.replace(self._key, self._published, _NOBODY, _PARTING)
+                self._store.replace(self._key, self._published, _NO_NAME, _PARTING)
 
     def _claim(self, rank: int, timeout: timedelta) -> str:
         deadline = Deadline.after(timeout)
         earlier: set[str] = set()
         while not deadline.is_over():
             found = self._store.get([self._key], deadline.cap(timeout))
-            name = found[0].decode() if found else _NOBODY
-            if name != _NOBODY and name not in earlier:
+            name = found[0].decode() if found else _NO_NAME
+            if name != _NO_NAME and name not in earlier:
                 claim = f"{self._base}/{name.partition(' ')[0]}/claims/{rank}"
                 if self._store.add(claim, 1, deadline.cap(timeout)) == 1:
                     return name
@@ -106,9 +106,9 @@ class Exchange(Enum):
     QUORUM = "quorum"
     """Before a step. Ranks that are not there yet give their step up, and then come; so this asks again."""
     HEAL = "heal"
-    """After receiving a state: a vote. Who is elsewhere has not healed."""
+    """After receiving a state: a vote. A rank that is elsewhere has not healed."""
     COMMIT = "commit"
-    """After a step: a vote. Who is elsewhere has given the step up."""
+    """After a step: a vote. A rank that is elsewhere has given the step up."""
 
 
 class _Sent(msgspec.Struct, frozen=True):
@@ -128,7 +128,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
         attempts: To which attempts of each rank.
         error: Why there is no result.
         is_at_odds: They came for different things.
-        is_timeout: Somebody did not come in time.
+        is_timeout: A rank did not come in time.
     """
 
     kind: Exchange | None = None
@@ -151,7 +151,7 @@ class GroupRanks:
     for different things learn that, and not one of them waits for a timeout.
 
     Args:
-        store: Shared by the ranks; ``None`` for a replica of one rank, which needs nobody's agreement.
+        store: Shared by the ranks; ``None`` for a replica of one rank, which agrees with itself.
         prefix: Of the keys in it; never used before.
         rank: Rank within the replica.
         world_size: Number of ranks.
@@ -264,7 +264,7 @@ class GroupRanks:
                 self._publish(store, number, _failure(error), _PARTING)
             raise
         attempts = tuple(each.attempt for each in all_sent)
-        # Who is here has the answers of all exchanges before.
+        # A rank that is here has the answers of all exchanges before.
         old, self._old_keys = self._old_keys, []
         answer_to_all = _Answer(kind=kind, result=msgspec.Raw(result), attempts=attempts)
         published = self._publish(store, number, answer_to_all, publishing, remove=old)

@@ -36,6 +36,7 @@ from ft_transport.errors import (
     RankFailedError,
     RankGoneError,
     ReplicasDivergedError,
+    RestoreError,
     StepNotServedError,
     TransportError,
     UnsupportedLeafError,
@@ -265,6 +266,15 @@ def test_an_error_of_another_process_is_raised_here_as_it_was(error: Exception) 
     assert str(again) == str(error)
     assert describe(again) == describe(error)
     assert getattr(again, "retryable", None) == getattr(error, "retryable", None)
+
+
+def test_what_has_landed_on_one_rank_is_not_said_of_another() -> None:
+    error = RestoreError("expected another shape", path="w")
+    error.destination_touched = True
+    assert not given_up(tally(voted(error, None))).destination_touched
+    again = rebuild(describe(error))
+    assert isinstance(again, RestoreError)
+    assert not again.destination_touched
 
 
 def test_what_the_writer_abandoned_is_known_as_such_in_the_trainer() -> None:

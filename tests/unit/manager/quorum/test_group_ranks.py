@@ -14,6 +14,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ft_transport.coordination.store_channel import StoreChannel
+from ft_transport.errors import DeadlineExceededError, RankGoneError, TransportError
 from manager.errors import QuorumError, QuorumTimeoutError
 from manager.quorum.group_ranks import Exchange, GroupRanks
 from manager.quorum.rank_report import RankReport
@@ -200,6 +201,24 @@ def test_nobody_waits_for_a_rank_that_has_left(leaver: int) -> None:
     with pytest.raises(QuorumError, match="shut down"):
         ranks.quorum(1 - leaver, 3)
     assert time.monotonic() - begin_s < LONG.total_seconds() - 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "raised"), [(RankGoneError("gone"), QuorumError), (DeadlineExceededError("late"), QuorumTimeoutError)]
+)
+def test_a_store_that_does_not_answer_is_an_error_of_the_quorum(
+    rank: int, error: TransportError, raised: type[QuorumError]
+) -> None:
+    class Gone:
+        def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
+            raise error
+
+    group = GroupRanks(StoreChannel(Gone()), "test", rank, 2)
+    with pytest.raises(QuorumError, match=error.message) as caught:
+        group.agree(Exchange.COMMIT, report(), gathering=LONG, answering=LONG)
+    assert type(caught.value) is raised
+    group.close()
 
 
 @pytest.mark.parametrize("is_before", [True, False])
