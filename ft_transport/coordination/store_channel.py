@@ -134,39 +134,32 @@ class StoreChannel:
         """Returns those of the keys that are not set."""
         return self.call(lambda store: [key for key in keys if not store.check([key])], timeout)
 
-    def wait(self, keys: Sequence[str], timeout: timedelta, *, patience: timedelta) -> bool:
-        """Waits until all keys are set. Returns whether they are.
-
-        Args:
-            keys: What to wait for.
-            timeout: For the keys to be set.
-            patience: For the store to answer; a busy machine may need longer than a short timeout.
-        """
-        found = self._poll(lambda store: True if store.check(list(keys)) else None, timeout, patience)
-        return found is not None
-
-    def get(self, keys: Sequence[str], timeout: timedelta, *, unless: Sequence[str] = ()) -> list[bytes] | None:
+    def get(
+        self,
+        keys: Sequence[str],
+        timeout: timedelta,
+        *,
+        unless: Sequence[str] = (),
+        patience: timedelta = timedelta(0),
+    ) -> list[bytes] | None:
         """Waits until all keys are set. Returns their values, or ``None`` if they are not.
 
         Args:
-            keys: What to wait for.
+            keys: What to wait for; at least one.
             timeout: For the keys to be set; `AT_ONCE` to look once.
             unless: If one of these is set, nothing is waited for.
+            patience: For the store to answer, where that is longer: a busy machine may need more than a short timeout.
         """
+        deadline = Deadline.after(timeout)
+        pacing = Pacing()
 
-        def get(store: Any) -> list[bytes] | None:
+        def look(store: Any) -> list[bytes] | None:
             if store.check(list(keys)):
                 return [bytes(store.get(key)) for key in keys]
             return [] if any(store.check([key]) for key in unless) else None
 
-        return self._poll(get, timeout) or None
-
-    def _poll(self, look: Callable[[Any], T | None], timeout: timedelta, patience: timedelta | None = None) -> T | None:
-        """Calls ``look`` until it finds something."""
-        deadline = Deadline.after(timeout)
-        pacing = Pacing()
         while True:
-            found = self.call(look, patience or deadline.cap(timeout))
+            found = self.call(look, max(patience, deadline.cap(timeout)))
             if found is not None or deadline.is_over():
-                return found
+                return found or None
             pacing.pause(deadline.cap(timeout).total_seconds())
