@@ -23,10 +23,12 @@ cross a process boundary without losing what it knows.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ft_transport.errors import ConfigurationError
+from ft_transport.errors import ConfigurationError, DeadlineExceededError, RankGoneError
 
 ConfigError: Final = ConfigurationError
 
@@ -187,6 +189,17 @@ class QuorumError(ManagerError):
 
 class QuorumTimeoutError(QuorumError, TimeoutError):
     """Somebody did not come in time; torchft's Manager raises ``TimeoutError`` then."""
+
+
+@contextmanager
+def quorum_errors() -> Iterator[None]:
+    """Raise what agreeing in a store raises as the manager's errors."""
+    try:
+        yield
+    except DeadlineExceededError as error:
+        raise QuorumTimeoutError(str(error)) from error
+    except RankGoneError as error:
+        raise QuorumError(str(error)) from error
 
 
 class LighthouseUnavailableError(QuorumError):

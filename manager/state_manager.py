@@ -403,7 +403,7 @@ class StateManager:
             verify: Whether the state is compared with the peer's once it is loaded, every bit of it. Turn it off where
                 a load function changes what it takes on purpose.
             process_group: All ranks of this replica, if it has several. Each of them calls this; the latest step is the
-                same for all then, and if one of them fails all do. Small collectives run.
+                same for all then, and if one of them fails all do. They agree through its store; no collective runs.
             from_checkpoints: Whether a checkpoint will do if no peer has a state.
 
         With a ``checkpoint_store`` all ranks of the store's group call this. Where a peer fails one of them, all load

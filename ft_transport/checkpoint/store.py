@@ -95,7 +95,7 @@ class CheckpointStore:
         self._rank_local: tuple[str, ...] = ()
         self._is_read_only = read_only
         self._root = checked_root(root)
-        group = RankGroup(process_group)
+        group = RankGroup.of(process_group)
         timeout = self._settings.timeout
         self._directory = CheckpointDirectory(self._root)
         self._claim = RootClaim(self._root)

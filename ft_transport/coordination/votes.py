@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import builtins
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from ft_transport import errors
-from ft_transport.errors import CheckpointDamagedError, RankFailedError, RankGoneError, TransportError
+from ft_transport.errors import (
+    CheckpointDamagedError,
+    FetchFailedError,
+    PeerProtocolError,
+    RankFailedError,
+    RankGoneError,
+    TransportError,
+)
+
+T = TypeVar("T")
 
 RETRYABLE_ERRNOS: Final = frozenset(
     {
@@ -27,7 +37,15 @@ RETRYABLE_ERRNOS: Final = frozenset(
 """What a shared file system or a disk reports for trouble that may pass; all else, as a refused permission or a full
 disk, is the same a moment later."""
 
+Plain: TypeAlias = bool | int | float | str | tuple[int | str, ...] | None
+"""What travels of an error's fields."""
+
+_NOT_SENT: Final = frozenset({"message", "failures", "destination_touched"})
+"""Fields that travel otherwise, or say something of the tensors of one rank that is not true of another's."""
+
 _MAX_MESSAGE_CHARACTERS: Final = 2000
+_MAX_VOTE_BYTES: Final = 1 << 24
+"""A vote is small; what is larger is not decoded."""
 _MAX_SHOWN: Final = 8
 _SAME_EVERYWHERE: Final = (
     errors.CheckpointNotFoundError,
@@ -47,8 +65,8 @@ class Failure(Struct, frozen=True, array_like=True, kw_only=True):
         message: What it says.
         errno: Its number, if it is an ``OSError``.
         filename: The file that it names, if it names one.
-        path: The place in the state, if the error names one.
-        files: Damaged files.
+        fields: What an error of ours knows besides: peer, step, path, damaged files.
+        failures: Those that it sums up, as ``FetchFailedError`` does.
         is_retryable: Whether the same may succeed a moment later.
         is_consequence: Whether this rank only gave up because another had failed.
     """
@@ -57,8 +75,8 @@ class Failure(Struct, frozen=True, array_like=True, kw_only=True):
     message: str
     errno: int | None = None
     filename: str | None = None
-    path: str | None = None
-    files: tuple[str, ...] = ()
+    fields: dict[str, Plain] = msgspec.field(default_factory=dict)
+    failures: tuple[Failure, ...] = ()
     is_retryable: bool = False
     is_consequence: bool = False
 
@@ -122,8 +140,8 @@ def describe(error: BaseException) -> Failure:
         message=message[:_MAX_MESSAGE_CHARACTERS],
         errno=number,
         filename=str(filename) if filename is not None else None,
-        path=error.path if isinstance(error, TransportError) else None,
-        files=error.files if isinstance(error, CheckpointDamagedError) else (),
+        fields=_plain_fields(error) if isinstance(error, TransportError) else {},
+        failures=tuple(map(describe, error.failures)) if isinstance(error, FetchFailedError) else (),
         is_retryable=is_retryable,
         is_consequence=isinstance(error, AbandonedError),
     )
@@ -158,7 +176,7 @@ def tally(votes: Sequence[Vote | None], *, step: int | str | None = None) -> Ver
     if not failures:
         return GoOn(tuple(vote.payload for _, vote in cast))
     causes = [(rank, failure) for rank, failure in failures if not failure.is_consequence] or failures
-    # Who missed another rank in an exchange may have missed one that had failed.
+    # A rank that missed another one in an exchange may have missed one that had failed.
     causes = [(rank, failure) for rank, failure in causes if failure.kind != RankGoneError.__name__] or causes
     final = [(rank, failure) for rank, failure in causes if not failure.is_retryable]
     rank, failure = (final or causes)[0]
@@ -177,22 +195,38 @@ def encode_all(votes: Sequence[Vote | None]) -> str:
 
 
 def decode(encoded: bytes) -> Vote:
-    """The inverse of `encode`."""
-    return msgspec.msgpack.decode(encoded, type=Vote)
+    """The inverse of `encode`.
+
+    Raises:
+        PeerProtocolError: It is no vote.
+    """
+    return _decoded(encoded, lambda: msgspec.msgpack.decode(encoded, type=Vote), _MAX_VOTE_BYTES)
 
 
-def decode_all(encoded: bytes) -> list[Vote | None]:
-    """The inverse of `encode_all`."""
-    return msgspec.json.decode(encoded, type=list[Vote | None])
+def decode_all(encoded: bytes, size: int) -> list[Vote | None]:
+    """The inverse of `encode_all`, for ``size`` ranks.
+
+    Raises:
+        PeerProtocolError: These are no votes, or not so many.
+    """
+    # A byte of a vote takes up to six characters in JSON.
+    votes = _decoded(encoded, lambda: msgspec.json.decode(encoded, type=list[Vote | None]), 6 * size * _MAX_VOTE_BYTES)
+    if len(votes) != size:
+        raise PeerProtocolError(f"expected the votes of {size} ranks, got {len(votes)}")
+    return votes
 
 
 def rebuild(failure: Failure) -> Exception:
-    """The error as it was raised, in another process of the same rank."""
+    """The error as it was raised in another process; an error of ours where its class is not known here."""
     known = getattr(errors, failure.kind, None)
-    if known is CheckpointDamagedError:
-        return CheckpointDamagedError(failure.message, files=failure.files, path=failure.path)
-    if isinstance(known, type) and issubclass(known, TransportError) and known.__init__ is TransportError.__init__:
-        return known(failure.message, path=failure.path)
+    if isinstance(known, type) and issubclass(known, TransportError):
+        # The constructors of some make the message out of other arguments.
+        error = known.__new__(known)
+        TransportError.__init__(error, failure.message)
+        vars(error).update(failure.fields)
+        if isinstance(error, FetchFailedError):
+            error.failures = tuple(each for each in map(rebuild, failure.failures) if isinstance(each, TransportError))
+        return error
     if failure.is_consequence:
         return AbandonedError(failure.message)
     raised = _as_raised(failure)
@@ -203,7 +237,7 @@ def _error(failure: Failure, rank: int, phase: str, others: Sequence[int], step:
     where = f"rank {rank}" + (f" ({_ranks(others)} failed, too)" if others else "")
     text = f"{where}, {phase}: {failure.message}"
     rebuilt = rebuild(failure)
-    if isinstance(rebuilt, TransportError) and type(rebuilt).__name__ == failure.kind:
+    if isinstance(rebuilt, TransportError) and _is_raised_everywhere(type(rebuilt), failure.kind):
         rebuilt.step = step
         if not isinstance(rebuilt, _SAME_EVERYWHERE):
             rebuilt.message = text
@@ -220,6 +254,32 @@ def _error(failure: Failure, rank: int, phase: str, others: Sequence[int], step:
     )
     failed.__cause__ = _as_raised(failure)
     return failed
+
+
+def _is_raised_everywhere(found: type[TransportError], kind: str) -> bool:
+    """Whether all ranks raise an error of the same class: not where it has fields that are about the one rank."""
+    return found.__name__ == kind and (
+        found.__init__ is TransportError.__init__ or issubclass(found, CheckpointDamagedError)
+    )
+
+
+def _plain_fields(error: TransportError) -> dict[str, Plain]:
+    fields: dict[str, Plain] = {}
+    for name, value in vars(error).items():
+        if name.startswith("_") or name in _NOT_SENT:
+            continue
+        with suppress(msgspec.ValidationError):
+            fields[name] = msgspec.convert(value[:_MAX_MESSAGE_CHARACTERS] if isinstance(value, str) else value, Plain)
+    return fields
+
+
+def _decoded(encoded: bytes, decode: Callable[[], T], max_bytes: int) -> T:
+    if len(encoded) > max_bytes:
+        raise PeerProtocolError(f"expected a rank to send at most {max_bytes} bytes, got {len(encoded)}")
+    try:
+        return decode()
+    except msgspec.DecodeError as error:
+        raise PeerProtocolError(f"expected votes of ranks, got {encoded[:_MAX_SHOWN]!r}…: {error}") from error
 
 
 def _as_raised(failure: Failure) -> Exception | None:

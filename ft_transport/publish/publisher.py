@@ -138,10 +138,10 @@ class Publisher:
         self._root = checked_root(root)
         # An engine may be loading the version before.
         self._timeout_s = 2 * engine_timeout.total_seconds() + _MARGIN_S
-        group = RankGroup(process_group)
+        group = RankGroup.of(process_group)
         self._agreement = Agreement(group, "publish", timeout)
         self._exchange = Exchange(group, "publish", timeout)
-        self._board = ReportStore(group.store("publish/reports"), silence_timeout.total_seconds())
+        self._board = ReportStore(group.channel("publish/reports"), silence_timeout.total_seconds())
         self._directory = VersionDirectory(self._root)
         self._claim = RootClaim(self._root)
         self._exporter: Exporter | None = None

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined] # exported, undeclared
 
 from ft_transport import delaying_forks
+from ft_transport.coordination.store_connections import StoreConnections
 from manager.collectives.gloo_abort import GlooSockets
-from manager.collectives.stores import StoreConnections
+from manager.errors import quorum_errors
 
 _LOOK_AFTER_S: Final = 1.0
 """How long gloo is trusted to notice the end of a connection by itself."""
@@ -111,9 +112,7 @@ class GlooProcessGroup:
         if world_size == 1:
             return
         place, _, prefix = store_addr.partition("/")
-        connection, timeout = self.stores.at_address(place), self.connect_timeout
-        # A connection that has broken since its last use is made anew by this one.
-        connection.missing([prefix], timeout)
+        timeout = self.connect_timeout
 
         def meet(store: Any) -> tuple[Any, list[bytes]]:
             meeting = PrefixStore(prefix, store)
@@ -121,9 +120,13 @@ class GlooProcessGroup:
             group.set_timeout(self._timeout)
             return group, [bytes(meeting.get(f"{_GLOO_CONTEXT}/{other}")) for other in range(world_size)]
 
+        with quorum_errors():
+            channel = self.stores.at_address(place)
+            # A connection that has broken since its last use is made anew by this one.
+            channel.missing([prefix], timeout)
         # A child that is forked before gloo's sockets are known would keep them.
-        with delaying_forks():
-            group, said = connection.call(meet, timeout, may_repeat=False)
+        with delaying_forks(), quorum_errors():
+            group, said = channel.call(meet, timeout, may_repeat=False)
             own = said.pop(rank)
             sockets = GlooSockets(own, said)
         with self._mutex:

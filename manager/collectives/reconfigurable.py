@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from manager.collectives.stores import StoreConnections
-from manager.errors import QuorumError
+from ft_transport.coordination.store_connections import StoreConnections
+from manager.errors import QuorumError, quorum_errors
 
 
 class Reconfigurable(Protocol):
@@ -113,10 +113,12 @@ class ReconfigurableGroup:
         if world_size == 1:
             return [handle]
         place, _, prefix = store_addr.partition("/")
-        store, timeout = self.stores.at_address(place), self.connect_timeout
-        store.set(f"{prefix}/handle/{rank}", handle, timeout)
+        timeout = self.connect_timeout
         keys = [f"{prefix}/handle/{member}" for member in range(world_size)]
-        handles = store.get(keys, timeout)
+        with quorum_errors():
+            channel = self.stores.at_address(place)
+            channel.set(keys[rank], handle, timeout)
+            handles = channel.get(keys, timeout)
         if handles is None:
             raise QuorumError(f"expected all of {keys} within {timeout.total_seconds():g} s")
         return [each.decode() for each in handles]

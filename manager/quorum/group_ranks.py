@@ -11,7 +11,6 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
 from typing import Final
@@ -19,50 +18,19 @@ from typing import Final
 import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, undeclared
 
+from ft_transport.coordination.store_channel import StoreChannel
+from ft_transport.errors import TransportError
 from ft_transport.runtime.deadline import Deadline
-from manager.collectives.stores import StoreConnection
-from manager.errors import QuorumError, QuorumTimeoutError
-from manager.quorum.decision import NO_WHOLE_STATE
-from manager.quorum.divergence import Claim
-from manager.quorum.structure import UNKNOWN, Structure
+from manager.errors import QuorumError, QuorumTimeoutError, quorum_errors
+from manager.quorum.rank_report import RankReport
 
 _RESTART_ENV: Final = "TORCHELASTIC_RESTART_COUNT"
 _RUN_ENV: Final = "TORCHELASTIC_RUN_ID"
-_NOBODY: Final = ""
+_NO_NAME: Final = ""
 _LONGEST: Final = timedelta(days=1)
 _LOOK_AGAIN_S: Final = 0.02
 _PARTING: Final = timedelta(milliseconds=200)
-"""For what is said after a timeout is over, or to somebody who may be gone."""
-
-
-class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank says before the replica asks for a quorum, or after a step.
-
-    Attributes:
-        step: The committed step that it holds, or ``quorum.NO_WHOLE_STATE``.
-        lineage: The lineage of that step.
-        group: Key of the process group that it holds and that works; empty if there is none.
-        num_groups: How many process groups it has begun to set up.
-        address: Where it serves its state.
-        can_serve: Whether it can take a snapshot of the step boundary that it is at.
-        may_heal: Whether it waits for the quorum, and heals if the replica is behind.
-        is_irregular: Its optimizers did not each make one step for the last commit.
-        claim: What it says of the last state that was to be compared.
-        refusals: Why it does not want to commit.
-        structure: What its part of the state looks like.
-    """
-
-    step: int
-    lineage: str
-    group: str
-    num_groups: int
-    address: str
-    can_serve: bool = True
-    may_heal: bool = True
-    is_irregular: bool = False
-    claim: Claim = msgspec.field(default_factory=Claim)
-    refusals: tuple[str, ...] = ()
-    structure: Structure = ()
+"""For what is said after a timeout is over, or to a rank that may be gone."""
 
 
 def own_store(timeout: timedelta) -> TCPStore:
@@ -91,7 +59,7 @@ class Incarnation:
         QuorumError: Rank 0 did not come in time, or the store does not answer.
     """
 
-    def __init__(self, store: StoreConnection, rank: int, replica_id: str, timeout: timedelta) -> None:
+    def __init__(self, store: StoreChannel, rank: int, replica_id: str, timeout: timedelta) -> None:
         run = f"{os.environ.get(_RUN_ENV, '')}/{os.environ.get(_RESTART_ENV, '0')}"
         self._base = f"ft_transport/{run}"
         self._key = f"{self._base}/current"
@@ -99,26 +67,28 @@ class Incarnation:
         self._published = ""
         if rank == 0:
             self._published = f"{uuid.uuid4()} {replica_id}"
-            store.set(self._key, self._published, timeout)
+            with quorum_errors():
+                store.set(self._key, self._published, timeout)
             name = self._published
         else:
-            name = self._claim(rank, timeout)
+            with quorum_errors():
+                name = self._claim(rank, timeout)
         unique, _, self.replica_id = name.partition(" ")
         self.prefix = f"{self._base}/{unique}"
 
     def close(self) -> None:
-        """Let no rank take this incarnation for a living one. Rank 0 does it; where the store is gone, nobody can."""
+        """Let no rank take this incarnation for a living one. Rank 0 does it, where the store still answers."""
         if self._published:
-            with contextlib.suppress(QuorumError):
-                self._store.replace(self._key, self._published, _NOBODY, _PARTING)
+            with contextlib.suppress(TransportError):
+                self._store.replace(self._key, self._published, _NO_NAME, _PARTING)
 
     def _claim(self, rank: int, timeout: timedelta) -> str:
         deadline = Deadline.after(timeout)
         earlier: set[str] = set()
         while not deadline.is_over():
             found = self._store.get([self._key], deadline.cap(timeout))
-            name = found[0].decode() if found else _NOBODY
-            if name != _NOBODY and name not in earlier:
+            name = found[0].decode() if found else _NO_NAME
+            if name != _NO_NAME and name not in earlier:
                 claim = f"{self._base}/{name.partition(' ')[0]}/claims/{rank}"
                 if self._store.add(claim, 1, deadline.cap(timeout)) == 1:
                     return name
@@ -136,9 +106,9 @@ class Exchange(Enum):
     QUORUM = "quorum"
     """Before a step. Ranks that are not there yet give their step up, and then come; so this asks again."""
     HEAL = "heal"
-    """After receiving a state: a vote. Who is elsewhere has not healed."""
+    """After receiving a state: a vote. A rank that is elsewhere has not healed."""
     COMMIT = "commit"
-    """After a step: a vote. Who is elsewhere has given the step up."""
+    """After a step: a vote. A rank that is elsewhere has given the step up."""
 
 
 class _Sent(msgspec.Struct, frozen=True):
@@ -158,7 +128,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
         attempts: To which attempts of each rank.
         error: Why there is no result.
         is_at_odds: They came for different things.
-        is_timeout: Somebody did not come in time.
+        is_timeout: A rank did not come in time.
     """
 
     kind: Exchange | None = None
@@ -181,13 +151,13 @@ class GroupRanks:
     for different things learn that, and not one of them waits for a timeout.
 
     Args:
-        store: Shared by the ranks; ``None`` for a replica of one rank, which needs nobody's agreement.
+        store: Shared by the ranks; ``None`` for a replica of one rank, which agrees with itself.
         prefix: Of the keys in it; never used before.
         rank: Rank within the replica.
         world_size: Number of ranks.
     """
 
-    def __init__(self, store: StoreConnection | None, prefix: str, rank: int, world_size: int) -> None:
+    def __init__(self, store: StoreChannel | None, prefix: str, rank: int, world_size: int) -> None:
         assert store is not None or world_size == 1, "ranks need a store to agree"
         self._store = store
         self._prefix = prefix
@@ -256,12 +226,12 @@ class GroupRanks:
     def close(self) -> None:
         """Let no other rank wait for this one, as far as the store still answers."""
         if self._store is not None:
-            with contextlib.suppress(QuorumError):
+            with contextlib.suppress(TransportError):
                 self._store.set(self._left_key(self.rank), "", _PARTING)
 
     def _lead(
         self,
-        store: StoreConnection,
+        store: StoreChannel,
         kind: Exchange,
         report: RankReport,
         answer: Callable[[tuple[RankReport, ...]], bytes],
@@ -271,7 +241,9 @@ class GroupRanks:
     ) -> bytes:
         """Group rank 0's part of one exchange."""
         number, num_begun = self._current
-        if num_begun and not store.missing([self._key(number, "answer")], deadline.cap(_LONGEST)):
+        with quorum_errors():
+            is_answered = bool(num_begun) and not store.missing([self._key(number, "answer")], deadline.cap(_LONGEST))
+        if is_answered:
             # It was interrupted after it had answered: the others have that answer.
             answered = self._answer(store, number, deadline)
             self._current = number, num_begun = number + 1, 0
@@ -292,7 +264,7 @@ class GroupRanks:
                 self._publish(store, number, _failure(error), _PARTING)
             raise
         attempts = tuple(each.attempt for each in all_sent)
-        # Who is here has the answers of all exchanges before.
+        # A rank that is here has the answers of all exchanges before.
         old, self._old_keys = self._old_keys, []
         answer_to_all = _Answer(kind=kind, result=msgspec.Raw(result), attempts=attempts)
         published = self._publish(store, number, answer_to_all, publishing, remove=old)
@@ -300,12 +272,13 @@ class GroupRanks:
             raise QuorumError(f"rank 0 of this replica has already told the others: {published.error}")
         return bytes(published.result)
 
-    def _follow(self, store: StoreConnection, kind: Exchange, report: RankReport, deadline: Deadline) -> bytes:
+    def _follow(self, store: StoreChannel, kind: Exchange, report: RankReport, deadline: Deadline) -> bytes:
         """Another rank's part of one exchange."""
         number, num_begun = self._current
         sent = _Sent(kind, report, num_begun + 1)
         self._current = (number, sent.attempt)
-        store.set(self._key(number, self.rank), msgspec.json.encode(sent), deadline.cap(_LONGEST))
+        with quorum_errors():
+            store.set(self._key(number, self.rank), msgspec.json.encode(sent), deadline.cap(_LONGEST))
         answer = self._answer(store, number, deadline)
         self._current = (number + 1, 0)
         if answer.error:
@@ -317,32 +290,34 @@ class GroupRanks:
             return bytes(answer.result)
         raise _AtOddsError(f"rank 0 of this replica has answered rank {self.rank} before it was interrupted")
 
-    def _answer(self, store: StoreConnection, number: int, deadline: Deadline) -> _Answer:
+    def _answer(self, store: StoreChannel, number: int, deadline: Deadline) -> _Answer:
         (found,) = self._await(store, {self._key(number, "answer"): 0}, deadline.cap(_LONGEST))
         return msgspec.json.decode(found, type=_Answer)
 
     def _publish(
-        self, store: StoreConnection, number: int, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()
+        self, store: StoreChannel, number: int, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()
     ) -> _Answer:
         """Answer the exchange. Returns what the others read: an earlier answer, if there is one."""
         key = self._key(number, "answer")
-        stored = store.set_once(key, msgspec.json.encode(answer).decode(), timeout, remove=remove)
+        with quorum_errors():
+            stored = store.set_once(key, msgspec.json.encode(answer).decode(), timeout, remove=remove)
         self._current = (number + 1, 0)
         self._old_keys += [key, *(self._key(number, rank) for rank in range(1, self.world_size))]
         return msgspec.json.decode(stored, type=_Answer)
 
-    def _await(self, store: StoreConnection, keys: dict[str, int], timeout: timedelta) -> list[bytes]:
+    def _await(self, store: StoreChannel, keys: dict[str, int], timeout: timedelta) -> list[bytes]:
         """Wait for what others write; ``keys`` says which key comes from which rank."""
         missing, reason = list(keys), ""
         left = {self._left_key(rank): rank for rank in keys.values()}
         try:
-            if (values := store.get(missing, timeout, unless=list(left))) is not None:
-                return values
-            gone = set(left) - set(store.missing(list(left), _PARTING))
+            with quorum_errors():
+                if (values := store.get(missing, timeout, unless=list(left))) is not None:
+                    return values
+                gone = set(left) - set(store.missing(list(left), _PARTING))
+                missing = store.missing(missing, _PARTING)
             if gone:
                 ranks = sorted(left[key] for key in gone)
                 raise QuorumError(f"expected all ranks of this replica, and of ranks {ranks} the manager was shut down")
-            missing = store.missing(missing, _PARTING)
         except QuorumTimeoutError as error:
             reason = f" ({error})"
         raise QuorumTimeoutError(
@@ -368,47 +343,4 @@ def _failure(error: QuorumError) -> _Answer:
 def _refusals(reports: Sequence[RankReport]) -> bytes:
     return msgspec.json.encode(
         [f"rank {rank}: {reason}" for rank, each in enumerate(reports) for reason in each.refusals]
-    )
-
-
-def report_of_group(reports: Sequence[RankReport]) -> RankReport:
-    """What the replica as a whole holds and does: ranks that hold different states hold no whole one together."""
-    states = {(report.step, report.lineage, report.is_irregular) for report in reports}
-    step, lineage, is_irregular = states.pop()
-    if states and step == 0 and all(other == 0 for other, _, _ in states):
-        # One rank was given the state of another replica, one was not: both begin again.
-        lineage, is_irregular = "", False
-    elif states:
-        step, lineage, is_irregular = NO_WHOLE_STATE, "", False
-    groups = {report.group for report in reports}
-    return RankReport(
-        step=step,
-        lineage=lineage,
-        group=groups.pop() if len(groups) == 1 else "",
-        num_groups=sum(report.num_groups for report in reports),
-        address=reports[0].address,
-        can_serve=all(report.can_serve for report in reports),
-        may_heal=all(report.may_heal for report in reports),
-        is_irregular=is_irregular,
-        claim=_claim_of_group([report.claim for report in reports]),
-        structure=_structure_of_group([report.structure for report in reports]),
-    )
-
-
-def _structure_of_group(structures: Sequence[Structure]) -> Structure:
-    """Ranks hold parts of different shapes. What one of them does not compare, or does not have, none compares."""
-    parts = [dict(each) for each in structures]
-    keys = dict.fromkeys(key for each in parts for key in each)
-    joined = {key: [each.get(key, UNKNOWN) for each in parts] for key in keys}
-    return tuple(sorted((key, UNKNOWN if UNKNOWN in each else "-".join(each)) for key, each in joined.items()))
-
-
-def _claim_of_group(claims: Sequence[Claim]) -> Claim:
-    if len({(claim.step, claim.lineage) for claim in claims}) > 1:
-        return Claim()
-    # Ranks hold parts of different shapes, so each has names and digests of its own.
-    return replace(
-        claims[0],
-        tensors="-".join(claim.tensors for claim in claims),
-        digest="-".join(claim.digest for claim in claims),
     )

@@ -22,17 +22,20 @@ import msgspec
 import torch
 from torch.distributed import AllreduceOptions, TCPStore  # type: ignore[attr-defined] # exported, undeclared
 
+from ft_transport.coordination.rendezvous import nobody_listens, rendezvous
+from ft_transport.coordination.store_channel import StoreChannel
+from ft_transport.coordination.store_connections import StoreConnections
+from ft_transport.errors import TransportError
 from ft_transport.runtime.deadline import Deadline
 from manager.collectives.gloo import GlooProcessGroup, ReplicaProcessGroup
 from manager.collectives.reconfigurable import Reconfigurable, ReconfigurableGroup
-from manager.collectives.rendezvous import nobody_listens, rendezvous
-from manager.collectives.stores import StoreConnection, StoreConnections
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig
-from manager.errors import QuorumError, StatesDivergedError
+from manager.errors import QuorumError, StatesDivergedError, quorum_errors
 from manager.quorum.decision import Decision, Member, Rules, decide
 from manager.quorum.divergence import Claim
-from manager.quorum.group_ranks import Exchange, GroupRanks, Incarnation, RankReport, own_store, report_of_group
+from manager.quorum.group_ranks import Exchange, GroupRanks, Incarnation, own_store
 from manager.quorum.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse, name_of
+from manager.quorum.rank_report import RankReport, report_of_group
 from manager.quorum.replica_ids import ReplicaId, give_back_id, take_id
 from manager.quorum.structure import Structure, Tables
 
@@ -260,14 +263,14 @@ class Membership:
 
     def tell_tables(self, decision: Decision, tables: Tables) -> None:
         """Tell replicas that do not fit what the state looks like that everybody holds; for their messages."""
-        store = self._stores.at_address(decision.store_address)
-        with suppress(QuorumError):
+        with suppress(TransportError):
+            store = self._stores.at_address(decision.store_address)
             store.set(self._tables_key(), msgspec.json.encode(tables), _TELLING)
 
     def told_tables(self, decision: Decision) -> Tables | None:
         """Return what a holder of the state has published with `tell_tables`; ``None`` if it has not."""
-        store = self._stores.at_address(decision.store_address)
-        with suppress(QuorumError):
+        with suppress(TransportError):
+            store = self._stores.at_address(decision.store_address)
             if (told := store.get([self._tables_key()], _GRACE)) is not None:
                 return msgspec.json.decode(told[0], type=dict[str, dict[str, str]])
         return None
@@ -283,12 +286,12 @@ class Membership:
             table: Digests by path, of this rank.
         """
         prefix = f"{_PREFIX}/diverged/{error.step}/{self.group_rank}"
-        store = self._stores.at_address(error.store_address)
         timeout = self._config.connect_timeout
         try:
+            store = self._stores.at_address(error.store_address)
             store.set(f"{prefix}/{self.replica_id}", msgspec.json.encode(table), timeout)
             told = store.get([f"{prefix}/{replica}" for replica in error.replicas], timeout)
-        except QuorumError as unanswered:
+        except TransportError as unanswered:
             logger.warning("replica %s: which tensors differ is not known: %s", self.replica_id, unanswered)
             return ()
         tables = [msgspec.json.decode(each, type=dict[str, int]) for each in told or ()]
@@ -321,14 +324,15 @@ class Membership:
             self._num_groups += 1
         prefix = f"{_PREFIX}/{decision.group}/{self.group_rank}"
         if len(decision.group_members) > 1:
-            rendezvous(
-                store=self._stores.at_address(decision.store_address),
-                prefix=f"{prefix}/meeting",
-                rank=decision.rank,
-                names=decision.group_members,
-                addresses=decision.group_addresses,
-                timeout=deadline.cap(self._config.connect_timeout),
-            )
+            with quorum_errors():
+                rendezvous(
+                    store=self._stores.at_address(decision.store_address),
+                    prefix=f"{prefix}/meeting",
+                    rank=decision.rank,
+                    names=decision.group_members,
+                    addresses=decision.group_addresses,
+                    timeout=deadline.cap(self._config.connect_timeout),
+                )
         self._limit_connecting(deadline)
         self._process_group.configure(
             f"{decision.store_address}/{prefix}",
@@ -435,7 +439,7 @@ class Membership:
         self._stores.close()
         self._own_store = None
 
-    def _find_store(self) -> tuple[StoreConnection, str]:
+    def _find_store(self) -> tuple[StoreChannel, str]:
         config = self._config
         if config.store_addr is not None and config.store_port is not None:
             try:

@@ -10,16 +10,17 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-import torch.distributed as dist
-
 from ft_transport import TransportError, spans_ranks
+from ft_transport.coordination.consensus import RankGroup
 from manager.errors import ManagerError, RegistryError, StateMismatchError
-from manager.recovery.sources import agree_on_step, checked_addresses, failures_elsewhere
+from manager.recovery.sources import RecoveringRanks, checked_addresses
 from manager.recovery.values import PeerOptions, Recovery, shown
 from manager.state.compatibility import check_fit
 from manager.state.replica_state import ReplicaState, checked_step
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from ft_transport import HTTPTransport, Incoming, Received
 
 logger = logging.getLogger(__name__)
@@ -54,28 +55,24 @@ class PeerRecovery:
             step = checked_step(step)
         if process_group is None:
             return self._recover(source, step, options)
+        start_s = time.monotonic()
+        ranks = RecoveringRanks(RankGroup.of(process_group), options.timeout)
         if step == "latest":
-            start_s = time.monotonic()
-            step = agree_on_step(
+            step = ranks.agree_on_step(
                 self._transport,
                 addresses,
-                process_group,
                 timeout=options.timeout,
                 unreachable_timeout=options.unreachable_timeout,
             )
-            options = replace(options, timeout=_left(options.timeout, start_s))
-        return self._recover_on_all_ranks(process_group, source, step, options)
+        return self._recover_on_all_ranks(
+            ranks, source, step, replace(options, timeout=_left(options.timeout, start_s))
+        )
 
     def _recover_on_all_ranks(
-        self, process_group: dist.ProcessGroup, source: str | list[str], step: int, options: PeerOptions
+        self, ranks: RecoveringRanks, source: str | list[str], step: int, options: PeerOptions
     ) -> Recovery:
         """Recover on all ranks of a replica, or on none: where one failed, the others refuse to step."""
-        try:
-            recovery = self._recover(source, step, options, group_rank=dist.get_rank(process_group))
-        except Exception as error:
-            failures_elsewhere(process_group, error)
-            raise
-        failures = failures_elsewhere(process_group, None)
+        recovery, failures = ranks.run(partial(self._recover, source, step, options, group_rank=ranks.rank))
         if failures:
             self._state.mark_partial(
                 recovery.step, f"this rank has received it, others of this replica have not: {failures}"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import torch.distributed as dist
+import msgspec
 
 from ft_transport import TransportError
+from ft_transport.coordination.consensus import Agreement, RankGroup
+from ft_transport.coordination.votes import Failure, describe, rebuild
 from manager.errors import ManagerError
 
 if TYPE_CHECKING:
     from ft_transport import HTTPTransport
+
+T = TypeVar("T")
 
 _MAX_SHOWN_CHARACTERS: Final = 500
 
@@ -36,50 +40,96 @@ def checked_addresses(metadata: str | Sequence[str], own: str) -> list[str]:
     return list(addresses)
 
 
-def agree_on_step(
-    transport: HTTPTransport[Any],
-    addresses: Sequence[str],
-    process_group: dist.ProcessGroup,
-    *,
-    timeout: timedelta,
-    unreachable_timeout: timedelta | None,
-) -> int:
-    """Have all sources take a snapshot of one step, and return it on every rank of a replica. Runs two collectives.
+class RecoveringRanks:
+    """The ranks of one replica that recover together. All of them make one, and the same calls on it.
+
+    They agree in the key-value store of ``torch.distributed``, in plain values: nothing that a rank says is unpickled.
 
     Args:
-        transport: Asks, on the group's first rank.
-        addresses: Those that this rank will recover from; they need not be the same on all.
-        process_group: All ranks that recover together.
-        timeout: For asking.
-        unreachable_timeout: How long a source may be out of reach.
-
-    Raises:
-        TransportError: It failed; the same error on all ranks.
+        group: The ranks.
+        timeout: For each call on a rank; so long a rank may come later than another one.
     """
-    named: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(named, list(addresses), group=process_group)
-    outcome: list[Any] = [None]
-    if dist.get_rank(process_group) == 0:
-        everywhere = list(dict.fromkeys(address for each in named for address in each))
+
+    def __init__(self, group: RankGroup, timeout: timedelta) -> None:
+        self.rank = group.rank
+        self._timeout_s = timeout.total_seconds()
+        self._agreement = Agreement(group, "recover", timeout)
+
+    def agree_on_step(
+        self,
+        transport: HTTPTransport[Any],
+        addresses: Sequence[str],
+        *,
+        timeout: timedelta,
+        unreachable_timeout: timedelta | None,
+    ) -> int:
+        """Have all sources take a snapshot of one step, and return it on every rank.
+
+        Args:
+            transport: Asks, on the first rank.
+            addresses: Those that this rank will recover from; they need not be the same on all.
+            timeout: For asking.
+            unreachable_timeout: How long a source may be out of reach.
+
+        Raises:
+            TransportError: It failed, with the same error on all ranks; or a rank is gone.
+        """
+        named = self._agreement.run_on_all_ranks("name the sources", lambda: msgspec.json.encode(addresses))
+
+        def ask() -> bytes:
+            everywhere = [address for each in named for address in msgspec.json.decode(each, type=list[str])]
+            try:
+                step = transport.common_step(
+                    list(dict.fromkeys(everywhere)), timeout=timeout, unreachable_timeout=unreachable_timeout
+                )
+            except TransportError as error:
+                return msgspec.json.encode(_StepReply(failure=describe(error)))
+            return msgspec.json.encode(_StepReply(step=step))
+
+        reply = msgspec.json.decode(self._agreement.on_first("agree on a step", ask), type=_StepReply)
+        if reply.failure is not None:
+            raise rebuild(reply.failure)
+        return reply.step
+
+    def run(self, action: Callable[[], T]) -> tuple[T, list[str]]:
+        """Run ``action`` on every rank. Returns what it returned here, and what went wrong on other ranks.
+
+        Args:
+            action: This rank's part. The others wait as long as it runs, for twice the timeout at most.
+
+        Raises:
+            Exception: Whatever ``action`` raises here; the others are told.
+            RankGoneError: The store does not answer, and ``action`` did not run.
+        """
+        outcome: list[T] = []
+        own_errors: list[Exception] = []
+
+        def act() -> bytes | None:
+            try:
+                outcome.append(self._agreement.showing_life(action, 2 * self._timeout_s))
+            except Exception as error:
+                own_errors.append(error)
+                return f"{type(error).__name__}: {error}"[:_MAX_SHOWN_CHARACTERS].encode()
+            return None
+
         try:
-            outcome[0] = transport.common_step(everywhere, timeout=timeout, unreachable_timeout=unreachable_timeout)
+            said = self._agreement.run_on_all_ranks("recover", act)
+            failures = [
+                f"rank {rank}: {each.decode(errors='replace')}"
+                for rank, each in enumerate(said)
+                if each and rank != self.rank
+            ]
         except TransportError as error:
-            outcome[0] = error
-    dist.broadcast_object_list(outcome, group_src=0, group=process_group)
-    if isinstance(outcome[0], TransportError):
-        raise outcome[0]
-    return int(outcome[0])
+            if not outcome and not own_errors:
+                raise
+            failures = [str(error)]
+        if own_errors:
+            raise own_errors[0]
+        return outcome[0], failures
 
 
-def failures_elsewhere(process_group: dist.ProcessGroup, error: BaseException | None) -> list[str]:
-    """Tell the other ranks how it went here, and return what went wrong on them. Runs a collective.
+class _StepReply(msgspec.Struct, frozen=True):
+    """What the first rank found: a step, or why there is none."""
 
-    Args:
-        process_group: All ranks that recover together.
-        error: What went wrong here.
-    """
-    outcomes: list[Any] = [None] * dist.get_world_size(process_group)
-    own = f"{type(error).__name__}: {error}"[:_MAX_SHOWN_CHARACTERS] if error is not None else None
-    dist.all_gather_object(outcomes, own, group=process_group)
-    here = dist.get_rank(process_group)
-    return [f"rank {rank}: {outcome}" for rank, outcome in enumerate(outcomes) if outcome is not None and rank != here]
+    step: int = 0
+    failure: Failure | None = None

@@ -12,8 +12,8 @@ import torch
 from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
 from torch.distributed import TCPStore
 
+from ft_transport.coordination.store_channel import StoreChannel
 from manager import Manager, QuorumError
-from manager.collectives.stores import StoreConnection
 
 pytestmark = [pytest.mark.usefixtures("quorum_ready"), pytest.mark.timeout(60)]
 
@@ -65,16 +65,16 @@ def ranks() -> Iterator[Ranks]:
 def when_rank_1_has_looked(patch: pytest.MonkeyPatch) -> threading.Event:
     """Tells when rank 1 has seen what the store has of rank 0."""
     has_looked = threading.Event()
-    get = StoreConnection.get
+    get = StoreChannel.get
 
     def get_and_tell(
-        self: StoreConnection, keys: Sequence[str], timeout: timedelta, **keywords: Any
+        self: StoreChannel, keys: Sequence[str], timeout: timedelta, **keywords: Any
     ) -> list[bytes] | None:
         values = get(self, keys, timeout, **keywords)
         has_looked.set()
         return values
 
-    patch.setattr(StoreConnection, "get", get_and_tell)
+    patch.setattr(StoreChannel, "get", get_and_tell)
     return has_looked
 
 

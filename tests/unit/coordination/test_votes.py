@@ -29,9 +29,15 @@ from ft_transport.errors import (
     CheckpointExistsError,
     CheckpointInUseError,
     CheckpointNotFoundError,
+    FetchFailedError,
+    IntegrityError,
+    PeerNotReadyError,
+    PeerUnreachableError,
     RankFailedError,
     RankGoneError,
     ReplicasDivergedError,
+    RestoreError,
+    StepNotServedError,
     TransportError,
     UnsupportedLeafError,
     WriterFailedError,
@@ -216,7 +222,8 @@ def test_all_ranks_decide_alike_from_what_has_travelled(seed: int) -> None:
     pick = random.Random(seed)
     known: list[BaseException | None] = [None, PASSES, STAYS, AbandonedError("gave up"), WriterFailedError("died")]
     votes = voted(*(pick.choice(known) for _ in range(5)))
-    travelled = decode_all(encode_all([decode(encode(vote)) if vote is not None else None for vote in votes]))
+    sent = encode_all([decode(encode(vote)) if vote is not None else None for vote in votes])
+    travelled = decode_all(sent.encode(), len(votes))
     assert travelled == votes
     here, there = tally(votes), tally(travelled)
     assert type(here) is type(there)
@@ -225,17 +232,49 @@ def test_all_ranks_decide_alike_from_what_has_travelled(seed: int) -> None:
 
 
 def test_a_vote_that_is_missing_stays_missing_on_the_way() -> None:
-    assert decode_all(encode_all([None, voted(None)[0]])) == [None, voted(None)[0]]
+    assert decode_all(encode_all([None, voted(None)[0]]).encode(), 2) == [None, voted(None)[0]]
+
+
+_FAILURES = (
+    PeerUnreachableError("expected an answer, got none", peer="host:1", step=3),
+    IntegrityError("chunk 2", chunk=2, expected=2**64 - 1, actual=1, peer="host:1", step="latest"),
+)
 
 
 @pytest.mark.parametrize(
-    "error", [PASSES, STAYS, ValueError("bad"), WriterFailedError("died"), ReplicasDivergedError("differ", path="w")]
+    "error",
+    [
+        PASSES,
+        STAYS,
+        ValueError("bad"),
+        WriterFailedError("died"),
+        ReplicasDivergedError("differ", path="w"),
+        CheckpointDamagedError("bad", files=("one", "two"), step=3, path="w"),
+        PeerNotReadyError("not yet", retry_after_s=0.5, after=7, peer="host:1"),
+        StepNotServedError("gone", served=(1, 2), is_past=True, peer="host:1", step=3),
+        FetchFailedError("expected a source", failures=_FAILURES, step=3),
+        RankGoneError("gone", ranks=(1, 2), step=3),
+        *_FAILURES,
+    ],
+    ids=lambda error: type(error).__name__,
 )
-def test_an_error_of_the_writer_is_raised_in_the_trainer_as_it_was(error: Exception) -> None:
-    again = rebuild(describe(error))
+def test_an_error_of_another_process_is_raised_here_as_it_was(error: Exception) -> None:
+    travelled = decode(encode(Vote(phase="write", failure=describe(error)))).failure
+    assert travelled is not None
+    again = rebuild(travelled)
     assert type(again) is type(error)
     assert str(again) == str(error)
     assert describe(again) == describe(error)
+    assert getattr(again, "retryable", None) == getattr(error, "retryable", None)
+
+
+def test_what_has_landed_on_one_rank_is_not_said_of_another() -> None:
+    error = RestoreError("expected another shape", path="w")
+    error.destination_touched = True
+    assert not given_up(tally(voted(error, None))).destination_touched
+    again = rebuild(describe(error))
+    assert isinstance(again, RestoreError)
+    assert not again.destination_touched
 
 
 def test_what_the_writer_abandoned_is_known_as_such_in_the_trainer() -> None:

@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
+from ft_transport.coordination.store_channel import DirectStore, StoreChannel
 from ft_transport.errors import DeadlineExceededError, RankGoneError
 from ft_transport.publish.report import PublishReport
 from ft_transport.publish.report_store import ReportStore
@@ -22,8 +23,12 @@ def store() -> HashStore:
     return store
 
 
+def board_on(store: HashStore, silence_s: float = 10) -> ReportStore:
+    return ReportStore(StoreChannel(DirectStore(store)), silence_s)
+
+
 def test_what_is_posted_is_read_by_all(store: HashStore) -> None:
-    here, there = ReportStore(store, 10), ReportStore(store, 10)
+    here, there = board_on(store), board_on(store)
     here.post(report(1, is_final=False))
     here.post(report(1))
     for each in (here.wait_here, there.wait_there):
@@ -31,7 +36,7 @@ def test_what_is_posted_is_read_by_all(store: HashStore) -> None:
 
 
 def test_whoever_waits_gets_it_when_it_comes(store: HashStore) -> None:
-    here, there = ReportStore(store, 10), ReportStore(store, 10)
+    here, there = board_on(store), board_on(store)
     found: list[PublishReport] = []
     waiting = threading.Thread(target=lambda: found.append(there.wait_there(1, lambda each: each.is_final, 10)))
     waiting.start()
@@ -42,7 +47,7 @@ def test_whoever_waits_gets_it_when_it_comes(store: HashStore) -> None:
 
 
 def test_a_wait_has_a_deadline_and_says_what_is_known(store: HashStore) -> None:
-    board = ReportStore(store, 10)
+    board = board_on(store)
     board.post(report(1, is_final=False))
     for wait in (board.wait_here, board.wait_there):
         with pytest.raises(DeadlineExceededError, match=r"version 1 within 0.05 s; so far: version 1: 0 of 0"):
@@ -52,13 +57,13 @@ def test_a_wait_has_a_deadline_and_says_what_is_known(store: HashStore) -> None:
 
 
 def test_a_rank_0_that_is_silent_is_given_up(store: HashStore) -> None:
-    ReportStore(store, 10).tick()
+    board_on(store).tick()
     with pytest.raises(RankGoneError, match=r"rank 0.*version 1.*has not for 0.5 s"):
-        ReportStore(store, 0.5).wait_there(1, lambda each: each.is_final, 60)
+        board_on(store, 0.5).wait_there(1, lambda each: each.is_final, 60)
 
 
 def test_old_reports_are_forgotten(store: HashStore) -> None:
-    board = ReportStore(store, 10)
+    board = board_on(store)
     for version in range(300):
         board.post(report(version))
     assert [version for version in range(300) if store.check([f"report/{version}"])] == list(range(44, 300))

@@ -13,9 +13,11 @@ from typing import Any, TypeVar
 import pytest
 from torch.distributed import HashStore
 
-from manager.collectives.stores import StoreConnection
+from ft_transport.coordination.store_channel import StoreChannel
+from ft_transport.errors import DeadlineExceededError, RankGoneError, TransportError
 from manager.errors import QuorumError, QuorumTimeoutError
-from manager.quorum.group_ranks import Exchange, GroupRanks, RankReport
+from manager.quorum.group_ranks import Exchange, GroupRanks
+from manager.quorum.rank_report import RankReport
 
 T = TypeVar("T")
 
@@ -28,12 +30,11 @@ class _HandlerError(Exception):
     """Raised in the place of a signal handler."""
 
 
-class Interrupted(StoreConnection):
+class Interrupted:
     """Calls a store in this process; raises once, before or after one call."""
 
     def __init__(self, store: HashStore) -> None:
-        super().__init__("in this process", 0)
-        self._hash_store = store
+        self._store = store
         self.num_calls = 0
         self.at = -1
         self.is_before = True
@@ -45,7 +46,7 @@ class Interrupted(StoreConnection):
         self.was_raised |= is_here
         if is_here and self.is_before:
             raise _HandlerError
-        result = function(self._hash_store)
+        result = function(self._store)
         if is_here:
             raise _HandlerError
         return result
@@ -57,7 +58,10 @@ class Ranks:
     def __init__(self, number: int) -> None:
         self._store = HashStore()
         self.connections = [Interrupted(self._store) for _ in range(number)]
-        self.groups = [GroupRanks(connection, "test", rank, number) for rank, connection in enumerate(self.connections)]
+        self.groups = [
+            GroupRanks(StoreChannel(connection), "test", rank, number)
+            for rank, connection in enumerate(self.connections)
+        ]
         self._mutex = threading.Lock()
         self.answers: list[tuple[int, ...]] = []
 
@@ -197,6 +201,24 @@ def test_nobody_waits_for_a_rank_that_has_left(leaver: int) -> None:
     with pytest.raises(QuorumError, match="shut down"):
         ranks.quorum(1 - leaver, 3)
     assert time.monotonic() - begin_s < LONG.total_seconds() - 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "raised"), [(RankGoneError("gone"), QuorumError), (DeadlineExceededError("late"), QuorumTimeoutError)]
+)
+def test_a_store_that_does_not_answer_is_an_error_of_the_quorum(
+    rank: int, error: TransportError, raised: type[QuorumError]
+) -> None:
+    class Gone:
+        def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
+            raise error
+
+    group = GroupRanks(StoreChannel(Gone()), "test", rank, 2)
+    with pytest.raises(QuorumError, match=error.message) as caught:
+        group.agree(Exchange.COMMIT, report(), gathering=LONG, answering=LONG)
+    assert type(caught.value) is raised
+    group.close()
 
 
 @pytest.mark.parametrize("is_before", [True, False])

@@ -1,7 +1,7 @@
-"""Connections to torch's ``TCPStore``: one to each store, made when it is first needed and kept.
+"""Connections to ``TCPStore``s, one to each, made when first needed and kept; each is called through a `StoreChannel`.
 
 A client of a ``TCPStore`` looks its host's name up in its constructor, which takes seconds where the resolver is slow;
-so nobody connects anew for each process group. Its calls have no deadline of their own: one that is sent to a process
+so no process group connects anew. Its calls have no deadline of their own: one that is sent to a process
 that is stopped returns when that process goes on. So a thread of the connection makes them, and the caller waits for
 the thread no longer than its timeout.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from queue import SimpleQueue
@@ -23,19 +23,15 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported, undecl
     TCPStore,
 )
 
-from ft_transport.runtime.deadline import Deadline
+from ft_transport.coordination.store_channel import StoreChannel
+from ft_transport.errors import DeadlineExceededError, RankGoneError
 from ft_transport.runtime.handler_safety import SafeFuture
-from manager.errors import QuorumError, QuorumTimeoutError
 
 T = TypeVar("T")
 _Job: TypeAlias = tuple["Future[Any]", Callable[[Any], Any]]
 
 _MAX_OTHERS: Final = 2
 """A group meets in the store of one member; another one is read where states differ."""
-_SHORTEST_PAUSE_S: Final = 0.0002
-_LONGEST_PAUSE_S: Final = 0.05
-_PAUSE_SHARE: Final = 0.05
-"""By how much a wait may take longer: who waits for long looks seldom, beside the training thread."""
 _GRACE_S: Final = 0.25
 """For the answer to come back: the store counts the timeout itself."""
 _SHORTEST_CONNECT_S: Final = 1.0
@@ -54,28 +50,28 @@ class StoreConnections:
         self._others: dict[tuple[str, int], StoreConnection] = {}
         self._is_closed = False
 
-    def at(self, host: str, port: int) -> StoreConnection:
-        """Return the connection to this store. Connects with the first call of one of its methods.
+    def at(self, host: str, port: int) -> StoreChannel:
+        """Returns the channel to this store. Connects with the first call of one of its methods.
 
         Raises:
-            QuorumError: The connections have been closed.
+            RankGoneError: The connections have been closed.
         """
         place, oldest = (host, port), None
         with self._mutex:
             if self._is_closed:
-                raise QuorumError(f"expected no more need of the store at {host}:{port}: has been shut down")
+                raise RankGoneError(f"expected no more need of the store at {host}:{port}: has been shut down")
             if place in self._own:
-                return self._own[place]
+                return StoreChannel(self._own[place])
             connection = self._others.pop(place, None) or StoreConnection(host, port)
             self._others[place] = connection
             if len(self._others) > _MAX_OTHERS:
                 oldest = self._others.pop(next(iter(self._others)))
         if oldest is not None:
             oldest.close()
-        return connection
+        return StoreChannel(connection)
 
-    def own(self, host: str, port: int, store: TCPStore | None = None) -> StoreConnection:
-        """As `at`, for a store of this replica itself, whose connection is kept.
+    def own(self, host: str, port: int, store: TCPStore | None = None) -> StoreChannel:
+        """As `at`, for a store of this process's own group, whose connection is kept.
 
         Args:
             host: Of the store.
@@ -84,15 +80,15 @@ class StoreConnections:
         """
         with self._mutex:
             connection = self._own[host, port] = StoreConnection(host, port, store)
-            return connection
+            return StoreChannel(connection)
 
-    def at_address(self, address: str) -> StoreConnection:
+    def at_address(self, address: str) -> StoreChannel:
         """As `at`, for ``host:port``."""
         host, _, port = address.rpartition(":")
         return self.at(host.strip("[]"), int(port))
 
     def close(self) -> None:
-        """Close every connection."""
+        """Closes every connection."""
         with self._mutex:
             self._is_closed = True
             connections = [*self._own.values(), *self._others.values()]
@@ -118,89 +114,8 @@ class StoreConnection:
         self._worker: _Worker | None = None
         self._is_closed = False
 
-    def set(self, key: str, value: str | bytes, timeout: timedelta) -> None:
-        """Set a key."""
-
-        def set_and_see(store: Any) -> None:
-            store.set(key, value)
-            # A store does not answer to `set`; only this shows that it is still there.
-            store.check([key])
-
-        self.call(set_and_see, timeout)
-
-    def set_once(self, key: str, value: str, timeout: timedelta, *, remove: Sequence[str] = ()) -> bytes:
-        """Set a key unless it is set already, and remove others. Returns the value that it has then."""
-
-        def set_and_remove(store: Any) -> bytes:
-            stored = bytes(store.compare_set(key, "", value))
-            for each in remove:
-                store.delete_key(each)
-            return stored
-
-        return self.call(set_and_remove, timeout)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta, *, patience: timedelta) -> bool:
-        """Wait until all keys are set. Returns whether they are.
-
-        Args:
-            keys: What to wait for.
-            timeout: For the keys to be set.
-            patience: For the store to answer; a busy machine may need longer than a short timeout.
-        """
-        found = self._poll(lambda store: True if store.check(list(keys)) else None, timeout, patience)
-        return found is not None
-
-    def get(self, keys: Sequence[str], timeout: timedelta, *, unless: Sequence[str] = ()) -> list[bytes] | None:
-        """Wait until all keys are set. Returns their values, or ``None`` if they are not.
-
-        Args:
-            keys: What to wait for.
-            timeout: For the keys to be set.
-            unless: If one of these is set, nothing is waited for.
-        """
-
-        def get(store: Any) -> list[bytes] | None:
-            if store.check(list(keys)):
-                return [bytes(store.get(key)) for key in keys]
-            return [] if any(store.check([key]) for key in unless) else None
-
-        return self._poll(get, timeout) or None
-
-    def _poll(self, look: Callable[[Any], T | None], timeout: timedelta, patience: timedelta | None = None) -> T | None:
-        """Call ``look`` until it finds something. A wait of the store's own could be neither interrupted nor left."""
-        deadline = Deadline.after(timeout)
-        began_s = time.monotonic()
-        while True:
-            found = self.call(look, patience or deadline.cap(timeout))
-            if found is not None or deadline.is_over():
-                return found
-            pause_s = min(max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * (time.monotonic() - began_s)), _LONGEST_PAUSE_S)
-            time.sleep(min(pause_s, deadline.cap(timeout).total_seconds()))
-
-    def missing(self, keys: Sequence[str], timeout: timedelta) -> list[str]:
-        """Return those of the keys that are not set."""
-        return self.call(lambda store: [key for key in keys if not store.check([key])], timeout)
-
-    def add(self, key: str, number: int, timeout: timedelta) -> int:
-        """Add to a counter, and return what it is then."""
-        return int(self.call(lambda store: store.add(key, number), timeout, may_repeat=False))
-
-    def replace(self, key: str, old: str, new: str, timeout: timedelta) -> None:
-        """Set a key if it has the old value."""
-        self.call(lambda store: store.compare_set(key, old, new), timeout)
-
     def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
-        """Call ``function`` with the store, on the thread of the connection.
-
-        Args:
-            function: What to do; a ``TCPStore`` is passed to it.
-            timeout: For everything.
-            may_repeat: Whether ``function`` may be called once more if the connection turns out to be broken.
-
-        Raises:
-            QuorumError: The store did not answer in time, or the connection has been closed.
-            Exception: Whatever ``function`` raises.
-        """
+        """As `StoreCaller.call`, on the thread of the connection."""
         deadline_s = time.monotonic() + timeout.total_seconds() + _GRACE_S
         while True:
             worker = self._running_worker(timeout)
@@ -212,19 +127,19 @@ class StoreConnection:
                 # Where it only waits for its turn, or for the connection, the thread goes on.
                 if not future.cancel() and worker.is_connected:
                     self._drop(worker)
-                raise QuorumTimeoutError(self._unanswered(f"no answer in {timeout.total_seconds():g} s")) from error
+                raise DeadlineExceededError(self._unanswered(f"no answer in {timeout.total_seconds():g} s")) from error
             except DistNetworkError as error:
                 self._drop(worker)
                 if not (was_connected and may_repeat):
-                    raise QuorumError(self._unanswered(str(error))) from error
+                    raise RankGoneError(self._unanswered(str(error))) from error
             except DistError as error:
-                raise QuorumError(self._unanswered(str(error))) from error
+                raise RankGoneError(self._unanswered(str(error))) from error
             finally:
                 # It refers to the error, and the error to this frame.
                 del future
 
     def close(self) -> None:
-        """Close the connection; what waits for it raises."""
+        """Closes the connection; what waits for it raises."""
         with self._mutex:
             self._is_closed = True
             worker, self._worker, self._first = self._worker, None, None
@@ -238,7 +153,7 @@ class StoreConnection:
     def _running_worker(self, timeout: timedelta) -> _Worker:
         with self._mutex:
             if self._is_closed:
-                raise QuorumError(self._unanswered("has been shut down"))
+                raise RankGoneError(self._unanswered("has been shut down"))
             if self._worker is None:
                 first, self._first = self._first, None
                 connect_s = max(timeout.total_seconds(), _SHORTEST_CONNECT_S)
@@ -271,7 +186,7 @@ class _Worker:
         return future
 
     def end(self) -> None:
-        """Let nobody wait any longer; the thread ends when the call does that it is in."""
+        """Lets nothing wait any longer; the thread ends when the call does that it is in."""
         self._jobs.put(None)
         current = self._current
         if current is not None and not current.cancel():
@@ -308,7 +223,7 @@ class _Worker:
 
 
 def _finish(future: Future[Any], outcome: Any) -> None:
-    # Whoever closed the connection may have been first.
+    # A thread that closed the connection may have been first.
     with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, BaseException):
             future.set_exception(outcome)

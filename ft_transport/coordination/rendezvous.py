@@ -2,80 +2,75 @@
 
 The Lighthouse may count a replica that was killed a moment ago: its request for the quorum was still pending, and its
 last heartbeat is fresh. Configuring a process group with it waits for the whole timeout. So the members announce
-themselves in the store first, and each probes the address at which a missing member serves its state. Where nobody
+themselves in the store first, and each probes the address at which a missing member serves its state. Where no process
 listens any more, the replica is dead.
 """
 
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 from urllib.parse import urlsplit
 
-from manager.collectives.stores import StoreConnection
-from manager.errors import QuorumError, QuorumTimeoutError
+from ft_transport.coordination.store_channel import StoreChannel
+from ft_transport.errors import DeadlineExceededError, RankGoneError
+from ft_transport.runtime.deadline import Deadline
 
 _PROBE_AFTER: Final = timedelta(milliseconds=200)
-_PROBE_TIMEOUT_S: Final = 1.0
-_SHORTEST_S: Final = 0.001
+_PROBE_TIMEOUT: Final = timedelta(seconds=1)
 
 
 def rendezvous(
     *,
-    store: StoreConnection,
+    store: StoreChannel,
     prefix: str,
     rank: int,
     names: Sequence[str],
     addresses: Sequence[str],
     timeout: timedelta,
 ) -> None:
-    """Return when all members have called this.
+    """Returns when all members have called this.
 
     Args:
         store: Holds the keys of the members.
         prefix: Of the keys; never used before.
-        rank: Of this replica.
+        rank: Of this member.
         names: The members, by rank; for messages.
         addresses: Where each serves its state.
         timeout: For everything.
 
     Raises:
-        QuorumError: One of them is dead, the store does not answer, or somebody did not come in time.
+        RankGoneError: One of them is dead, or the store does not answer.
+        DeadlineExceededError: One of them did not come in time, or the store did not answer in time.
     """
-    deadline_s = time.monotonic() + timeout.total_seconds()
+    deadline = Deadline.after(timeout)
     keys = {other: f"{prefix}/{other}" for other in range(len(names)) if other != rank}
     missing = list(keys)
     # One of them may have the store.
-    _refuse_dead(missing, names, addresses, deadline_s)
-    store.set(f"{prefix}/{rank}", names[rank], _left(deadline_s))
-    while not store.wait(
+    _refuse_dead(missing, names, addresses, deadline)
+    store.set(f"{prefix}/{rank}", names[rank], deadline.cap(timeout))
+    while missing and not store.get(
         [keys[other] for other in missing],
-        min(_PROBE_AFTER, _left(deadline_s)),
-        patience=max(_PROBE_AFTER, _left(deadline_s)),
+        deadline.cap(_PROBE_AFTER),
+        patience=max(_PROBE_AFTER, deadline.cap(timeout)),
     ):
-        unset = store.missing([keys[other] for other in missing], _left(deadline_s))
+        unset = store.missing([keys[other] for other in missing], deadline.cap(timeout))
         missing = [other for other in missing if keys[other] in unset]
-        _refuse_dead(missing, names, addresses, deadline_s)
-        if missing and time.monotonic() >= deadline_s:
-            raise QuorumTimeoutError(
+        _refuse_dead(missing, names, addresses, deadline)
+        if missing and deadline.is_over():
+            raise DeadlineExceededError(
                 f"expected {[names[other] for other in missing]} to come within {timeout.total_seconds():g} s"
             )
 
 
-def _left(deadline_s: float) -> timedelta:
-    return timedelta(seconds=max(_SHORTEST_S, deadline_s - time.monotonic()))
-
-
-def _refuse_dead(others: Sequence[int], names: Sequence[str], addresses: Sequence[str], deadline_s: float) -> None:
+def _refuse_dead(others: Sequence[int], names: Sequence[str], addresses: Sequence[str], deadline: Deadline) -> None:
     for other in others:
-        timeout_s = min(_PROBE_TIMEOUT_S, deadline_s - time.monotonic())
-        if timeout_s <= 0:
+        if deadline.is_over():
             return
-        if nobody_listens(addresses[other], timeout_s):
-            raise QuorumError(f"{names[other]} is dead: nobody listens at {addresses[other]}")
+        if nobody_listens(addresses[other], deadline.cap(_PROBE_TIMEOUT).total_seconds()):
+            raise RankGoneError(f"{names[other]} is dead: nobody listens at {addresses[other]}", ranks=(other,))
 
 
 def nobody_listens(address: str, timeout_s: float) -> bool:

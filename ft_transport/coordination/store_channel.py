@@ -1,0 +1,165 @@
+"""Keys of a store of ``torch.distributed``: set, set once, waited for; every wait is a poll with a deadline.
+
+A wait of the store's own can be neither interrupted nor left, and keeps other threads from its connection. How the
+store is called is up to a `StoreCaller`: a store that ``torch.distributed`` has connected to is called directly
+(`DirectStore`), any other on the thread of a kept connection (``coordination.store_connections``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final, Protocol, TypeVar
+
+from ft_transport.errors import RankGoneError
+from ft_transport.runtime.deadline import Deadline
+
+T = TypeVar("T")
+
+AT_ONCE: Final = timedelta(0)
+"""The timeout of a wait that looks once."""
+
+_SHORTEST_PAUSE_S: Final = 0.0002
+_LONGEST_PAUSE_S: Final = 0.05
+_PAUSE_SHARE: Final = 0.05
+"""By how much a wait may take longer: a long wait looks seldom, beside the training thread."""
+
+
+class StoreCaller(Protocol):
+    """Calls functions with a store."""
+
+    def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
+        """Calls ``function`` with the store.
+
+        Args:
+            function: What to do; a store is passed to it.
+            timeout: For the store to answer.
+            may_repeat: Whether ``function`` may be called once more if the connection turns out to be broken.
+
+        Raises:
+            DeadlineExceededError: The store did not answer in time.
+            RankGoneError: It does not answer.
+            Exception: Whatever ``function`` raises.
+        """
+
+
+class DirectStore:
+    """A `StoreCaller` that calls a store on the thread of its caller, which takes no switch between threads.
+
+    For the store of ``torch.distributed``, whose process the trainer's own collectives need too: no timeout is kept.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
+        """As `StoreCaller.call`."""
+        del timeout, may_repeat
+        try:
+            return function(self._store)
+        except RuntimeError as error:  # DistError and its like
+            raise RankGoneError(f"expected the key-value store of torch.distributed to answer: {error}") from error
+
+
+class Pacing:
+    """The pauses of one wait: it looks the more seldom the longer it takes.
+
+    Args:
+        longest_s: The longest pause, in seconds.
+    """
+
+    def __init__(self, longest_s: float = _LONGEST_PAUSE_S) -> None:
+        self._began_s = time.monotonic()
+        self._longest_s = longest_s
+
+    def pause(self, at_most_s: float) -> None:
+        """Sleeps before the next look, for ``at_most_s``."""
+        share_s = _PAUSE_SHARE * (time.monotonic() - self._began_s)
+        time.sleep(min(max(_SHORTEST_PAUSE_S, share_s), self._longest_s, at_most_s))
+
+
+class StoreChannel:
+    """See the module. Any thread may call it, one after the other. All methods raise as `StoreCaller.call`.
+
+    Args:
+        caller: Calls the store.
+    """
+
+    def __init__(self, caller: StoreCaller) -> None:
+        self._caller = caller
+
+    def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
+        """As `StoreCaller.call`."""
+        return self._caller.call(function, timeout, may_repeat=may_repeat)
+
+    def set(self, key: str, value: str | bytes, timeout: timedelta) -> None:
+        """Sets a key, and makes sure that the store is there."""
+
+        def set_and_see(store: Any) -> None:
+            store.set(key, value)
+            # A store does not answer to `set`; only this shows that it is still there.
+            store.check([key])
+
+        self.call(set_and_see, timeout)
+
+    def post(self, key: str, value: str | bytes, timeout: timedelta) -> None:
+        """Sets a key, and leaves it to the next call to find out that the store is gone."""
+        self.call(lambda store: store.set(key, value), timeout)
+
+    def set_once(self, key: str, value: str, timeout: timedelta, *, remove: Sequence[str] = ()) -> bytes:
+        """Sets a key unless it is set already, and removes others. Returns the value that it has then."""
+
+        def set_and_remove(store: Any) -> bytes:
+            stored = bytes(store.compare_set(key, "", value))
+            for each in remove:
+                store.delete_key(each)
+            return stored
+
+        return self.call(set_and_remove, timeout)
+
+    def replace(self, key: str, old: str, new: str, timeout: timedelta) -> None:
+        """Sets a key if it has the old value."""
+        self.call(lambda store: store.compare_set(key, old, new), timeout)
+
+    def add(self, key: str, number: int, timeout: timedelta) -> int:
+        """Adds to a counter, and returns what it is then."""
+        return int(self.call(lambda store: store.add(key, number), timeout, may_repeat=False))
+
+    def remove(self, key: str, timeout: timedelta) -> None:
+        """Forgets a key."""
+        self.call(lambda store: store.delete_key(key), timeout)
+
+    def missing(self, keys: Sequence[str], timeout: timedelta) -> list[str]:
+        """Returns those of the keys that are not set."""
+        return self.call(lambda store: [key for key in keys if not store.check([key])], timeout)
+
+    def get(
+        self,
+        keys: Sequence[str],
+        timeout: timedelta,
+        *,
+        unless: Sequence[str] = (),
+        patience: timedelta = timedelta(0),
+    ) -> list[bytes] | None:
+        """Waits until all keys are set. Returns their values, or ``None`` if they are not.
+
+        Args:
+            keys: What to wait for; at least one.
+            timeout: For the keys to be set; `AT_ONCE` to look once.
+            unless: If one of these is set, nothing is waited for.
+            patience: For the store to answer, where that is longer: a busy machine may need more than a short timeout.
+        """
+        deadline = Deadline.after(timeout)
+        pacing = Pacing()
+
+        def look(store: Any) -> list[bytes] | None:
+            if store.check(list(keys)):
+                return [bytes(store.get(key)) for key in keys]
+            return [] if any(store.check([key]) for key in unless) else None
+
+        while True:
+            found = self.call(look, max(patience, deadline.cap(timeout)))
+            if found is not None or deadline.is_over():
+                return found or None
+            pacing.pause(deadline.cap(timeout).total_seconds())

@@ -1,0 +1,85 @@
+"""What a rank says of itself before the replica asks for a quorum, and what the replica says as a whole; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from manager.quorum.decision import NO_WHOLE_STATE
+from manager.quorum.divergence import Claim
+from manager.quorum.structure import UNKNOWN, Structure
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank says before the replica asks for a quorum, or after a step.
+
+    Attributes:
+        step: The committed step that it holds, or ``quorum.NO_WHOLE_STATE``.
+        lineage: The lineage of that step.
+        group: Key of the process group that it holds and that works; empty if there is none.
+        num_groups: How many process groups it has begun to set up.
+        address: Where it serves its state.
+        can_serve: Whether it can take a snapshot of the step boundary that it is at.
+        may_heal: Whether it waits for the quorum, and heals if the replica is behind.
+        is_irregular: Its optimizers did not each make one step for the last commit.
+        claim: What it says of the last state that was to be compared.
+        refusals: Why it does not want to commit.
+        structure: What its part of the state looks like.
+    """
+
+    step: int
+    lineage: str
+    group: str
+    num_groups: int
+    address: str
+    can_serve: bool = True
+    may_heal: bool = True
+    is_irregular: bool = False
+    claim: Claim = msgspec.field(default_factory=Claim)
+    refusals: tuple[str, ...] = ()
+    structure: Structure = ()
+
+
+def report_of_group(reports: Sequence[RankReport]) -> RankReport:
+    """What the replica as a whole holds and does: ranks that hold different states hold no whole one together."""
+    states = {(report.step, report.lineage, report.is_irregular) for report in reports}
+    step, lineage, is_irregular = states.pop()
+    if states and step == 0 and all(other == 0 for other, _, _ in states):
+        # One rank was given the state of another replica, one was not: both begin again.
+        lineage, is_irregular = "", False
+    elif states:
+        step, lineage, is_irregular = NO_WHOLE_STATE, "", False
+    groups = {report.group for report in reports}
+    return RankReport(
+        step=step,
+        lineage=lineage,
+        group=groups.pop() if len(groups) == 1 else "",
+        num_groups=sum(report.num_groups for report in reports),
+        address=reports[0].address,
+        can_serve=all(report.can_serve for report in reports),
+        may_heal=all(report.may_heal for report in reports),
+        is_irregular=is_irregular,
+        claim=_claim_of_group([report.claim for report in reports]),
+        structure=_structure_of_group([report.structure for report in reports]),
+    )
+
+
+def _structure_of_group(structures: Sequence[Structure]) -> Structure:
+    """Ranks hold parts of different shapes. What one of them does not compare, or does not have, none compares."""
+    parts = [dict(each) for each in structures]
+    keys = dict.fromkeys(key for each in parts for key in each)
+    joined = {key: [each.get(key, UNKNOWN) for each in parts] for key in keys}
+    return tuple(sorted((key, UNKNOWN if UNKNOWN in each else "-".join(each)) for key, each in joined.items()))
+
+
+def _claim_of_group(claims: Sequence[Claim]) -> Claim:
+    if len({(claim.step, claim.lineage) for claim in claims}) > 1:
+        return Claim()
+    # Ranks hold parts of different shapes, so each has names and digests of its own.
+    return replace(
+        claims[0],
+        tensors="-".join(claim.tensors for claim in claims),
+        digest="-".join(claim.digest for claim in claims),
+    )

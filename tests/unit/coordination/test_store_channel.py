@@ -1,0 +1,135 @@
+"""Keys of a store: what is set is read, what is set once stays, and every wait ends; over a store in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from ranks_on_threads import run_ranks
+from torch.distributed import HashStore
+
+from ft_transport.coordination.heartbeat import Heartbeat, HeartbeatWatch
+from ft_transport.coordination.store_channel import AT_ONCE, DirectStore, Pacing, StoreChannel
+from ft_transport.errors import RankGoneError
+
+LONG = timedelta(seconds=30)
+BRIEF = timedelta(milliseconds=50)
+AT_ONCE_S = 10.0
+
+
+@pytest.fixture
+def channel() -> StoreChannel:
+    return StoreChannel(DirectStore(HashStore()))
+
+
+def test_what_is_set_is_read(channel: StoreChannel) -> None:
+    channel.set("one", "1", LONG)
+    channel.post("two", b"2", LONG)
+    assert channel.get(["one", "two"], AT_ONCE) == [b"1", b"2"]
+    assert channel.missing(["one", "three", "two"], LONG) == ["three"]
+    channel.remove("one", LONG)
+    assert channel.missing(["one", "two"], LONG) == ["one"]
+
+
+def test_of_several_who_set_a_key_once_the_first_is_read_by_all(channel: StoreChannel) -> None:
+    channel.set("old", "x", LONG)
+    set_by = run_ranks(
+        *(lambda rank=rank: channel.set_once("key", f"{rank}", LONG, remove=["old"]) for rank in range(8))  # type: ignore[misc]
+    )
+    assert len(set(set_by)) == 1
+    assert channel.get(["key"], AT_ONCE) == set_by[:1]
+    assert channel.missing(["old"], LONG) == ["old"]
+
+
+def test_a_key_is_replaced_only_where_it_has_the_value_that_is_expected(channel: StoreChannel) -> None:
+    channel.set("key", "mine", LONG)
+    channel.replace("key", "another's", "none", LONG)
+    assert channel.get(["key"], AT_ONCE) == [b"mine"]
+    channel.replace("key", "mine", "none", LONG)
+    assert channel.get(["key"], AT_ONCE) == [b"none"]
+
+
+def test_a_counter_counts_every_rank(channel: StoreChannel) -> None:
+    counted = run_ranks(*(lambda: channel.add("number", 1, LONG) for _ in range(8)))
+    assert sorted(counted) == list(range(1, 9))
+
+
+def test_a_wait_ends_when_all_keys_are_set(channel: StoreChannel) -> None:
+    def come() -> list[bytes] | None:
+        channel.set("one", "1", LONG)
+        assert channel.get(["one", "two"], BRIEF, patience=LONG) is None
+        channel.set("two", "2", LONG)
+        return None
+
+    assert run_ranks(lambda: channel.get(["one", "two"], LONG), come)[0] == [b"1", b"2"]
+
+
+def test_a_wait_ends_with_its_timeout(channel: StoreChannel) -> None:
+    began_s = time.monotonic()
+    assert channel.get(["never"], BRIEF) is None
+    assert channel.get(["never"], AT_ONCE) is None
+    assert BRIEF.total_seconds() <= time.monotonic() - began_s < AT_ONCE_S
+
+
+def test_a_wait_ends_where_it_is_told_to(channel: StoreChannel) -> None:
+    began_s = time.monotonic()
+    waiting = threading.Timer(BRIEF.total_seconds(), lambda: channel.set("left", "", LONG))
+    waiting.start()
+    assert channel.get(["never"], LONG, unless=["also never", "left"]) is None
+    waiting.join()
+    assert time.monotonic() - began_s < AT_ONCE_S
+
+
+def test_a_store_that_is_gone_is_an_error_of_ours_and_other_errors_stay_what_they_are() -> None:
+    def fail(error: Exception) -> Any:
+        raise error
+
+    channel = StoreChannel(DirectStore(None))
+    with pytest.raises(RankGoneError, match=r"store of torch\.distributed to answer: Broken pipe"):
+        channel.call(lambda store: fail(RuntimeError("Broken pipe")), LONG)
+    with pytest.raises(ValueError, match="mine"):
+        channel.call(lambda store: fail(ValueError("mine")), LONG)
+
+
+def test_a_long_wait_looks_seldom_and_a_short_one_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, pauses = [0.0], []
+
+    def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        now_s[0] += pause_s
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    pacing = Pacing()
+    while now_s[0] < 60:
+        pacing.pause(at_most_s=60 - now_s[0] + 1e-9)
+    assert pauses[0] < 0.001
+    assert pauses == [*sorted(pauses[:-1]), pauses[-1]]
+    assert max(pauses) == 0.05
+    assert sum(pauses[:50]) < 0.02
+    assert now_s[0] < 60.001
+
+
+# ------------------------------------------------------------------------------------------------------- heartbeats
+
+
+def test_a_rank_whose_heartbeat_moves_is_alive_and_one_whose_does_not_is_silent(channel: StoreChannel) -> None:
+    beating = Heartbeat(channel, "alive/1", interval_s=0, timeout=LONG)
+    Heartbeat(channel, "alive/2", interval_s=0, timeout=LONG).beat()
+    watch = HeartbeatWatch({1: "alive/1", 2: "alive/2", 3: "alive/3"}, channel, now_s=0.0)
+    for now_s in (1.0, 2.0, 3.0):
+        beating.beat()
+        assert watch.silent([1, 2, 3], 3.0, now_s) == []
+    beating.beat()
+    assert watch.silent([1, 2, 3], 3.0, 4.0) == [2, 3]
+    assert watch.silent([1], 3.0, 7.5) == [1]
+
+
+def test_heartbeats_that_come_too_often_are_left_out(channel: StoreChannel) -> None:
+    heartbeat = Heartbeat(channel, "alive/0", interval_s=60, timeout=LONG)
+    for _ in range(10):
+        heartbeat.beat()
+    assert channel.get(["alive/0"], AT_ONCE) == [b"1"]

@@ -1,0 +1,103 @@
+"""Ranks that recover together end at one step, or know why not; on threads over a store in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import pytest
+from ranks_on_threads import groups_of, run_ranks
+
+from ft_transport import FetchFailedError, PeerUnreachableError
+from ft_transport.errors import RankGoneError
+from manager.recovery.sources import RecoveringRanks
+
+T = TypeVar("T")
+
+LONG = timedelta(seconds=30)
+BRIEF = timedelta(milliseconds=200)
+
+
+class Transport:
+    """Stands in for ``HTTPTransport``: knows a step, or why there is none."""
+
+    def __init__(self, outcome: int | Exception) -> None:
+        self.outcome = outcome
+        self.asked: list[list[str]] = []
+
+    def common_step(self, sources: Sequence[str], **timeouts: Any) -> int:
+        self.asked.append(list(sources))
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+def on_all(num_ranks: int, act: Callable[[RecoveringRanks], T], timeout: timedelta = LONG) -> list[T]:
+    ranks = [RecoveringRanks(group, timeout) for group in groups_of(num_ranks)]
+    return run_ranks(*(lambda each=each: act(each) for each in ranks))  # type: ignore[misc]
+
+
+def agree(ranks: RecoveringRanks, transport: Transport) -> int:
+    addresses = ["http://a", f"http://{ranks.rank}"]
+    return ranks.agree_on_step(transport, addresses, timeout=LONG, unreachable_timeout=None)  # type: ignore[arg-type]
+
+
+def test_the_first_rank_asks_all_sources_and_every_rank_has_the_step() -> None:
+    transport = Transport(7)
+    assert on_all(3, lambda ranks: agree(ranks, transport)) == [7, 7, 7]
+    assert transport.asked == [["http://a", "http://0", "http://1", "http://2"]]
+
+
+def test_what_the_first_rank_could_not_get_is_the_same_error_on_all() -> None:
+    failure = PeerUnreachableError("expected an answer, got none", peer="host:1")
+    transport = Transport(FetchFailedError("expected a source", failures=(failure,), step="latest"))
+
+    def act(ranks: RecoveringRanks) -> tuple[str, str]:
+        with pytest.raises(FetchFailedError) as caught:
+            agree(ranks, transport)
+        assert [type(each) for each in caught.value.failures] == [PeerUnreachableError]
+        return str(caught.value), caught.value.failures[0].peer or ""
+
+    outcomes = on_all(3, act)
+    assert outcomes == [(str(transport.outcome), "host:1")] * 3
+
+
+def test_each_rank_hears_what_went_wrong_on_the_others() -> None:
+    def act(ranks: RecoveringRanks) -> tuple[int, list[str]]:
+        if ranks.rank == 1:
+            with pytest.raises(ValueError, match="too little"):
+                ranks.run(lambda: int("too little"))
+            return 0, []
+        return ranks.run(lambda: ranks.rank)
+
+    outcomes = on_all(3, act)
+    assert [found for found, _ in outcomes] == [0, 0, 2]
+    for _, failures in (outcomes[0], outcomes[2]):
+        assert failures == ["rank 1: ValueError: invalid literal for int() with base 10: 'too little'"]
+
+
+def test_a_rank_that_receives_for_longer_than_the_timeout_is_waited_for() -> None:
+    release = threading.Event()
+    timer = threading.Timer(1.5 * BRIEF.total_seconds(), release.set)
+    timer.start()
+    outcomes = on_all(2, lambda ranks: ranks.run(lambda: ranks.rank == 0 or release.wait(60)), BRIEF)
+    timer.join()
+    assert outcomes == [(True, [])] * 2
+
+
+def test_a_rank_that_dies_meanwhile_is_a_failure_that_is_named() -> None:
+    def act(ranks: RecoveringRanks) -> tuple[int, list[str]]:
+        return ranks.run(lambda: 3) if ranks.rank != 1 else (0, [])
+
+    outcomes = on_all(3, act, BRIEF)
+    for step, failures in (outcomes[0], outcomes[2]):
+        assert step == 3
+        assert "nothing came from rank 1: dead, stuck, or elsewhere" in failures[0]
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout() -> None:
+    first, _ = [RecoveringRanks(group, BRIEF) for group in groups_of(2)]
+    with pytest.raises(RankGoneError, match="nothing came from rank 1"):
+        agree(first, Transport(7))
