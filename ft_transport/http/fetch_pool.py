@@ -43,6 +43,7 @@ class FetchSettings:
         verify: Whether each chunk is compared with its digest as it lands, where the manifest has them.
         max_failures: Failures in a row after which a source is given up.
         token: The job token, if the sources ask for one.
+        unreachable_s: How long a source may be out of reach before the first byte, in seconds.
         timeouts: Deadlines and the least throughput.
         on_progress: Called after each chunk, from the fetching threads, one call at a time; must be quick.
     """
@@ -51,6 +52,7 @@ class FetchSettings:
     verify: bool
     max_failures: int
     token: JobToken | None
+    unreachable_s: float
     timeouts: Timeouts
     on_progress: Callable[[FetchProgress], None] | None
 
