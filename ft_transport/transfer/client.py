@@ -80,7 +80,7 @@ class _Present:
     restore: Restore
 
     def buffers(self, start: int, end: int) -> list[memoryview]:
-        """See ``http.chunk_client.Destination``; only to be read."""
+        """See ``http.fetch_pool.Destination``; only to be read."""
         return self.restore.present(start, end)
 
 
