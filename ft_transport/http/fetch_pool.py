@@ -18,6 +18,7 @@ from ft_transport.http.connection import Connection, Timeouts
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.token import JobToken
 from ft_transport.runtime.handler_safety import SafeCondition
+from ft_transport.settings import FetchProgress
 from ft_transport.wire.fetch import (
     Aborted,
     FetchMachine,
@@ -29,18 +30,6 @@ from ft_transport.wire.fetch import (
     Wait,
     WorkerIndex,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchProgress:
-    """How far a fetch is: bytes received so far, bytes in all, seconds since it began.
-
-    They are verified, unless their digests come after the data; what was damaged then is fetched again, counted anew.
-    """
-
-    done_bytes: int
-    total_bytes: int
-    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

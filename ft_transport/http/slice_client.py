@@ -13,13 +13,14 @@ from ft_transport.errors import IntegrityError, PeerProtocolError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import Destination, FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
+from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.fetch import FetchMachine, Request
 from ft_transport.wire.integrity import Hasher
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.read_work import FrameOfReads, ReadWork
 from ft_transport.wire.reshard import Planner, Wanted
 from ft_transport.wire.routes import slices_path
-from ft_transport.wire.slices import FRAME_BYTES, FRAME_DIGEST_BYTES, Slice, answer_bytes, encode_request, joined
+from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, answer_bytes, encode_request, joined
 from ft_transport.wire.strided import put
 
 _LEAST_DIRECT_BYTES: Final = 4 << 10
@@ -57,7 +58,7 @@ def fetch_slices(
     planner = Planner(manifests, names)
     reads = planner.plan(wanted)
     total_bytes = sum(read.num_bytes for planned in reads for read in planned)
-    num_workers = max(1, min(settings.num_connections, -(-total_bytes // FRAME_BYTES)))
+    num_workers = max(1, min(settings.num_connections, -(-total_bytes // CHUNK_BYTES)))
     FetchPool(
         [source.peer for source in sources],
         FetchMachine(ReadWork(reads, num_workers=num_workers), sources=names, max_failures=settings.max_failures),

@@ -19,8 +19,7 @@ from ft_transport.http.late_digests import digest_chunks, fetch_digests, find_da
 from ft_transport.http.manifest_client import fetch_manifest, fetch_server_id
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.token import JobToken
-from ft_transport.settings import TransportSettings, check_duration
-from ft_transport.state.copying import default_num_threads
+from ft_transport.settings import TransportSettings, check_duration, default_num_threads
 from ft_transport.state.matching import Incoming
 from ft_transport.state.restore import Restore
 from ft_transport.state.verify import find_differences

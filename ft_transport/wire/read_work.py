@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.fetch import Assignment, SourceIndex, SourceState, Undeliverable
 from ft_transport.wire.reshard import Read
-from ft_transport.wire.slices import FRAME_BYTES, MAX_BLOCKS_PER_FRAME, MAX_REQUEST_BYTES, MAX_SLICES_PER_REQUEST
+from ft_transport.wire.slices import MAX_BLOCKS_PER_FRAME, MAX_REQUEST_BYTES, MAX_SLICES_PER_REQUEST
 
-_LEAST_REQUEST_BYTES: Final = 4 * FRAME_BYTES
+_LEAST_REQUEST_BYTES: Final = 4 * CHUNK_BYTES
 _MAX_READS_PER_FRAME: Final = 1 << 10
 
 FrameOfReads: TypeAlias = tuple[Read, ...]
@@ -106,7 +107,7 @@ class ReadWork:
         frame_bytes = num_blocks = 0
         for read in reads:
             num_bytes, num_more = read.num_bytes, read.num_blocks
-            is_full = frame_bytes + num_bytes > FRAME_BYTES or num_blocks + num_more > MAX_BLOCKS_PER_FRAME
+            is_full = frame_bytes + num_bytes > CHUNK_BYTES or num_blocks + num_more > MAX_BLOCKS_PER_FRAME
             if frame and (is_full or len(frame) == _MAX_READS_PER_FRAME):
                 queue.frames.append(tuple(frame))
                 frame, frame_bytes, num_blocks = [], 0, 0

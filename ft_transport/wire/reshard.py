@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from ft_transport.errors import ManifestError, RestoreError
+from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.layouts import Intervals, Layout, Placement, Region, intervals_of, shape_of
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import LayoutNode, TensorNode, ViewNode
-from ft_transport.wire.slices import FRAME_BYTES, MAX_BLOCKS_PER_FRAME, Slice, row_major_strides, slice_of
+from ft_transport.wire.slices import MAX_BLOCKS_PER_FRAME, Slice, row_major_strides, slice_of
 
 StoredNode: TypeAlias = TensorNode | LayoutNode | ViewNode
 """Where a source has a tensor, or its part of one."""
@@ -434,7 +435,7 @@ def _overlaps(wanted: Intervals, held: Intervals) -> Iterator[tuple[int, int, in
 
 def _in_pieces(box: Box, item_bytes: int) -> Iterable[Box]:
     """The box in pieces that fit into a frame, and that those who have it can share."""
-    piece_bytes = FRAME_BYTES if len(box.holders) == 1 else FRAME_BYTES // 2
+    piece_bytes = CHUNK_BYTES if len(box.holders) == 1 else CHUNK_BYTES // 2
     # Short rows cost more than their bytes.
     piece_bytes = min(piece_bytes, _block_items(box) * item_bytes * MAX_BLOCKS_PER_FRAME)
     if math.prod(box.counts) * item_bytes <= piece_bytes:

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_transport.errors import FetchFailedError, PeerProtocolError, PeerUnreachableError, TransportError
+from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.fetch import Aborted, FetchMachine, Request, RequestFailed, Stop, UnitVerified, Wait, WorkerIndex
 from ft_transport.wire.nodes import TensorNode
 from ft_transport.wire.read_work import FrameOfReads, ReadWork
 from ft_transport.wire.reshard import Box, Read, Wanted
-from ft_transport.wire.slices import FRAME_BYTES, MAX_REQUEST_BYTES
+from ft_transport.wire.slices import MAX_REQUEST_BYTES
 
 
 def _read(number: int, num_bytes: int, *sources: int, is_whole: bool = False) -> Read:
@@ -56,14 +57,14 @@ def test_small_reads_share_a_frame_and_frames_a_request() -> None:
 
 
 def test_a_request_stays_within_its_limits() -> None:
-    machine = _machine([[_read(number, FRAME_BYTES, 0) for number in range(200)]], num_workers=1)
+    machine = _machine([[_read(number, CHUNK_BYTES, 0) for number in range(200)]], num_workers=1)
     request = machine.next(WorkerIndex(0))
     assert isinstance(request, Request)
     assert sum(read.num_bytes for frame in request.units for read in frame) == MAX_REQUEST_BYTES
 
 
 def test_another_holder_takes_over_what_a_source_has_not_delivered() -> None:
-    reads = [[_read(number, FRAME_BYTES, 0, 1) for number in range(3)], []]
+    reads = [[_read(number, CHUNK_BYTES, 0, 1) for number in range(3)], []]
     machine = _machine(reads, num_workers=1)
     worker = WorkerIndex(0)
     first = machine.next(worker)
@@ -93,7 +94,7 @@ def test_after_a_first_failure_another_is_asked_at_once() -> None:
 
 
 def test_who_has_nothing_to_do_relieves_who_has_much() -> None:
-    reads = [_read(number, FRAME_BYTES, 0, 1) for number in range(64)]
+    reads = [_read(number, CHUNK_BYTES, 0, 1) for number in range(64)]
     machine = _machine([reads, []])
     asked = [machine.next(WorkerIndex(worker)) for worker in (0, 1)]
     assert [request.source for request in asked] == [0, 0]  # type: ignore[union-attr]
@@ -103,7 +104,7 @@ def test_who_has_nothing_to_do_relieves_who_has_much() -> None:
 
 
 def test_what_is_not_sharded_comes_from_one_source_as_a_whole() -> None:
-    reads = [_read(number, FRAME_BYTES, 0, 1, is_whole=True) for number in range(2)]
+    reads = [_read(number, CHUNK_BYTES, 0, 1, is_whole=True) for number in range(2)]
     machine = _machine([reads, []], num_workers=1)
     worker = WorkerIndex(0)
     machine.next(worker)
@@ -116,7 +117,7 @@ def test_what_is_not_sharded_comes_from_one_source_as_a_whole() -> None:
 
 
 def test_what_had_landed_as_a_whole_needs_nobody_to_stand_in() -> None:
-    machine = _machine([[_read(0, FRAME_BYTES, 0, is_whole=True), _read(1, FRAME_BYTES, 0, 1)], []], num_workers=1)
+    machine = _machine([[_read(0, CHUNK_BYTES, 0, is_whole=True), _read(1, CHUNK_BYTES, 0, 1)], []], num_workers=1)
     worker = WorkerIndex(0)
     machine.next(worker)
     machine.receive(UnitVerified(worker))
@@ -158,7 +159,7 @@ def test_whatever_fails_every_read_is_delivered_once_or_the_fetch_ends(data: st.
     for number in range(data.draw(st.integers(0, 12), "reads")):
         holders = data.draw(st.lists(st.integers(0, num_sources - 1), min_size=1, unique=True), "holders")
         is_whole = data.draw(st.booleans(), "is whole")
-        num_bytes = data.draw(st.sampled_from([1, 1000, FRAME_BYTES]))
+        num_bytes = data.draw(st.sampled_from([1, 1000, CHUNK_BYTES]))
         reads[holders[0]].append(_read(number, num_bytes, *holders, is_whole=is_whole))
         if is_whole:
             home[f"w{number}"] = holders[0]
