@@ -107,7 +107,7 @@ def _settle_disk() -> None:
 
 def _save_ours(clock: _Clock, state: State, arguments: argparse.Namespace) -> None:
     from ft_transport import CheckpointStore, StoreSettings
-    from ft_transport.state.snapshot import Stager
+    from ft_transport.state.stager import Stager
     from ft_transport.wire.chunks import CHUNK_BYTES
 
     settings = StoreSettings()

@@ -12,7 +12,7 @@ import torch
 
 from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.server import FreshSnapshot
+from ft_transport.http.snapshot_requests import FreshSnapshot
 from ft_transport.http.token import JobToken
 from ft_transport.settings import TransportSettings, check_duration, check_number
 from ft_transport.state.matching import Incoming

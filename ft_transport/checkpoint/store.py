@@ -38,7 +38,7 @@ from ft_transport.errors import CheckpointError, CheckpointExistsError, Configur
 from ft_transport.settings import check_number
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
-from ft_transport.state.snapshot import Stager
+from ft_transport.state.stager import Stager
 from ft_transport.transfer.server import SnapshotLease
 from ft_transport.wire.chunks import CHUNK_BYTES
 

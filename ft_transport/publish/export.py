@@ -28,7 +28,8 @@ from ft_transport.errors import PublishError
 from ft_transport.publish.engines.engine import Kind
 from ft_transport.publish.versions import VersionDirectory
 from ft_transport.state.dtensors import is_dtensor
-from ft_transport.state.snapshot import Snapshot, Stager
+from ft_transport.state.snapshot import Snapshot
+from ft_transport.state.stager import Stager
 from ft_transport.state.views import has_own_memory
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.integrity import digest

@@ -17,7 +17,8 @@ from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.token import JobToken
 from ft_transport.settings import TransportSettings, check_number
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
-from ft_transport.state.snapshot import HeldState, PendingSnapshot, Stager
+from ft_transport.state.snapshot import HeldState, PendingSnapshot
+from ft_transport.state.stager import Stager
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.served import MemoryFile
 

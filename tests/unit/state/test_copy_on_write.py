@@ -12,7 +12,8 @@ from state_tools import CHUNK_BYTES, file_of, open_stager
 from ft_transport.errors import SnapshotError
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.copying import HostCopies
-from ft_transport.state.snapshot import Snapshot, Stager
+from ft_transport.state.snapshot import Snapshot
+from ft_transport.state.stager import Stager
 from ft_transport.wire.manifest import decode_digests, decode_header
 
 LONG_S = 20.0
@@ -28,7 +29,7 @@ class Lender:
         self.empty = torch.empty(0)
         self.state = {"large": self.large, "small": self.small, "empty": self.empty, "step": 3}
 
-    def lend_all(self) -> Snapshot:
+    def share_all(self) -> Snapshot:
         held = self.stager.hold(3, self.state, deferrable=lambda tensor: True, max_bytes=0)
         assert held is not None
         assert held.is_shareable
@@ -50,7 +51,7 @@ def lender() -> Iterator[Lender]:
         yield Lender(stager)
 
 
-@pytest.fixture(params=["lend_all", "lend_large"])
+@pytest.fixture(params=["share_all", "lend_large"])
 def snapshot(lender: Lender, request: pytest.FixtureRequest) -> Iterator[Snapshot]:
     made: Snapshot = getattr(lender, request.param)()
     yield made
@@ -76,7 +77,7 @@ def copied_data(lender: Lender) -> bytes:
 
 def test_what_is_lent_reads_like_a_copy(lender: Lender) -> None:
     expected = copied_data(lender)
-    for share in (lender.lend_all, lender.lend_large):
+    for share in (lender.share_all, lender.lend_large):
         snapshot = share()
         assert data_of(snapshot) == expected
         snapshot.close()
@@ -143,7 +144,7 @@ def test_the_digests_are_those_of_the_chunks_whenever_they_are_computed(lender: 
 
 
 def test_without_memory_for_a_copy_the_snapshot_is_lost_and_the_owner_goes_on(lender: Lender) -> None:
-    first, snapshot, third = lender.lend_all(), lender.lend_all(), lender.lend_all()
+    first, snapshot, third = lender.share_all(), lender.share_all(), lender.share_all()
     memory_of(first).materialize()
     memory_of(third).materialize()  # Two arenas are all that there are.
     memory_of(snapshot).materialize()
@@ -155,17 +156,17 @@ def test_without_memory_for_a_copy_the_snapshot_is_lost_and_the_owner_goes_on(le
 
 
 def test_an_interrupted_recall_can_be_made_again(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshot = lender.lend_all()
+    snapshot = lender.share_all()
     before = file_of(snapshot)
-    copy = lender.stager._copier.copy
+    copy = lender.stager._workshop.copier.copy
 
     def interrupt(_copies: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lender.stager._copier, "copy", interrupt)
+    monkeypatch.setattr(lender.stager._workshop.copier, "copy", interrupt)
     with pytest.raises(KeyboardInterrupt):
         memory_of(snapshot).materialize()
-    monkeypatch.setattr(lender.stager._copier, "copy", copy)
+    monkeypatch.setattr(lender.stager._workshop.copier, "copy", copy)
     assert memory_of(snapshot).is_shared
     memory_of(snapshot).materialize()
     lender.change()
@@ -177,9 +178,9 @@ def test_an_interrupted_recall_can_be_made_again(lender: Lender, monkeypatch: py
 
 
 def test_who_recalls_while_another_copies_waits_for_the_copy(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshot = lender.lend_all()
+    snapshot = lender.share_all()
     before = file_of(snapshot)
-    copy = lender.stager._copier.copy
+    copy = lender.stager._workshop.copier.copy
     copying, may_copy = threading.Event(), threading.Event()
 
     def held_back(copies: HostCopies) -> None:
@@ -187,7 +188,7 @@ def test_who_recalls_while_another_copies_waits_for_the_copy(lender: Lender, mon
         assert may_copy.wait(LONG_S)
         copy(copies)
 
-    monkeypatch.setattr(lender.stager._copier, "copy", held_back)
+    monkeypatch.setattr(lender.stager._workshop.copier, "copy", held_back)
     changed = threading.Event()
 
     def change() -> None:
@@ -210,7 +211,7 @@ def test_who_recalls_while_another_copies_waits_for_the_copy(lender: Lender, mon
 
 
 def test_memory_that_is_borrowed_is_freed_by_who_borrows_it(lender: Lender) -> None:
-    for share in (lender.lend_all, lender.lend_large):
+    for share in (lender.share_all, lender.lend_large):
         snapshot = share()
         memory_of(snapshot).materialize()
         before = file_of(snapshot)
@@ -222,7 +223,7 @@ def test_memory_that_is_borrowed_is_freed_by_who_borrows_it(lender: Lender) -> N
 
 
 def test_what_is_closed_is_neither_copied_nor_read_any_more(lender: Lender) -> None:
-    snapshot = lender.lend_all()
+    snapshot = lender.share_all()
     snapshot.close()
     memory_of(snapshot).materialize()
     assert memory_of(snapshot)._arena is None

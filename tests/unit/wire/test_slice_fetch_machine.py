@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_transport.errors import FetchFailedError, PeerProtocolError, PeerUnreachableError, TransportError
+from ft_transport.wire.boxes import Box
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.fetch import Aborted, FetchMachine, Request, RequestFailed, Stop, UnitVerified, Wait, WorkerIndex
 from ft_transport.wire.nodes import TensorNode
 from ft_transport.wire.read_work import FrameOfReads, ReadWork
-from ft_transport.wire.reshard import Box, Read, Wanted
+from ft_transport.wire.reshard import Read, Wanted
 from ft_transport.wire.slices import MAX_REQUEST_BYTES
 
 
