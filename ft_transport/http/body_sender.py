@@ -38,8 +38,7 @@ _ACKED_BYTES: Final = struct.Struct("=120xQ")
 _MAX_VIEWS_PER_SEND: Final = 512
 """Below IOV_MAX, which Linux puts at 1024 (``man 2 writev``)."""
 _LONGEST_WAIT: Final = struct.pack("ll", 0, 20_000)
-"""``struct timeval``, 20 ms: so long a call that sends shared memory may wait for the receiver, and the owner for
-it."""
+"""``struct timeval``, 20 ms: the longest that one call waits for the receiver while it has shared memory pinned."""
 _NO_LIMIT: Final = struct.pack("ll", 0, 0)
 _FLUSH_TICK_S: Final = 0.005
 _DROP_UNSENT: Final = struct.pack("ii", 1, 0)
@@ -154,7 +153,7 @@ class _Range:
         if isinstance(self._memory, MemoryFile):
             self._send_file(connected, self._memory)
         else:
-            self._send_lent(connected, self._memory)
+            self._send_shared(connected, self._memory)
 
     def _send_file(self, connected: socket.socket, file: MemoryFile) -> None:
         # Where nobody says what the receiver has acknowledged, what the kernel took has to stand for it.
@@ -166,11 +165,11 @@ class _Range:
                 raise ConnectionAbortedError(f"the memory file ends at {self.position}, expected {self.end}")
             self.position += sent
 
-    def _send_lent(self, connected: socket.socket, file: SharedFile) -> None:
-        """The kernel takes a copy of what is sent, so the owner waits for no receiver, but for one call at most."""
+    def _send_shared(self, connected: socket.socket, file: SharedFile) -> None:
+        """Pins a piece at a time. The kernel copies it, so the owner waits for one call and never for a receiver."""
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LONGEST_WAIT)
         while self.position < self.end:
-            # It is digested first: no more than what the processor's cache then still holds.
+            # Pinning digests it: no more than what the processor's cache still holds when it is sent.
             end = min(self.end, self.position + CHUNK_BYTES)
             try:
                 with file.pin(self.position, end) as views:

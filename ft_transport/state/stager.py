@@ -74,12 +74,12 @@ class Stager:
             step: The committed step that the state shows.
             state: Any nesting of supported kinds.
             deferrable: Says of a live tensor that nothing changes it before the read lock is released.
-            shareable: Says of a live tensor that it is not to be copied at all: its owner calls
-                ``CopyOnWriteMemory.materialize`` before he changes it. One that does not lie in host memory as the file
-                wants it is copied nevertheless.
+            shareable: Says of a live tensor that it need not be copied at all: its owner calls
+                ``CopyOnWriteMemory.materialize`` before changing it. One that does not lie in host memory as the file
+                has it is copied nevertheless.
             check_deferred: Raises if what was deferred has changed before it was copied.
-            check_shared: Raises if what is shared has changed without a materialize; asked before a receiver may rely
-                on it.
+            check_shared: Raises if what is shared has changed without being materialized; asked before a receiver may
+                rely on it.
 
         Raises:
             SnapshotError: The state cannot be captured; nothing is held.
@@ -147,7 +147,7 @@ class Stager:
     def share_held(self, held: HeldState) -> PendingSnapshot:
         """Begins a snapshot that shares the memory of a held state, once; it takes no arena. On any thread.
 
-        The owner calls ``CopyOnWriteMemory.materialize`` before he changes anything of it.
+        The owner calls ``CopyOnWriteMemory.materialize`` before changing anything of it.
 
         Args:
             held: One that ``is_shareable``.

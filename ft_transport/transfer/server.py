@@ -27,11 +27,11 @@ _MAX_FAILURE_CHARACTERS: Final = 1000
 
 @dataclass(slots=True, eq=False)
 class _Sharing:
-    """Live memory that a snapshot is served from, until the owner materializes it.
+    """A snapshot that is served from live memory until the owner materializes it.
 
     Attributes:
         memory: The memory.
-        snapshot_id: Its name, once it is served.
+        snapshot_id: The snapshot's id, once it is served.
     """
 
     memory: CopyOnWriteMemory
@@ -88,7 +88,7 @@ class SnapshotInProgress:
         if sharing is not None:
             sharing.snapshot_id = snapshot.snapshot_id
         self._cache.put(snapshot)
-        # It may have been materialized before anybody knew its name.
+        # The owner may have materialized the memory before the snapshot could be found by its id.
         if sharing is not None and sharing.memory.is_lost:
             self._cache.retire(snapshot.snapshot_id, even_if_needed=True)
             raise SnapshotError("expected memory for a copy of what has changed meanwhile, and there is none")
@@ -164,7 +164,7 @@ class StateServer:
             state: Any nesting of supported kinds.
             deferrable: Says of a live tensor that it stays as it is while the read lock is held, so that
                 ``SnapshotInProgress.copy_deferred`` may copy it later.
-            shareable: Says of a live tensor that the owner calls `materialize` before he changes it. It is served from
+            shareable: Says of a live tensor that the owner calls `materialize` before changing it. It is served from
                 where it lies, without a copy.
             check_deferred: Raises a ``SnapshotError`` if what was deferred has changed all the same; asked when it has
                 been copied. The snapshot fails then.
@@ -232,10 +232,10 @@ class StateServer:
         return self._begin(lambda: self._stager.begin_held(held))
 
     def share_held(self, held: HeldState) -> SnapshotInProgress:
-        """Begins a snapshot that is served from where the state lies, without a copy, once. On any thread.
+        """Begins a snapshot that shares the memory of a held state, without a copy, once. On any thread.
 
-        The owner calls `materialize` before he changes anything of the state, an optimizer's step included. The read
-        lock may be released as soon as this has returned.
+        The owner calls `materialize` before anything of the state changes, an optimizer's step included. The read lock
+        may be released as soon as this has returned.
 
         Args:
             held: One that ``is_shareable``.
@@ -246,12 +246,12 @@ class StateServer:
         return self._begin(lambda: self._stager.share_held(held))
 
     def materialize(self, changing: Callable[[], Set[int]] | None = None) -> None:
-        """Makes the live memory that is shared the caller's own again; he is about to change it.
+        """Ends the sharing of live memory that the caller is about to change.
 
-        What is still being read, or has been asked for, is copied first. Anything else is no longer served.
+        A snapshot that is being read, or has been asked for, is copied first. Any other is no longer served.
 
         Args:
-            changing: Returns the addresses of the storages that will change; asked only where something is shared.
+            changing: Returns the addresses of the storages that will change; called only while memory is shared.
                 ``None`` stands for all.
         """
         if not self._sharings:
@@ -260,7 +260,7 @@ class StateServer:
             sharings = list(self._sharings)
         changed: Set[int] | None = None
         for sharing in sharings:
-            # One that is not shared any more may still be read where it lay: another thread materializes it.
+            # What is not shared any more may still be read where it lies: another thread materializes it, and waits.
             if changing is not None and sharing.memory.is_shared:
                 changed = changed if changed is not None else changing()
                 if changed.isdisjoint(sharing.memory.storages):
@@ -295,7 +295,7 @@ class StateServer:
             SnapshotError: There is none, or it is served from live memory.
         """
         released = threading.Event()
-        # Who reads it here has read it when he lets it go: nothing is on its way to him any more.
+        # A reader on this host has read everything when it releases the lease: nothing is on its way any more.
         reading = self._cache.read(step, is_closed=released.is_set)
         if reading is None:
             raise SnapshotError("expected a snapshot, there is none", step=step)
@@ -325,7 +325,7 @@ class StateServer:
         return self._cache.newest_step()
 
     def snapshot_failed(self, step: int, error: BaseException) -> None:
-        """Tells whoever waits for a snapshot why none has come; until the next one is served.
+        """Tells receivers that wait for a snapshot why none has come, until the next one is served.
 
         Args:
             step: The step that it would have shown.
