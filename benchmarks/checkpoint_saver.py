@@ -107,14 +107,12 @@ def _settle_disk() -> None:
 
 def _save_ours(clock: _Clock, state: State, arguments: argparse.Namespace) -> None:
     from ft_transport import CheckpointStore, StoreSettings
-    from ft_transport.state.snapshot import Stager
-    from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
+    from ft_transport.state.stager import Stager
+    from ft_transport.wire.chunks import CHUNK_BYTES
 
     settings = StoreSettings()
     # As the HTTP transport has one.
-    stager = Stager(
-        max_snapshots=1, num_threads=settings.num_copy_threads, chunk_bytes=DEFAULT_CHUNK_BYTES, is_digested=False
-    )
+    stager = Stager(max_snapshots=1, num_threads=settings.num_copy_threads, chunk_bytes=CHUNK_BYTES, is_digested=False)
     num_threads = torch.get_num_threads()
     clock.notes.append(f"ours copies with {settings.num_copy_threads} threads, what it is compared with {num_threads}")
     plain = MemoryCopy(list(tensors_of(state)))

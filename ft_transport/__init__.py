@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from ft_transport.checkpoint.load import LoadedCheckpoint
     from ft_transport.checkpoint.settings import StoreSettings
     from ft_transport.checkpoint.store import CheckpointStore
-    from ft_transport.http.fetch_pool import FetchProgress
     from ft_transport.http.fork_safety import close_in_children, delaying_forks
     from ft_transport.publish.adapter import LoRAAdapter
     from ft_transport.publish.engines.engine import Answer, Delivery, Engine, EngineConnection
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     from ft_transport.publish.publisher import Publisher, PublishHandle
     from ft_transport.publish.receiver import WeightReceiver
     from ft_transport.publish.report import EngineReport, PublishReport
-    from ft_transport.settings import TransportSettings
+    from ft_transport.settings import FetchProgress, TransportSettings
     from ft_transport.state.collectives import refusing_collectives
     from ft_transport.state.dtensors import is_dtensor
     from ft_transport.state.encodings import register_encoding
@@ -77,7 +76,6 @@ else:
         {
             "ft_transport.checkpoint.store": ("CheckpointStore",),
             "ft_transport.http.fork_safety": ("close_in_children", "delaying_forks"),
-            "ft_transport.http.fetch_pool": ("FetchProgress",),
             "ft_transport.publish.adapter": ("LoRAAdapter",),
             "ft_transport.publish.engines.engine": ("Answer", "Delivery", "Engine", "EngineConnection"),
             "ft_transport.publish.engines.pulling": ("PullingEngine",),
@@ -88,7 +86,7 @@ else:
             "ft_transport.publish.publisher": ("Publisher", "PublishHandle"),
             "ft_transport.transfer.client": ("Received",),
             "ft_transport.transfer.server": ("SnapshotInProgress", "SnapshotLease"),
-            "ft_transport.settings": ("TransportSettings",),
+            "ft_transport.settings": ("FetchProgress", "TransportSettings"),
             "ft_transport.checkpoint.handles": ("SaveHandle", "StoreHealth"),
             "ft_transport.checkpoint.load": ("LoadedCheckpoint",),
             "ft_transport.checkpoint.settings": ("StoreSettings",),

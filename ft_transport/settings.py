@@ -8,13 +8,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import index
-
-from torch.distributed.device_mesh import DeviceMesh
+from typing import TYPE_CHECKING
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.http.fetch_pool import FetchProgress
-from ft_transport.state.copying import default_num_threads
-from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
+from ft_transport.wire.chunks import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def default_num_threads() -> int:
+    """Threads that saturate the memory of common machines; more only take cores from the training."""
+    return min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchProgress:
+    """How far a fetch is: bytes received so far, bytes in all, seconds since it began.
+
+    They are verified, unless their digests come after the data; what was damaged then is fetched again, counted anew.
+    """
+
+    done_bytes: int
+    total_bytes: int
+    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +68,7 @@ class TransportSettings:
     token: str | None = field(default=None, repr=False)
     max_snapshots: int = 2
     num_copy_threads: int = field(default_factory=default_num_threads)
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    chunk_bytes: int = CHUNK_BYTES
     verify: bool = True
     max_failures: int = 4
     connect_timeout: timedelta = timedelta(seconds=10)

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Final, Generic, TypeVar
 
-from ft_transport.errors import (
-    ConfigurationError,
-    TransportError,
-)
-from ft_transport.http.connection import Connection
-from ft_transport.http.manifest_client import fetch_server_id
+import torch
+
+from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.server import FreshSnapshot, SnapshotServer
-from ft_transport.http.snapshot_cache import SnapshotCache
+from ft_transport.http.snapshot_requests import FreshSnapshot
 from ft_transport.http.token import JobToken
 from ft_transport.settings import TransportSettings, check_duration, check_number
-from ft_transport.state.snapshot import Stager
-from ft_transport.transfer.client import SnapshotReceiving
-from ft_transport.transfer.server import SnapshotServing
+from ft_transport.state.matching import Incoming
+from ft_transport.state.resharding import LikeFunction
+from ft_transport.state.snapshot import HeldState, nothing_moved
+from ft_transport.transfer.client import FetchRequest, Received, StateClient
+from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease, StateServer
+from ft_transport.transfer.sharded import ShardedRequest, common_step
+from ft_transport.wire.routes import LATEST, StepSelector
+
+_DEFAULT_NUM_CONNECTIONS: Final = 4
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ ReadLock = Callable[[timedelta], AbstractContextManager[object]]
 """Holds the state still: given a timeout, a context manager inside which no optimizer steps."""
 
 
-class HTTPTransport(SnapshotServing, SnapshotReceiving[T]):
+class HTTPTransport(Generic[T]):
     """Serves this replica's state to others over HTTP, and receives theirs.
 
     A drop-in for torchft's ``CheckpointTransport`` (torchft/checkpointing/transport.py): same methods, same meaning,
@@ -68,42 +68,15 @@ class HTTPTransport(SnapshotServing, SnapshotReceiving[T]):
             if function is not None and not callable(function):
                 raise ConfigurationError(f"expected a function as {name}, got {type(function).__name__}")
         settings = settings if settings is not None else TransportSettings()
-        token = JobToken(settings.token) if settings.token is not None else JobToken.from_environment()
-        SnapshotReceiving.__init__(self, timeout, num_chunks, settings, token)
-        SnapshotServing.__init__(
-            self,
-            SnapshotCache(
-                max_snapshots=self._settings.max_snapshots,
-                lease_s=self._settings.lease.total_seconds(),
-                clock=time.monotonic,
-            ),
-            Stager(
-                max_snapshots=self._settings.max_snapshots,
-                num_threads=self._settings.num_copy_threads,
-                chunk_bytes=self._settings.chunk_bytes,
-            ),
+        self._token = JobToken(settings.token) if settings.token is not None else JobToken.from_environment()
+        self._client = StateClient[T](
+            settings, timeout=timeout, num_connections=num_chunks or _DEFAULT_NUM_CONNECTIONS, token=self._token
         )
-        try:
-            self._server = SnapshotServer(
-                self._cache,
-                host=self._settings.host,
-                port=self._settings.port,
-                advertise=self._settings.advertise,
-                replica=self._settings.replica,
-                token=self._token,
-                max_wait_s=timeout.total_seconds(),
-                stall_timeout_s=self._settings.stall_timeout.total_seconds(),
-                fresh_snapshot=None,
-            )
-        except BaseException:
-            self._stager.close()
-            raise
-        self._shutdown_lock = threading.Lock()
-        self._is_shut_down = False
+        self._server = StateServer(settings, token=self._token, max_wait_s=timeout.total_seconds())
 
     def metadata(self) -> str:
         """What a receiver needs to find this transport: ``http://host:port/checkpoint/``."""
-        return f"{self._server.address}/checkpoint/"
+        return f"{self._server.http.address}/checkpoint/"
 
     def address(self) -> str:
         """The same as ``metadata`` (torchft's name)."""
@@ -113,27 +86,20 @@ class HTTPTransport(SnapshotServing, SnapshotReceiving[T]):
         """Makes sure that the address which peers are told leads to this very transport, by asking there.
 
         A name that nobody resolves, an interface that is down or another server on the port is found at the start, and
-        not when a replica has to recover.
-
-        Args:
-            timeout: For everything.
+        not when a replica has to recover. All of it ends within ``timeout``.
 
         Raises:
             ConfigurationError: It leads nowhere, or to somebody else.
         """
         check_duration("timeout", timeout, at_least=timedelta.min)
-        settings = self._fetch_settings(time.monotonic() + timeout.total_seconds())
         try:
-            with Connection(
-                PeerAddress.from_url(self.metadata()), token=self._token, timeouts=settings.timeouts
-            ) as own:
-                server_id = fetch_server_id(own)
+            server_id = self._client.server_id_at(self.metadata(), timeout)
         except TransportError as error:
             raise ConfigurationError(
                 f"expected to reach this transport at the address that peers are told, {self.metadata()}: {error}; set "
                 "TransportSettings.advertise or FT_TRANSPORT_ADVERTISE to a host, an address or a network interface"
             ) from error
-        if server_id != self._server.server_id:
+        if server_id != self._server.http.server_id:
             raise ConfigurationError(
                 f"expected this transport at the address that peers are told, {self.metadata()}, and another server "
                 "answers there; set TransportSettings.advertise or FT_TRANSPORT_ADVERTISE"
@@ -181,14 +147,14 @@ class HTTPTransport(SnapshotServing, SnapshotReceiving[T]):
         Raises:
             ConfigurationError: Another owner was set before; two would replace each other's snapshots.
         """
-        if fresh_snapshot is not None and self._server.fresh_snapshot is not None:
+        if fresh_snapshot is not None and self._server.http.fresh_snapshot is not None:
             raise ConfigurationError("expected a transport that serves nobody's snapshots yet, got one with an owner")
-        self._server.fresh_snapshot = fresh_snapshot
+        self._server.http.fresh_snapshot = fresh_snapshot
 
     @property
     def is_owned(self) -> bool:
         """Whether somebody's state is served (`serve_fresh`)."""
-        return self._server.fresh_snapshot is not None
+        return self._server.http.fresh_snapshot is not None
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receives the state of ``step`` from the peer that ``metadata`` names.
@@ -211,16 +177,224 @@ class HTTPTransport(SnapshotServing, SnapshotReceiving[T]):
         into = self._state_dict() if self._state_dict is not None else None
         return self.fetch(metadata, step, timeout=timeout, into=into).state
 
-    def shutdown(self, wait: bool = True) -> None:
-        """Stops serving and frees the snapshots. May be called twice.
+    def fetch(
+        self,
+        metadata: str,
+        step: StepSelector = "latest",
+        *,
+        timeout: timedelta | None = None,
+        unreachable_timeout: timedelta | None = None,
+        progress_timeout: timedelta | None = None,
+        into: object = None,
+        check: Callable[[Incoming], None] | None = None,
+        verify_late: bool = True,
+        only_changed: bool = False,
+    ) -> Received[T]:
+        """Receives a state and says which step it shows.
 
         Args:
-            wait: Whether to return only when the server's thread has ended.
+            metadata: What the peer's ``metadata()`` returned.
+            step: A step, or ``latest``: the peer then takes a new snapshot if its state has moved on.
+            timeout: For everything; the transport's own by default.
+            unreachable_timeout: How long a peer may be out of reach before the first byte; by default ``timeout``, so
+                that a receiver can start before its source.
+            progress_timeout: Give up where no data comes for so long, at the start or in the middle, however much of
+                ``timeout`` is left; by default only ``timeout`` ends it.
+            into: The receiver's own state to receive into; its tensors must not be used until this returns. One of
+                another dtype or shape than what comes is left alone, and a warning names it once.
+            check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
+                untouched.
+            verify_late: Whether digests that come after the data are compared. Turn it off for state that is compared
+                by `Received.differences` anyway.
+            only_changed: Look at every byte of ``into`` first, and fetch only the chunks whose digests differ: for
+                weights of which little changes from version to version.
+
+        Raises:
+            TransportError: As for ``recv_checkpoint``. If bytes had landed in ``into`` they were overwritten with NaN
+                patterns.
         """
-        with self._shutdown_lock:
-            is_first = not self._is_shut_down
-            self._is_shut_down = True
+        return self._client.fetch(
+            FetchRequest(
+                source=PeerAddress.from_url(metadata),
+                step=_checked_step(step),
+                settings=self._client.fetch_settings(timeout, unreachable_timeout, progress_timeout),
+                into=into,
+                check=check,
+                verify_late=verify_late,
+                only_changed=only_changed,
+            )
+        )
+
+    def fetch_sharded(
+        self,
+        sources: Sequence[str],
+        step: StepSelector = "latest",
+        *,
+        into: object = None,
+        group_rank: int = 0,
+        timeout: timedelta | None = None,
+        unreachable_timeout: timedelta | None = None,
+        progress_timeout: timedelta | None = None,
+        check: Callable[[Incoming], None] | None = None,
+        like: LikeFunction | None = None,
+        is_comparable: bool = False,
+    ) -> Received[T]:
+        """Receives a state whose parts several ranks have, in the layout that this rank has; any other than theirs.
+
+        Each DTensor of ``into`` says which part of a tensor is needed here. That part is fetched, from whichever ranks
+        have it, each byte once. Parts that several ranks have (HSDP) are spread over them, and one of them stands in
+        for another that fails. A plain tensor of ``into`` takes a whole one. The same path at two sources is the same
+        tensor: states of pipeline stages need names, as ``torch.distributed.checkpoint.state_dict`` makes them.
+
+        No collective runs: each rank of the receiving group calls this for itself. Where they have to end up at one
+        step, they pass one (`common_step`): the latest may be another one for each.
+
+        Args:
+            sources: What the ``metadata()`` of each rank of the sending group returned; all of them, unless fewer have
+                everything that is needed here.
+            step: A step, or ``latest``: the same for all sources, although they do not reach it at one moment.
+            into: This rank's own state. Its tensors must not be used until this returns. Without one, and without
+                ``like``, all tensors come whole: what a consolidated checkpoint or an inference engine needs.
+            group_rank: This rank's number in its group. What is not sharded comes from the source of that number
+                (modulo their number), so that the ranks of a group do not all ask one source for it.
+            timeout: For everything; the transport's own by default.
+            unreachable_timeout: How long a source may be out of reach before the first byte; by default 5 seconds, or
+                a quarter of ``timeout`` if that is less. Then the others are asked alone, if they have all that is
+                needed; so they are if one hangs.
+            progress_timeout: As for `fetch`.
+            check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
+                untouched.
+            like: Returns, for the path of a tensor that ``into`` does not have, one of this rank's that is divided in
+                the same way: for optimizers that have not stepped yet. By default tensors of the same shape and layout
+                at the sources show how.
+            is_comparable: Whether `Received.differences` will be called. It costs another look at every byte.
+
+        Raises:
+            RestoreError: The sources contradict each other, do not have all that is needed, or ``into`` does not show
+                how something is to be divided; the path is named, and nothing was received.
+            TransportError: As for `fetch`.
+        """
+        group_rank = check_number("group_rank", group_rank, at_least=0)
+        peers = _checked_sources(sources)
+        first = group_rank % len(peers)
+        return self._client.fetch_sharded(
+            ShardedRequest(
+                sources=peers[first:] + peers[:first],
+                step=_checked_step(step),
+                settings=self._client.group_fetch_settings(timeout, unreachable_timeout, progress_timeout),
+                into=into,
+                like=like,
+                check=check,
+                is_comparable=is_comparable,
+            )
+        )
+
+    def common_step(
+        self,
+        sources: Sequence[str],
+        *,
+        timeout: timedelta | None = None,
+        unreachable_timeout: timedelta | None = None,
+    ) -> int:
+        """Has all sources take a snapshot of one step, and says which; it is served until newer ones take its place.
+
+        For receivers that have to end up at one step: one of them calls this and tells the others, and all of them call
+        `fetch_sharded` with that step.
+
+        The arguments and errors are those of `fetch_sharded`.
+        """
+        peers = _checked_sources(sources)
+        return common_step(peers, self._client.group_fetch_settings(timeout, unreachable_timeout, None))
+
+    def prefault(self, state: object) -> None:
+        """Makes the memory for ``max_snapshots`` snapshots of ``state`` ready, so that none of them waits for it.
+
+        Memory that is used for the first time comes at about a tenth of the speed at which it is copied to. A state
+        that has become larger needs another call, or else its next snapshots make room for themselves.
+
+        Args:
+            state: A state of the same size as those that will be sent. Looked at on the calling thread, which has to
+                be the one that owns it; the memory is made ready on another thread, after this has returned.
+
+        Raises:
+            SnapshotError: The state cannot be captured.
+        """
+        self._server.prefault(state)
+
+    def begin_snapshot(
+        self,
+        step: int,
+        state: object,
+        *,
+        deferrable: Callable[[torch.Tensor], bool] | None = None,
+        shareable: Callable[[torch.Tensor], bool] | None = None,
+        check_deferred: Callable[[], None] = nothing_moved,
+        check_shared: Callable[[], None] = nothing_moved,
+    ) -> SnapshotInProgress:
+        """Begins a snapshot on the state's own thread, under the read lock; see `StateServer.begin_snapshot`."""
+        return self._server.begin_snapshot(
+            step,
+            state,
+            deferrable=deferrable,
+            shareable=shareable,
+            check_deferred=check_deferred,
+            check_shared=check_shared,
+        )
+
+    def hold_state(
+        self,
+        step: int,
+        state: object,
+        *,
+        deferrable: Callable[[torch.Tensor], bool],
+        max_bytes: int,
+        check: Callable[[], None] = nothing_moved,
+    ) -> HeldState | None:
+        """Copies what is not ``deferrable``, for a snapshot that may be begun later; see `StateServer.hold_state`."""
+        return self._server.hold_state(step, state, deferrable=deferrable, max_bytes=max_bytes, check=check)
+
+    def begin_held(self, held: HeldState) -> SnapshotInProgress:
+        """Begins the snapshot of a held state by a copy of it; see `StateServer.begin_held`."""
+        return self._server.begin_held(held)
+
+    def share_held(self, held: HeldState) -> SnapshotInProgress:
+        """Begins a snapshot that is served from where the state lies; see `StateServer.share_held`."""
+        return self._server.share_held(held)
+
+    def materialize(self, changing: Callable[[], Set[int]] | None = None) -> None:
+        """Ends the sharing of live memory that is about to change; see `StateServer.materialize`."""
+        self._server.materialize(changing)
+
+    def lease(self, step: int) -> SnapshotLease:
+        """Keeps the newest snapshot of a step, for a reader on this host, until the lease is released.
+
+        Raises:
+            SnapshotError: There is none, or it is served from live memory.
+        """
+        return self._server.lease(step)
+
+    def newest_sequence(self) -> int:
+        """How many snapshots have been published so far."""
+        return self._server.newest_sequence()
+
+    def newest_step(self) -> int | None:
+        """The step of the newest snapshot, ``None`` before the first."""
+        return self._server.newest_step()
+
+    def snapshot_failed(self, step: int, error: BaseException) -> None:
+        """Tells receivers that wait for a snapshot why none has come; see `StateServer.snapshot_failed`."""
+        self._server.snapshot_failed(step, error)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Stops serving and frees the snapshots; waits for the server's thread if told so. May be called twice."""
         self._server.close(wait=wait)
-        if is_first:
-            self._cache.clear()
-            self._stager.close()
+
+
+def _checked_step(step: StepSelector) -> StepSelector:
+    return step if step == LATEST else check_number("step", step, at_least=0)
+
+
+def _checked_sources(sources: Sequence[str]) -> list[PeerAddress]:
+    if isinstance(sources, str) or not sources:
+        raise ConfigurationError(f"expected the addresses of one or more sources, got {sources!r}")
+    return [PeerAddress.from_url(source) for source in sources]

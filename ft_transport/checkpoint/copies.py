@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from ft_transport.checkpoint.save import SnapshotFile
 from ft_transport.errors import CheckpointError, SnapshotError
-from ft_transport.state.snapshot import PendingSnapshot, Snapshot, Stager
+from ft_transport.state.snapshot import PendingSnapshot, Snapshot
+from ft_transport.state.stager import Stager
 from ft_transport.transfer.server import SnapshotLease
 from ft_transport.wire.served import MemoryFile
 

@@ -37,7 +37,7 @@ from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import CheckpointDamagedError, CheckpointError, RestoreError
 from ft_transport.http.late_digests import digest_chunks
 from ft_transport.runtime.garbage_collector import collector_paused
-from ft_transport.state.copying import default_num_threads
+from ft_transport.settings import default_num_threads
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction, reshard
 from ft_transport.state.restore import Restore

@@ -11,8 +11,7 @@ from typing import Literal, TypeAlias
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.settings import check_duration, check_number
-from ft_transport.state.copying import default_num_threads
+from ft_transport.settings import check_duration, check_number, default_num_threads
 
 BusyPolicy: TypeAlias = Literal["wait", "skip", "error"]
 

@@ -38,9 +38,9 @@ from ft_transport.errors import CheckpointError, CheckpointExistsError, Configur
 from ft_transport.settings import check_number
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
-from ft_transport.state.snapshot import Stager
+from ft_transport.state.stager import Stager
 from ft_transport.transfer.server import SnapshotLease
-from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
+from ft_transport.wire.chunks import CHUNK_BYTES
 
 _LOOK_S: Final = 0.02
 _COMMON_SETTINGS: Final = ("max_attempts", "max_failed_saves", "busy", "read")
@@ -400,7 +400,7 @@ class CheckpointStore:
         return Stager(
             max_snapshots=1,
             num_threads=self._settings.num_copy_threads,
-            chunk_bytes=DEFAULT_CHUNK_BYTES,
+            chunk_bytes=CHUNK_BYTES,
             is_digested=False,
         )
 

@@ -24,6 +24,7 @@ from aiohttp import web
 from ft_transport.errors import SnapshotError
 from ft_transport.http.slice_sender import send_frames
 from ft_transport.http.snapshot_cache import Reading
+from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.served import MemoryFile, ServedMemory, SharedFile
 from ft_transport.wire.slices import SliceFrame, answer_bytes
 
@@ -31,18 +32,13 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BYTES: Final = 64 << 10
 _PIECE_BYTES: Final = 64 << 20
-_LEAST_BYTES: Final = 4 << 20
-"""What a receiver has to take within ``stall_timeout_s``, unless less is left."""
 _ACKED_BYTES: Final = struct.Struct("=120xQ")
 """``tcpi_bytes_acked`` in ``struct tcp_info`` (``linux/tcp.h``, since Linux 4.1); the handshake counts as one."""
 
 _MAX_VIEWS_PER_SEND: Final = 512
 """Below IOV_MAX, which Linux puts at 1024 (``man 2 writev``)."""
-_LENT_PIECE_BYTES: Final = 4 << 20
-"""It is digested first: no more than what the processor's cache then still holds."""
 _LONGEST_WAIT: Final = struct.pack("ll", 0, 20_000)
-"""``struct timeval``, 20 ms: so long a call that sends shared memory may wait for the receiver, and the owner for
-it."""
+"""``struct timeval``, 20 ms: the longest that one call waits for the receiver while it has shared memory pinned."""
 _NO_LIMIT: Final = struct.pack("ll", 0, 0)
 _FLUSH_TICK_S: Final = 0.005
 _DROP_UNSENT: Final = struct.pack("ii", 1, 0)
@@ -157,11 +153,11 @@ class _Range:
         if isinstance(self._memory, MemoryFile):
             self._send_file(connected, self._memory)
         else:
-            self._send_lent(connected, self._memory)
+            self._send_shared(connected, self._memory)
 
     def _send_file(self, connected: socket.socket, file: MemoryFile) -> None:
         # Where nobody says what the receiver has acknowledged, what the kernel took has to stand for it.
-        piece_bytes = _PIECE_BYTES if _acked_bytes(connected) else _LEAST_BYTES
+        piece_bytes = _PIECE_BYTES if _acked_bytes(connected) else CHUNK_BYTES
         while self.position < self.end:
             num_bytes = min(self.end - self.position, piece_bytes)
             sent = os.sendfile(connected.fileno(), file.descriptor, file.start + self.position, num_bytes)
@@ -169,11 +165,12 @@ class _Range:
                 raise ConnectionAbortedError(f"the memory file ends at {self.position}, expected {self.end}")
             self.position += sent
 
-    def _send_lent(self, connected: socket.socket, file: SharedFile) -> None:
-        """The kernel takes a copy of what is sent, so the owner waits for no receiver, but for one call at most."""
+    def _send_shared(self, connected: socket.socket, file: SharedFile) -> None:
+        """Pins a piece at a time. The kernel copies it, so the owner waits for one call and never for a receiver."""
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LONGEST_WAIT)
         while self.position < self.end:
-            end = min(self.end, self.position + _LENT_PIECE_BYTES)
+            # Pinning digests it: no more than what the processor's cache still holds when it is sent.
+            end = min(self.end, self.position + CHUNK_BYTES)
             try:
                 with file.pin(self.position, end) as views:
                     self.position += connected.sendmsg(views[:_MAX_VIEWS_PER_SEND])
@@ -258,7 +255,7 @@ async def _send_on_thread(request: web.Request, body: _Body, stall_timeout_s: fl
     try:
         while not (await asyncio.wait({ended}, timeout=stall_timeout_s))[0]:
             before, remaining = remaining, body.remaining_bytes()
-            expected = max(1, min(_LEAST_BYTES, before))
+            expected = max(1, min(CHUNK_BYTES, before))
             if before - remaining < expected:
                 raise _stalled(request, expected, stall_timeout_s)
     finally:

@@ -1,31 +1,26 @@
 """Fetching the data of a snapshot: its chunks over parallel connections, each byte into its place.
 
-The decisions are those of ``wire.fetch``, the threads those of ``http.fetch_pool``.
+What is asked of whom is decided by ``wire.fetch`` and ``wire.chunk_work``; the threads are those of
+``http.fetch_pool``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 from ft_transport.errors import IntegrityError, PeerProtocolError
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_pool import Fetch, FetchSettings
+from ft_transport.http.fetch_pool import Destination, FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.wire.fetch import ChunkVerified, FetchChunks, FetchMachine, WorkerIndex
+from ft_transport.wire.chunk_work import ChunkWork
+from ft_transport.wire.fetch import FetchMachine, Request
 from ft_transport.wire.integrity import Hasher
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import full_path
 
 _IN_FLIGHT_BYTES: Final = 16 << 20
 """More than the buffers of both sockets grow to by Linux's defaults (``tcp_rmem``, ``tcp_wmem``)."""
-
-
-class Destination(Protocol):
-    """Memory for the data of one snapshot."""
-
-    def buffers(self, start: int, end: int) -> list[memoryview]:
-        """Writable uint8 views that cover bytes ``[start, end)`` of the data once, in order. Called by any thread."""
 
 
 def fetch_data(
@@ -52,7 +47,21 @@ def fetch_data(
         DeadlineExceededError: The deadline passed first.
     """
     ranges = _ranges_of(chunks) if chunks is not None else [(0, manifest.chunks.num_chunks)]
-    _ChunkFetch(sources, manifest, destination, settings, ranges).run()
+    num_workers = max(1, min(settings.num_connections, manifest.chunks.num_chunks))
+    num_in_flight = -(-_IN_FLIGHT_BYTES // manifest.chunks.chunk_bytes)
+    FetchPool(
+        sources,
+        FetchMachine(
+            ChunkWork(ranges, num_workers=num_workers, num_in_flight=num_in_flight),
+            sources=[str(source) for source in sources],
+            max_failures=settings.max_failures,
+        ),
+        _ChunkWire(manifest, destination, is_verified=settings.verify),
+        settings,
+        num_workers=num_workers,
+        step=manifest.step,
+        total_bytes=manifest.data_bytes,
+    ).run()
 
 
 def _ranges_of(chunks: Sequence[int]) -> list[tuple[int, int]]:
@@ -66,38 +75,18 @@ def _ranges_of(chunks: Sequence[int]) -> list[tuple[int, int]]:
     return ranges
 
 
-class _ChunkFetch(Fetch[FetchChunks]):
-    def __init__(
-        self,
-        sources: Sequence[PeerAddress],
-        manifest: Manifest,
-        destination: Destination,
-        settings: FetchSettings,
-        ranges: Sequence[tuple[int, int]],
-    ) -> None:
-        num_workers = max(1, min(settings.num_connections, manifest.chunks.num_chunks))
-        self._chunk_machine = FetchMachine(
-            ranges=ranges,
-            sources=[str(source) for source in sources],
-            num_workers=num_workers,
-            max_failures=settings.max_failures,
-            num_in_flight=-(-_IN_FLIGHT_BYTES // manifest.chunks.chunk_bytes),
-        )
-        super().__init__(
-            sources,
-            self._chunk_machine,
-            settings,
-            num_workers=num_workers,
-            step=manifest.step,
-            total_bytes=manifest.data_bytes,
-        )
+class _ChunkWire:
+    """``Range`` requests for consecutive chunks of the file."""
+
+    def __init__(self, manifest: Manifest, destination: Destination, *, is_verified: bool) -> None:
         self._manifest = manifest
         self._destination = destination
+        self._digests = manifest.digests if is_verified else None
 
-    def perform(self, worker: WorkerIndex, connection: Connection, request: FetchChunks) -> None:
-        """See ``http.fetch_pool``."""
-        manifest, first, end = self._manifest, request.first, request.end
-        start, stop = manifest.chunks.range_of(first, end)
+    def receive(self, connection: Connection, request: Request[int]) -> Iterator[int]:
+        """See ``http.fetch_pool.Wire``."""
+        manifest = self._manifest
+        start, stop = manifest.chunks.range_of(request.units[0], request.units[-1] + 1)
         position = manifest.header_bytes
         response = connection.get(
             full_path(manifest.step, manifest.snapshot_id),
@@ -112,42 +101,27 @@ class _ChunkFetch(Fetch[FetchChunks]):
                 f"expected {expected_range!r}, got {str(content_range)[:100]!r} of {response.length} bytes",
                 peer=str(connection.peer),
             )
-        for chunk in range(first, end):
-            num_bytes = self._receive_chunk(connection, chunk)
-            with self.changed:
-                if self._chunk_machine.stopped is not None:
-                    connection.close()
-                    return
-                # First, because an error of the caller's own must end a fetch also at its last chunk.
-                self.report_progress(num_bytes)
-                self._chunk_machine.receive(ChunkVerified(worker))
-                if self._chunk_machine.stopped is not None:
-                    self.changed.notify_all()
-                is_cut_short = chunk + 1 < end and not self._chunk_machine.has_request(worker)
-            if is_cut_short:
-                # Others fetch the rest; HTTP has no other way to say that it is not wanted any more.
-                connection.close()
-                return
+        for chunk in request.units:
+            yield self._receive_chunk(connection, chunk)
         connection.end_response(response)
 
     def _receive_chunk(self, connection: Connection, chunk: int) -> int:
         """Returns its length."""
         start, stop = self._manifest.chunks.range_of(chunk, chunk + 1)
-        digests = self._manifest.digests if self._settings.verify else None
         views = self._destination.buffers(start, stop)
         # All of it at once, and the digest afterwards: smaller parts would be digested from a nearer cache, but each
         # of them costs more than that saves.
         connection.read_into(views)
-        if digests is None:
+        if self._digests is None:
             return stop - start
         hasher = Hasher()
         for view in views:
             hasher.update(view)
-        if hasher.intdigest() != digests[chunk]:
+        if hasher.intdigest() != self._digests[chunk]:
             raise IntegrityError(
                 f"chunk {chunk} (data bytes [{start}, {stop})) was damaged",
                 chunk=chunk,
-                expected=digests[chunk],
+                expected=self._digests[chunk],
                 actual=hasher.intdigest(),
                 peer=str(connection.peer),
                 step=self._manifest.step,

@@ -10,7 +10,6 @@ import contextlib
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Final
 
@@ -28,6 +27,7 @@ from ft_transport.errors import (
 from ft_transport.http.fork_safety import close_in_children, making_socket
 from ft_transport.http.peer_address import PeerAddress, look_up
 from ft_transport.http.timed_socket import TimedSocket
+from ft_transport.http.timeouts import Timeouts
 from ft_transport.http.token import TOKEN_VARIABLE, JobToken
 from ft_transport.wire.routes import AFTER_HEADER, SERVED_STEPS_HEADER, parse_after, parse_served_steps
 
@@ -38,75 +38,6 @@ _WAKE_BYTES: Final = 256 << 10
 """Half the wake-ups that a receiver has without it; with far more, the sender runs into a full window."""
 _TICK_S: Final = 0.1
 """How often a read that waits for more looks at the clock."""
-_CLOCK_TOLERANCE_S: Final = 0.001
-"""A wait may end this much before its time, because the system counts in milliseconds."""
-
-
-class Progress:
-    """When the data of a fetch last came on. Shared by its connections.
-
-    Args:
-        timeout_s: How long it may stand still, in seconds.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.last_s = time.monotonic()
-
-    def note(self) -> None:
-        """Something has come, or this side was busy by itself."""
-        self.last_s = time.monotonic()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """How long a peer may take.
-
-    Attributes:
-        deadline_s: When all has to be done, on the monotonic clock.
-        connect_timeout_s: For one connection attempt, in seconds.
-        stall_timeout_s: Without a single byte, and on top of what ``min_bytes_per_s`` allows, in seconds.
-        min_bytes_per_s: A body that comes slower than this, averaged over the request, is given up.
-        progress: Ends everything where no data comes for too long, however many requests are tried.
-    """
-
-    deadline_s: float
-    connect_timeout_s: float
-    stall_timeout_s: float
-    min_bytes_per_s: float
-    progress: Progress | None = None
-
-    def end_s(self) -> float:
-        """When the deadline, or the time without progress, is over; the latter moves on with every byte."""
-        if self.progress is None:
-            return self.deadline_s
-        return min(self.deadline_s, self.progress.last_s + self.progress.timeout_s)
-
-    def is_over(self) -> bool:
-        """Whether no more time is left."""
-        return time.monotonic() >= self.end_s() - _CLOCK_TOLERANCE_S
-
-    def note_progress(self) -> None:
-        """The time without progress begins anew."""
-        if self.progress is not None:
-            self.progress.note()
-
-    def reason(self) -> str:
-        """Why no more time is left."""
-        if self.progress is not None and self.end_s() < self.deadline_s:
-            return f"no data came for {self.progress.timeout_s:.3g} s"
-        return "the deadline passed"
-
-    def remaining_s(self, doing: str, peer: PeerAddress) -> float:
-        """Seconds left.
-
-        Raises:
-            DeadlineExceededError: None are.
-        """
-        remaining_s = self.end_s() - time.monotonic()
-        if remaining_s <= 0:
-            raise DeadlineExceededError(f"timed out {doing}: {self.reason()}", peer=str(peer))
-        return remaining_s
 
 
 class Connection:

@@ -1,6 +1,6 @@
 """The threads of a fetch: each asks the fetch's machine what to do next, and does it over connections of its own.
 
-The decisions are those of ``wire.fetch`` and ``wire.slice_fetch``. Reads block and release the GIL, so a receiver's
+The decisions are those of ``wire.fetch``. Reads block and release the GIL, so a receiver's
 threads move bytes as fast as the kernel hands them out.
 """
 
@@ -8,30 +8,29 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
 from ft_transport.errors import DeadlineExceededError, TransportError
-from ft_transport.http.connection import Connection, Timeouts
+from ft_transport.http.connection import Connection
 from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.timeouts import Timeouts
 from ft_transport.http.token import JobToken
 from ft_transport.runtime.handler_safety import SafeCondition
-from ft_transport.wire.fetch import Aborted, RequestFailed, SourceIndex, Stop, Wait, WorkerIndex
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchProgress:
-    """How far a fetch is: bytes received so far, bytes in all, seconds since it began.
-
-    They are verified, unless their digests come after the data; what was damaged then is fetched again, counted anew.
-    """
-
-    done_bytes: int
-    total_bytes: int
-    elapsed_s: float
+from ft_transport.settings import FetchProgress
+from ft_transport.wire.fetch import (
+    Aborted,
+    FetchMachine,
+    Request,
+    RequestFailed,
+    Stop,
+    Unit,
+    UnitVerified,
+    Wait,
+    WorkerIndex,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +42,7 @@ class FetchSettings:
         verify: Whether each chunk is compared with its digest as it lands, where the manifest has them.
         max_failures: Failures in a row after which a source is given up.
         token: The job token, if the sources ask for one.
+        unreachable_s: How long a source may be out of reach before the first byte, in seconds.
         timeouts: Deadlines and the least throughput.
         on_progress: Called after each chunk, from the fetching threads, one call at a time; must be quick.
     """
@@ -51,6 +51,7 @@ class FetchSettings:
     verify: bool
     max_failures: int
     token: JobToken | None
+    unreachable_s: float
     timeouts: Timeouts
     on_progress: Callable[[FetchProgress], None] | None
 
@@ -59,55 +60,41 @@ class _ProgressError(Exception):
     """The caller's ``on_progress`` raised; never to be taken for a failure of a source."""
 
 
-class Request(Protocol):
-    """An instruction to fetch something."""
+class Destination(Protocol):
+    """Memory for the data of one snapshot."""
 
-    @property
-    def source(self) -> SourceIndex:
-        """Which source to ask."""
-
-    @property
-    def delay_s(self) -> float:
-        """How long to wait before, in seconds."""
+    def buffers(self, start: int, end: int) -> list[memoryview]:
+        """Writable uint8 views that cover bytes ``[start, end)`` of the data once, in order. Called by any thread."""
 
 
-_Request = TypeVar("_Request", bound=Request)
-_Request_co = TypeVar("_Request_co", bound=Request, covariant=True)
+class Wire(Protocol[Unit]):
+    """How units are asked for and received. Called by any thread, each with a connection of its own."""
+
+    def receive(self, connection: Connection, request: Request[Unit]) -> Iterator[int]:
+        """Sends one request and takes its answer; yields the size of each unit when it has landed and is verified.
+
+        It is not continued when the rest is not wanted any more; the connection is closed then.
+        """
 
 
-class Machine(Protocol[_Request_co]):
-    """What the threads need of a machine."""
-
-    @property
-    def stopped(self) -> Stop | None:
-        """The outcome, once there is one."""
-
-    def next(self, worker: WorkerIndex) -> _Request_co | Wait | Stop:
-        """What to do."""
-
-    def receive(self, event: RequestFailed | Aborted) -> None:
-        """Takes note of a failure."""
-
-
-class Fetch(ABC, Generic[_Request]):
+class FetchPool(Generic[Unit]):
     """The threads of one fetch around its machine.
 
     Args:
         sources: Who serves, by the index that the machine uses.
-        machine: Decides; called under ``changed`` only.
+        machine: Decides; called under the pool's lock only.
+        wire: Performs.
         settings: How to fetch.
         num_workers: How many threads.
         step: The step, for errors.
         total_bytes: What comes in all, for progress and errors.
-
-    Attributes:
-        changed: Guards the machine, and tells of changes.
     """
 
     def __init__(
         self,
         sources: Sequence[PeerAddress],
-        machine: Machine[_Request],
+        machine: FetchMachine[Unit],
+        wire: Wire[Unit],
         settings: FetchSettings,
         *,
         num_workers: int,
@@ -116,21 +103,19 @@ class Fetch(ABC, Generic[_Request]):
     ) -> None:
         self._sources = sources
         self._machine = machine
+        self._wire = wire
         self._settings = settings
         self._num_workers = num_workers
         self._step = step
         self._total_bytes = total_bytes
-        self.changed = SafeCondition()
+        # Guards the machine, and tells of changes.
+        self._changed = SafeCondition()
         self._connections: list[Connection] = []
         self._interruption: BaseException | None = None
         self._ended: set[WorkerIndex] = set()
         self._ends: SimpleQueue[WorkerIndex] = SimpleQueue()
         self._started_s = time.monotonic()
         self._done_bytes = 0
-
-    @abstractmethod
-    def perform(self, worker: WorkerIndex, connection: Connection, request: _Request) -> None:
-        """Sends one request and takes its answer, reporting each part that landed to the machine."""
 
     def run(self) -> None:
         """Runs one thread per further connection, and the first one on this thread.
@@ -192,53 +177,51 @@ class Fetch(ABC, Generic[_Request]):
         connections: dict[int, Connection] = {}
         try:
             while True:
-                with self.changed:
+                with self._changed:
                     instruction = self._machine.next(worker)
                     while isinstance(instruction, Wait):
-                        self.changed.wait(timeout=self._settings.timeouts.stall_timeout_s)
+                        self._changed.wait(timeout=self._settings.timeouts.stall_timeout_s)
                         instruction = self._machine.next(worker)
-                match instruction:
-                    case Stop():
-                        return
-                    case _:
-                        self._perform(worker, instruction, connections)
+                if isinstance(instruction, Stop):
+                    return
+                self._perform(worker, instruction, connections)
         finally:
             for connection in connections.values():
                 connection.close()
 
-    def _perform(self, worker: WorkerIndex, instruction: _Request, connections: dict[int, Connection]) -> None:
+    def _perform(self, worker: WorkerIndex, request: Request[Unit], connections: dict[int, Connection]) -> None:
         settings = self._settings
-        source = self._sources[instruction.source]
-        connection = connections.get(instruction.source)
+        source = self._sources[request.source]
+        connection = connections.get(request.source)
         if connection is None:
             # One at a time: a source has to serve many receivers.
             for other in connections.values():
                 other.close()
-                with self.changed:
+                with self._changed:
                     self._connections.remove(other)
             connections.clear()
             connection = Connection(source, token=settings.token, timeouts=settings.timeouts)
-            connections[instruction.source] = connection
-            with self.changed:
+            connections[request.source] = connection
+            with self._changed:
                 self._connections.append(connection)
         try:
-            if instruction.delay_s:
+            if request.delay_s:
                 left_s = settings.timeouts.remaining_s("waiting to try again", source)
-                with self.changed:
-                    if self.changed.wait_for(
-                        lambda: self._machine.stopped is not None, timeout=min(instruction.delay_s, left_s)
+                with self._changed:
+                    if self._changed.wait_for(
+                        lambda: self._machine.stopped is not None, timeout=min(request.delay_s, left_s)
                     ):
                         return
-            self.perform(worker, connection, instruction)
+            self._receive(worker, connection, request)
         except TransportError as error:
             connection.close()
             error.step = self._step
             if settings.timeouts.is_over():
                 self._abort(self._out_of_time(error))
                 return
-            with self.changed:
+            with self._changed:
                 self._machine.receive(RequestFailed(worker, error))
-                self.changed.notify_all()
+                self._changed.notify_all()
                 stopped = self._machine.stopped
             if stopped is not None:
                 self._interrupt_connections()
@@ -247,6 +230,26 @@ class Fetch(ABC, Generic[_Request]):
             failure = TransportError(f"the receiver failed: {type(cause).__name__}: {cause}", step=self._step)
             failure.__cause__ = cause
             self._abort(failure)
+
+    def _receive(self, worker: WorkerIndex, connection: Connection, request: Request[Unit]) -> None:
+        verified = UnitVerified(worker)
+        num_left = len(request.units)
+        for num_bytes in self._wire.receive(connection, request):
+            num_left -= 1
+            with self._changed:
+                if self._machine.stopped is not None:
+                    connection.close()
+                    return
+                # First, because an error of the caller's own must end a fetch also at its last unit.
+                self._report_progress(num_bytes)
+                self._machine.receive(verified)
+                if self._machine.stopped is not None:
+                    self._changed.notify_all()
+                is_cut_short = num_left > 0 and not self._machine.has_request(worker)
+            if is_cut_short:
+                # Others fetch the rest; HTTP has no other way to say that it is not wanted any more.
+                connection.close()
+                return
 
     def _out_of_time(self, error: TransportError) -> DeadlineExceededError:
         out_of_time = DeadlineExceededError(
@@ -260,19 +263,19 @@ class Fetch(ABC, Generic[_Request]):
 
     def _abort(self, error: TransportError) -> None:
         """Stops the machine and wakes every worker, also those that are reading."""
-        with self.changed:
+        with self._changed:
             self._machine.receive(Aborted(error))
-            self.changed.notify_all()
+            self._changed.notify_all()
         self._interrupt_connections()
 
     def _interrupt_connections(self) -> None:
-        with self.changed:
+        with self._changed:
             connections = list(self._connections)
         for connection in connections:
             connection.interrupt()
 
-    def report_progress(self, num_bytes: int) -> None:
-        """So many more bytes have landed. Called under ``changed``."""
+    def _report_progress(self, num_bytes: int) -> None:
+        """So many more bytes have landed. Called under the lock."""
         self._done_bytes += num_bytes
         if self._settings.on_progress is not None:
             progress = FetchProgress(

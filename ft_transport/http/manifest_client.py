@@ -19,8 +19,9 @@ from ft_transport.errors import (
     TransportError,
     UnknownHostError,
 )
-from ft_transport.http.connection import Connection, Timeouts
+from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.timeouts import Timeouts
 from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_header
 from ft_transport.wire.routes import MANIFEST_DIGEST_HEADER, STATUS_ROUTE, StepSelector, metadata_path
@@ -39,19 +40,16 @@ _HELD_SHARE: Final = 0.75
 _MAX_STATUS_BYTES: Final = 1 << 20
 
 
-def fetch_manifest(
-    connection: Connection, step: StepSelector, settings: FetchSettings, *, unreachable_s: float
-) -> Manifest:
+def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSettings) -> Manifest:
     """The manifest of the snapshot that a peer serves for ``step``, waiting for it until the deadline.
 
     Args:
         connection: To the peer. As long as the caller leaves it open, the peer keeps the snapshot for it.
         step: A step or ``latest``.
         settings: How to fetch.
-        unreachable_s: How long, in seconds, the peer may be out of reach.
 
     Raises:
-        PeerUnreachableError: It was out of reach for longer, or nobody knows its name.
+        PeerUnreachableError: It was out of reach for longer than ``unreachable_s``, or nobody knows its name.
         StepNotServedError: The peer serves other steps, and this one does not come any more.
         DeadlineExceededError: The step did not come, or the peer could not be reached, in time.
         PeerError: The peer refused, or answered outside the protocol.
@@ -83,7 +81,7 @@ def fetch_manifest(
                 reached_s = time.monotonic()
             else:
                 is_unknown = isinstance(error, UnknownHostError)
-                patient_s = min(unreachable_s, _UNKNOWN_HOST_S) if is_unknown else unreachable_s
+                patient_s = min(settings.unreachable_s, _UNKNOWN_HOST_S) if is_unknown else settings.unreachable_s
                 if connection.is_interrupted or time.monotonic() - reached_s >= patient_s:
                     raise
             if isinstance(error, PeerNotReadyError) and error.after is not None:

@@ -15,7 +15,6 @@ import resource
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Final
@@ -24,10 +23,8 @@ import msgspec
 from aiohttp import web
 
 from ft_transport.errors import (
-    ConfigurationError,
     PeerAuthenticationError,
     PeerNotReadyError,
-    SnapshotReplacedError,
     StepNotServedError,
     TransportError,
 )
@@ -35,24 +32,17 @@ from ft_transport.http.body_sender import send_range, send_slices
 from ft_transport.http.fork_safety import close_in_children
 from ft_transport.http.own_address import LISTEN_BACKLOG, advertised_host, listen
 from ft_transport.http.snapshot_cache import Reading, SnapshotCache
+from ft_transport.http.snapshot_requests import FreshSnapshot, SnapshotRequests
 from ft_transport.http.token import JobToken
-from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import (
     AFTER_HEADER,
-    AFTER_PARAMETER,
     DIGESTS_ROUTE,
     FULL_ROUTE,
-    LATEST,
     MANIFEST_DIGEST_HEADER,
     METADATA_ROUTE,
     SERVED_STEPS_HEADER,
     SLICES_ROUTE,
-    SNAPSHOT_PARAMETER,
     STATUS_ROUTE,
-    WAIT_PARAMETER,
-    StepSelector,
-    parse_after,
-    parse_step,
 )
 from ft_transport.wire.served import MemoryFile
 from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES, decode_request
@@ -62,15 +52,9 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S: Final = 30.0
 _KEEP_ALIVE_S: Final = 75.0
 """How long a connection may be silent; aiohttp's own default is an hour."""
-_TICK_S: Final = 0.1
 _SETTLING_ROUNDS: Final = 5
 _MAX_CONNECTIONS: Final = 512
 """No crowd of receivers may take the descriptors and the memory that the training needs."""
-
-FreshSnapshot = Callable[[int | None], int | None]
-"""Asks the owner of the state for a snapshot that is not older than now, or of the step that is given, without waiting
-for it. Returns the number (``SnapshotCache.newest_sequence``) after which a snapshot is new enough; ``None`` if that
-step is past. Thread-safe, and called on the event loop."""
 
 
 class SnapshotServer:
@@ -104,9 +88,7 @@ class SnapshotServer:
         self._cache = cache
         self._replica = replica
         self._token = token
-        self._max_wait_s = max_wait_s
         self._stall_timeout_s = stall_timeout_s
-        self.fresh_snapshot = fresh_snapshot
         self.server_id = secrets.token_hex(8)
         self._socket = listen(host, port)
         try:
@@ -114,7 +96,7 @@ class SnapshotServer:
             self.address = f"http://{advertised_host(advertise, bound=host)}:{self.port}"
             # The class by name: a policy that the process has set may make loops without sendfile (uvloop).
             self._loop = asyncio.SelectorEventLoop()
-            self._changed = asyncio.Event()
+            self._requests = SnapshotRequests(cache, max_wait_s=max_wait_s, fresh_snapshot=fresh_snapshot)
             self._closing = False
             self._handlers: set[asyncio.Task[object]] = set()
             started: Future[None] = Future()
@@ -126,6 +108,15 @@ class SnapshotServer:
             raise
         cache.listen(self._on_change)
         close_in_children(self)
+
+    @property
+    def fresh_snapshot(self) -> FreshSnapshot | None:
+        """Asks for a new snapshot when ``latest`` is requested; anything that is there will do without one."""
+        return self._requests.fresh_snapshot
+
+    @fresh_snapshot.setter
+    def fresh_snapshot(self, fresh_snapshot: FreshSnapshot | None) -> None:
+        self._requests.fresh_snapshot = fresh_snapshot
 
     def is_mine(self, candidate: socket.socket) -> bool:
         """See ``http.fork_safety``. Whatever was accepted has the port of the listener, until that is given up."""
@@ -199,11 +190,7 @@ class SnapshotServer:
 
     def _on_change(self) -> None:
         with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown at the same moment.
-            self._loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+            self._loop.call_soon_threadsafe(self._requests.wake)
 
     @web.middleware
     async def _guard(
@@ -251,7 +238,7 @@ class SnapshotServer:
         return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
     async def _metadata(self, request: web.Request) -> web.StreamResponse:
-        reading = await self._read(request)
+        reading = await self._requests.read(request)
         with reading as snapshot:
             headers = {
                 "Content-Type": "application/json",
@@ -263,7 +250,7 @@ class SnapshotServer:
             return await self._send(request, reading, web.StreamResponse(headers=headers), 8, len(snapshot.header))
 
     async def _full(self, request: web.Request) -> web.StreamResponse:
-        reading = await self._read(request)
+        reading = await self._requests.read(request)
         with reading as snapshot:
             total = snapshot.total_bytes
             etag = f'"{snapshot.snapshot_id}"'
@@ -284,7 +271,7 @@ class SnapshotServer:
             return await self._send(request, reading, web.StreamResponse(status=206, headers=headers), start, end)
 
     async def _digests(self, request: web.Request) -> web.StreamResponse:
-        reading = await self._read(request)
+        reading = await self._requests.read(request)
         with reading as snapshot:
             memory = snapshot.memory
             if isinstance(memory, MemoryFile):
@@ -294,7 +281,7 @@ class SnapshotServer:
             return web.Response(text=await computing)
 
     async def _slices(self, request: web.Request) -> web.StreamResponse:
-        reading = await self._read(request)
+        reading = await self._requests.read(request)
         with reading as snapshot:
             try:
                 body = await asyncio.wait_for(request.read(), self._stall_timeout_s)
@@ -315,100 +302,6 @@ class SnapshotServer:
     ) -> web.StreamResponse:
         return await send_range(request, reading, response, start, end, stall_timeout_s=self._stall_timeout_s)
 
-    async def _read(self, request: web.Request) -> Reading:
-        """Begins reading the snapshot that a request names, waiting for it if it may still come."""
-        step = parse_step(request.match_info["step"])
-        if step is None:
-            raise StepNotServedError(
-                f"expected a step number or 'latest' in the path, got {request.match_info['step'][:64]!r}"
-            )
-        is_closed = _closed_of(request)
-        bound_to = request.query.get(SNAPSHOT_PARAMETER)
-        if bound_to is not None:
-            reading = self._cache.read(step, snapshot_id=SnapshotId(bound_to), is_closed=is_closed)
-            if reading is None:
-                raise SnapshotReplacedError(
-                    f"expected snapshot {bound_to[:32]} of step {step}, which is no longer served; start again"
-                )
-            return reading
-        after = self._after(request) if step == LATEST else 0
-        deadline_s = time.monotonic() + self._wait_s(request)
-        while True:
-            changed = self._changed
-            reading = self._cache.read(step, after_sequence=after, is_closed=is_closed)
-            if reading is not None:
-                return reading
-            remaining_s = deadline_s - time.monotonic()
-            if step != LATEST and self._is_past(step):
-                served = self._cache.steps()
-                raise StepNotServedError(
-                    f"expected a step to come, or one of {list(served)}; this replica is past step {step}",
-                    served=served,
-                    is_past=True,
-                )
-            if remaining_s <= 0 or not self._may_come(step):
-                return self._read_or_refuse(step, after, is_closed)
-            with contextlib.suppress(asyncio.TimeoutError):
-                # Of a step that its owner passes without a snapshot nobody tells.
-                await asyncio.wait_for(changed.wait(), remaining_s if step == LATEST else min(remaining_s, _TICK_S))
-
-    def _after(self, request: web.Request) -> int:
-        """The number behind which a snapshot is new enough for this request, or was for an earlier one like it."""
-        fresh_snapshot = self.fresh_snapshot
-        if fresh_snapshot is None:
-            return 0
-        earlier = parse_after(request.query.get(AFTER_PARAMETER))
-        if earlier is not None and self._cache.holds_newer(earlier):
-            return earlier
-        fresh = fresh_snapshot(None)
-        assert fresh is not None, "the present state is never past"
-        return fresh if earlier is None else min(earlier, fresh)
-
-    def _is_past(self, step: int) -> bool:
-        """Asks the owner for a snapshot of a step to come; says whether there will be none."""
-        ask = self.fresh_snapshot
-        if ask is None or step in self._cache.steps() or ask(step) is not None:
-            return False
-        # It may have been put there at this very moment.
-        return step not in self._cache.steps()
-
-    def _may_come(self, step: StepSelector) -> bool:
-        newest_step = self._cache.newest_step()
-        return step == LATEST or newest_step is None or step > newest_step
-
-    def _read_or_refuse(self, step: StepSelector, after: int, is_closed: Callable[[], bool]) -> Reading:
-        """After the wait: what has come at the last moment, or the reason why nothing has."""
-        reading = self._cache.read(step, after_sequence=after, is_closed=is_closed)
-        if reading is not None:
-            return reading
-        served = self._cache.steps()
-        failure = self._cache.failure()
-        attempt = f"; the last attempt failed: {failure}" if failure is not None else ""
-        if not served:
-            raise PeerNotReadyError(
-                f"expected a snapshot, and none has been taken yet{attempt}", after=after, step=step
-            )
-        if step == LATEST:
-            raise PeerNotReadyError(
-                f"expected a snapshot of the present state, the newest is one of an earlier state (step {served[-1]}): "
-                f"the trainer has reached no step boundary since, or every snapshot is still being fetched{attempt}",
-                after=after,
-                step=step,
-            )
-        raise StepNotServedError(f"expected step {step}, this replica serves {list(served)}", served=served)
-
-    def _wait_s(self, request: web.Request) -> float:
-        text = request.query.get(WAIT_PARAMETER)
-        if text is None:
-            return self._max_wait_s
-        try:
-            asked_s = float(text)
-        except ValueError:
-            asked_s = -1.0
-        if not 0 <= asked_s < float("inf"):
-            raise ConfigurationError(f"expected a number of seconds in '{WAIT_PARAMETER}', got {text[:64]!r}")
-        return min(asked_s, self._max_wait_s)
-
 
 class _Busy(asyncio.Protocol):
     """Answers whoever connects while there are too many, and closes."""
@@ -419,15 +312,6 @@ class _Busy(asyncio.Protocol):
             b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
         )
         transport.close()
-
-
-def _closed_of(request: web.Request) -> Callable[[], bool]:
-    """Says whether the receiver of an answer can read no more of it."""
-    transport = request.transport
-    if transport is None:
-        return lambda: True
-    # Where the server itself closes after the answer, that says nothing of how far the receiver is.
-    return transport.is_closing if request.keep_alive else lambda: False
 
 
 def _asked_range(request: web.Request, total: int, etag: str) -> tuple[int, int] | None:

@@ -1,25 +1,26 @@
 """Fetching what a receiver in another layout needs: planned reads from several sources, each byte into its place.
 
-The decisions are those of ``wire.reshard`` and ``wire.slice_fetch``, the threads those of ``http.fetch_pool``.
+What is asked of whom is decided by ``wire.reshard``, ``wire.fetch`` and ``wire.read_work``; the threads are those of
+``http.fetch_pool``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from ft_transport.errors import IntegrityError, PeerProtocolError
-from ft_transport.http.chunk_client import Destination
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_pool import Fetch, FetchSettings
+from ft_transport.http.fetch_pool import Destination, FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.wire.fetch import WorkerIndex
+from ft_transport.wire.chunks import CHUNK_BYTES
+from ft_transport.wire.fetch import FetchMachine, Request
 from ft_transport.wire.integrity import Hasher
 from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.read_work import FrameOfReads, ReadWork
 from ft_transport.wire.reshard import Planner, Wanted
 from ft_transport.wire.routes import slices_path
-from ft_transport.wire.slice_fetch import FetchFrames, FrameOfReads, FrameVerified, SliceFetchMachine
-from ft_transport.wire.slices import FRAME_BYTES, FRAME_DIGEST_BYTES, Slice, answer_bytes, encode_request, joined
+from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, answer_bytes, encode_request, joined
 from ft_transport.wire.strided import put
 
 _LEAST_DIRECT_BYTES: Final = 4 << 10
@@ -52,42 +53,38 @@ def fetch_slices(
         FetchFailedError: No source could deliver the rest; carries each failure.
         DeadlineExceededError: The deadline passed first.
     """
-    _SliceFetch(sources, wanted, destination, settings).run()
+    manifests = [source.manifest for source in sources]
+    names = [str(source.peer) for source in sources]
+    planner = Planner(manifests, names)
+    reads = planner.plan(wanted)
+    total_bytes = sum(read.num_bytes for planned in reads for read in planned)
+    num_workers = max(1, min(settings.num_connections, -(-total_bytes // CHUNK_BYTES)))
+    FetchPool(
+        [source.peer for source in sources],
+        FetchMachine(ReadWork(reads, num_workers=num_workers), sources=names, max_failures=settings.max_failures),
+        _SliceWire(manifests, planner, destination, is_verified=settings.verify),
+        settings,
+        num_workers=num_workers,
+        step=manifests[0].step,
+        total_bytes=total_bytes,
+    ).run()
 
 
-class _SliceFetch(Fetch[FetchFrames]):
+class _SliceWire:
+    """Requests for frames of slices, each of which is answered with its digest behind it."""
+
     def __init__(
-        self,
-        sources: Sequence[Source],
-        wanted: Iterable[Wanted],
-        destination: Destination,
-        settings: FetchSettings,
+        self, manifests: Sequence[Manifest], planner: Planner, destination: Destination, *, is_verified: bool
     ) -> None:
-        self._manifests = [source.manifest for source in sources]
-        self._planner = Planner(self._manifests, [str(source.peer) for source in sources])
-        reads = self._planner.plan(wanted)
-        total_bytes = sum(read.num_bytes for planned in reads for read in planned)
-        num_workers = max(1, min(settings.num_connections, -(-total_bytes // FRAME_BYTES)))
-        self._slice_machine = SliceFetchMachine(
-            reads=reads,
-            sources=[str(source.peer) for source in sources],
-            num_workers=num_workers,
-            max_failures=settings.max_failures,
-        )
-        super().__init__(
-            [source.peer for source in sources],
-            self._slice_machine,
-            settings,
-            num_workers=num_workers,
-            step=self._manifests[0].step,
-            total_bytes=total_bytes,
-        )
+        self._manifests = manifests
+        self._planner = planner
         self._destination = destination
+        self._is_verified = is_verified
 
-    def perform(self, worker: WorkerIndex, connection: Connection, request: FetchFrames) -> None:
-        """See ``http.fetch_pool``."""
+    def receive(self, connection: Connection, request: Request[FrameOfReads]) -> Iterator[int]:
+        """See ``http.fetch_pool.Wire``."""
         manifest = self._manifests[request.source]
-        frames = [joined([self._planner.held(read, request.source) for read in frame]) for frame in request.frames]
+        frames = [joined([self._planner.held(read, request.source) for read in frame]) for frame in request.units]
         response = connection.get(
             slices_path(manifest.step, manifest.snapshot_id),
             headers={"Content-Type": "application/json"},
@@ -99,21 +96,13 @@ class _SliceFetch(Fetch[FetchFrames]):
             raise PeerProtocolError(
                 f"expected an answer of {answer_bytes(frames)} bytes, got {response.length}", peer=str(connection.peer)
             )
-        staging = memoryview(bytearray(max(sum(read.num_bytes for read in frame) for frame in request.frames)))
-        for frame in request.frames:
-            self._receive_frame(connection, frame, staging)
-            with self.changed:
-                if self._slice_machine.stopped is not None:
-                    connection.close()
-                    return
-                # First, because an error of the caller's own must end a fetch also at its last frame.
-                self.report_progress(sum(read.num_bytes for read in frame))
-                self._slice_machine.receive(FrameVerified(worker))
-                if self._slice_machine.stopped is not None:
-                    self.changed.notify_all()
+        staging = memoryview(bytearray(max(sum(read.num_bytes for read in frame) for frame in request.units)))
+        for frame in request.units:
+            self._receive_frame(connection, frame, staging, step=manifest.step)
+            yield sum(read.num_bytes for read in frame)
         connection.end_response(response)
 
-    def _receive_frame(self, connection: Connection, frame: FrameOfReads, staging: memoryview) -> None:
+    def _receive_frame(self, connection: Connection, frame: FrameOfReads, staging: memoryview, *, step: int) -> None:
         views: list[memoryview] = []
         staged: list[tuple[memoryview, Slice]] = []
         filled = 0
@@ -133,7 +122,7 @@ class _SliceFetch(Fetch[FetchFrames]):
             filled = end
         digest = bytearray(FRAME_DIGEST_BYTES)
         connection.read_into([*views, memoryview(digest)])
-        if self._settings.verify:
+        if self._is_verified:
             hasher = Hasher()
             for view in views:
                 hasher.update(view)
@@ -144,7 +133,7 @@ class _SliceFetch(Fetch[FetchFrames]):
                     expected=int.from_bytes(digest, "big"),
                     actual=hasher.intdigest(),
                     peer=str(connection.peer),
-                    step=self._step,
+                    step=step,
                 )
         for data, piece in staged:
             put(data, self._destination, piece)

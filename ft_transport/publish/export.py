@@ -28,9 +28,10 @@ from ft_transport.errors import PublishError
 from ft_transport.publish.engines.engine import Kind
 from ft_transport.publish.versions import VersionDirectory
 from ft_transport.state.dtensors import is_dtensor
-from ft_transport.state.snapshot import Snapshot, Stager
+from ft_transport.state.snapshot import Snapshot
+from ft_transport.state.stager import Stager
 from ft_transport.state.views import has_own_memory
-from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES
+from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import Manifest, decode_header
 from ft_transport.wire.served import MemoryFile
@@ -88,9 +89,7 @@ class Exporter:
         self._agreement = agreement
         self._exchange = exchange
         self._directory = directory
-        self._stager = Stager(
-            max_snapshots=1, num_threads=num_threads, chunk_bytes=DEFAULT_CHUNK_BYTES, is_digested=False
-        )
+        self._stager = Stager(max_snapshots=1, num_threads=num_threads, chunk_bytes=CHUNK_BYTES, is_digested=False)
 
     def export(self, version: int, content: Callable[[], Content]) -> Path:
         """Writes a version. Returns its directory, complete and on disk.

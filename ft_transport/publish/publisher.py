@@ -36,8 +36,7 @@ from ft_transport.publish.report import POLICIES, Policy, PublishReport
 from ft_transport.publish.report_store import ReportStore
 from ft_transport.publish.versions import VersionDirectory
 from ft_transport.runtime.at_exit import at_exit
-from ft_transport.settings import check_duration, check_number
-from ft_transport.state.copying import default_num_threads
+from ft_transport.settings import check_duration, check_number, default_num_threads
 from ft_transport.transport import HTTPTransport
 
 logger = logging.getLogger(__name__)

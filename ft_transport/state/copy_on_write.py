@@ -1,8 +1,10 @@
-"""Live memory that is read in place: a snapshot without a copy, for as long as nobody wants to change the state.
+"""Shared memory: a snapshot is read from the live state itself, and copied only if the state is about to change.
 
-The owner of the memory calls ``CopyOnWriteMemory.materialize`` before he changes it. What lies there is then copied
-once, and whoever reads goes on with the copy. So a state that does not change while it is read costs neither memory nor
-a copy.
+The owner of the memory calls ``CopyOnWriteMemory.materialize`` before a change. The shared blocks are then copied once,
+and later reads take the copy. A state that does not change while it is read costs neither memory nor a copy.
+
+A reader pins the memory for as long as it reads. ``materialize`` waits for the pins of shared memory, so a reader never
+waits for a receiver while it holds one; pins of the copy keep nobody waiting.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_GATHERING: Final = 4
 _gathering: Final = threading.BoundedSemaphore(_MAX_GATHERING)
-"""What many receivers have gathered at one time would keep the owner waiting."""
+"""Receivers in other layouts gather while they hold a pin; many at one time would keep the owner waiting."""
 _LONGEST_PIN_S: Final = 10.0
-"""A reader does nothing that waits, so that this passes only where the machine itself stands still."""
+"""A reader waits for nothing while it holds a pin, so that this passes only where the machine itself stands still."""
 
 
 class CopyOnWriteMemory:
@@ -44,18 +46,18 @@ class CopyOnWriteMemory:
         num_bytes: Length of each block; int64.
         addresses: Where each block lies now; int64.
         shared: Indices of the blocks that are live memory.
-        owners: What keeps the memory of all blocks from being freed.
+        owners: Tensors that keep the shared memory from being freed.
         data_bytes: Length of the data.
         arena: Holds the blocks that are not shared; ``None`` where ``owners`` do. Belongs to this object.
         take_arena: Called on ``materialize`` where there is no arena yet.
         give_back: Takes the arena at the end.
         copier: Copies and digests.
         chunk_bytes: Size of the chunks that are digested.
-        check: Raises if the live memory has changed without a `materialize`. Asked before a copy of it is made, and
-            before the digests are told: no receiver relies on bytes without these.
+        check: Raises if the shared memory has changed without a `materialize`. Asked before it is copied, and before
+            the digests are sent: no receiver relies on bytes without these.
 
     Attributes:
-        storages: Addresses of the storages that are shared; a change of any other leaves it as it is.
+        storages: Addresses of the storages that are shared; a change of any other storage needs no `materialize`.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class CopyOnWriteMemory:
         self._header = b""
         self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
         self._digests: list[int | None] = [None] * self._chunks.num_chunks
-        # One who materializes copies; whoever does so meanwhile waits for the copy.
+        # One thread copies; others that materialize meanwhile wait for its copy.
         self._copying = threading.Lock()
         self._digesting = threading.Lock()
         self._changed = SafeCondition()
@@ -107,7 +109,7 @@ class CopyOnWriteMemory:
         self.storages = frozenset(owner.untyped_storage().data_ptr() for owner in owners)
 
     def set_header(self, header: bytes) -> None:
-        """Sets what the file begins with; before anybody pins."""
+        """Sets what the file begins with; called before the first pin."""
         self._header = header
 
     @contextmanager
@@ -132,7 +134,7 @@ class CopyOnWriteMemory:
         with self._changed:
             if self._is_lost or self._is_closed:
                 raise SnapshotError("expected a snapshot of memory that can still be read, and it is gone")
-            # Who comes after the materialize reads the copy, for which the owner does not wait.
+            # Later readers get the copy; materialize() does not wait for them.
             is_of_shared = self._is_shared
             self._num_pins += 1
             self._num_pins_of_shared += is_of_shared
@@ -157,14 +159,15 @@ class CopyOnWriteMemory:
         return encode_digests([digest for digest in self._digests if digest is not None])
 
     def materialize(self) -> None:
-        """Copies what is shared, and returns when nobody reads it any more. May be called again, and after an error.
+        """Copies the shared memory, and returns when it is not pinned any more; the owner may change it then.
 
-        If there is no memory for the copy, the snapshot is lost: its readers get an error, and the owner goes on.
+        May be called again, also after an error. Without memory for the copy the snapshot is lost: its readers get an
+        error, and the owner goes on.
         """
         with self._copying:
             with self._changed:
                 is_to_copy = self.is_shared
-                # Nobody gives back what is being written or read.
+                # A pin of its own: a close in between must not give back the arena that is being written.
                 self._num_pins += is_to_copy
             if is_to_copy:
                 try:
@@ -183,22 +186,22 @@ class CopyOnWriteMemory:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it changed without a materialize, or was materialized and there was no memory for the copy."""
+        """Whether the memory changed without a `materialize`, or there was no memory for the copy."""
         return self._is_lost
 
     @property
     def is_shared(self) -> bool:
-        """Whether any of it is live memory still."""
+        """Whether any of it is still live memory."""
         return self._is_shared and not self._is_closed
 
     def close(self) -> None:
-        """Lets go of the memory, as soon as the last one who pins it is done."""
+        """Lets go of the memory as soon as the last pin is gone."""
         with self._changed:
             self._is_closed = True
             self._let_go()
 
     def _let_go(self) -> None:
-        """Frees what nobody needs any more; under the mutex."""
+        """Frees what is not needed any more; called under the mutex."""
         if not self._num_pins_of_shared and not self.is_shared:
             self._owners = []
         if self._is_closed and not self._num_pins and self._arena is not None:
@@ -212,7 +215,7 @@ class CopyOnWriteMemory:
             SnapshotError: It has.
         """
         with self._copying:
-            # What was copied has been checked before, and may have changed since.
+            # A copy was checked when it was made; the live memory may have changed since.
             if self._is_shared:
                 try:
                     self._check()
@@ -224,7 +227,7 @@ class CopyOnWriteMemory:
                 raise SnapshotError("expected a snapshot of memory that can still be read, and it is gone")
 
     def _copy(self) -> None:
-        """Copies what is shared into the arena; from then on that is what is pinned."""
+        """Copies the shared blocks into the arena; pins are of the copy from then on."""
         arena, taken = self._arena, None
         try:
             self._check()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -36,11 +35,6 @@ class HostCopies:
     targets: Column
     sources: Column
     num_bytes: Column
-
-
-def default_num_threads() -> int:
-    """Threads that saturate the memory of common machines; more only take cores from the training."""
-    return min(8, os.cpu_count() or 1)
 
 
 class HostCopier:

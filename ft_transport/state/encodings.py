@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import struct
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -17,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ft_transport.errors import ConfigurationError, ManifestError
+from ft_transport.errors import ConfigurationError, ManifestError, UnsupportedLeafError
 from ft_transport.state.dtypes import DTYPES_BY_NAME, name_of
 from ft_transport.wire.nodes import (
     BigIntNode,
@@ -186,6 +187,31 @@ def numpy_values(text: str, data: bytes | bytearray) -> np.ndarray[Any, Any]:
         if int(code_points.max()) > sys.maxunicode:
             raise ManifestError(f"expected the characters of a numpy {dtype}, got {int(code_points.max()):#x}")
     return np.frombuffer(data, dtype=dtype)
+
+
+def default_factory_name(value: defaultdict[Any, object], path: str) -> str:
+    """What a defaultdict's factory is called in its node.
+
+    Raises:
+        UnsupportedLeafError: It is none of the builtins that a receiver may call.
+    """
+    for name, factory in DEFAULT_FACTORIES.items():
+        if factory is value.default_factory:
+            return name
+    raise UnsupportedLeafError(
+        f"expected a defaultdict of a builtin type, got the factory {value.default_factory!r}", path=path
+    )
+
+
+def numpy_bytes(value: np.ndarray[Any, Any], path: str) -> bytearray:
+    """A copy of an array's bytes in C order: its memory may be read-only, or in an order that torch cannot wrap.
+
+    Raises:
+        UnsupportedLeafError: It holds no plain values.
+    """
+    if not is_plain_numpy_dtype(value.dtype) or not value.dtype.itemsize:
+        raise UnsupportedLeafError(f"expected a numpy array of plain values, got dtype {value.dtype}", path=path)
+    return bytearray(value.tobytes())
 
 
 def is_plain_numpy_dtype(dtype: np.dtype[Any]) -> bool:

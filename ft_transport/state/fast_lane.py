@@ -8,6 +8,7 @@ again, off the lane.
 from __future__ import annotations
 
 from array import array
+from itertools import count
 from operator import attrgetter
 from typing import Final
 
@@ -38,13 +39,10 @@ class FastLane:
 
     Args:
         blocks: What the state consists of.
-
-    Attributes:
-        names: All names that are taken, by tensors on and off the lane.
     """
 
     def __init__(self, blocks: Blocks) -> None:
-        self.names: set[str] = set(_TAKEN_NAMES)
+        self._names: set[str] = set(_TAKEN_NAMES)
         self._blocks = blocks
         self._in_lane: list[range] = []
         self._num_indexed = 0
@@ -73,9 +71,9 @@ class FastLane:
         """Fills the columns; false, with the columns in part filled, if a tensor or a name is out of place."""
         blocks = self._blocks
         sources, names = blocks.sources[start:], blocks.names[start:]
-        num_names = len(self.names)
-        self.names.update(names)
-        if len(self.names) - num_names < len(names):
+        num_names = len(self._names)
+        self._names.update(names)
+        if len(self._names) - num_names < len(names):
             return False
         dtypes: list[torch.dtype] = []
         add_dtype, add_shape = dtypes.append, blocks.shapes.append
@@ -99,6 +97,31 @@ class FastLane:
             blocks.dtypes.extend(map(_PLAIN_NAMES.__getitem__, dtypes))
             blocks.item_bytes.extend(map(_ITEM_BYTES.__getitem__, dtypes))
         return True
+
+    def store(self, source: torch.Tensor, path: str, dtype: str, shape: tuple[int, ...], address: int) -> int:
+        """Adds a block off the lane, under a name that is free, and returns its index.
+
+        Raises:
+            OffLaneError: As for `settle`.
+        """
+        self.settle()
+        blocks = self._blocks
+        name = path or "(root)"
+        if not name.isascii():
+            # Lone surrogates, which a str key may hold, have no place in JSON.
+            name = name.encode("utf-8", "backslashreplace").decode()
+        if name in self._names:
+            numbered = (f"{name}#{number}" for number in count(2))
+            name = next(candidate for candidate in numbered if candidate not in self._names)
+        self._names.add(name)
+        blocks.names.append(name)
+        blocks.sources.append(source)
+        blocks.dtypes.append(dtype)
+        blocks.shapes.append(shape)
+        blocks.num_bytes.append(source.nbytes)
+        blocks.item_bytes.append(source.dtype.itemsize)
+        blocks.addresses.append(address)
+        return len(blocks.names) - 1
 
     def check(self) -> None:
         """Makes sure that the tensors of the lane have memory, and that no other begins where one of them does.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
-from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
@@ -191,12 +190,8 @@ class _Flattener:
 
     def _named_tuple(self, value: tuple[object, ...], path: str) -> Node:
         type_ = type(value)
-        node = NamedTupleNode(
-            type_.__module__,
-            type_.__qualname__,
-            list(type_._fields),  # type: ignore[attr-defined]
-            self._items(value, value, path),
-        )
+        fields = list(type_._fields)  # type: ignore[attr-defined]
+        node = NamedTupleNode(type_.__module__, type_.__qualname__, fields, self._items(value, value, path))
         if encodings.find_named_tuple_type(node) is not type_ or getattr(value, "__dict__", None):
             raise UnsupportedLeafError(
                 f"expected a named tuple whose class a receiver finds as {type_.__module__}.{type_.__qualname__}, with "
@@ -266,13 +261,7 @@ class _Flattener:
             self._open.discard(id(value))
 
     def _default_dict(self, value: defaultdict[Any, object], path: str) -> Node:
-        factory = next(
-            (name for name, type_ in encodings.DEFAULT_FACTORIES.items() if type_ is value.default_factory), None
-        )
-        if factory is None:
-            raise UnsupportedLeafError(
-                f"expected a defaultdict of a builtin type, got the factory {value.default_factory!r}", path=path
-            )
+        factory = encodings.default_factory_name(value, path)
         return DefaultDictNode(factory, self._mapping_items(value, path))  # type: ignore[arg-type]
 
     def _bytes(self, value: bytes | bytearray, path: str, *, mutable: bool) -> Node:
@@ -282,10 +271,7 @@ class _Flattener:
         return StoredBytesNode(self._store_bytes(block, path), mutable)
 
     def _numpy_array(self, value: np.ndarray[Any, Any], path: str) -> Node:
-        if not encodings.is_plain_numpy_dtype(value.dtype) or not value.dtype.itemsize:
-            raise UnsupportedLeafError(f"expected a numpy array of plain values, got dtype {value.dtype}", path=path)
-        # Read afresh, because numpy memory may be read-only or of another byte order, which torch cannot wrap.
-        data = bytearray(value.tobytes())
+        data = encodings.numpy_bytes(value, path)
         block = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return NumpyArrayNode(self._store_bytes(block, path), value.dtype.str, value.shape)
 
@@ -357,7 +343,7 @@ class _Flattener:
             if first is not None and self.blocks.sources[first].dtype is dtype and self.blocks.shapes[first] == shape:
                 return TensorNode(first)
         if wire_dtype is not None and contiguous:
-            index = self._store(value, path, wire_dtype, shape, address)
+            index = self._lane.store(value, path, wire_dtype, shape, address)
             if address:
                 self._lane.note(address, index)
             node: Node = TensorNode(index)
@@ -376,13 +362,13 @@ class _Flattener:
         is_row_major = source.is_contiguous() or not is_dense(shape, source.stride())
         stride = torch.empty(shape, device="meta").stride() if is_row_major else source.stride()
         if wire_dtype is not None:
-            index = self._store(source, path, wire_dtype, shape, _host_address(source))
+            index = self._lane.store(source, path, wire_dtype, shape, _host_address(source))
             return TensorNode(index) if is_row_major else LayoutNode(index, name_of(value.dtype), shape, stride)
         if not source.is_contiguous():
             source = source.view(carrier_of(source.dtype))
         itemsize = value.dtype.itemsize
         entry_shape = shape if itemsize == 1 else (*shape, itemsize)
-        index = self._store(source, path, "U8", entry_shape, _host_address(source))
+        index = self._lane.store(source, path, "U8", entry_shape, _host_address(source))
         return LayoutNode(index, name_of(value.dtype), shape, stride)
 
     def _view(self, value: torch.Tensor, base: Base) -> Node:
@@ -400,35 +386,11 @@ class _Flattener:
                 f"expected a tensor quantized per tensor, got {value.qscheme()}; store its integers and scales instead",
                 path=path,
             )
-        return QuantizedNode(
-            self._plain_tensor(value.int_repr(), path),
-            name_of(value.dtype),
-            encodings.float_bits(value.q_scale()),
-            value.q_zero_point(),
-        )
+        values = self._plain_tensor(value.int_repr(), path)
+        return QuantizedNode(values, name_of(value.dtype), encodings.float_bits(value.q_scale()), value.q_zero_point())
 
     def _store_bytes(self, block: torch.Tensor, path: str) -> int:
-        return self._store(block, path, "U8", (block.numel(),), _host_address(block))
-
-    def _store(self, source: torch.Tensor, path: str, dtype: str, shape: tuple[int, ...], address: int) -> int:
-        self._lane.settle()
-        blocks = self.blocks
-        name = path or "(root)"
-        if not name.isascii():
-            # Lone surrogates, which a str key may hold, have no place in JSON.
-            name = name.encode("utf-8", "backslashreplace").decode()
-        if name in self._lane.names:
-            numbered = (f"{name}#{number}" for number in count(2))
-            name = next(candidate for candidate in numbered if candidate not in self._lane.names)
-        self._lane.names.add(name)
-        blocks.names.append(name)
-        blocks.sources.append(source)
-        blocks.dtypes.append(dtype)
-        blocks.shapes.append(shape)
-        blocks.num_bytes.append(source.nbytes)
-        blocks.item_bytes.append(source.dtype.itemsize)
-        blocks.addresses.append(address)
-        return len(blocks.names) - 1
+        return self._lane.store(block, path, "U8", (block.numel(),), _host_address(block))
 
 
 def _host_address(source: torch.Tensor) -> int:

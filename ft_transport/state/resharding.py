@@ -26,7 +26,7 @@ from ft_transport.state.dtypes import (
     name_of,
 )
 from ft_transport.state.placements import describe_mesh, encode_placements
-from ft_transport.wire.chunks import DEFAULT_CHUNK_BYTES, ChunkTable
+from ft_transport.wire.chunks import CHUNK_BYTES, ChunkTable
 from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, Placement, Region, region_of, shape_of
 from ft_transport.wire.manifest import ITEM_BITS, Manifest, TensorEntry
 from ft_transport.wire.merging import Path, StoredLeaf, TensorLike, merge_trees, path_name
@@ -123,7 +123,7 @@ def reshard(
             tree=tree,
             meshes=tuple(builder.layouts.meshes),
             layouts=tuple(builder.layouts.layouts),
-            chunks=ChunkTable(data_bytes=builder.data_bytes, chunk_bytes=DEFAULT_CHUNK_BYTES),
+            chunks=ChunkTable(data_bytes=builder.data_bytes, chunk_bytes=CHUNK_BYTES),
             digests=None,
             header_bytes=0,
         ),

@@ -11,8 +11,9 @@ import contextlib
 import ctypes
 import mmap
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Final
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,13 +29,43 @@ from ft_transport.state.unflatten import Unflattener, as_plain
 from ft_transport.state.views import extent_bytes, has_own_memory, view_key
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import DTensorNode, LayoutNode, LeafNode, Node, TensorNode, ViewNode
-from ft_transport.wire.plan import DestinationPlan
 
 _ALIGN_BYTES: Final = 64
 _KEEP_SHARED_BYTES: Final = 16 << 10
 """A smaller fresh tensor gets memory of its own at the end, so that it alone does not keep the whole buffer alive."""
 _POISON_BYTE: Final = 0xFF
 """All bits set is a NaN in every IEEE floating-point type and -1 in every signed one."""
+
+
+class Piece(NamedTuple):
+    """``num_bytes`` at ``offset`` of destination ``slot``."""
+
+    slot: int
+    offset: int
+    num_bytes: int
+
+
+class DestinationPlan:
+    """Divides byte ranges of the data among destinations that lie one behind the other.
+
+    Args:
+        starts: Where each destination begins in the data, ascending; empty destinations must be left out, so that
+            the starts are strictly ascending and the first is 0.
+        data_bytes: Where the last one ends.
+    """
+
+    def __init__(self, starts: Sequence[int], data_bytes: int) -> None:
+        self._starts = list(starts)
+        self._ends = [*self._starts[1:], data_bytes]
+
+    def pieces(self, start: int, end: int) -> Iterator[Piece]:
+        """The pieces that cover ``[start, end)`` once, in order."""
+        slot = bisect_right(self._starts, start) - 1
+        while start < end:
+            stop = min(end, self._ends[slot])
+            yield Piece(slot, start - self._starts[slot], stop - start)
+            start = stop
+            slot += 1
 
 
 class Restore:

@@ -1,8 +1,8 @@
-"""Taking a snapshot: a state at one step becomes an immutable safetensors file in host memory.
+"""A snapshot in the making: a flattened state becomes an immutable safetensors file in host memory.
 
-``Stager.begin`` flattens the state and copies what cannot wait; ``PendingSnapshot.copy_deferred`` copies the
-rest and may run on another thread; both belong under the read lock. ``PendingSnapshot.finish`` computes digests and
-header, and needs no lock, because it reads the arena only.
+``PendingSnapshot.copy_now`` copies what cannot wait; ``copy_deferred`` copies the rest and may run on another thread;
+both belong under the read lock. ``finish`` computes digests and header, and needs no lock, because it reads the arena
+only. ``state.stager`` begins all of them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from ft_transport.state.arena import Arena, ArenaPool
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.copying import Column, HostCopier, HostCopies
-from ft_transport.state.device import Accelerator, DeviceCopier, Marks, TorchAccelerator, pinning
+from ft_transport.state.device import DeviceCopier, Marks
 from ft_transport.state.dtypes import carrier_of
-from ft_transport.state.flatten import flatten
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.served import MemoryFile
@@ -81,199 +80,33 @@ class HeldState:
         )
 
 
-class Stager:
-    """Takes snapshots into a pool of reusable arenas.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workshop:
+    """What all snapshots of a stager are made with.
 
-    Args:
-        max_snapshots: How many may be alive at once.
-        num_threads: Threads that copy and digest.
+    Attributes:
+        pool: Has the arenas.
+        copier: Copies and digests host memory.
+        device_copier: Copies from accelerators.
         chunk_bytes: Size of the chunks that are digested and fetched.
-        is_digested: Whether snapshots have digests; who writes them to disk digests the files.
-        accelerator: Where streams come from; for tests. ``None`` takes torch's own.
+        is_digested: Whether snapshots have digests.
     """
 
-    def __init__(
-        self,
-        *,
-        max_snapshots: int,
-        num_threads: int,
-        chunk_bytes: int,
-        is_digested: bool = True,
-        accelerator: Accelerator | None = None,
-    ) -> None:
-        self._pool = ArenaPool(max_snapshots, pin=pinning())
-        self._copier = HostCopier(num_threads)
-        self._device_copier = DeviceCopier(accelerator if accelerator is not None else TorchAccelerator())
-        self._chunk_bytes = chunk_bytes
-        self._is_digested = is_digested
-
-    def prefault(self, state: object) -> None:
-        """Makes memory for snapshots of ``state`` ready in the background; returns when its size is known.
-
-        Called on the thread that owns the state.
-
-        Raises:
-            SnapshotError: The state cannot be captured.
-        """
-        with collector_paused():
-            flat = flatten(state)
-        self._pool.prefault(_data_bytes(flat))
-
-    def begin(
-        self,
-        step: int,
-        state: object,
-        *,
-        deferrable: Callable[[torch.Tensor], bool] | None = None,
-        shareable: Callable[[torch.Tensor], bool] | None = None,
-        check_deferred: Callable[[], None] = nothing_moved,
-        check_shared: Callable[[], None] = nothing_moved,
-    ) -> PendingSnapshot:
-        """Flattens ``state`` and copies everything that is not ``deferrable``.
-
-        Called under the read lock, on the thread that owns the state.
-
-        Args:
-            step: The committed step that the state shows.
-            state: Any nesting of supported kinds.
-            deferrable: Says of a live tensor that nothing changes it before the read lock is released.
-            shareable: Says of a live tensor that it is not to be copied at all: its owner calls
-                ``CopyOnWriteMemory.materialize`` before he changes it. One that does not lie in host memory as the file
-                wants it is copied nevertheless.
-            check_deferred: Raises if what was deferred has changed before it was copied.
-            check_shared: Raises if what is shared has changed without a materialize; asked before a receiver may rely
-                on it.
-
-        Raises:
-            SnapshotError: The state cannot be captured; nothing is held.
-        """
-        with collector_paused():
-            flat = flatten(state)
-        pending = self._prepare_to_copy(step, flat, self._mark(flat), check_deferred, check_shared)
-        try:
-            pending.copy_now(deferrable, shareable)
-            return pending
-        except BaseException:
-            pending.abandon()
-            raise
-
-    def hold(
-        self,
-        step: int,
-        state: object,
-        *,
-        deferrable: Callable[[torch.Tensor], bool],
-        max_bytes: int,
-        check: Callable[[], None] = nothing_moved,
-    ) -> HeldState | None:
-        """Copies what is not ``deferrable``, so that a snapshot of this step can be begun later.
-
-        Called under the read lock, on the thread that owns the state.
-
-        Args:
-            step: The committed step that the state shows.
-            state: Any nesting of supported kinds.
-            deferrable: Says of a live tensor that nothing changes it before the read lock is released.
-            max_bytes: Copy no more than this.
-            check: Raises if what was not copied here has changed since.
-
-        Returns:
-            The held state; ``None`` if more would have to be copied.
-
-        Raises:
-            SnapshotError: The state cannot be captured.
-        """
-        with collector_paused():
-            flat = flatten(state)
-        blocks = flat.blocks
-        own = [index for index, source in enumerate(blocks.sources) if not deferrable(source)]
-        if sum(blocks.num_bytes[index] for index in own) > max_bytes:
-            return None
-        for index in own:
-            copy = blocks.sources[index].detach().clone(memory_format=torch.contiguous_format)
-            blocks.sources[index] = copy
-            if blocks.addresses[index]:
-                blocks.addresses[index] = copy.data_ptr()
-        return HeldState(step=step, flat=flat, marks=self._mark(flat), check=check)
-
-    def begin_held(self, held: HeldState) -> PendingSnapshot:
-        """Begins the snapshot of a held state, once; everything is left to ``copy_deferred``. On any thread.
-
-        Raises:
-            SnapshotError: There is no memory for it.
-        """
-        pending = self._prepare_to_copy(held.step, held.flat, held.marks, held.check, held.check)
-        pending.defer_all()
-        return pending
-
-    def share_held(self, held: HeldState) -> PendingSnapshot:
-        """Begins a snapshot that shares the memory of a held state, once; it takes no arena. On any thread.
-
-        The owner calls ``CopyOnWriteMemory.materialize`` before he changes anything of it.
-
-        Args:
-            held: One that ``is_shareable``.
-        """
-        pending = self._pending(held.step, held.flat, held.marks, held.check, held.check, arena=None)
-        pending.lend_all()
-        return pending
-
-    def _mark(self, flat: FlatState) -> Marks:
-        """After what has been queued on the devices by now, the copies may begin."""
-        devices = {
-            source.device
-            for source, address in zip(flat.blocks.sources, flat.blocks.addresses, strict=True)
-            if not address and not source.is_cpu
-        }
-        return self._device_copier.mark(sorted(devices, key=str)) if devices else {}
-
-    def _prepare_to_copy(
-        self,
-        step: int,
-        flat: FlatState,
-        marks: Marks,
-        check_deferred: Callable[[], None],
-        check_shared: Callable[[], None],
-    ) -> PendingSnapshot:
-        arena = self._pool.take(_data_bytes(flat))
-        try:
-            return self._pending(step, flat, marks, check_deferred, check_shared, arena=arena)
-        except BaseException:
-            self._pool.give_back(arena)
-            raise
-
-    def _pending(
-        self,
-        step: int,
-        flat: FlatState,
-        marks: Marks,
-        check_deferred: Callable[[], None],
-        check_shared: Callable[[], None],
-        *,
-        arena: Arena | None,
-    ) -> PendingSnapshot:
-        return PendingSnapshot(
-            step=step,
-            flat=flat,
-            arena=arena,
-            pool=self._pool,
-            copier=self._copier,
-            device_copier=self._device_copier,
-            marks=marks,
-            chunk_bytes=self._chunk_bytes,
-            is_digested=self._is_digested,
-            check_deferred=check_deferred,
-            check_shared=check_shared,
-        )
-
-    def close(self) -> None:
-        """Ends the threads and frees the arenas that nobody reads."""
-        self._copier.close()
-        self._pool.close()
+    pool: ArenaPool
+    copier: HostCopier
+    device_copier: DeviceCopier
+    chunk_bytes: int
+    is_digested: bool
 
 
 class PendingSnapshot:
     """A snapshot whose bytes are still being copied. Used by one thread at a time.
+
+    Args:
+        held: The state, and what says that none of it has changed before it was copied.
+        workshop: What to make the snapshot with.
+        arena: Where copies go; ``None`` if nothing is to be copied.
+        check_shared: Raises if what is shared has changed without being materialized.
 
     Attributes:
         step: The committed step.
@@ -281,38 +114,23 @@ class PendingSnapshot:
     """
 
     def __init__(
-        self,
-        *,
-        step: int,
-        flat: FlatState,
-        arena: Arena | None,
-        pool: ArenaPool,
-        copier: HostCopier,
-        device_copier: DeviceCopier,
-        marks: Marks,
-        chunk_bytes: int,
-        is_digested: bool,
-        check_deferred: Callable[[], None],
-        check_shared: Callable[[], None],
+        self, held: HeldState, workshop: Workshop, *, arena: Arena | None, check_shared: Callable[[], None]
     ) -> None:
-        self.step = step
+        self.step = held.step
         self.shared: CopyOnWriteMemory | None = None
-        self._flat = flat
+        self._flat = flat = held.flat
         self._starts = _lay_out(flat)
         self._num_bytes = np.asarray(flat.blocks.num_bytes)
         self._addresses = np.asarray(flat.blocks.addresses)
-        self._data_bytes = _data_bytes(flat)
+        self._data_bytes = data_bytes_of(flat)
         self._arena = arena
-        self._pool = pool
-        self._copier = copier
-        self._device_copier = device_copier
-        self._chunks = ChunkTable(data_bytes=self._data_bytes, chunk_bytes=chunk_bytes)
+        self._workshop = workshop
+        self._chunks = ChunkTable(data_bytes=self._data_bytes, chunk_bytes=workshop.chunk_bytes)
         self._deferred: Column = np.empty(0, dtype=np.int64)
         self._is_held = True
-        self._marks = marks
-        self._is_digested = is_digested
-        self._check_deferred = check_deferred
-        self._check_lent = check_shared
+        self._marks = held.marks
+        self._check_deferred = held.check
+        self._check_shared = check_shared
 
     def copy_now(
         self,
@@ -325,15 +143,15 @@ class PendingSnapshot:
         self._deferred = np.flatnonzero(is_deferred)
         self._copy(np.flatnonzero(~(is_deferred | is_shared)))
         if is_shared.any():
-            self._lend(np.flatnonzero(is_shared))
+            self._share(np.flatnonzero(is_shared))
 
     def defer_all(self) -> None:
         """Notes every block for ``copy_deferred``."""
         self._deferred = np.arange(len(self._flat.blocks.sources))
 
-    def lend_all(self) -> None:
+    def share_all(self) -> None:
         """Leaves every block where it is."""
-        self._lend(np.arange(len(self._flat.blocks.sources)))
+        self._share(np.arange(len(self._flat.blocks.sources)))
 
     def copy_deferred(self) -> None:
         """Copies the rest. The caller still holds the read lock and releases it afterwards."""
@@ -401,7 +219,7 @@ class PendingSnapshot:
             return np.zeros(len(sources), dtype=np.bool_)
         return np.fromiter(map(chosen, sources), dtype=np.bool_, count=len(sources))
 
-    def _lend(self, indices: Column) -> None:
+    def _share(self, indices: Column) -> None:
         addresses = self._addresses
         if self._arena is not None:
             addresses = self._starts + self._arena.data.data_ptr()
@@ -415,18 +233,18 @@ class PendingSnapshot:
             owners=[sources[index] for index in indices.tolist()],
             data_bytes=self._data_bytes,
             arena=self._arena,
-            take_arena=self._pool.take,
-            give_back=self._pool.give_back,
-            copier=self._copier,
+            take_arena=self._workshop.pool.take,
+            give_back=self._workshop.pool.give_back,
+            copier=self._workshop.copier,
             chunk_bytes=self._chunks.chunk_bytes,
-            check=self._check_lent,
+            check=self._check_shared,
         )
 
     def _digests(self) -> list[int] | None:
-        if self.shared is not None or not self._is_digested:
+        if self.shared is not None or not self._workshop.is_digested:
             return None
         assert self._arena is not None, "what is not shared is copied"
-        return self._copier.digests(self._arena.view[: self._data_bytes], self._chunks)
+        return self._workshop.copier.digests(self._arena.view[: self._data_bytes], self._chunks)
 
     def _put_header(self, header: bytes) -> MemoryFile | CopyOnWriteMemory:
         if self.shared is not None:
@@ -441,7 +259,7 @@ class PendingSnapshot:
         if self.shared is not None:
             return self.shared.close
         assert self._arena is not None, "what is not shared is copied"
-        return functools.partial(self._pool.give_back, self._arena)
+        return functools.partial(self._workshop.pool.give_back, self._arena)
 
     def _copy(self, indices: Column) -> None:
         blocks = self._flat.blocks
@@ -452,7 +270,7 @@ class PendingSnapshot:
         has_address = self._addresses[indices] != 0
         host = indices[has_address]
         targets = self._starts[host] + self._arena.data.data_ptr()
-        self._copier.copy(HostCopies(targets, self._addresses[host], self._num_bytes[host]))
+        self._workshop.copier.copy(HostCopies(targets, self._addresses[host], self._num_bytes[host]))
         device: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index in indices[~has_address].tolist():
             source = blocks.sources[index]
@@ -462,7 +280,7 @@ class PendingSnapshot:
             else:
                 device.append((self._target(index, source), carried))
         if device:
-            self._device_copier.copy(device, self._marks)
+            self._workshop.device_copier.copy(device, self._marks)
 
     def _target(self, index: int, source: torch.Tensor) -> torch.Tensor:
         assert self._arena is not None, "what is copied has an arena"
@@ -471,7 +289,12 @@ class PendingSnapshot:
         return block.view(carrier_of(source.dtype)).view(source.shape)
 
 
-def _data_bytes(flat: FlatState) -> int:
+def data_bytes_of(flat: FlatState) -> int:
+    """Size of all blocks together.
+
+    Raises:
+        SnapshotError: The format cannot say it.
+    """
     data_bytes = sum(flat.blocks.num_bytes)
     if data_bytes >= 2**62:
         raise SnapshotError(f"expected a state of less than 2**62 bytes, got {data_bytes}")

@@ -1,9 +1,10 @@
-"""Taking snapshots of this replica's own state, and putting them where the server finds them."""
+"""The server half of a transport: snapshots of this replica's own state are taken, kept and served."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Final
@@ -11,10 +12,13 @@ from typing import Final
 import torch
 
 from ft_transport.errors import SnapshotError, TransportError
+from ft_transport.http.server import SnapshotServer
 from ft_transport.http.snapshot_cache import SnapshotCache
-from ft_transport.settings import check_number
+from ft_transport.http.token import JobToken
+from ft_transport.settings import TransportSettings, check_number
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
-from ft_transport.state.snapshot import HeldState, PendingSnapshot, Stager, nothing_moved
+from ft_transport.state.snapshot import HeldState, PendingSnapshot
+from ft_transport.state.stager import Stager
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.served import MemoryFile
 
@@ -23,11 +27,11 @@ _MAX_FAILURE_CHARACTERS: Final = 1000
 
 @dataclass(slots=True, eq=False)
 class _Sharing:
-    """Live memory that a snapshot is served from, until the owner materializes it.
+    """A snapshot that is served from live memory until the owner materializes it.
 
     Attributes:
         memory: The memory.
-        snapshot_id: Its name, once it is served.
+        snapshot_id: The snapshot's id, once it is served.
     """
 
     memory: CopyOnWriteMemory
@@ -84,7 +88,7 @@ class SnapshotInProgress:
         if sharing is not None:
             sharing.snapshot_id = snapshot.snapshot_id
         self._cache.put(snapshot)
-        # It may have been materialized before anybody knew its name.
+        # The owner may have materialized the memory before the snapshot could be found by its id.
         if sharing is not None and sharing.memory.is_lost:
             self._cache.retire(snapshot.snapshot_id, even_if_needed=True)
             raise SnapshotError("expected memory for a copy of what has changed meanwhile, and there is none")
@@ -95,33 +99,52 @@ class SnapshotInProgress:
         self._cache.cancel_reservation()
 
 
-class SnapshotServing:
+class StateServer:
     """Takes snapshots of one replica's state and serves them. Thread-safe where nothing else is said.
 
     Args:
-        cache: Where they are put.
-        stager: Takes them.
+        settings: How many snapshots, where to listen, and so on.
+        token: The job token that requests must carry, if any.
+        max_wait_s: Longest time that a request is held, in seconds.
+
+    Attributes:
+        http: The HTTP server.
+
+    Raises:
+        ConfigurationError: The address cannot be bound.
     """
 
-    def __init__(self, cache: SnapshotCache, stager: Stager) -> None:
-        self._cache = cache
-        self._stager = stager
+    def __init__(self, settings: TransportSettings, *, token: JobToken | None, max_wait_s: float) -> None:
+        self._cache = SnapshotCache(
+            max_snapshots=settings.max_snapshots, lease_s=settings.lease.total_seconds(), clock=time.monotonic
+        )
+        self._stager = Stager(
+            max_snapshots=settings.max_snapshots,
+            num_threads=settings.num_copy_threads,
+            chunk_bytes=settings.chunk_bytes,
+        )
+        try:
+            self.http = SnapshotServer(
+                self._cache,
+                host=settings.host,
+                port=settings.port,
+                advertise=settings.advertise,
+                replica=settings.replica,
+                token=token,
+                max_wait_s=max_wait_s,
+                stall_timeout_s=settings.stall_timeout.total_seconds(),
+                fresh_snapshot=None,
+            )
+        except BaseException:
+            self._stager.close()
+            raise
         self._sharings: list[_Sharing] = []
         self._sharings_mutex = threading.Lock()
+        self._shutdown_lock = threading.Lock()
+        self._is_shut_down = False
 
     def prefault(self, state: object) -> None:
-        """Makes the memory for ``max_snapshots`` snapshots of ``state`` ready, so that none of them waits for it.
-
-        Memory that is used for the first time comes at about a tenth of the speed at which it is copied to. A state
-        that has become larger needs another call, or else its next snapshots make room for themselves.
-
-        Args:
-            state: A state of the same size as those that will be sent. Looked at on the calling thread, which has to
-                be the one that owns it; the memory is made ready on another thread, after this has returned.
-
-        Raises:
-            SnapshotError: The state cannot be captured.
-        """
+        """Makes memory for snapshots of ``state`` ready; see ``HTTPTransport.prefault``."""
         self._stager.prefault(state)
 
     def begin_snapshot(
@@ -129,10 +152,10 @@ class SnapshotServing:
         step: int,
         state: object,
         *,
-        deferrable: Callable[[torch.Tensor], bool] | None = None,
-        shareable: Callable[[torch.Tensor], bool] | None = None,
-        check_deferred: Callable[[], None] = nothing_moved,
-        check_shared: Callable[[], None] = nothing_moved,
+        deferrable: Callable[[torch.Tensor], bool] | None,
+        shareable: Callable[[torch.Tensor], bool] | None,
+        check_deferred: Callable[[], None],
+        check_shared: Callable[[], None],
     ) -> SnapshotInProgress:
         """Begins a snapshot on the thread that owns the state; the caller holds the read lock.
 
@@ -141,7 +164,7 @@ class SnapshotServing:
             state: Any nesting of supported kinds.
             deferrable: Says of a live tensor that it stays as it is while the read lock is held, so that
                 ``SnapshotInProgress.copy_deferred`` may copy it later.
-            shareable: Says of a live tensor that the owner calls `materialize` before he changes it. It is served from
+            shareable: Says of a live tensor that the owner calls `materialize` before changing it. It is served from
                 where it lies, without a copy.
             check_deferred: Raises a ``SnapshotError`` if what was deferred has changed all the same; asked when it has
                 been copied. The snapshot fails then.
@@ -152,20 +175,19 @@ class SnapshotServing:
             SnapshotError: The state cannot be captured, or too many snapshots are still being fetched.
         """
         step = check_number("step", step, at_least=0)
-        self._cache.reserve()
         try:
-            pending = self._stager.begin(
-                step,
-                state,
-                deferrable=deferrable,
-                shareable=shareable,
-                check_deferred=check_deferred,
-                check_shared=check_shared,
+            return self._begin(
+                lambda: self._stager.begin(
+                    step,
+                    state,
+                    deferrable=deferrable,
+                    shareable=shareable,
+                    check_deferred=check_deferred,
+                    check_shared=check_shared,
+                )
             )
-            return self._in_progress(pending)
-        except BaseException as error:
-            self._cache.cancel_reservation()
-            if isinstance(error, TransportError) and error.step is None:
+        except TransportError as error:
+            if error.step is None:
                 error.step = step
             raise
 
@@ -176,7 +198,7 @@ class SnapshotServing:
         *,
         deferrable: Callable[[torch.Tensor], bool],
         max_bytes: int,
-        check: Callable[[], None] = nothing_moved,
+        check: Callable[[], None],
     ) -> HeldState | None:
         """Copies what is not ``deferrable``, so that a snapshot of this step can be begun by ``begin_held``.
 
@@ -207,18 +229,13 @@ class SnapshotServing:
         Raises:
             SnapshotError: There is no memory for it, or too many snapshots are still being fetched.
         """
-        self._cache.reserve()
-        try:
-            return self._in_progress(self._stager.begin_held(held))
-        except BaseException:
-            self._cache.cancel_reservation()
-            raise
+        return self._begin(lambda: self._stager.begin_held(held))
 
     def share_held(self, held: HeldState) -> SnapshotInProgress:
-        """Begins a snapshot that is served from where the state lies, without a copy, once. On any thread.
+        """Begins a snapshot that shares the memory of a held state, without a copy, once. On any thread.
 
-        The owner calls `materialize` before he changes anything of the state, an optimizer's step included. The read
-        lock may be released as soon as this has returned.
+        The owner calls `materialize` before anything of the state changes, an optimizer's step included. The read lock
+        may be released as soon as this has returned.
 
         Args:
             held: One that ``is_shareable``.
@@ -226,20 +243,15 @@ class SnapshotServing:
         Raises:
             SnapshotError: Too many snapshots are still being fetched.
         """
-        self._cache.reserve()
-        try:
-            return self._in_progress(self._stager.share_held(held))
-        except BaseException:
-            self._cache.cancel_reservation()
-            raise
+        return self._begin(lambda: self._stager.share_held(held))
 
     def materialize(self, changing: Callable[[], Set[int]] | None = None) -> None:
-        """Makes the live memory that is shared the caller's own again; he is about to change it.
+        """Ends the sharing of live memory that the caller is about to change.
 
-        What is still being read, or has been asked for, is copied first. Anything else is no longer served.
+        A snapshot that is being read, or has been asked for, is copied first. Any other is no longer served.
 
         Args:
-            changing: Returns the addresses of the storages that will change; asked only where something is shared.
+            changing: Returns the addresses of the storages that will change; called only while memory is shared.
                 ``None`` stands for all.
         """
         if not self._sharings:
@@ -248,7 +260,7 @@ class SnapshotServing:
             sharings = list(self._sharings)
         changed: Set[int] | None = None
         for sharing in sharings:
-            # One that is not shared any more may still be read where it lay: another thread materializes it.
+            # What is not shared any more may still be read where it lies: another thread materializes it, and waits.
             if changing is not None and sharing.memory.is_shared:
                 changed = changed if changed is not None else changing()
                 if changed.isdisjoint(sharing.memory.storages):
@@ -261,14 +273,20 @@ class SnapshotServing:
             with self._sharings_mutex, contextlib.suppress(ValueError):
                 self._sharings.remove(sharing)
 
-    def _in_progress(self, pending: PendingSnapshot) -> SnapshotInProgress:
-        sharing = None
-        if pending.shared is not None:
-            sharing = _Sharing(pending.shared)
-            with self._sharings_mutex:
-                self._sharings[:] = [earlier for earlier in self._sharings if earlier.memory.is_shared]
-                self._sharings.append(sharing)
-        return SnapshotInProgress(pending, self._cache, sharing)
+    def _begin(self, begin: Callable[[], PendingSnapshot]) -> SnapshotInProgress:
+        self._cache.reserve()
+        try:
+            pending = begin()
+            sharing = None
+            if pending.shared is not None:
+                sharing = _Sharing(pending.shared)
+                with self._sharings_mutex:
+                    self._sharings[:] = [earlier for earlier in self._sharings if earlier.memory.is_shared]
+                    self._sharings.append(sharing)
+            return SnapshotInProgress(pending, self._cache, sharing)
+        except BaseException:
+            self._cache.cancel_reservation()
+            raise
 
     def lease(self, step: int) -> SnapshotLease:
         """Keeps the newest snapshot of a step, for a reader on this host, until the lease is released.
@@ -277,7 +295,7 @@ class SnapshotServing:
             SnapshotError: There is none, or it is served from live memory.
         """
         released = threading.Event()
-        # Who reads it here has read it when he lets it go: nothing is on its way to him any more.
+        # A reader on this host has read everything when it releases the lease: nothing is on its way any more.
         reading = self._cache.read(step, is_closed=released.is_set)
         if reading is None:
             raise SnapshotError("expected a snapshot, there is none", step=step)
@@ -307,10 +325,24 @@ class SnapshotServing:
         return self._cache.newest_step()
 
     def snapshot_failed(self, step: int, error: BaseException) -> None:
-        """Tells whoever waits for a snapshot why none has come; until the next one is served.
+        """Tells receivers that wait for a snapshot why none has come, until the next one is served.
 
         Args:
             step: The step that it would have shown.
             error: Its type and message are sent to the receivers.
         """
         self._cache.note_failure(f"step {step}: {type(error).__name__}: {error}"[:_MAX_FAILURE_CHARACTERS])
+
+    def close(self, *, wait: bool) -> None:
+        """Stops serving and frees the snapshots. May be called twice.
+
+        Args:
+            wait: Whether to return only when the server's thread has ended.
+        """
+        with self._shutdown_lock:
+            is_first = not self._is_shut_down
+            self._is_shut_down = True
+        self.http.close(wait=wait)
+        if is_first:
+            self._cache.clear()
+            self._stager.close()

@@ -45,27 +45,30 @@ class ShardedRequest:
         sources: Who has it; what is not sharded comes from the first that has it.
         step: A step, or ``latest``.
         settings: Connections, deadlines and the like.
-        unreachable_s: How long a source may be out of reach before the first byte, in seconds.
-        meshes: For DTensors that the receiver does not have.
-        max_bytes: More than this is refused.
         into: The receiver's own state.
         like: See `reshard`.
         check: Called with what will come, before any of it does.
+        is_comparable: Whether digests of what was received are computed.
     """
 
     sources: Sequence[PeerAddress]
     step: StepSelector
     settings: FetchSettings
-    unreachable_s: float
-    meshes: Sequence[DeviceMesh]
-    max_bytes: int
-    into: object = None
-    like: LikeFunction | None = None
-    check: Callable[[Incoming], None] | None = None
+    into: object
+    like: LikeFunction | None
+    check: Callable[[Incoming], None] | None
+    is_comparable: bool
 
 
-def receive_sharded(request: ShardedRequest) -> tuple[Manifest, Restore]:
+def receive_sharded(
+    request: ShardedRequest, *, meshes: Sequence[DeviceMesh], max_bytes: int
+) -> tuple[Manifest, Restore]:
     """Receives what this rank needs; see ``HTTPTransport.fetch_sharded``.
+
+    Args:
+        request: What, from whom, and how.
+        meshes: For DTensors that the receiver does not have.
+        max_bytes: More than this is refused.
 
     Returns:
         What a peer of this rank's layout would have served, without digests, and the memory that holds it.
@@ -73,13 +76,11 @@ def receive_sharded(request: ShardedRequest) -> tuple[Manifest, Restore]:
     Raises:
         TransportError: What had landed in ``into`` was overwritten with NaN patterns then.
     """
-    with _asked(request) as (sources, unreachable):
+    with _asked(request.sources, request.step, request.settings) as (sources, unreachable):
         try:
             names = [str(source.peer) for source in sources]
             resharding = reshard([source.manifest for source in sources], request.into, like=request.like, names=names)
-            restore = Restore(
-                resharding.manifest, into=request.into, meshes=request.meshes, max_bytes=request.max_bytes
-            )
+            restore = Restore(resharding.manifest, into=request.into, meshes=meshes, max_bytes=max_bytes)
             if request.check is not None:
                 request.check(restore.incoming)
             try:
@@ -95,10 +96,10 @@ def receive_sharded(request: ShardedRequest) -> tuple[Manifest, Restore]:
     return resharding.manifest, restore
 
 
-def step_of(request: ShardedRequest) -> int:
+def common_step(sources: Sequence[PeerAddress], settings: FetchSettings) -> int:
     """The step that all sources show when they are asked for their latest state, as one."""
-    with _asked(request) as (sources, _):
-        return sources[0].manifest.step
+    with _asked(sources, LATEST, settings) as (answers, _):
+        return answers[0].manifest.step
 
 
 def poison(restore: Restore, error: BaseException) -> None:
@@ -110,12 +111,13 @@ def poison(restore: Restore, error: BaseException) -> None:
 
 
 @contextmanager
-def _asked(request: ShardedRequest) -> Iterator[tuple[list[Source], list[TransportError]]]:
+def _asked(
+    peers: Sequence[PeerAddress], step: StepSelector, settings: FetchSettings
+) -> Iterator[tuple[list[Source], list[TransportError]]]:
     """All sources that answer, with their manifests of one step; and why the others did not.
 
     As long as this is open, the sources keep their snapshots, for the time of a lease at least.
     """
-    settings = request.settings
     with ExitStack() as stack:
         connections: dict[PeerAddress, Connection] = {}
         stack.callback(_close_all, connections)
@@ -124,7 +126,7 @@ def _asked(request: ShardedRequest) -> Iterator[tuple[list[Source], list[Transpo
         def ask(step: StepSelector) -> list[Source]:
             # What was asked for before is not needed, and must not keep its place.
             _close_all(connections)
-            for peer in request.sources:
+            for peer in peers:
                 if peer in gone:
                     continue
                 connections[peer] = Connection(peer, token=settings.token, timeouts=settings.timeouts)
@@ -132,7 +134,7 @@ def _asked(request: ShardedRequest) -> Iterator[tuple[list[Source], list[Transpo
                 min(len(connections), _MAX_ASKED_AT_ONCE), thread_name_prefix="ft-transport-manifest"
             ) as pool:
                 asking = {
-                    peer: pool.submit(fetch_manifest, connection, step, settings, unreachable_s=request.unreachable_s)
+                    peer: pool.submit(fetch_manifest, connection, step, settings)
                     for peer, connection in connections.items()
                 }
                 try:
@@ -155,7 +157,7 @@ def _asked(request: ShardedRequest) -> Iterator[tuple[list[Source], list[Transpo
                 raise next(iter(gone.values()))
             return [Source(peer, each.result()) for peer, each in asking.items() if peer not in gone]
 
-        yield _of_one_step(ask, request.step), list(gone.values())
+        yield _of_one_step(ask, step), list(gone.values())
 
 
 def _close_all(connections: dict[PeerAddress, Connection]) -> None:

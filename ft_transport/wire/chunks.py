@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, NewType
+from typing import Final
 
-ChunkIndex = NewType("ChunkIndex", int)
+CHUNK_BYTES: Final = 4 << 20
+"""The unit of the wire: a chunk, unless the settings say otherwise, and the most data in a frame of slices.
 
-DEFAULT_CHUNK_BYTES: Final = 4 << 20
-"""Small enough that a bad chunk costs little to fetch again, large enough that digests stay few."""
+Small enough that a bad one costs little to fetch again, large enough that digests stay few.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,6 @@ from msgspec import Meta, Raw, Struct
 
 from ft_transport.errors import ManifestError
 from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.format_1 import upgrade
 from ft_transport.wire.integrity import DIGEST_HEX_DIGITS
 from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, check
 from ft_transport.wire.nodes import Count, Dimensions, Node
@@ -28,7 +27,6 @@ SnapshotId = NewType("SnapshotId", str)
 """Names one snapshot among all of all replicas: 32 hexadecimal digits, drawn at random."""
 
 FORMAT_VERSION: Final = 2
-"""1 had the whole mesh in every DTensor's node; it is read, and no longer written."""
 MAX_HEADER_BYTES: Final = 100_000_000
 """The limit of the safetensors library itself (``MAX_HEADER_SIZE`` in its ``tensor.rs``)."""
 
@@ -173,7 +171,7 @@ def decode_header(encoded: bytes | memoryview, *, peer: str | None = None) -> Ma
         peer: Who sent it, for the error.
 
     Raises:
-        ManifestError: Malformed, inconsistent, of a newer format, or too large.
+        ManifestError: Malformed, inconsistent, of another format, or too large.
     """
     if len(encoded) > MAX_HEADER_BYTES:
         raise ManifestError(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {len(encoded)}", peer=peer)
@@ -184,8 +182,8 @@ def decode_header(encoded: bytes | memoryview, *, peer: str | None = None) -> Ma
             raise ManifestError("expected a snapshot, got a safetensors header without __metadata__", peer=peer)
         metadata = _metadata_decoder.decode(raw_metadata)
         version = _count_decoder.decode(_required(metadata, "format", peer))
-        if not 1 <= version <= FORMAT_VERSION:
-            raise ManifestError(f"expected snapshot format {FORMAT_VERSION} or 1, got {version}", peer=peer)
+        if version != FORMAT_VERSION:
+            raise ManifestError(f"expected snapshot format {FORMAT_VERSION}, got {version}", peer=peer)
         tensors = _decode_table(header, peer)
         chunks = ChunkTable(
             data_bytes=max((tensor.end for tensor in tensors), default=0),
@@ -193,12 +191,14 @@ def decode_header(encoded: bytes | memoryview, *, peer: str | None = None) -> Ma
         )
         _check_number_of(chunks, peer)
         digests = _required(metadata, "digests", peer)
-        tree, meshes, layouts = _decode_tree(metadata, version, peer)
+        meshes = _meshes_decoder.decode(_required(metadata, "meshes", peer))
+        layouts = _layouts_decoder.decode(_required(metadata, "layouts", peer))
+        check(meshes, layouts, peer=peer)
         return Manifest(
             step=_count_decoder.decode(_required(metadata, "step", peer)),
             snapshot_id=_decode_snapshot_id(_required(metadata, "snapshot", peer), peer),
             tensors=tensors,
-            tree=tree,
+            tree=_tree_decoder.decode(_required(metadata, "tree", peer)),
             meshes=meshes,
             layouts=layouts,
             chunks=chunks,
@@ -207,21 +207,6 @@ def decode_header(encoded: bytes | memoryview, *, peer: str | None = None) -> Ma
         )
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise ManifestError(f"expected the header of a snapshot: {error}", peer=peer) from error
-
-
-def _decode_tree(
-    metadata: dict[str, str], version: int, peer: str | None
-) -> tuple[Node, tuple[Mesh, ...], tuple[Layout, ...]]:
-    encoded = _required(metadata, "tree", peer)
-    if version == 1:
-        tree, table = upgrade(encoded)
-        meshes, layouts = tuple(table.meshes), tuple(table.layouts)
-    else:
-        tree = _tree_decoder.decode(encoded)
-        meshes = _meshes_decoder.decode(_required(metadata, "meshes", peer))
-        layouts = _layouts_decoder.decode(_required(metadata, "layouts", peer))
-    check(meshes, layouts, peer=peer)
-    return tree, meshes, layouts
 
 
 def _required(metadata: dict[str, str], key: str, peer: str | None) -> str:

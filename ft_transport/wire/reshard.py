@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from ft_transport.errors import ManifestError, RestoreError
-from ft_transport.wire.layouts import Intervals, Layout, Placement, Region, intervals_of, shape_of
+from ft_transport.wire.boxes import Box, Cut, Part, block_items, in_pieces, overlapping_parts
+from ft_transport.wire.layouts import Intervals, Layout, Placement, Region, shape_of
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import LayoutNode, TensorNode, ViewNode
-from ft_transport.wire.slices import FRAME_BYTES, MAX_BLOCKS_PER_FRAME, Slice, row_major_strides, slice_of
+from ft_transport.wire.slices import Slice, row_major_strides, slice_of
 
 StoredNode: TypeAlias = TensorNode | LayoutNode | ViewNode
 """Where a source has a tensor, or its part of one."""
@@ -26,8 +27,6 @@ _BYTES_PER_READ: Final = 1 << 10
 """A state may take more reads than `MAX_READS` if they have so many bytes on average."""
 MAX_WORK: Final = 1 << 22
 """Parts to look at, over all tensors of different shape or layout; 64 ranks and 10,000 shapes take a tenth."""
-_Cut: TypeAlias = tuple[int, int]
-"""``split_factor`` and number of parts, of a mesh dimension that shards a tensor's dimension."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,24 +56,6 @@ class Wanted:
     layouts: tuple[int | None, ...]
 
 
-class Box(NamedTuple):
-    """A box that the receiver wants and some sources have. All lists go by dimension.
-
-    Attributes:
-        holders: Positions in ``Wanted.sources``.
-        held_shape: Shape of the part that each holder has.
-        held_origin: Where in it the box begins.
-        origin: Where in the receiver's part it begins.
-        counts: Its extent.
-    """
-
-    holders: tuple[int, ...]
-    held_shape: tuple[int, ...]
-    held_origin: tuple[int, ...]
-    origin: tuple[int, ...]
-    counts: tuple[int, ...]
-
-
 class Read(NamedTuple):
     """A box, small enough for a frame, and the wanted tensor that it belongs to."""
 
@@ -89,7 +70,7 @@ class Read(NamedTuple):
     @property
     def num_blocks(self) -> int:
         """How many pieces it consists of at a source."""
-        return math.prod(self.box.counts) // _block_items(self.box)
+        return math.prod(self.box.counts) // block_items(self.box)
 
     @property
     def is_whole(self) -> bool:
@@ -100,21 +81,6 @@ class Read(NamedTuple):
     def sources(self) -> tuple[int, ...]:
         """Who can be asked for it."""
         return tuple(self.wanted.sources[holder] for holder in self.box.holders)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one part of a cut dimension has of the wanted indices.
-
-    Attributes:
-        coordinate: Which part, on the mesh dimensions that cut.
-        length: How many indices it holds in all.
-        overlaps: Wanted position, held position, number of indices.
-    """
-
-    coordinate: tuple[int, ...]
-    length: int
-    overlaps: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +111,7 @@ class Planner:
         self._work = 0
         self._boxes: dict[tuple[object, ...], tuple[Box, ...]] = {}
         self._pieces: dict[tuple[object, ...], tuple[tuple[Box, int], ...]] = {}
-        self._parts: dict[tuple[object, ...], tuple[_Part, ...]] = {}
+        self._parts: dict[tuple[object, ...], tuple[Part, ...]] = {}
         self._groups: dict[tuple[object, ...], tuple[_Group, ...]] = {}
         self._holders: dict[tuple[object, ...], dict[tuple[int, ...], tuple[int, ...]]] = {}
 
@@ -192,7 +158,7 @@ class Planner:
         known = self._pieces.get(key)
         if known is None:
             pieces = []
-            for piece in itertools.chain.from_iterable(_in_pieces(box, item_bytes) for box in self.boxes(wanted)):
+            for piece in itertools.chain.from_iterable(in_pieces(box, item_bytes) for box in self.boxes(wanted)):
                 pieces.append((piece, math.prod(piece.counts) * item_bytes))
                 if len(pieces) > MAX_READS:
                     raise ManifestError(f"expected a tensor of at most {MAX_READS} pieces", path=wanted.path)
@@ -375,12 +341,12 @@ class Planner:
             known = self._holders[key] = {at: tuple(held_by) for at, held_by in holders.items()}
         return known
 
-    def _parts_of(self, size: int, cuts: tuple[_Cut, ...], wanted: Intervals) -> tuple[_Part, ...]:
+    def _parts_of(self, size: int, cuts: tuple[Cut, ...], wanted: Intervals) -> tuple[Part, ...]:
         key = (size, cuts, wanted)
         known = self._parts.get(key)
         if known is None:
             parts = []
-            for part in _overlapping_parts(size, cuts, wanted):
+            for part in overlapping_parts(size, cuts, wanted):
                 self._spend(1 + len(part.overlaps))
                 if part.overlaps:
                     parts.append(part)
@@ -394,80 +360,6 @@ class Planner:
             raise ManifestError(f"expected layouts that divide tensors into at most {MAX_WORK} parts in all")
 
 
-def _cut(placements: tuple[Placement, ...], group: _Group, mesh_dim: int) -> _Cut:
+def _cut(placements: tuple[Placement, ...], group: _Group, mesh_dim: int) -> Cut:
     placement = placements[mesh_dim]
     return placement.split_factor if placement.kind == "strided_shard" else 1, group.mesh_shape[mesh_dim]
-
-
-def _overlapping_parts(size: int, cuts: tuple[_Cut, ...], wanted: Intervals) -> Iterator[_Part]:
-    """The parts of a dimension, those among them that may hold a wanted index."""
-    for coordinate in _candidates(size, cuts, wanted):
-        held = intervals_of(size, tuple((*cut, part) for cut, part in zip(cuts, coordinate, strict=True)))
-        yield _Part(coordinate, sum(end - start for start, end in held), tuple(_overlaps(wanted, held)))
-
-
-def _candidates(size: int, cuts: tuple[_Cut, ...], wanted: Intervals) -> Iterable[tuple[int, ...]]:
-    """Parts that may hold a wanted index; of a plain cut just those that do."""
-    if len(cuts) == 1 and cuts[0][0] == 1 and wanted:
-        share = max(1, -(-size // cuts[0][1]))
-        return ((part,) for part in range(wanted[0][0] // share, (wanted[-1][1] - 1) // share + 1))
-    return itertools.product(*(range(num_parts) for _, num_parts in cuts))
-
-
-def _overlaps(wanted: Intervals, held: Intervals) -> Iterator[tuple[int, int, int]]:
-    """Where ascending intervals meet: position in ``wanted``, position in ``held``, number of indices."""
-    first = second = 0
-    wanted_before = held_before = 0
-    while first < len(wanted) and second < len(held):
-        wanted_start, wanted_end = wanted[first]
-        held_start, held_end = held[second]
-        start, end = max(wanted_start, held_start), min(wanted_end, held_end)
-        if start < end:
-            yield wanted_before + start - wanted_start, held_before + start - held_start, end - start
-        if wanted_end <= held_end:
-            wanted_before += wanted_end - wanted_start
-            first += 1
-        else:
-            held_before += held_end - held_start
-            second += 1
-
-
-def _in_pieces(box: Box, item_bytes: int) -> Iterable[Box]:
-    """The box in pieces that fit into a frame, and that those who have it can share."""
-    piece_bytes = FRAME_BYTES if len(box.holders) == 1 else FRAME_BYTES // 2
-    # Short rows cost more than their bytes.
-    piece_bytes = min(piece_bytes, _block_items(box) * item_bytes * MAX_BLOCKS_PER_FRAME)
-    if math.prod(box.counts) * item_bytes <= piece_bytes:
-        return (box,)
-    return _cut_to(box, item_bytes, piece_bytes)
-
-
-def _block_items(box: Box) -> int:
-    """How many elements of the box lie one behind the other, at a source that lays its part out row by row."""
-    num_items = 1
-    for count, size in zip(reversed(box.counts), reversed(box.held_shape), strict=True):
-        num_items *= count
-        if count != size:
-            break
-    return num_items
-
-
-def _cut_to(box: Box, item_bytes: int, piece_bytes: int) -> Iterator[Box]:
-    """Cuts along the first dimensions."""
-    if math.prod(box.counts) * item_bytes <= piece_bytes:
-        yield box
-        return
-    dim = next(dim for dim, count in enumerate(box.counts) if count > 1)
-    inner_bytes = math.prod(box.counts[dim + 1 :]) * item_bytes
-    step = max(1, piece_bytes // inner_bytes)
-    for first in range(0, box.counts[dim], step):
-        piece = box._replace(
-            held_origin=_moved(box.held_origin, dim, first),
-            origin=_moved(box.origin, dim, first),
-            counts=(*box.counts[:dim], min(step, box.counts[dim] - first), *box.counts[dim + 1 :]),
-        )
-        yield from _cut_to(piece, item_bytes, piece_bytes)
-
-
-def _moved(origin: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
-    return (*origin[:dim], origin[dim] + by, *origin[dim + 1 :])

@@ -1,4 +1,4 @@
-"""Where the server finds the bytes of a snapshot: what the tensors' side makes and the network's side sends."""
+"""Where the server finds the bytes of a snapshot; ``state`` makes it, ``http`` sends it."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class MemoryFile:
 
     @contextmanager
     def pin_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
-        """Bytes ``[start, end)`` of the data."""
+        """Bytes ``[start, end)`` of the data; they never change, so nothing waits for the pin."""
         yield [self.data[start:end]]
 
 
 class SharedFile(Protocol):
-    """A safetensors file whose data is somebody's live memory, until he wants to change it."""
+    """A safetensors file whose data is live memory, which its owner materializes before changing it."""
 
     def pin(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
         """Bytes ``[start, end)`` of the file, in order, as they are at the snapshot's step.
 
-        The owner waits for whoever is inside: nothing there may wait for a receiver.
+        They do not change while they are pinned, because the owner waits: do not wait for a receiver inside.
 
         Raises:
             SnapshotError: They are lost.
         """
 
     def pin_data(self, start: int, end: int) -> AbstractContextManager[list[memoryview]]:
-        """Bytes ``[start, end)`` of the data, in order, under the same terms. A tensor lies within one view.
+        """Bytes ``[start, end)`` of the data, in order, pinned as by `pin`. A tensor lies within one view.
 
         Raises:
             SnapshotError: They are lost.

@@ -14,10 +14,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ft_transport.errors import ConfigurationError
+from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.nodes import Count
 
-FRAME_BYTES: Final = 4 << 20
-"""Most data in a frame: what is sent again if it was damaged, and what either side keeps to put it together."""
 FRAME_DIGEST_BYTES: Final = 8
 MAX_REQUEST_BYTES: Final = 64 << 20
 """Most data that one request may ask for."""
@@ -145,8 +144,8 @@ def decode_request(body: bytes, *, data_bytes: int) -> tuple[SliceFrame, ...]:
         raise ConfigurationError(f"expected at most {MAX_SLICES_PER_REQUEST} slices in a request, got {num_slices}")
     for frame in frames:
         num_bytes = sum(piece.num_bytes for piece in frame)
-        if not 0 < num_bytes <= FRAME_BYTES:
-            raise ConfigurationError(f"expected frames of 1 to {FRAME_BYTES} bytes, got one of {num_bytes}")
+        if not 0 < num_bytes <= CHUNK_BYTES:
+            raise ConfigurationError(f"expected frames of 1 to {CHUNK_BYTES} bytes, got one of {num_bytes}")
         num_blocks = sum(piece.num_bytes // piece.block_bytes for piece in frame)
         if num_blocks > MAX_BLOCKS_PER_FRAME:
             raise ConfigurationError(

@@ -95,7 +95,7 @@ def test_the_deadline_holds_for_all_attempts_together() -> None:
     into = blank()
     with network(1, sender=ONE_PLACE) as net:
         net.proxy.inject(cut(CHUNK_BYTES // 2), times=10_000)
-        net.receiver._settings = _with(net.receiver._settings, max_failures=10_000)
+        net.receiver._client._settings = _with(net.receiver._client._settings, max_failures=10_000)
         with pytest.raises(DeadlineExceededError) as caught:
             net.fetch(1, into=into, timeout_s=0.6)
     assert caught.value.destination_touched

@@ -30,6 +30,7 @@ from ft_transport import (
     StepNotServedError,
     TransportError,
 )
+from ft_transport.transfer.client import with_restarts
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
@@ -239,7 +240,7 @@ def test_what_an_earlier_attempt_did_is_told_by_whatever_ends_the_last_one() -> 
 
     with transport() as receiver:
         with pytest.raises(KeyError) as caught:
-            receiver._with_restarts(receiver._fetch_settings(time.monotonic() + 10), receive)
+            with_restarts(receiver._client.group_fetch_settings(None, None, None), receive)
         assert caught.value.destination_touched  # type: ignore[attr-defined]
 
 

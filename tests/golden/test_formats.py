@@ -1,7 +1,6 @@
 """A file of each format, written once, must decode to the same state for ever.
 
-Neither ``format_1.safetensors`` nor ``format_2.safetensors`` is ever written again. Another format gets a file of its
-own, made as these were::
+``format_2.safetensors`` is never written again. Another format gets a file of its own, made as this one was::
 
     PYTHONPATH=tests/support python tests/golden/test_formats.py tests/golden/format_3.safetensors
 """
@@ -32,7 +31,7 @@ from ft_transport.wire import nodes
 from ft_transport.wire.integrity import digest
 from ft_transport.wire.layouts import Layout, Mesh, Placement
 
-_VERSIONS = (1, 2)
+_VERSIONS = (2,)
 
 
 def golden_state(mesh: DeviceMesh) -> dict[Any, Any]:

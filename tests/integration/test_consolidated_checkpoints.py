@@ -15,7 +15,7 @@ from torch import nn
 from ft_transport import CheckpointDamagedError, CheckpointError, CheckpointStore
 from ft_transport.checkpoint import consolidated
 from ft_transport.checkpoint.write_items import describe
-from ft_transport.state.snapshot import Stager
+from ft_transport.state.stager import Stager
 from ft_transport.wire.manifest import decode_header
 
 _RANKS = Path(__file__).parents[1] / "workers" / "consolidated_ranks.py"

@@ -67,7 +67,7 @@ class Training:
 
     def num_arenas(self) -> int:
         """How many of them hold a copy."""
-        return self.transport._stager._pool._num_taken
+        return self.transport._server._stager._pool._num_taken
 
     def lend_boundary(self, step: int) -> dict[str, Any]:
         """What a quorum does that has a newcomer in it."""
@@ -126,7 +126,7 @@ def test_steps_do_not_touch_what_is_stable_and_writing_sections_copy_it(
     assert reading.has_begun.wait(LONG_S)
     for _ in range(3):
         training.step()
-    memory = training.transport._sharings[0].memory
+    memory = training.transport._server._sharings[0].memory
     assert memory.is_shared, "no optimizer's step changes it"
     with training.manager.writing("an outer step"):
         training.frozen.neg_()
@@ -151,7 +151,7 @@ def test_a_step_copies_what_is_stable_if_it_is_the_optimizers_in_truth(
     assert exact(reading.result().state) == expected
     # And what is unfrozen when it would be shared, is not.
     training.manager.snapshot(2).result(LONG_S)
-    assert not training.transport._sharings
+    assert not training.transport._server._sharings
 
 
 def test_a_receiver_that_takes_longer_than_an_idle_connection_may(
@@ -162,7 +162,7 @@ def test_a_receiver_that_takes_longer_than_an_idle_connection_may(
     manager = StateManager(checkpoint_transport=sender, prefault=False)
     manager.register_state_dict_fn("w", lambda state: None, lambda: {"w": training.frozen}, is_stable=True)
     manager.snapshot(1).result(LONG_S)
-    assert sender._sharings, "its digests come later"
+    assert sender._server._sharings, "its digests come later"
     # The pace of a slow receiver: five chunks take longer than the connection may be idle.
     receiver = new_transport(on_progress=lambda progress: time.sleep(0.1))
     received = receiver.fetch(sender.metadata(), 1, timeout=LONG)
@@ -181,7 +181,7 @@ def test_a_snapshot_that_is_lost_before_anybody_knows_it_is_not_served(
     def refuse(_num_bytes: int) -> Any:
         raise SnapshotError("no memory")
 
-    monkeypatch.setattr(transport._sharings[0].memory, "_take_arena", refuse)
+    monkeypatch.setattr(transport._server._sharings[0].memory, "_take_arena", refuse)
     transport.materialize()
     with pytest.raises(SnapshotError, match="there is none"):
         in_progress.publish()
@@ -196,7 +196,7 @@ def test_who_attaches_an_optimizer_to_what_is_lent_gets_it_back_first(
     assert reading.has_begun.wait(LONG_S)
     parameter = torch.nn.Parameter(training.frozen)
     training.manager.attach(torch.optim.SGD([parameter], lr=1.0))
-    assert not training.transport._sharings
+    assert not training.transport._server._sharings
     assert exact(reading.result().state) == expected
 
 

@@ -206,7 +206,7 @@ def test_the_outer_sync_of_diloco_is_a_write_section_and_its_backup_is_not_copie
         """Whether an inner step copies the backup, which somebody may be reading."""
         manager.snapshot(manager.current_step()).result(LONG_S)
         assert manager._transport is not None
-        memory = manager._transport._sharings[-1].memory
+        memory = manager._transport._server._sharings[-1].memory
         trainer.step()
         return not memory.is_shared
 

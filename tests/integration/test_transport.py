@@ -243,7 +243,7 @@ def test_the_first_snapshot_finds_its_memory_prepared(monkeypatch: pytest.Monkey
     try:
         state = {"w": torch.rand(1 << 20), "b": torch.rand(3, dtype=torch.float64)}
         sender.prefault(state)
-        preparing = sender._stager._pool._preparing
+        preparing = sender._server._stager._pool._preparing
         if preparing is not None:
             preparing.join(20)
         monkeypatch.setattr(arena, "Arena", None)
@@ -368,7 +368,7 @@ def test_the_advertised_address_is_checked_by_asking_there(sender: HTTPTransport
     # Another transport answers there.
     with closing_transport(make(advertise="127.0.0.1")) as other:
         port = urlsplit(sender.metadata()).port
-        other._server.address = f"http://127.0.0.1:{port}"
+        other._server.http.address = f"http://127.0.0.1:{port}"
         with pytest.raises(ConfigurationError, match="another server answers there"):
             other.check_address(TIMEOUT)
     # Bound to one address, told another.

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPMessage
 
 from ft_transport.errors import SnapshotLimitError
-from ft_transport.http.server import FreshSnapshot, SnapshotServer
+from ft_transport.http.server import SnapshotServer
 from ft_transport.http.snapshot_cache import SnapshotCache
+from ft_transport.http.snapshot_requests import FreshSnapshot
 from ft_transport.http.token import JobToken
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.integrity import digest

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ft_transport.state.restore import Restore
-from ft_transport.state.snapshot import Snapshot, Stager
+from ft_transport.state.snapshot import Snapshot
+from ft_transport.state.stager import Stager
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.layouts import LayoutTable
 from ft_transport.wire.manifest import Manifest, SnapshotId, TensorEntry, decode_header, encode_header

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ft_transport import ConfigurationError, HTTPTransport, TransportSettings
+from ft_transport import settings as module
 from ft_transport.http.token import TOKEN_VARIABLE
 
 ZERO = timedelta(0)
@@ -138,3 +139,9 @@ def test_the_smallest_settings_carry_a_state() -> None:
         assert transport.fetch(transport.metadata(), 1).state == {"b": bytes(range(100)), "n": None}
     finally:
         transport.shutdown()
+
+
+def test_by_default_there_is_a_thread_per_core_up_to_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, expected in ((1, 1), (4, 4), (64, 8), (None, 1)):
+        monkeypatch.setattr(module.os, "cpu_count", lambda cores=cores: cores)
+        assert TransportSettings().num_copy_threads == expected

@@ -23,8 +23,9 @@ from ft_transport.errors import (
     StepNotServedError,
     TransportError,
 )
-from ft_transport.http.connection import Connection, Timeouts
+from ft_transport.http.connection import Connection
 from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.timeouts import Timeouts
 from ft_transport.http.token import JobToken
 
 BODY = bytes(range(256)) * 64

@@ -6,6 +6,7 @@ import errno
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -141,7 +142,7 @@ def test_peers_reach_the_transport_where_it_says() -> None:
     sender: HTTPTransport[object] = HTTPTransport(settings=TransportSettings(advertise="lo"))
     try:
         assert sender.metadata().startswith("http://127.0.0.1:")
-        sender.send_checkpoint([], 1, {"a": 1}, sender._timeout)
+        sender.send_checkpoint([], 1, {"a": 1}, timedelta(seconds=10))
         assert sender.fetch(sender.metadata(), 1).state == {"a": 1}
     finally:
         sender.shutdown()

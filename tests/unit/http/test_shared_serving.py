@@ -17,7 +17,7 @@ from ft_transport.wire.manifest import encode_digests
 DATA = bytes(range(256)) * 400_000
 
 
-class LentInMemory:
+class SharedInMemory:
     """Stands in for ``state.copy_on_write.CopyOnWriteMemory``, after ``wire.served.SharedFile``."""
 
     def __init__(self, content: bytes) -> None:
@@ -44,11 +44,11 @@ class LentInMemory:
         return encode_digests([digest(self.content)])
 
 
-class Lent:
+class SharedMemory:
     def __init__(self, served: Serving) -> None:
         served.cache.reserve()
         self.snapshot = MemorySnapshot(5, DATA)
-        self.memory = LentInMemory(self.snapshot.content)
+        self.memory = SharedInMemory(self.snapshot.content)
         self.file, self.snapshot.memory = self.snapshot.memory, self.memory
         close = self.snapshot.close
 
@@ -67,11 +67,11 @@ def served() -> Iterator[Serving]:
 
 
 @pytest.fixture
-def shared(served: Serving) -> Lent:
-    return Lent(served)
+def shared(served: Serving) -> SharedMemory:
+    return SharedMemory(served)
 
 
-def test_the_file_its_parts_and_its_header(served: Serving, shared: Lent) -> None:
+def test_the_file_its_parts_and_its_header(served: Serving, shared: SharedMemory) -> None:
     content = shared.snapshot.content
     assert served.ask("/checkpoint/5/full").body == content
     part = served.ask("/checkpoint/5/full", Range="bytes=100-70000099")
@@ -81,14 +81,14 @@ def test_the_file_its_parts_and_its_header(served: Serving, shared: Lent) -> Non
     until(lambda: shared.memory.num_borrowers == 0)
 
 
-def test_the_digests_are_there_for_lent_memory_alone(served: Serving, shared: Lent) -> None:
+def test_the_digests_are_there_for_shared_memory_alone(served: Serving, shared: SharedMemory) -> None:
     answer = served.ask(f"/checkpoint/5/digests?snapshot={shared.snapshot.snapshot_id}")
     assert (answer.status, answer.body.decode()) == (200, shared.memory.encoded_digests())
     served.put(6)
     assert served.ask("/checkpoint/6/digests").status == 404
 
 
-def test_nobody_holds_the_memory_while_a_receiver_does_not_read(served: Serving, shared: Lent) -> None:
+def test_nobody_holds_the_memory_while_a_receiver_does_not_read(served: Serving, shared: SharedMemory) -> None:
     with closing(served.connect()) as http:
         http.request("GET", "/checkpoint/5/full")
         response = http.getresponse()
@@ -98,7 +98,7 @@ def test_nobody_holds_the_memory_while_a_receiver_does_not_read(served: Serving,
         assert response.read() == shared.snapshot.content
 
 
-def test_a_default_timeout_of_sockets_changes_nothing_of_that(served: Serving, shared: Lent) -> None:
+def test_a_default_timeout_of_sockets_changes_nothing_of_that(served: Serving, shared: SharedMemory) -> None:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(60.0)
     try:
@@ -107,7 +107,7 @@ def test_a_default_timeout_of_sockets_changes_nothing_of_that(served: Serving, s
         socket.setdefaulttimeout(before)
 
 
-def test_what_is_lost_ends_the_answer_early(served: Serving, shared: Lent) -> None:
+def test_what_is_lost_ends_the_answer_early(served: Serving, shared: SharedMemory) -> None:
     with closing(served.connect()) as http:
         http.request("GET", "/checkpoint/5/full")
         response = http.getresponse()

@@ -12,13 +12,14 @@ from state_tools import CHUNK_BYTES, file_of, open_stager
 from ft_transport.errors import SnapshotError
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.copying import HostCopies
-from ft_transport.state.snapshot import Snapshot, Stager
+from ft_transport.state.snapshot import Snapshot
+from ft_transport.state.stager import Stager
 from ft_transport.wire.manifest import decode_digests, decode_header
 
 LONG_S = 20.0
 
 
-class Lender:
+class Owner:
     """A state of many sizes, and snapshots of it that share its memory."""
 
     def __init__(self, stager: Stager) -> None:
@@ -28,13 +29,13 @@ class Lender:
         self.empty = torch.empty(0)
         self.state = {"large": self.large, "small": self.small, "empty": self.empty, "step": 3}
 
-    def lend_all(self) -> Snapshot:
+    def share_all(self) -> Snapshot:
         held = self.stager.hold(3, self.state, deferrable=lambda tensor: True, max_bytes=0)
         assert held is not None
         assert held.is_shareable
         return self.stager.share_held(held).finish()
 
-    def lend_large(self) -> Snapshot:
+    def share_large(self) -> Snapshot:
         pending = self.stager.begin(3, self.state, shareable=lambda tensor: tensor is self.large)
         pending.copy_deferred()
         return pending.finish()
@@ -45,14 +46,14 @@ class Lender:
 
 
 @pytest.fixture
-def lender() -> Iterator[Lender]:
+def owner() -> Iterator[Owner]:
     with open_stager() as stager:
-        yield Lender(stager)
+        yield Owner(stager)
 
 
-@pytest.fixture(params=["lend_all", "lend_large"])
-def snapshot(lender: Lender, request: pytest.FixtureRequest) -> Iterator[Snapshot]:
-    made: Snapshot = getattr(lender, request.param)()
+@pytest.fixture(params=["share_all", "share_large"])
+def snapshot(owner: Owner, request: pytest.FixtureRequest) -> Iterator[Snapshot]:
+    made: Snapshot = getattr(owner, request.param)()
     yield made
     made.close()
 
@@ -66,17 +67,17 @@ def data_of(snapshot: Snapshot) -> bytes:
     return file_of(snapshot)[len(snapshot.header) :]
 
 
-def copied_data(lender: Lender) -> bytes:
-    snapshot = lender.stager.begin(3, lender.state).finish()
+def copied_data(owner: Owner) -> bytes:
+    snapshot = owner.stager.begin(3, owner.state).finish()
     try:
         return data_of(snapshot)
     finally:
         snapshot.close()
 
 
-def test_what_is_lent_reads_like_a_copy(lender: Lender) -> None:
-    expected = copied_data(lender)
-    for share in (lender.lend_all, lender.lend_large):
+def test_shared_memory_reads_like_a_copy(owner: Owner) -> None:
+    expected = copied_data(owner)
+    for share in (owner.share_all, owner.share_large):
         snapshot = share()
         assert data_of(snapshot) == expected
         snapshot.close()
@@ -89,33 +90,33 @@ def test_any_part_of_it_can_be_borrowed(snapshot: Snapshot) -> None:
             assert b"".join(views) == whole[start:end]
 
 
-def test_after_a_recall_it_shows_the_state_as_it_was(lender: Lender, snapshot: Snapshot) -> None:
+def test_once_materialized_it_shows_the_state_as_it_was(owner: Owner, snapshot: Snapshot) -> None:
     before = file_of(snapshot)
     memory_of(snapshot).materialize()
-    lender.change()
+    owner.change()
     memory_of(snapshot).materialize()
     assert file_of(snapshot) == before
 
 
-def test_without_a_recall_a_change_would_show(lender: Lender, snapshot: Snapshot) -> None:
+def test_a_change_that_is_not_announced_would_show(owner: Owner, snapshot: Snapshot) -> None:
     before = file_of(snapshot)
-    lender.change()
+    owner.change()
     assert file_of(snapshot) != before
 
 
-def test_a_recall_waits_for_who_reads_and_lets_the_tensors_go(lender: Lender, snapshot: Snapshot) -> None:
+def test_materializing_waits_for_readers_and_lets_the_tensors_go(owner: Owner, snapshot: Snapshot) -> None:
     memory = memory_of(snapshot)
     before = file_of(snapshot)
     materialized = threading.Event()
     start = len(snapshot.header)
     with memory.pin(start, start + 8 * 1000) as views:
-        recalling = threading.Thread(target=lambda: (memory.materialize(), materialized.set()))
-        recalling.start()
+        materializing = threading.Thread(target=lambda: (memory.materialize(), materialized.set()))
+        materializing.start()
         while memory.is_shared:
             assert not materialized.is_set()
         assert not materialized.wait(0.05), "somebody is reading"
         assert b"".join(views) == before[start : start + 8 * 1000]
-    recalling.join(LONG_S)
+    materializing.join(LONG_S)
     assert materialized.is_set()
     assert memory._owners == []
 
@@ -128,8 +129,8 @@ def test_a_recall_does_not_wait_for_who_reads_the_copy(snapshot: Snapshot, caplo
     assert not caplog.records, "it would say that it gave up waiting"
 
 
-def test_the_digests_are_those_of_the_chunks_whenever_they_are_computed(lender: Lender, snapshot: Snapshot) -> None:
-    copied = lender.stager.begin(3, lender.state).finish()
+def test_the_digests_are_those_of_the_chunks_whenever_they_are_computed(owner: Owner, snapshot: Snapshot) -> None:
+    copied = owner.stager.begin(3, owner.state).finish()
     manifest = decode_header(memoryview(copied.header)[8:])
     copied.close()
     assert decode_header(memoryview(snapshot.header)[8:]).digests is None
@@ -138,12 +139,12 @@ def test_the_digests_are_those_of_the_chunks_whenever_they_are_computed(lender: 
     with memory.pin(start, start + CHUNK_BYTES):
         pass
     memory.materialize()
-    lender.change()
+    owner.change()
     assert decode_digests(memory.encoded_digests(), manifest.chunks.num_chunks, peer=None) == manifest.digests
 
 
-def test_without_memory_for_a_copy_the_snapshot_is_lost_and_the_owner_goes_on(lender: Lender) -> None:
-    first, snapshot, third = lender.lend_all(), lender.lend_all(), lender.lend_all()
+def test_without_memory_for_a_copy_the_snapshot_is_lost_and_the_owner_goes_on(owner: Owner) -> None:
+    first, snapshot, third = owner.share_all(), owner.share_all(), owner.share_all()
     memory_of(first).materialize()
     memory_of(third).materialize()  # Two arenas are all that there are.
     memory_of(snapshot).materialize()
@@ -154,32 +155,32 @@ def test_without_memory_for_a_copy_the_snapshot_is_lost_and_the_owner_goes_on(le
         each.close()
 
 
-def test_an_interrupted_recall_can_be_made_again(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshot = lender.lend_all()
+def test_an_interrupted_materialization_can_be_repeated(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = owner.share_all()
     before = file_of(snapshot)
-    copy = lender.stager._copier.copy
+    copy = owner.stager._workshop.copier.copy
 
     def interrupt(_copies: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lender.stager._copier, "copy", interrupt)
+    monkeypatch.setattr(owner.stager._workshop.copier, "copy", interrupt)
     with pytest.raises(KeyboardInterrupt):
         memory_of(snapshot).materialize()
-    monkeypatch.setattr(lender.stager._copier, "copy", copy)
+    monkeypatch.setattr(owner.stager._workshop.copier, "copy", copy)
     assert memory_of(snapshot).is_shared
     memory_of(snapshot).materialize()
-    lender.change()
+    owner.change()
     assert file_of(snapshot) == before
     snapshot.close()
     # Both arenas are free again.
-    for each in [lender.stager.begin(4, lender.state).finish() for _ in range(2)]:
+    for each in [owner.stager.begin(4, owner.state).finish() for _ in range(2)]:
         each.close()
 
 
-def test_who_recalls_while_another_copies_waits_for_the_copy(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshot = lender.lend_all()
+def test_a_second_thread_that_materializes_waits_for_the_copy(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = owner.share_all()
     before = file_of(snapshot)
-    copy = lender.stager._copier.copy
+    copy = owner.stager._workshop.copier.copy
     copying, may_copy = threading.Event(), threading.Event()
 
     def held_back(copies: HostCopies) -> None:
@@ -187,12 +188,12 @@ def test_who_recalls_while_another_copies_waits_for_the_copy(lender: Lender, mon
         assert may_copy.wait(LONG_S)
         copy(copies)
 
-    monkeypatch.setattr(lender.stager._copier, "copy", held_back)
+    monkeypatch.setattr(owner.stager._workshop.copier, "copy", held_back)
     changed = threading.Event()
 
     def change() -> None:
         memory_of(snapshot).materialize()
-        lender.change()
+        owner.change()
         changed.set()
 
     first, second = threading.Thread(target=memory_of(snapshot).materialize), threading.Thread(target=change)
@@ -205,24 +206,24 @@ def test_who_recalls_while_another_copies_waits_for_the_copy(lender: Lender, mon
     second.join(LONG_S)
     assert changed.is_set()
     assert file_of(snapshot) == before
-    assert lender.stager._pool._num_taken == 1
+    assert owner.stager._pool._num_taken == 1
     snapshot.close()
 
 
-def test_memory_that_is_borrowed_is_freed_by_who_borrows_it(lender: Lender) -> None:
-    for share in (lender.lend_all, lender.lend_large):
+def test_shared_memory_is_freed_when_its_last_reader_is_gone(owner: Owner) -> None:
+    for share in (owner.share_all, owner.share_large):
         snapshot = share()
         memory_of(snapshot).materialize()
         before = file_of(snapshot)
         with memory_of(snapshot).pin(0, snapshot.total_bytes) as views:
             snapshot.close()
-            assert lender.stager._pool._num_taken == 1
+            assert owner.stager._pool._num_taken == 1
             assert b"".join(views) == before
-        assert lender.stager._pool._num_taken == 0
+        assert owner.stager._pool._num_taken == 0
 
 
-def test_what_is_closed_is_neither_copied_nor_read_any_more(lender: Lender) -> None:
-    snapshot = lender.lend_all()
+def test_what_is_closed_is_neither_copied_nor_read_any_more(owner: Owner) -> None:
+    snapshot = owner.share_all()
     snapshot.close()
     memory_of(snapshot).materialize()
     assert memory_of(snapshot)._arena is None
@@ -230,11 +231,11 @@ def test_what_is_closed_is_neither_copied_nor_read_any_more(lender: Lender) -> N
         file_of(snapshot)
 
 
-def test_what_does_not_lie_as_the_file_wants_it_is_copied(lender: Lender) -> None:
+def test_what_does_not_lie_as_the_file_wants_it_is_copied(owner: Owner) -> None:
     transposed = torch.arange(12.0).view(3, 4).t()
-    pending = lender.stager.begin(3, {"t": transposed}, shareable=lambda tensor: True)
+    pending = owner.stager.begin(3, {"t": transposed}, shareable=lambda tensor: True)
     assert pending.shared is None
     pending.abandon()
-    held = lender.stager.hold(3, {"t": transposed}, deferrable=lambda tensor: True, max_bytes=0)
+    held = owner.stager.hold(3, {"t": transposed}, deferrable=lambda tensor: True, max_bytes=0)
     assert held is not None
     assert not held.is_shareable

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_transport.state import copying
-from ft_transport.state.copying import HostCopier, HostCopies, default_num_threads
+from ft_transport.state.copying import HostCopier, HostCopies
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.integrity import digest
 
@@ -77,9 +77,3 @@ def test_digests_are_those_of_the_chunks_in_order(copier: HostCopier, size: int)
     chunks = ChunkTable(data_bytes=size, chunk_bytes=100)
     expected = [digest(data[at : at + 100]) for at in range(0, size, 100)]
     assert copier.digests(memoryview(data), chunks) == expected
-
-
-def test_by_default_there_is_a_thread_per_core_up_to_eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, expected in ((1, 1), (4, 4), (64, 8), (None, 1)):
-        monkeypatch.setattr(copying.os, "cpu_count", lambda cores=cores: cores)
-        assert default_num_threads() == expected

@@ -17,7 +17,7 @@ from state_tools import file_of, open_stager, receive, take
 
 from ft_transport.errors import SnapshotError
 from ft_transport.state import device as module
-from ft_transport.state import snapshot as snapshot_module
+from ft_transport.state import stager as stager_module
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.device import DeviceCopier, TorchAccelerator, pinning
 from ft_transport.state.flatten import flatten
@@ -127,7 +127,7 @@ def _flatten_on_device(state: object) -> FlatState:
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> StandInAccelerator:
-    monkeypatch.setattr(snapshot_module, "flatten", _flatten_on_device)
+    monkeypatch.setattr(stager_module, "flatten", _flatten_on_device)
     monkeypatch.setattr(StandInTensor, "stream", None)
     return StandInAccelerator()
 

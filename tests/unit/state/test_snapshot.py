@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from state_tools import CHUNK_BYTES, file_of, file_of_state, manifest_of, open_s
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError, UnsupportedLeafError
 from ft_transport.state.dtypes import SAFETENSORS_NAMES
-from ft_transport.state.snapshot import PendingSnapshot, Stager
+from ft_transport.state.snapshot import PendingSnapshot
+from ft_transport.state.stager import Stager
 from ft_transport.wire.integrity import digest
 
 
@@ -178,13 +180,13 @@ def _assert_given_back_once(stager: Stager, pending: PendingSnapshot) -> None:
     first.close()
 
 
-@pytest.mark.parametrize("fails", ["_copier.digests", "_arena.write_header"])
+@pytest.mark.parametrize("fails", ["_workshop.copier.digests", "_arena.write_header"])
 def test_a_finish_that_fails_gives_the_arena_back_once(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     with open_stager(max_snapshots=1) as stager:
         pending = stager.begin(1, torch.ones(5))
-        owner, name = fails.split(".")
+        owner, name = fails.rsplit(".", 1)
         with monkeypatch.context() as patch:
-            patch.setattr(getattr(pending, owner), name, _fail)
+            patch.setattr(attrgetter(owner)(pending), name, _fail)
             with pytest.raises(MemoryError):
                 pending.finish()
         _assert_given_back_once(stager, pending)

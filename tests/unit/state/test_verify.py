@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ft_transport.state.snapshot import Stager
+from ft_transport.state.stager import Stager
 from ft_transport.state.verify import find_differences
 from ft_transport.wire.manifest import Manifest, decode_header
 

@@ -17,14 +17,14 @@ from ft_transport.errors import (
     SnapshotReplacedError,
     TransportError,
 )
+from ft_transport.wire.chunk_work import MAX_CHUNKS_PER_REQUEST, ChunkWork
 from ft_transport.wire.fetch import (
-    MAX_CHUNKS_PER_REQUEST,
     Aborted,
-    ChunkVerified,
-    FetchChunks,
     FetchMachine,
+    Request,
     RequestFailed,
     Stop,
+    UnitVerified,
     Wait,
     WorkerIndex,
 )
@@ -34,13 +34,11 @@ Verified: TypeAlias = list[int]
 
 def _machine(
     num_chunks: int, sources: int = 1, workers: int = 1, max_failures: int = 3, num_in_flight: int = 1
-) -> FetchMachine:
+) -> FetchMachine[int]:
     return FetchMachine(
-        ranges=[(0, num_chunks)],
+        ChunkWork([(0, num_chunks)], num_workers=workers, num_in_flight=num_in_flight),
         sources=[f"host{index}:1" for index in range(sources)],
-        num_workers=workers,
         max_failures=max_failures,
-        num_in_flight=num_in_flight,
     )
 
 
@@ -52,18 +50,18 @@ def _damaged(chunk: int) -> IntegrityError:
     return IntegrityError("damaged", chunk=chunk, expected=1, actual=2, peer="host0:1", step=1)
 
 
-def _fetch(machine: FetchMachine, worker: int = 0) -> FetchChunks:
+def _fetch(machine: FetchMachine[int], worker: int = 0) -> Request[int]:
     instruction = machine.next(WorkerIndex(worker))
-    assert isinstance(instruction, FetchChunks)
+    assert isinstance(instruction, Request)
     return instruction
 
 
-def _verify(machine: FetchMachine, worker: int, request: FetchChunks) -> None:
-    for _ in range(request.first, request.end):
-        machine.receive(ChunkVerified(WorkerIndex(worker)))
+def _verify(machine: FetchMachine[int], worker: int, request: Request[int]) -> None:
+    for _ in request.units:
+        machine.receive(UnitVerified(WorkerIndex(worker)))
 
 
-def _fail(machine: FetchMachine, worker: int, error: TransportError) -> None:
+def _fail(machine: FetchMachine[int], worker: int, error: TransportError) -> None:
     machine.receive(RequestFailed(WorkerIndex(worker), error))
 
 
@@ -82,10 +80,10 @@ def test_every_chunk_is_assigned_exactly_once(num_chunks: int, workers: int) -> 
     while machine.stopped is None:
         for worker in range(workers):
             instruction = machine.next(WorkerIndex(worker))
-            if isinstance(instruction, FetchChunks):
+            if isinstance(instruction, Request):
                 assert instruction.delay_s == 0
-                chunks += range(instruction.first, instruction.end)
-                sizes.append(instruction.end - instruction.first)
+                chunks += instruction.units
+                sizes.append(len(instruction.units))
                 _verify(machine, worker, instruction)
     assert sorted(chunks) == list(range(num_chunks))
     assert machine.stopped == Stop(None)
@@ -101,15 +99,15 @@ def test_a_worker_waits_while_another_has_the_last_chunks() -> None:
     assert machine.next(WorkerIndex(2)) == Wait()
     _fail(machine, 1, _lost())
     # What failed is there for whoever asks first.
-    assert (_fetch(machine, 2).first, _fetch_range(second)) == (second.first, (1, 2))
+    assert (_fetch(machine, 2).units[0], _fetch_range(second)) == (second.units[0], (1, 2))
     _verify(machine, 0, first)
     assert machine.next(WorkerIndex(0)) == Wait()
     _verify(machine, 2, second)
     assert machine.next(WorkerIndex(0)) == Stop(None)
 
 
-def _fetch_range(request: FetchChunks) -> tuple[int, int]:
-    return request.first, request.end
+def _fetch_range(request: Request[int]) -> tuple[int, int]:
+    return request.units[0], request.units[-1] + 1
 
 
 def test_a_broken_request_keeps_what_was_verified() -> None:
@@ -117,16 +115,16 @@ def test_a_broken_request_keeps_what_was_verified() -> None:
     request = _fetch(machine)
     assert _fetch_range(request) == (0, 64)
     for _ in range(5):
-        machine.receive(ChunkVerified(WorkerIndex(0)))
+        machine.receive(UnitVerified(WorkerIndex(0)))
     _fail(machine, 0, _lost())
     assert _fetch_range(_fetch(machine)) == (5, 64)
 
 
-def _fetch_all_but_the_first(machine: FetchMachine, num_chunks: int) -> FetchChunks:
+def _fetch_all_but_the_first(machine: FetchMachine[int], num_chunks: int) -> Request[int]:
     """Worker 0 gets a request and receives nothing, worker 1 fetches all that was never assigned."""
     slow = _fetch(machine, 0)
     request = slow
-    while request.end < num_chunks:
+    while request.units[-1] + 1 < num_chunks:
         request = _fetch(machine, 1)
         _verify(machine, 1, request)
     return slow
@@ -135,12 +133,12 @@ def _fetch_all_but_the_first(machine: FetchMachine, num_chunks: int) -> FetchChu
 def test_an_idle_worker_takes_over_half_of_what_a_slow_one_has_not_begun() -> None:
     machine = _machine(20, workers=2)
     assert _fetch_range(_fetch_all_but_the_first(machine, 20)) == (0, 10)
-    machine.receive(ChunkVerified(WorkerIndex(0)))
+    machine.receive(UnitVerified(WorkerIndex(0)))
     # Chunk 1 is on its way to the slow one.
     assert _fetch_range(_fetch(machine, 1)) == (6, 10)
     for _ in range(1, 6):
         assert machine.has_request(WorkerIndex(0))
-        machine.receive(ChunkVerified(WorkerIndex(0)))
+        machine.receive(UnitVerified(WorkerIndex(0)))
     assert not machine.has_request(WorkerIndex(0))
     assert machine.has_request(WorkerIndex(1))
 
@@ -151,15 +149,15 @@ def test_what_was_taken_over_does_not_return_with_a_failure() -> None:
     assert _fetch_range(_fetch(machine, 1)) == (6, 10)
     _fail(machine, 0, _lost())
     first = _fetch(machine, 0)
-    assert first.first == 0
-    assert first.end <= 6
+    assert first.units[0] == 0
+    assert first.units[-1] + 1 <= 6
 
 
 def test_little_is_left_to_the_one_that_has_it() -> None:
     machine = _machine(128, workers=2, num_in_flight=4)
     slow = _fetch_all_but_the_first(machine, 128)
-    for _ in range(slow.end - slow.first - 8):
-        machine.receive(ChunkVerified(WorkerIndex(0)))
+    for _ in range(len(slow.units) - 8):
+        machine.receive(UnitVerified(WorkerIndex(0)))
     assert machine.next(WorkerIndex(1)) == Wait()
 
 
@@ -179,7 +177,7 @@ def test_progress_makes_a_source_trusted_again() -> None:
     machine = _machine(100, max_failures=2)
     for _ in range(30):
         assert _fetch(machine).delay_s <= 0.05
-        machine.receive(ChunkVerified(WorkerIndex(0)))
+        machine.receive(UnitVerified(WorkerIndex(0)))
         _fail(machine, 0, _lost())
     assert machine.stopped is None
 
@@ -205,7 +203,7 @@ def test_of_very_many_failures_the_last_are_kept() -> None:
     machine = _machine(1000, max_failures=2)
     for number in range(200):
         _fetch(machine)
-        machine.receive(ChunkVerified(WorkerIndex(0)))
+        machine.receive(UnitVerified(WorkerIndex(0)))
         _fail(machine, 0, PeerUnreachableError(f"number {number}"))
     _fetch(machine)
     _fail(machine, 0, PeerUnreachableError("the last"))
@@ -221,12 +219,12 @@ def test_the_other_source_takes_over_the_rest() -> None:
     while machine.stopped is None:
         for worker in range(2):
             instruction = machine.next(WorkerIndex(worker))
-            if not isinstance(instruction, FetchChunks):
+            if not isinstance(instruction, Request):
                 continue
             if instruction.source == 0:
                 _fail(machine, worker, _lost())
                 continue
-            done += range(instruction.first, instruction.end)
+            done += instruction.units
             _verify(machine, worker, instruction)
     assert machine.stopped == Stop(None)
     assert sorted(done) == list(range(40))
@@ -240,9 +238,9 @@ def test_two_workers_ask_two_sources() -> None:
 def test_a_damaged_chunk_comes_from_elsewhere_the_next_time() -> None:
     machine = _machine(4, sources=2)
     damaged = _fetch(machine)
-    _fail(machine, 0, _damaged(damaged.first))
+    _fail(machine, 0, _damaged(damaged.units[0]))
     again = _fetch(machine)
-    assert again.first == damaged.first
+    assert again.units[0] == damaged.units[0]
     assert again.source != damaged.source
 
 
@@ -251,13 +249,13 @@ def test_a_source_that_always_damages_one_chunk_ends_the_fetch() -> None:
     while machine.stopped is None:
         for worker in range(2):
             instruction = machine.next(WorkerIndex(worker))
-            if not isinstance(instruction, FetchChunks):
+            if not isinstance(instruction, Request):
                 continue
-            for chunk in range(instruction.first, instruction.end):
+            for chunk in instruction.units:
                 if chunk == 7:
                     _fail(machine, worker, _damaged(7))
                     break
-                machine.receive(ChunkVerified(WorkerIndex(worker)))
+                machine.receive(UnitVerified(WorkerIndex(worker)))
     assert isinstance(machine.stopped.error, FetchFailedError)
     assert all(isinstance(failure, IntegrityError) for failure in machine.stopped.error.failures)
 
@@ -313,8 +311,8 @@ class _Model:
     def ask(self, worker: int) -> None:
         instruction = self.machine.next(WorkerIndex(worker))
         match instruction:
-            case FetchChunks():
-                chunks = list(range(instruction.first, instruction.end))
+            case Request():
+                chunks = list(instruction.units)
                 assert chunks
                 for other, held in self.held.items():
                     rest = [chunk for chunk in held if chunk not in chunks]
@@ -330,7 +328,7 @@ class _Model:
 
     def verify(self, worker: int) -> None:
         self.verified.append(self.held[worker].pop(0))
-        self.machine.receive(ChunkVerified(WorkerIndex(worker)))
+        self.machine.receive(UnitVerified(WorkerIndex(worker)))
         assert self.machine.has_request(WorkerIndex(worker)) == bool(self.held[worker])
 
     def fail(self, worker: int, error: TransportError) -> None:

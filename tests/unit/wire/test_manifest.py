@@ -116,8 +116,8 @@ def _without(*path: str) -> Callable[[dict[str, Any]], None]:
 
 _MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no metadata": (_without("__metadata__"), "got a safetensors header without __metadata__"),
-    "a newer format": (_metadata(format="3"), "expected snapshot format 2 or 1, got 3"),
-    "an older format": (_metadata(format="0"), "expected snapshot format 2 or 1, got 0"),
+    "a newer format": (_metadata(format="3"), "expected snapshot format 2, got 3"),
+    "an older format": (_metadata(format="1"), "expected snapshot format 2, got 1"),
     "no format": (_without("__metadata__", "ft_transport.format"), "'ft_transport.format'.* is missing"),
     "no step": (_without("__metadata__", "ft_transport.step"), "'ft_transport.step'.* is missing"),
     "no tree": (_without("__metadata__", "ft_transport.tree"), "'ft_transport.tree'.* is missing"),

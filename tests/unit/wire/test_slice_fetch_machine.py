@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_transport.errors import FetchFailedError, PeerProtocolError, PeerUnreachableError, TransportError
-from ft_transport.wire.fetch import Aborted, RequestFailed, Stop, Wait, WorkerIndex
+from ft_transport.wire.boxes import Box
+from ft_transport.wire.chunks import CHUNK_BYTES
+from ft_transport.wire.fetch import Aborted, FetchMachine, Request, RequestFailed, Stop, UnitVerified, Wait, WorkerIndex
 from ft_transport.wire.nodes import TensorNode
-from ft_transport.wire.reshard import Box, Read, Wanted
-from ft_transport.wire.slice_fetch import FetchFrames, FrameVerified, SliceFetchMachine
-from ft_transport.wire.slices import FRAME_BYTES, MAX_REQUEST_BYTES
+from ft_transport.wire.read_work import FrameOfReads, ReadWork
+from ft_transport.wire.reshard import Read, Wanted
+from ft_transport.wire.slices import MAX_REQUEST_BYTES
 
 
 def _read(number: int, num_bytes: int, *sources: int, is_whole: bool = False) -> Read:
@@ -31,9 +33,9 @@ def _read(number: int, num_bytes: int, *sources: int, is_whole: bool = False) ->
     return Read(wanted, Box(tuple(range(len(sources))), (num_bytes,), (0,), (0,), (num_bytes,)))
 
 
-def _machine(reads: list[list[Read]], num_workers: int = 2, max_failures: int = 2) -> SliceFetchMachine:
+def _machine(reads: list[list[Read]], num_workers: int = 2, max_failures: int = 2) -> FetchMachine[FrameOfReads]:
     names = [f"host:{index}" for index in range(len(reads))]
-    return SliceFetchMachine(reads=reads, sources=names, num_workers=num_workers, max_failures=max_failures)
+    return FetchMachine(ReadWork(reads, num_workers=num_workers), sources=names, max_failures=max_failures)
 
 
 def _failed(worker: int, *, retryable: bool = True) -> RequestFailed:
@@ -48,36 +50,36 @@ def test_nothing_to_read_is_done_at_once() -> None:
 def test_small_reads_share_a_frame_and_frames_a_request() -> None:
     machine = _machine([[_read(number, 1000, 0) for number in range(10)]])
     request = machine.next(WorkerIndex(0))
-    assert isinstance(request, FetchFrames)
-    assert [len(frame) for frame in request.frames] == [10]
+    assert isinstance(request, Request)
+    assert [len(frame) for frame in request.units] == [10]
     assert machine.next(WorkerIndex(1)) == Wait()
-    machine.receive(FrameVerified(WorkerIndex(0)))
+    machine.receive(UnitVerified(WorkerIndex(0)))
     assert machine.stopped == Stop(None)
 
 
 def test_a_request_stays_within_its_limits() -> None:
-    machine = _machine([[_read(number, FRAME_BYTES, 0) for number in range(200)]], num_workers=1)
+    machine = _machine([[_read(number, CHUNK_BYTES, 0) for number in range(200)]], num_workers=1)
     request = machine.next(WorkerIndex(0))
-    assert isinstance(request, FetchFrames)
-    assert sum(read.num_bytes for frame in request.frames for read in frame) == MAX_REQUEST_BYTES
+    assert isinstance(request, Request)
+    assert sum(read.num_bytes for frame in request.units for read in frame) == MAX_REQUEST_BYTES
 
 
 def test_another_holder_takes_over_what_a_source_has_not_delivered() -> None:
-    reads = [[_read(number, FRAME_BYTES, 0, 1) for number in range(3)], []]
+    reads = [[_read(number, CHUNK_BYTES, 0, 1) for number in range(3)], []]
     machine = _machine(reads, num_workers=1)
     worker = WorkerIndex(0)
     first = machine.next(worker)
-    assert isinstance(first, FetchFrames)
+    assert isinstance(first, Request)
     assert first.source == 0
-    assert len(first.frames) == 3
-    machine.receive(FrameVerified(worker))
+    assert len(first.units) == 3
+    machine.receive(UnitVerified(worker))
     machine.receive(_failed(0, retryable=False))
     second = machine.next(worker)
-    assert isinstance(second, FetchFrames)
+    assert isinstance(second, Request)
     assert second.source == 1
-    assert [read.wanted.path for frame in second.frames for read in frame] == ["w1", "w2"]
-    for _ in second.frames:
-        machine.receive(FrameVerified(worker))
+    assert [read.wanted.path for frame in second.units for read in frame] == ["w1", "w2"]
+    for _ in second.units:
+        machine.receive(UnitVerified(worker))
     assert machine.stopped == Stop(None)
 
 
@@ -86,44 +88,44 @@ def test_after_a_first_failure_another_is_asked_at_once() -> None:
     assert machine.next(WorkerIndex(0)).source == 0  # type: ignore[union-attr]
     machine.receive(_failed(0))
     requests = [machine.next(WorkerIndex(worker)) for worker in (0, 1)]
-    by_source = {request.source: request for request in requests if isinstance(request, FetchFrames)}
-    assert [read.wanted.path for frame in by_source[1].frames for read in frame] == ["w0"]  # type: ignore[index]
-    assert [read.wanted.path for frame in by_source[0].frames for read in frame] == ["w1"]  # type: ignore[index]
+    by_source = {request.source: request for request in requests if isinstance(request, Request)}
+    assert [read.wanted.path for frame in by_source[1].units for read in frame] == ["w0"]  # type: ignore[index]
+    assert [read.wanted.path for frame in by_source[0].units for read in frame] == ["w1"]  # type: ignore[index]
     assert (by_source[1].delay_s, by_source[0].delay_s > 0) == (0.0, True)  # type: ignore[index]
 
 
 def test_who_has_nothing_to_do_relieves_who_has_much() -> None:
-    reads = [_read(number, FRAME_BYTES, 0, 1) for number in range(64)]
+    reads = [_read(number, CHUNK_BYTES, 0, 1) for number in range(64)]
     machine = _machine([reads, []])
     asked = [machine.next(WorkerIndex(worker)) for worker in (0, 1)]
     assert [request.source for request in asked] == [0, 0]  # type: ignore[union-attr]
-    for _ in asked[1].frames:  # type: ignore[union-attr]
-        machine.receive(FrameVerified(WorkerIndex(1)))
+    for _ in asked[1].units:  # type: ignore[union-attr]
+        machine.receive(UnitVerified(WorkerIndex(1)))
     assert machine.next(WorkerIndex(1)).source == 1  # type: ignore[union-attr]
 
 
 def test_what_is_not_sharded_comes_from_one_source_as_a_whole() -> None:
-    reads = [_read(number, FRAME_BYTES, 0, 1, is_whole=True) for number in range(2)]
+    reads = [_read(number, CHUNK_BYTES, 0, 1, is_whole=True) for number in range(2)]
     machine = _machine([reads, []], num_workers=1)
     worker = WorkerIndex(0)
     machine.next(worker)
-    machine.receive(FrameVerified(worker))
+    machine.receive(UnitVerified(worker))
     machine.receive(_failed(0, retryable=False))
     request = machine.next(worker)
-    assert isinstance(request, FetchFrames)
+    assert isinstance(request, Request)
     assert request.source == 1
-    assert [read.wanted.path for frame in request.frames for read in frame] == ["w0", "w1"]
+    assert [read.wanted.path for frame in request.units for read in frame] == ["w0", "w1"]
 
 
 def test_what_had_landed_as_a_whole_needs_nobody_to_stand_in() -> None:
-    machine = _machine([[_read(0, FRAME_BYTES, 0, is_whole=True), _read(1, FRAME_BYTES, 0, 1)], []], num_workers=1)
+    machine = _machine([[_read(0, CHUNK_BYTES, 0, is_whole=True), _read(1, CHUNK_BYTES, 0, 1)], []], num_workers=1)
     worker = WorkerIndex(0)
     machine.next(worker)
-    machine.receive(FrameVerified(worker))
+    machine.receive(UnitVerified(worker))
     machine.receive(_failed(0, retryable=False))
     request = machine.next(worker)
-    assert isinstance(request, FetchFrames)
-    assert [read.wanted.path for frame in request.frames for read in frame] == ["w1"]
+    assert isinstance(request, Request)
+    assert [read.wanted.path for frame in request.units for read in frame] == ["w1"]
 
 
 def test_a_source_is_asked_again_after_a_pause_before_it_is_dropped() -> None:
@@ -132,7 +134,7 @@ def test_a_source_is_asked_again_after_a_pause_before_it_is_dropped() -> None:
     assert machine.next(worker).delay_s == 0.0  # type: ignore[union-attr]
     machine.receive(_failed(0))
     again = machine.next(worker)
-    assert isinstance(again, FetchFrames)
+    assert isinstance(again, Request)
     assert again.delay_s > 0
     machine.receive(_failed(0))
     assert machine.stopped is not None
@@ -158,7 +160,7 @@ def test_whatever_fails_every_read_is_delivered_once_or_the_fetch_ends(data: st.
     for number in range(data.draw(st.integers(0, 12), "reads")):
         holders = data.draw(st.lists(st.integers(0, num_sources - 1), min_size=1, unique=True), "holders")
         is_whole = data.draw(st.booleans(), "is whole")
-        num_bytes = data.draw(st.sampled_from([1, 1000, FRAME_BYTES]))
+        num_bytes = data.draw(st.sampled_from([1, 1000, CHUNK_BYTES]))
         reads[holders[0]].append(_read(number, num_bytes, *holders, is_whole=is_whole))
         if is_whole:
             home[f"w{number}"] = holders[0]
@@ -177,14 +179,14 @@ def test_whatever_fails_every_read_is_delivered_once_or_the_fetch_ends(data: st.
             if isinstance(instruction, Wait):
                 assert busy, "all workers wait, and nothing is on its way"
             else:
-                assert isinstance(instruction, FetchFrames)
-                busy[worker], sources[worker] = list(instruction.frames), instruction.source
-                assert all(instruction.source in read.sources for frame in instruction.frames for read in frame)
+                assert isinstance(instruction, Request)
+                busy[worker], sources[worker] = list(instruction.units), instruction.source
+                assert all(instruction.source in read.sources for frame in instruction.units for read in frame)
         elif data.draw(st.booleans() | st.just(True), "lands"):
             for read in busy[worker].pop(0):
                 delivered[read.wanted.path] += 1
                 last[read.wanted.path] = sources[worker]
-            machine.receive(FrameVerified(WorkerIndex(worker)))
+            machine.receive(UnitVerified(WorkerIndex(worker)))
             if not busy[worker]:
                 del busy[worker]
         else:

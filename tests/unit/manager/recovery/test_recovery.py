@@ -180,7 +180,9 @@ def test_a_source_that_dies_midway_leaves_a_replica_that_refuses_to_step(replica
             refuses()
     assert not ours.manager._state.lock.holders()
 
-    ours.transport._settings = healthy.transport._settings  # the callback that kills is not needed any more
+    ours.transport._client._settings = (
+        healthy.transport._client._settings
+    )  # the callback that kills is not needed any more
     recovery = ours.manager.recover(healthy.snapshot())
     assert recovery.step == 1
     for mine, theirs in zip(ours.model.parameters(), healthy.model.parameters(), strict=True):

@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ft_transport.state.restore import DestinationPlan, Piece
 from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.plan import DestinationPlan, Piece
 
 
 def test_a_range_within_one_destination_is_one_piece() -> None:

@@ -1,0 +1,155 @@
+"""Which snapshot a request is for, and the wait for one that is still to come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Final
+
+from aiohttp import web
+
+from ft_transport.errors import ConfigurationError, PeerNotReadyError, SnapshotReplacedError, StepNotServedError
+from ft_transport.http.snapshot_cache import Reading, SnapshotCache
+from ft_transport.wire.manifest import SnapshotId
+from ft_transport.wire.routes import (
+    AFTER_PARAMETER,
+    LATEST,
+    SNAPSHOT_PARAMETER,
+    WAIT_PARAMETER,
+    StepSelector,
+    parse_after,
+    parse_step,
+)
+
+_TICK_S: Final = 0.1
+
+FreshSnapshot = Callable[[int | None], int | None]
+"""Asks the owner of the state for a snapshot that is not older than now, or of the step that is given, without waiting
+for it. Returns the number (``SnapshotCache.newest_sequence``) after which a snapshot is new enough; ``None`` if that
+step is past. Thread-safe, and called on the event loop."""
+
+
+class SnapshotRequests:
+    """Finds the snapshots that requests name. Belongs to the server's event loop.
+
+    Args:
+        cache: Where they are.
+        max_wait_s: The longest that a request is held until its step is there, in seconds.
+        fresh_snapshot: Asks for a new snapshot when ``latest`` is requested.
+    """
+
+    def __init__(self, cache: SnapshotCache, *, max_wait_s: float, fresh_snapshot: FreshSnapshot | None) -> None:
+        self._cache = cache
+        self._max_wait_s = max_wait_s
+        self.fresh_snapshot = fresh_snapshot
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """Has every request that waits look at the cache again."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def read(self, request: web.Request) -> Reading:
+        """Begins reading the snapshot that a request names, waiting for it if it may still come."""
+        step = parse_step(request.match_info["step"])
+        if step is None:
+            raise StepNotServedError(
+                f"expected a step number or 'latest' in the path, got {request.match_info['step'][:64]!r}"
+            )
+        is_closed = _closed_of(request)
+        bound_to = request.query.get(SNAPSHOT_PARAMETER)
+        if bound_to is not None:
+            reading = self._cache.read(step, snapshot_id=SnapshotId(bound_to), is_closed=is_closed)
+            if reading is None:
+                raise SnapshotReplacedError(
+                    f"expected snapshot {bound_to[:32]} of step {step}, which is no longer served; start again"
+                )
+            return reading
+        after = self._after(request) if step == LATEST else 0
+        deadline_s = time.monotonic() + self._wait_s(request)
+        while True:
+            changed = self._changed
+            reading = self._cache.read(step, after_sequence=after, is_closed=is_closed)
+            if reading is not None:
+                return reading
+            remaining_s = deadline_s - time.monotonic()
+            if step != LATEST and self._is_past(step):
+                served = self._cache.steps()
+                raise StepNotServedError(
+                    f"expected a step to come, or one of {list(served)}; this replica is past step {step}",
+                    served=served,
+                    is_past=True,
+                )
+            if remaining_s <= 0 or not self._may_come(step):
+                return self._read_or_refuse(step, after, is_closed)
+            with contextlib.suppress(asyncio.TimeoutError):
+                # Of a step that its owner passes without a snapshot nobody tells.
+                await asyncio.wait_for(changed.wait(), remaining_s if step == LATEST else min(remaining_s, _TICK_S))
+
+    def _after(self, request: web.Request) -> int:
+        """The number behind which a snapshot is new enough for this request, or was for an earlier one like it."""
+        fresh_snapshot = self.fresh_snapshot
+        if fresh_snapshot is None:
+            return 0
+        earlier = parse_after(request.query.get(AFTER_PARAMETER))
+        if earlier is not None and self._cache.holds_newer(earlier):
+            return earlier
+        fresh = fresh_snapshot(None)
+        assert fresh is not None, "the present state is never past"
+        return fresh if earlier is None else min(earlier, fresh)
+
+    def _is_past(self, step: int) -> bool:
+        """Asks the owner for a snapshot of a step to come; says whether there will be none."""
+        ask = self.fresh_snapshot
+        if ask is None or step in self._cache.steps() or ask(step) is not None:
+            return False
+        # It may have been put there at this very moment.
+        return step not in self._cache.steps()
+
+    def _may_come(self, step: StepSelector) -> bool:
+        newest_step = self._cache.newest_step()
+        return step == LATEST or newest_step is None or step > newest_step
+
+    def _read_or_refuse(self, step: StepSelector, after: int, is_closed: Callable[[], bool]) -> Reading:
+        """After the wait: what has come at the last moment, or the reason why nothing has."""
+        reading = self._cache.read(step, after_sequence=after, is_closed=is_closed)
+        if reading is not None:
+            return reading
+        served = self._cache.steps()
+        failure = self._cache.failure()
+        attempt = f"; the last attempt failed: {failure}" if failure is not None else ""
+        if not served:
+            raise PeerNotReadyError(
+                f"expected a snapshot, and none has been taken yet{attempt}", after=after, step=step
+            )
+        if step == LATEST:
+            raise PeerNotReadyError(
+                f"expected a snapshot of the present state, the newest is one of an earlier state (step {served[-1]}): "
+                f"the trainer has reached no step boundary since, or every snapshot is still being fetched{attempt}",
+                after=after,
+                step=step,
+            )
+        raise StepNotServedError(f"expected step {step}, this replica serves {list(served)}", served=served)
+
+    def _wait_s(self, request: web.Request) -> float:
+        text = request.query.get(WAIT_PARAMETER)
+        if text is None:
+            return self._max_wait_s
+        try:
+            asked_s = float(text)
+        except ValueError:
+            asked_s = -1.0
+        if not 0 <= asked_s < float("inf"):
+            raise ConfigurationError(f"expected a number of seconds in '{WAIT_PARAMETER}', got {text[:64]!r}")
+        return min(asked_s, self._max_wait_s)
+
+
+def _closed_of(request: web.Request) -> Callable[[], bool]:
+    """Says whether the receiver of an answer can read no more of it."""
+    transport = request.transport
+    if transport is None:
+        return lambda: True
+    # Where the server itself closes after the answer, that says nothing of how far the receiver is.
+    return transport.is_closing if request.keep_alive else lambda: False

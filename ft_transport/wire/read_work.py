@@ -1,0 +1,211 @@
+"""The planned reads of a fetch in another layout: who is asked for which, and who stands in for a source that fails.
+
+Each read has its source by the plan (``wire.reshard``). If that one is dropped, another holder of the same bytes takes
+over what it has not delivered; a source that has nothing to do relieves one that has much.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from ft_transport.wire.chunks import CHUNK_BYTES
+from ft_transport.wire.fetch import Assignment, SourceIndex, SourceState, Undeliverable
+from ft_transport.wire.reshard import Read
+from ft_transport.wire.slices import MAX_BLOCKS_PER_FRAME, MAX_REQUEST_BYTES, MAX_SLICES_PER_REQUEST
+
+_LEAST_REQUEST_BYTES: Final = 4 * CHUNK_BYTES
+_MAX_READS_PER_FRAME: Final = 1 << 10
+
+FrameOfReads: TypeAlias = tuple[Read, ...]
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What one source is to deliver.
+
+    Attributes:
+        frames: What it is still to be asked for.
+        num_bytes: Size of that.
+        whole: Its reads, by their ids, of tensors that are not sharded. They need not be equal everywhere: unless all
+            have landed, all of them come from the one source that stands in for it.
+        whole_left: The ids of those that have not landed.
+        stand_in: That source, once this one was dropped.
+    """
+
+    frames: deque[FrameOfReads] = field(default_factory=deque)
+    num_bytes: int = 0
+    whole: dict[int, Read] = field(default_factory=dict)
+    whole_left: set[int] = field(default_factory=set)
+    stand_in: int | None = None
+
+
+class ReadWork:
+    """Planned reads in frames, for ``wire.fetch``.
+
+    Args:
+        reads: By source.
+        num_workers: How many workers will ask.
+    """
+
+    def __init__(self, reads: Sequence[Iterable[Read]], *, num_workers: int) -> None:
+        self.num_left = 0
+        self._num_workers = num_workers
+        self._queues = [_Queue() for _ in reads]
+        for index, planned in enumerate(reads):
+            self._enqueue(index, planned)
+
+    def take(
+        self,
+        sources: Sequence[SourceState],
+        under_way: Collection[Assignment[FrameOfReads]],  # noqa: ARG002
+    ) -> tuple[SourceIndex, tuple[FrameOfReads, ...]] | None:
+        """The next frames of the least busy source; of equals of that which has most to deliver."""
+        waiting = [index for index, queue in enumerate(self._queues) if queue.frames]
+        if not waiting:
+            return None
+        chosen = min(waiting, key=lambda index: (sources[index].num_active, -self._queues[index].num_bytes))
+        if sources[chosen].num_active:
+            self._relieve(chosen, sources)
+        return SourceIndex(chosen), self._take_frames(self._queues[chosen])
+
+    def landed(self, source: SourceIndex, unit: FrameOfReads, sources: Sequence[SourceState]) -> Undeliverable | None:
+        """A frame that was on its way when another source took over may be needed once more."""
+        queue = self._queues[source]
+        undeliverable = None
+        if sources[source].dropped and queue.stand_in is not None:
+            # What the stand-in has sent by now may have been overwritten.
+            undeliverable = self._hand_over(source, [read for read in unit if read.is_whole], sources)
+        if queue.whole_left:
+            queue.whole_left.difference_update(map(id, unit))
+        self.num_left -= 1
+        return undeliverable
+
+    def put_back(
+        self, source: SourceIndex, units: Sequence[FrameOfReads], sources: Sequence[SourceState]
+    ) -> Undeliverable | None:
+        """Gives all that a dropped source was to deliver to others, or what others with fewer failures have as well."""
+        queue = self._queues[source]
+        frames = [*units, *queue.frames]
+        self.num_left -= len(frames)
+        queue.frames.clear()
+        queue.num_bytes = 0
+        if sources[source].dropped:
+            orphans = [read for frame in frames for read in frame if not read.is_whole]
+            return self._hand_over(source, [*orphans, *(queue.whole.values() if queue.whole_left else ())], sources)
+        failures = sources[source].failures
+        self._share_out(source, frames, sources, lambda other: sources[other].failures < failures)
+        return None
+
+    def _enqueue(self, index: int, reads: Iterable[Read]) -> None:
+        """Puts reads into frames, each full or the last of them."""
+        queue = self._queues[index]
+        num_before = len(queue.frames)
+        frame: list[Read] = []
+        frame_bytes = num_blocks = 0
+        for read in reads:
+            num_bytes, num_more = read.num_bytes, read.num_blocks
+            is_full = frame_bytes + num_bytes > CHUNK_BYTES or num_blocks + num_more > MAX_BLOCKS_PER_FRAME
+            if frame and (is_full or len(frame) == _MAX_READS_PER_FRAME):
+                queue.frames.append(tuple(frame))
+                frame, frame_bytes, num_blocks = [], 0, 0
+            frame.append(read)
+            if read.is_whole:
+                queue.whole[id(read)] = read
+                queue.whole_left.add(id(read))
+            frame_bytes += num_bytes
+            num_blocks += num_more
+            queue.num_bytes += num_bytes
+        if frame:
+            queue.frames.append(tuple(frame))
+        self.num_left += len(queue.frames) - num_before
+
+    def _take_frames(self, queue: _Queue) -> tuple[FrameOfReads, ...]:
+        """Much while much is left, little towards the end, so that all workers end together."""
+        wanted_bytes = min(MAX_REQUEST_BYTES, max(_LEAST_REQUEST_BYTES, queue.num_bytes // self._num_workers))
+        frames: list[FrameOfReads] = []
+        num_reads = num_bytes = 0
+        while queue.frames:
+            frame = queue.frames[0]
+            frame_bytes = _bytes_of(frame)
+            is_over = num_bytes + frame_bytes > wanted_bytes or num_reads + len(frame) > MAX_SLICES_PER_REQUEST
+            if frames and is_over:
+                break
+            frames.append(queue.frames.popleft())
+            num_reads += len(frame)
+            num_bytes += frame_bytes
+        queue.num_bytes -= num_bytes
+        return tuple(frames)
+
+    def _relieve(self, busy: int, sources: Sequence[SourceState]) -> None:
+        """Gives half of what a source has yet to be asked for to others that have nothing to do."""
+
+        def is_idle(index: int) -> bool:
+            source = sources[index]
+            return not (source.dropped or source.failures or source.num_active or self._queues[index].frames)
+
+        queue = self._queues[busy]
+        num_given = len(queue.frames) // 2
+        if num_given and any(map(is_idle, range(len(sources)))):
+            given = [queue.frames.pop() for _ in range(num_given)]
+            self.num_left -= num_given
+            queue.num_bytes -= sum(map(_bytes_of, given))
+            self._share_out(busy, given[::-1], sources, is_idle)
+
+    def _share_out(
+        self,
+        own: int,
+        frames: Iterable[FrameOfReads],
+        sources: Sequence[SourceState],
+        is_better: Callable[[int], bool],
+    ) -> None:
+        """Gives what sources that are better have as well to them, and the rest back."""
+        taken: dict[int, list[Read]] = {}
+        for frame in frames:
+            for read in frame:
+                candidates = () if read.is_whole else read.sources
+                others = [index for index in candidates if not sources[index].dropped and is_better(index)]
+                chosen = min(others, key=lambda index: self._queues[index].num_bytes, default=own)
+                taken.setdefault(chosen, []).append(read)
+        for index, reads in taken.items():
+            self._enqueue(index, reads)
+
+    def _hand_over(self, dropped: int, orphans: Sequence[Read], sources: Sequence[SourceState]) -> Undeliverable | None:
+        """Gives what a source has not delivered to others that hold the same."""
+        taken: dict[int, list[Read]] = {}
+        loads = {index: queue.num_bytes for index, queue in enumerate(self._queues)}
+        for read in orphans:
+            if read.is_whole:
+                stand_in = self._stand_in(dropped, sources)
+                alive = [] if stand_in is None else [stand_in]
+            else:
+                alive = [index for index in read.sources if not sources[index].dropped]
+            if not alive:
+                path = read.wanted.path
+                return Undeliverable(
+                    f"expected all parts of the state; {sources[dropped].name} failed, and no other source that "
+                    f"answers has its part of {path}",
+                    path=path,
+                )
+            chosen = min(alive, key=loads.__getitem__)
+            loads[chosen] += read.num_bytes
+            taken.setdefault(chosen, []).append(read)
+        for index, reads in taken.items():
+            self._enqueue(index, reads)
+        return None
+
+    def _stand_in(self, dropped: int, sources: Sequence[SourceState]) -> int | None:
+        """The source that has all that is not sharded and that ``dropped`` was to send."""
+        queue = self._queues[dropped]
+        if queue.stand_in is None or sources[queue.stand_in].dropped:
+            everywhere = [set(read.sources) for read in queue.whole.values()]
+            common = set.intersection(*everywhere) if everywhere else set()
+            alive = [index for index in sorted(common) if not sources[index].dropped]
+            queue.stand_in = min(alive, key=lambda index: sources[index].failures, default=None)
+        return queue.stand_in
+
+
+def _bytes_of(frame: FrameOfReads) -> int:
+    return sum(read.num_bytes for read in frame)
