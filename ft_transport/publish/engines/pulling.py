@@ -13,8 +13,7 @@ from typing import Final
 
 from ft_transport.errors import EngineRefusedError
 from ft_transport.http.token import JobToken
-from ft_transport.publish.engines.engine import Delivery, EngineConnection
-from ft_transport.publish.naming import checked_url
+from ft_transport.publish.engines.engine import Delivery, EngineConnection, checked_url
 
 ROUTE: Final = "/weights"
 

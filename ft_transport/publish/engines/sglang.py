@@ -12,9 +12,14 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ft_transport.errors import EngineRefusedError
-from ft_transport.publish.engines.engine import Answer, Delivery, EngineConnection
-from ft_transport.publish.engines.models import adapter_confirmed, adapters_served
-from ft_transport.publish.naming import adapter_name, checked_url, older_names, version_in
+from ft_transport.publish.engines.adapters import (
+    adapter_confirmed,
+    adapter_name,
+    adapters_served,
+    older_names,
+    version_in,
+)
+from ft_transport.publish.engines.engine import Answer, Delivery, EngineConnection, checked_url
 
 _MAX_DIGITS: Final = 18
 _ADVICE: Final = "this SGLang takes no weights at run time; publish a LoRA adapter as a LoRAAdapter"

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ft_transport.errors import EngineRefusedError
-from ft_transport.publish.engines.engine import Delivery, EngineConnection
-from ft_transport.publish.engines.models import adapter_confirmed, adapters_served
-from ft_transport.publish.naming import adapter_name, checked_url
+from ft_transport.publish.engines.adapters import adapter_confirmed, adapter_name, adapters_served
+from ft_transport.publish.engines.engine import Delivery, EngineConnection, checked_url
 
 
 @dataclass(frozen=True, slots=True)
