@@ -124,7 +124,7 @@ class StateStager:
         self._shared.prefault(self._split(state)[0])
 
     def stage(self, step: int, state: State, local: State | None) -> StagedState:
-        """Copies a state; what goes wrong is told by `StagedState`."""
+        """Copies a state; what goes wrong is raised by `StagedState`."""
         staged = StagedState()
         with staged.noting_failure():
             shared, own = self._split(_called(state))

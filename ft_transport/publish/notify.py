@@ -39,7 +39,7 @@ class _Known:
         version: The one that it confirmed last; ``None`` if it never did.
         is_counted: Whether it confirmed the last version that it was notified of.
         doubtful: Versions that it may have begun to load, and not confirmed; the latest few.
-        serving: Versions that it has said that it serves, beside the one that it confirmed.
+        serving: Versions that it lists as served, beside the one that it confirmed.
         newest: The newest version that it is to be notified of.
         mutex: It is notified of one version after the other.
         unfinished: What goes on beside the attempts, such as resuming it.

@@ -44,8 +44,8 @@ class PullingEngine:
             raise EngineRefusedError("expected a publisher that serves versions, pass it a transport", peer=self.url)
         address = await delivery.address()
         answer = await connection.post(f"{ROUTE}/{delivery.version}", {"address": address})
-        said = answer.json()
-        version = said.get("version") if isinstance(said, dict) else None
+        fields = answer.json()
+        version = fields.get("version") if isinstance(fields, dict) else None
         if not isinstance(version, int):
             raise answer.refusal(f"expected version {delivery.version}")
         return version

@@ -40,7 +40,7 @@ class SkyRLEngine:
             answer = await connection.post(
                 "/skyrl/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(delivery.directory)}
             )
-            said = answer.json()
-            if not isinstance(said, dict) or said.get("status") != "ok":
+            fields = answer.json()
+            if not isinstance(fields, dict) or fields.get("status") != "ok":
                 raise answer.refusal("expected the status ok")
         return await adapter_confirmed(connection, name, delivery)
