@@ -45,7 +45,8 @@ from ft_transport.errors import (
 from ft_transport.runtime.lazy_imports import import_on_use
 
 if TYPE_CHECKING:
-    from ft_transport.checkpoint.handles import SaveHandle, StoreHealth
+    from ft_transport.checkpoint.background_saver import SaveHandle
+    from ft_transport.checkpoint.health import StoreHealth
     from ft_transport.checkpoint.load import LoadedCheckpoint
     from ft_transport.checkpoint.settings import StoreSettings
     from ft_transport.checkpoint.store import CheckpointStore
@@ -87,7 +88,8 @@ else:
             "ft_transport.transfer.client": ("Received",),
             "ft_transport.transfer.server": ("SnapshotInProgress", "SnapshotLease"),
             "ft_transport.settings": ("FetchProgress", "TransportSettings"),
-            "ft_transport.checkpoint.handles": ("SaveHandle", "StoreHealth"),
+            "ft_transport.checkpoint.background_saver": ("SaveHandle",),
+            "ft_transport.checkpoint.health": ("StoreHealth",),
             "ft_transport.checkpoint.load": ("LoadedCheckpoint",),
             "ft_transport.checkpoint.settings": ("StoreSettings",),
             "ft_transport.state.collectives": ("refusing_collectives",),

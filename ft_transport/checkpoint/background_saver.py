@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
 from typing import Final, NamedTuple
 
-from ft_transport.checkpoint.handles import SaveHandle
-from ft_transport.checkpoint.save import Saver, SaveRequest, SnapshotFile
+from ft_transport.checkpoint.collective_write import CollectiveWrite
+from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.checkpoint.inventory import Inventory
+from ft_transport.checkpoint.save import MAX_TIMEOUTS, CheckpointStorage, SaveRequest
+from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.writer_process import WriterProcess
-from ft_transport.errors import CheckpointError, WriterFailedError
+from ft_transport.coordination.consensus import Agreement, RankGroup
+from ft_transport.coordination.exchange import Exchange
+from ft_transport.errors import CheckpointError, DeadlineExceededError, WriterFailedError
 from ft_transport.runtime.at_exit import at_exit
+from ft_transport.settings import check_duration
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +32,48 @@ _IDLE_S: Final = 0.2
 """How often an idle thread looks at its writer."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveJob:
-    """A save that has been copied already.
+class SaveHandle:
+    """A save that goes on behind the training. Thread-safe.
 
     Attributes:
-        request: What to save; its snapshots are an error if they could not be taken.
-        snapshots: Turns what was copied into snapshots, by part.
-        release: Gives the memory back.
+        step: Its step.
+        is_skipped: Whether nothing is saved, because the save before was not finished.
     """
 
-    request: SaveRequest
-    snapshots: Callable[[], list[SnapshotFile]]
-    release: Callable[[], None]
+    def __init__(self, step: int, *, is_skipped: bool = False) -> None:
+        self.step = step
+        self.is_skipped = is_skipped
+        self.future: Future[None] = Future()
+        self.future.set_running_or_notify_cancel()
+        if is_skipped:
+            self.future.set_result(None)
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.future.done()
+
+    def result(self, timeout: timedelta | None = None) -> None:
+        """Waits until the checkpoint is complete.
+
+        Args:
+            timeout: ``None`` waits as long as the ranks show heartbeats.
+
+        Raises:
+            TransportError: It could not be saved; the same error on every rank.
+            DeadlineExceededError: It is still going on.
+        """
+        if timeout is not None:
+            check_duration("timeout", timeout, at_least=timedelta(0))
+        try:
+            self.future.result(None if timeout is None else timeout.total_seconds())
+        except FutureTimeoutError:
+            if self.future.done():
+                raise  # It is the save's own error.
+            raise DeadlineExceededError(f"expected the checkpoint within {timeout}", step=self.step) from None
+
+    def exception(self) -> BaseException | None:
+        """Waits, and returns why it failed, ``None`` if it did not."""
+        return self.future.exception()
 
 
 class Pulse(NamedTuple):
@@ -61,26 +96,61 @@ class BackgroundSaver:
     """Runs saves one after the other. `submit` and `wait` belong to the training thread.
 
     Args:
-        saver: Used by this thread alone, once it runs.
-        writer: The saver's.
-        after_save: Called after each save that went well, when its handle is done.
-        max_failed_saves: More in a row are fatal.
+        group: The ranks.
+        directory: Used on the first rank alone.
+        inventory: Retires old checkpoints when a newer one is complete.
+        consolidate: Path of the part of the state that also goes to consolidated files.
+        settings: Of the store.
+
+    Attributes:
+        writer: This rank's writer process.
     """
 
     def __init__(
-        self, saver: Saver, writer: WriterProcess, *, after_save: Callable[[], None], max_failed_saves: int
+        self,
+        group: RankGroup,
+        directory: NumberedDirectory,
+        inventory: Inventory,
+        consolidate: str | None,
+        settings: StoreSettings,
     ) -> None:
-        self._saver = saver
-        self._writer = writer
-        self._after_save = after_save
-        self._max_failed_saves = max_failed_saves
+        self.writer: Final = WriterProcess()
+        self._inventory = inventory
+        self._max_failed_saves = settings.max_failed_saves
+        self._timeout_s = settings.timeout.total_seconds()
+        self._agreement = Agreement(group, "background", settings.timeout)
+        self._exchange = Exchange(group, "background", settings.timeout)
+        self._storage = CheckpointStorage(
+            agreement=self._agreement,
+            directory=directory,
+            writer=self.writer,
+            timeout_s=self._timeout_s,
+            consolidate=consolidate,
+            after_commit=inventory.retire_old,
+        )
+        self._write = CollectiveWrite(
+            agreement=self._agreement,
+            exchange=self._exchange,
+            directory=directory,
+            storage=self._storage,
+            visible_s=settings.visible_timeout.total_seconds(),
+            max_attempts=settings.max_attempts,
+        )
         self._current: SaveHandle | None = None
         self._num_failed = 0
         self._seen_writer = 0
         self._fatal: BaseException | None = None
-        self._jobs: queue.SimpleQueue[tuple[SaveJob, SaveHandle] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[SaveRequest, SaveHandle] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         _savers.add(self)
+
+    def start_writer(self) -> None:
+        """Starts the writer process, before the thread does.
+
+        Raises:
+            WriterFailedError: It could not be started.
+        """
+        self._storage.start_writer()
 
     def start(self) -> None:
         """Starts the thread."""
@@ -88,11 +158,11 @@ class BackgroundSaver:
             self._thread = threading.Thread(target=self._run, name="ft-transport-save", daemon=True)
             self._thread.start()
 
-    def submit(self, job: SaveJob) -> SaveHandle:
-        """Begins a save; nothing else is being saved."""
+    def submit(self, request: SaveRequest) -> SaveHandle:
+        """Begins a save; nothing else is being saved. What is staged is released when it has ended."""
         self.start()
-        handle = self._current = SaveHandle(job.request.step)
-        self._jobs.put((job, handle))
+        handle = self._current = SaveHandle(request.step)
+        self._jobs.put((request, handle))
         return handle
 
     def wait(self) -> None:
@@ -102,11 +172,11 @@ class BackgroundSaver:
 
     def pulse(self) -> Pulse:
         """How this rank is. Called by the training thread."""
-        number, before = self._writer.number, self._seen_writer
+        number, before = self.writer.number, self._seen_writer
         self._seen_writer = number
         return Pulse(
             # Also of one that has been replaced since the last pulse.
-            is_writer_dead=number > 0 and (number != before > 0 or not self._writer.is_alive()),
+            is_writer_dead=number > 0 and (number != before > 0 or not self.writer.is_alive()),
             num_failed=self._num_failed,
             is_fatal=self._fatal is not None,
             is_busy=self._current is not None and not self._current.done(),
@@ -120,7 +190,7 @@ class BackgroundSaver:
         """
         fatal, self._fatal = self._fatal, None
         if fatal is not None:
-            # Whoever goes on nevertheless has as many again.
+            # A trainer that goes on nevertheless has as many again.
             num_failed, self._num_failed = self._num_failed, 0
             raise CheckpointError(
                 f"{num_failed} saves in a row have failed, {self._max_failed_saves} are allowed; the last one: "
@@ -128,14 +198,16 @@ class BackgroundSaver:
             ) from fatal
 
     def close(self) -> None:
-        """Ends the thread after what it has to save."""
+        """Ends the thread after what it has to save, and the writer process. May be called twice."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
             thread.join()
+        self._exchange.close()
+        self.writer.close()
 
     def finish_at_exit(self, deadline_s: float) -> None:
-        """As `close`, but waits no longer than until ``deadline_s``, of the monotonic clock."""
+        """Ends the thread as `close` does, but waits no longer than until ``deadline_s``, of the monotonic clock."""
         thread, self._thread = self._thread, None
         if thread is not None and thread.is_alive():
             self._jobs.put(None)
@@ -155,12 +227,13 @@ class BackgroundSaver:
             self._save(*work)
             del work
 
-    def _save(self, job: SaveJob, handle: SaveHandle) -> None:
+    def _save(self, request: SaveRequest, handle: SaveHandle) -> None:
         try:
             try:
-                self._saver.save(_with_snapshots(job))
+                self._agreement.step = request.step
+                self._write.write(request.step, request, suffix="")
             finally:
-                job.release()
+                request.staged.release()
         except BaseException as error:
             self._num_failed += 1
             if self._num_failed > self._max_failed_saves:
@@ -173,17 +246,17 @@ class BackgroundSaver:
                 error,
             )
             handle.future.set_exception(error)
-            self._saver.let_go()
+            self._storage.drop()
         else:
             self._num_failed = 0
             handle.future.set_result(None)
-            self._saver.let_go()
-            self._saver.showing_life(self._after_save)
+            self._storage.drop()
+            self._agreement.showing_life(self._inventory.delete_retired, MAX_TIMEOUTS * self._timeout_s)
 
     def _replace_writer(self) -> None:
-        if self._writer.number and not self._writer.is_alive():
+        if self.writer.number and not self.writer.is_alive():
             try:
-                self._saver.start_writer()
+                self._storage.start_writer()
             except WriterFailedError as error:
                 logger.warning("the writer process could not be replaced yet: %s", error)
 
@@ -197,13 +270,3 @@ def _finish_all() -> None:
     deadline_s = time.monotonic() + _EXIT_S
     for saver in list(_savers):
         saver.finish_at_exit(deadline_s)
-
-
-def _with_snapshots(job: SaveJob) -> SaveRequest:
-    """What to save with its snapshots, or with why there are none: the other ranks are told."""
-    if isinstance(job.request.snapshots, Exception):
-        return job.request
-    try:
-        return dataclasses.replace(job.request, snapshots=job.snapshots())
-    except Exception as error:
-        return dataclasses.replace(job.request, snapshots=error)

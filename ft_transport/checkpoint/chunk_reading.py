@@ -2,7 +2,7 @@
 
 A chunk (`CHUNK_BYTES` of a file) is the unit of reading, of verifying and of passing on. All ranks tell each other
 which chunks they need; of those who need one, the one with the least to read reads it, verifies it, and sends it to the
-others. All go through the chunks in one order, so that nobody waits for somebody who waits for him.
+others. All go through the chunks in one order, so that no two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DataFiles:
 
     Attributes:
         directory: Where they are.
-        files: They, in the order of the numbers.
+        files: The files, in the order of their numbers.
         first_chunks: The number of each file's first chunk, and behind the last the number of all.
     """
 
@@ -180,7 +180,7 @@ def read_needs(
         needs: What.
         files: Where it is.
         exchange: Of the ranks.
-        is_read_once: Whether each chunk is read by one rank and passed on; else everybody reads what he needs.
+        is_read_once: Whether each chunk is read by one rank and passed on; else each rank reads what it needs.
         check: Called now and then; what it raises ends this rank's part.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Who may write to a directory: one group at a time, told by a lock that ends with its process."""
+"""One group at a time may write to a directory: it holds a lock that ends with its process."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class RootClaim:
         _claims.add(self)
 
     def take(self, owner: str, timeout_s: float) -> None:
-        """Makes sure that nobody else writes here, until `release` or the end of this process.
+        """Makes sure that no other group writes here, until `release` or the end of this process.
 
         Args:
-            owner: Who claims it, for others to read.
+            owner: The group that claims it, for others to read.
             timeout_s: How long to wait for a process that is just ending.
 
         Raises:
-            CheckpointInUseError: Somebody else does.
+            CheckpointInUseError: Another group does.
             OSError: The root cannot be made or written to.
         """
         self._root.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ class Consolidation:
     """All files of a model.
 
     Attributes:
-        files: They.
+        files: All of them, in order.
         index: Content of the index.
         root: Path of the part.
         places: By the first name that DCP has for a tensor in it: number of the file, and where in that it begins.

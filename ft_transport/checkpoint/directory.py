@@ -1,10 +1,9 @@
-"""The directory of checkpoints: which names there are, and in which order files appear, so that a crash costs nothing.
+"""Numbered directories, ``step-N`` or ``version-N``: which names count, and how they change so that no crash costs one.
 
-One rank alone calls what is here. A checkpoint is written to ``step-N.incomplete``; when all its files and the list of
-them are on disk, one rename makes it ``step-N``. So a directory of that name is complete at any instant. One that is
-replaced is exchanged with its successor by one system call where the file system can do that. Where it cannot (NFS), it
-becomes ``step-N.replaced`` first, which counts as ``step-N`` as long as there is no other. What is deleted gets the
-name ``step-N.deleted`` first.
+One rank alone calls what is here. Files are written to ``step-N.incomplete``; when all of them are on disk, one rename
+makes it ``step-N``. So a directory of that name is complete at any instant. One that is replaced is exchanged with its
+successor by one system call where the file system can do that. Where it cannot (NFS), it becomes ``step-N.replaced``
+first, which counts as ``step-N`` as long as there is no other. What is deleted gets the name ``step-N.deleted`` first.
 """
 
 from __future__ import annotations
@@ -17,113 +16,85 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from ft_transport.errors import CheckpointExistsError, CheckpointNotFoundError
-
 logger = logging.getLogger(__name__)
 
-MANIFEST_NAME: Final = "manifest.json"
-"""Written last; a directory without it is no checkpoint, whatever its name."""
-
-_NAME: Final = re.compile(r"step-(0|[1-9][0-9]*)(\.incomplete|\.replaced|\.deleted(?:-[0-9]+)?)?")
+_SUFFIXES: Final = r"(\.incomplete|\.replaced|\.deleted(?:-[0-9]+)?)?"
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2  # include/uapi/linux/fs.h
+_LOOK_S: Final = 0.02
 
 
-class CheckpointDirectory:
-    """The checkpoints under one root. Not thread-safe.
+class NumberedDirectory:
+    """The numbered directories under one root. Two threads may work on different numbers at once.
 
     Args:
         root: Where they are; made if it is not there.
+        prefix: What their names begin with, such as ``step``.
+        last_file: Name of the file that is written last: a directory without it is not complete, whatever its name.
+            ``None``: the name alone says that it is.
 
     Attributes:
         root: The same.
+        prefix: The same.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, prefix: str, last_file: str | None) -> None:
         self.root = root
+        self.prefix = prefix
+        self._last_file = last_file
+        self._pattern = re.compile(rf"{prefix}-(0|[1-9][0-9]*){_SUFFIXES}")
         self._warned_of: set[str] = set()
 
-    def recover(self) -> list[str]:
-        """Clears what an interrupted run has left, and puts back what it was about to replace.
-
-        Returns:
-            The names that were cleared.
-        """
-        cleared = []
-        for name, step, suffix in self._names():
-            path = self.root / name
-            if suffix == ".replaced" and not self._is_complete(self.root / f"step-{step}"):
+    def recover(self) -> None:
+        """Clears what an interrupted run has left, and puts back what it was about to replace."""
+        for path, number, suffix in self._found():
+            final = self._path(number)
+            if suffix == ".replaced" and not self._is_complete(final):
                 with contextlib.suppress(FileNotFoundError):
-                    self._remove(self.root / f"step-{step}")
-                os.rename(path, self.root / f"step-{step}")
+                    self._remove(final)
+                os.rename(path, final)
                 sync_directory(self.root)
-            elif suffix:
+            elif suffix and path.is_dir() and not path.is_symlink():
                 self._remove(path)
-                cleared.append(name)
-        return cleared
 
     # ------------------------------------------------------------------------------------------------------- what is
 
-    def steps(self) -> list[int]:
-        """The steps of all complete checkpoints, ascending."""
+    def numbers(self) -> list[int]:
+        """The numbers of all complete directories, ascending."""
         found = set()
-        for name, step, suffix in self._names():
+        for path, number, suffix in self._found():
             if suffix in ("", ".replaced"):
-                if self._is_complete(self.root / name):
-                    found.add(step)
-                elif name not in self._warned_of:
-                    self._warned_of.add(name)
-                    logger.warning("%s has no %s and counts as no checkpoint", self.root / name, MANIFEST_NAME)
+                if self._is_complete(path):
+                    found.add(number)
+                elif self._last_file is not None and path.name not in self._warned_of:
+                    self._warned_of.add(path.name)
+                    logger.warning("%s has no %s and does not count", path, self._last_file)
         return sorted(found)
 
-    def path_of(self, step: int) -> Path:
-        """The directory of a complete checkpoint.
+    def find(self, number: int) -> Path | None:
+        """A complete directory; ``None`` if there is none of this number."""
+        paths = (self._path(number), self._path(number, ".replaced"))
+        return next((path for path in paths if self._is_complete(path)), None)
 
-        Raises:
-            CheckpointNotFoundError: There is none of this step.
-        """
-        for name in (f"step-{step}", f"step-{step}.replaced"):
-            if self._is_complete(self.root / name):
-                return self.root / name
-        raise CheckpointNotFoundError(
-            f"expected a checkpoint in {self.root}, there are {self.steps() or 'none'}", step=step
-        )
+    # -------------------------------------------------------------------------------------------------------- writing
 
-    # --------------------------------------------------------------------------------------------------------- saving
-
-    def begin(self, step: int, marker: str, *, overwrite: bool) -> Path:
-        """Makes the directory that a checkpoint is written to.
-
-        Args:
-            step: Its step.
-            marker: Name of an empty file in it, by which other ranks know that they see this very directory.
-            overwrite: Whether a complete checkpoint of this step may be replaced, once this one is complete.
-
-        Raises:
-            CheckpointExistsError: There is one, and it may not.
-        """
+    def begin(self, number: int) -> Path:
+        """Makes the directory that the files of a number are written to, empty, and returns it."""
         self.root.mkdir(parents=True, exist_ok=True)
-        if not overwrite and self._is_complete(self.root / f"step-{step}"):
-            raise CheckpointExistsError(
-                f"expected no checkpoint of this step in {self.root}, there is one; overwrite=True replaces it",
-                step=step,
-            )
-        path = self.root / f"step-{step}.incomplete"
+        path = self._path(number, ".incomplete")
         if path.exists():
             self._remove(path)
         path.mkdir()
-        (path / marker).touch()
         return path
 
-    def commit(self, step: int, marker: str) -> Path:
-        """Makes a checkpoint whose files and manifest are on disk the one of its step. Returns its directory."""
-        incomplete, final = self.root / f"step-{step}.incomplete", self.root / f"step-{step}"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(incomplete / marker)
+    def commit(self, number: int) -> Path:
+        """Makes what was written, and is on disk file by file, the directory of its number. Returns that."""
+        incomplete, final = self._path(number, ".incomplete"), self._path(number)
         sync_directory(incomplete)
         if final.exists():
             self._replace(incomplete, final)
@@ -132,21 +103,21 @@ class CheckpointDirectory:
             sync_directory(self.root)
         return final
 
-    def discard(self, step: int) -> None:
-        """Removes what was written of a checkpoint that will not be complete."""
+    def discard(self, number: int) -> None:
+        """Removes what was written of a directory that will not be complete."""
         with contextlib.suppress(FileNotFoundError):
-            self._remove(self.root / f"step-{step}.incomplete")
+            self._remove(self._path(number, ".incomplete"))
 
-    def retire(self, step: int) -> list[Path]:
-        """Takes a checkpoint out of the list of those that there are.
+    def retire(self, number: int) -> list[Path]:
+        """Takes a directory out of those that count.
 
         Returns:
             What is left to `delete`.
         """
         retired = []
-        for name in (f"step-{step}", f"step-{step}.replaced"):
+        for path in (self._path(number), self._path(number, ".replaced")):
             with contextlib.suppress(FileNotFoundError):
-                retired.append(self._without_name(self.root / name))
+                retired.append(self._without_name(path))
         return retired
 
     @staticmethod
@@ -157,25 +128,27 @@ class CheckpointDirectory:
                 shutil.rmtree(path)
 
     def clear(self) -> None:
-        """Deletes all checkpoints, complete or not."""
-        for name, _, _ in self._names():
+        """Deletes all of them, complete or not."""
+        for path, _, _ in self._found():
             with contextlib.suppress(FileNotFoundError):
-                self._remove(self.root / name)
+                self._remove(path)
 
     # --------------------------------------------------------------------------------------------------------- inside
 
-    def _names(self) -> list[tuple[str, int, str]]:
-        """Name, step and suffix of what is here and looks like ours."""
+    def _path(self, number: int, suffix: str = "") -> Path:
+        return self.root / f"{self.prefix}-{number}{suffix}"
+
+    def _found(self) -> list[tuple[Path, int, str]]:
+        """Path, number and suffix of what is here and looks like ours."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError:
             return []
-        matches = [(name, _NAME.fullmatch(name)) for name in sorted(names)]
-        return [(name, int(match[1]), match[2] or "") for name, match in matches if match is not None]
+        matches = [(name, self._pattern.fullmatch(name)) for name in sorted(names)]
+        return [(self.root / name, int(match[1]), match[2] or "") for name, match in matches if match is not None]
 
-    @staticmethod
-    def _is_complete(path: Path) -> bool:
-        return (path / MANIFEST_NAME).is_file()
+    def _is_complete(self, path: Path) -> bool:
+        return path.is_dir() if self._last_file is None else (path / self._last_file).is_file()
 
     def _replace(self, incomplete: Path, final: Path) -> None:
         if _exchange(incomplete, final):
@@ -198,7 +171,7 @@ class CheckpointDirectory:
             logger.warning("%s could not be deleted yet: %s", path, error)
 
     def _remove(self, path: Path) -> None:
-        """Deletes a directory; it loses its name first, so that nobody takes what is left for a whole."""
+        """Deletes a directory; it loses its name first, so that what is left is not taken for a whole."""
         shutil.rmtree(path if ".deleted" in path.name else self._without_name(path))
 
     def _without_name(self, path: Path) -> Path:
@@ -213,10 +186,31 @@ class CheckpointDirectory:
         return deleted
 
 
-def step_of(path: Path) -> int | None:
-    """The step whose checkpoint this directory is, by its name; ``None`` if it is none."""
-    match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match is not None and match[2] in (None, ".replaced") else None
+def wait_until_visible(path: Path, timeout_s: float, check: Callable[[], None]) -> None:
+    """Waits for what another host has made: a shared file system may take a moment to show it.
+
+    Args:
+        path: What it has made.
+        timeout_s: How long it may take.
+        check: Called now and then; what it raises ends the waiting.
+
+    Raises:
+        FileNotFoundError: It is not visible here in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "what rank 0 has made is not visible here; expected a file system that all ranks share",
+                str(path),
+            )
+        # The listings of the directories above may be remembered ones.
+        for parent in (path.parent.parent, path.parent):
+            with contextlib.suppress(OSError):
+                os.listdir(parent)
+        check()
+        time.sleep(_LOOK_S)
 
 
 def sync_directory(path: Path) -> None:

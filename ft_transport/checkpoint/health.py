@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ft_transport.checkpoint.background_saver import BackgroundSaver, Pulse
-from ft_transport.checkpoint.handles import StoreHealth
 from ft_transport.checkpoint.settings import BusyPolicy
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import CheckpointError, RankGoneError, SaveInProgressError, TransportError
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreHealth:
+    """What `CheckpointStore.check_health` has found; the same on every rank.
+
+    Attributes:
+        dead_writers: Ranks whose writer process is dead, and is being replaced.
+        num_failed_saves: How many saves have failed in a row.
+    """
+
+    dead_writers: tuple[int, ...]
+    num_failed_saves: int
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.dead_writers and not self.num_failed_saves
 
 
 class Health:
@@ -46,7 +64,7 @@ class Health:
                 self._exchange.wait(work)
                 pulses = [Pulse(*each.tolist()) for each in gathered]
             except RankGoneError as error:
-                # Somebody was late, and gloo has ended the group; who is still there says so in the store.
+                # A rank was late, and gloo has ended the group; the ranks that are still there say so in the store.
                 logger.warning("the ranks of the store have lost each other: %s", error)
                 self._meet_again()
         self._under_way = self._exchange.begin_all_gather(self._own())

@@ -5,21 +5,40 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from ft_transport.checkpoint.compare_settings import CheckpointSelector, checked_selector, compare_settings
-from ft_transport.checkpoint.directory import MANIFEST_NAME, CheckpointDirectory
+from ft_transport.checkpoint.claim import RootClaim
+from ft_transport.checkpoint.directory import NumberedDirectory, wait_until_visible
+from ft_transport.checkpoint.manifest import MANIFEST_NAME
+from ft_transport.checkpoint.settings import (
+    CheckpointSelector,
+    Existing,
+    StoreSettings,
+    checked_selector,
+    compare_settings,
+)
 from ft_transport.checkpoint.verify import find_damage, read_manifest
 from ft_transport.coordination.consensus import Agreement
-from ft_transport.errors import CheckpointDamagedError, CheckpointNotFoundError, TransportError
+from ft_transport.errors import (
+    CheckpointDamagedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    TransportError,
+)
 from ft_transport.settings import check_number
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
+
+MAX_GONE: Final = 10
+"""So many checkpoints may go away while a good one is looked for."""
 
 
 class FoundCheckpoint(Struct, frozen=True, array_like=True, kw_only=True):
@@ -52,7 +71,7 @@ class Inventory:
         keep: How many checkpoints stay after a save; ``None`` keeps all.
     """
 
-    def __init__(self, agreement: Agreement, directory: CheckpointDirectory, keep: int | None) -> None:
+    def __init__(self, agreement: Agreement, directory: NumberedDirectory, keep: int | None) -> None:
         self._agreement = agreement
         self._directory = directory
         self._keep = keep
@@ -60,10 +79,40 @@ class Inventory:
         self._mutex = threading.Lock()
         self._retired: list[Path] = []
 
+    def open_root(self, claim: RootClaim, owner: str, existing: Existing, settings: StoreSettings) -> None:
+        """Claims the root for this group, and clears what an interrupted run has left.
+
+        Args:
+            claim: Taken on the first rank.
+            owner: The group that claims it, for others to read.
+            existing: What happens to checkpoints that are there.
+            settings: Of the store.
+
+        Raises:
+            CheckpointInUseError: Another group saves there.
+            CheckpointExistsError: There are checkpoints, and there must not be.
+        """
+        directory = self._directory
+
+        def set_up() -> None:
+            claim.take(owner, settings.claim_timeout.total_seconds())
+            directory.recover()
+            if existing == "clear":
+                directory.clear()
+            steps = directory.numbers()
+            if existing == "refuse" and steps:
+                raise CheckpointExistsError(f"expected no checkpoints in {directory.root}, there are {steps}")
+
+        def find() -> None:
+            wait_until_visible(directory.root, settings.visible_timeout.total_seconds(), self._agreement.check_others)
+
+        self._agreement.on_first("set up the root", set_up)
+        self._agreement.run_on_all_ranks("find the root", find)
+
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, ascending."""
         self._agreement.step = None
-        encoded = self._on_directory("list the checkpoints", lambda: msgspec.msgpack.encode(self._directory.steps()))
+        encoded = self._on_directory("list the checkpoints", lambda: msgspec.msgpack.encode(self._directory.numbers()))
         return tuple(msgspec.msgpack.decode(encoded, type=list[int]))
 
     def agree_on_step(self, step: CheckpointSelector) -> CheckpointSelector:
@@ -141,7 +190,7 @@ class Inventory:
             return
         try:
             with self._mutex:
-                older = [step for step in self._directory.steps() if step < saved]
+                older = [step for step in self._directory.numbers() if step < saved]
                 for step in older[: max(0, len(older) - (self._keep - 1))]:
                     self._retired += self._directory.retire(step)
         except Exception as error:
@@ -159,18 +208,23 @@ class Inventory:
 
     def _found(self, step: CheckpointSelector) -> FoundCheckpoint:
         if step == "latest":
-            steps = self._directory.steps()
+            steps = self._directory.numbers()
             if not steps:
                 raise CheckpointNotFoundError(f"expected a checkpoint in {self._directory.root}, there is none")
             step = steps[-1]
-        path = self._directory.path_of(step)
+        path = self._directory.find(step)
+        if path is None:
+            raise CheckpointNotFoundError(
+                f"expected a checkpoint in {self._directory.root}, there are {self._directory.numbers() or 'none'}",
+                step=step,
+            )
         identity = _identity(path)
         if identity is None:
             raise CheckpointNotFoundError(f"expected a checkpoint in {path}, it was just deleted", step=step)
         return FoundCheckpoint(step=step, path=str(path), identity=identity)
 
     def _is_gone(self, found: FoundCheckpoint) -> bool:
-        """Whether the name is nobody's any more, or another checkpoint's."""
+        """Whether the name is not taken any more, or another checkpoint has it."""
         try:
             answer = self._agreement.on_first(
                 "look whether it is still there",
@@ -184,7 +238,7 @@ class Inventory:
         agreement = self._agreement
 
         def find() -> bytes:
-            manifest = read_manifest(found.directory)
+            manifest = read_manifest(found.directory, found.step)
             by_size = sorted(manifest.files, key=lambda entry: -entry.num_bytes)
             own = by_size[agreement.rank :: agreement.size]
             return msgspec.msgpack.encode(find_damage(found.directory, own, agreement.check_others))
@@ -231,3 +285,38 @@ def _identity(directory: Path) -> tuple[int, int] | None:
         return status.st_ino, status.st_mtime_ns
     finally:
         os.close(descriptor)
+
+
+def load_newest_good(list_steps: Callable[[], Sequence[int]], load: Callable[[int], T]) -> T | None:
+    """Tries checkpoints from the newest to the oldest.
+
+    Args:
+        list_steps: The steps that there are, ascending. Called before each attempt: while one checkpoint is read,
+            another process may save newer ones and delete it.
+        load: Loads the checkpoint of a step.
+
+    Returns:
+        What ``load`` returned; ``None`` if there is no checkpoint.
+
+    Raises:
+        CheckpointDamagedError: There are some, and all are damaged.
+        CheckpointNotFoundError: They go away faster than they are read, or the last one did when it was read in part.
+    """
+    damaged: dict[int, CheckpointDamagedError] = {}
+    gone: list[CheckpointNotFoundError] = []
+    while len(gone) < MAX_GONE and (left := [step for step in list_steps() if step not in damaged]):
+        step = left[-1]
+        try:
+            return load(step)
+        except CheckpointDamagedError as error:
+            logger.warning("step %d: the checkpoint is damaged, an older one is tried: %s", step, error)
+            damaged[step] = error
+        except CheckpointNotFoundError as error:
+            logger.warning("step %d: the checkpoint is gone, another one is tried: %s", step, error)
+            gone.append(error)
+    failures = [*damaged.values(), *gone]
+    is_touched = any(error.destination_touched for error in failures)
+    if damaged or is_touched or len(gone) == MAX_GONE:
+        failures[0].destination_touched = is_touched
+        raise failures[0]
+    return None

@@ -18,9 +18,9 @@ from msgspec import Struct
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.checkpoint.chunk_reading import DataFiles, Need, read_needs
-from ft_transport.checkpoint.directory import MANIFEST_NAME
 from ft_transport.checkpoint.manifest import (
     DATA_SUFFIX,
+    MANIFEST_NAME,
     NOT_HERE,
     CheckpointManifest,
     FileEntry,
@@ -30,6 +30,7 @@ from ft_transport.checkpoint.manifest import (
     encode_manifest,
     rank_file_name,
 )
+from ft_transport.checkpoint.phases import Phases
 from ft_transport.checkpoint.verify import find_missing, read_file, read_manifest
 from ft_transport.checkpoint.write_items import LOCAL, SHARED
 from ft_transport.coordination.consensus import Agreement
@@ -102,6 +103,7 @@ class LoadRequest:
 
     Attributes:
         directory: Of the checkpoint; the same on all ranks.
+        step: Of the checkpoint.
         into: This rank's own state.
         like: See ``HTTPTransport.fetch_sharded``.
         check: Called with what will come, before any of it does.
@@ -112,6 +114,7 @@ class LoadRequest:
     """
 
     directory: Path
+    step: int
     into: object
     like: LikeFunction | None
     check: Callable[[Incoming], None] | None
@@ -134,48 +137,23 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
     Raises:
         TransportError: The same on every rank. What had landed in ``into`` was overwritten with NaN patterns then.
     """
-    own = b""
-    described = b""
-
-    def describe() -> None:
-        nonlocal own
-        own = msgspec.msgpack.encode(_read_description(request.directory))
-
-    def receive() -> None:
-        nonlocal described
-        described = exchange.broadcast(own if agreement.is_first else None)
-
+    phases = Phases(agreement, exchange)
     loading: _Loading | None = None
-
-    def plan() -> None:
-        nonlocal loading
-        with collector_paused():
-            description = msgspec.msgpack.decode(described, type=_Description)
-            loading = _Loading(request, description, agreement.rank, agreement.size)
-
-    def read() -> None:
-        assert loading is not None, "it was planned"
-        loading.num_bytes_read = read_needs(
-            loading.needs, loading.files, exchange, is_read_once=request.is_read_once, check=agreement.check_others
-        )
-
     try:
-        agreement.on_first("read its description", describe)
-        agreement.run_on_all_ranks("receive its description", exchange.ending_on_failure(receive))
-        agreement.run_on_all_ranks("plan what to read", plan)
-        agreement.run_on_all_ranks("read", read)
-        agreement.run_on_all_ranks("load", lambda: loading.finish() if loading is not None else None)
+        own = phases.run_on_first("read its description", lambda: _read_description(request.directory, request.step))
+        described = phases.broadcast("receive its description", own)
+        loading = planned = phases.run("plan what to read", lambda: _planned(request, described, agreement))
+        phases.run("read", lambda: planned.read(exchange, agreement.check_others))
+        return phases.run("load", planned.finish)
     except BaseException as error:
         if loading is not None:
             loading.poison(error)
         exchange.reset(agreement.sequence)
         raise
-    assert loading is not None, "it was planned"
-    return loading.loaded()
 
 
-def _read_description(directory: Path) -> _Description:
-    manifest = read_manifest(directory)
+def _read_description(directory: Path, step: int) -> bytes:
+    manifest = read_manifest(directory, step)
     damaged = find_missing(directory, manifest.files)
     if damaged:
         raise CheckpointDamagedError("; ".join(damaged), files=tuple(text.split(":")[0] for text in damaged))
@@ -192,7 +170,13 @@ def _read_description(directory: Path) -> _Description:
         # What is large is verified as it is read, and whole tensors are another program's to read.
         if not entry.name.endswith((DATA_SUFFIX, ".safetensors")):
             read_file(directory, entry)
-    return _Description(encode_manifest(manifest), tuple(ranks))
+    return msgspec.msgpack.encode(_Description(encode_manifest(manifest), tuple(ranks)))
+
+
+def _planned(request: LoadRequest, described: bytes, agreement: Agreement) -> _Loading:
+    with collector_paused():
+        description = msgspec.msgpack.decode(described, type=_Description)
+        return _Loading(request, description, agreement.rank, agreement.size)
 
 
 class _Loading:
@@ -208,8 +192,8 @@ class _Loading:
         self._rank = rank
         self._num_ranks = num_ranks
         entries: dict[str, FileEntry] = {entry.name: entry for entry in manifest.files}
-        self.files = DataFiles.of(request.directory, [entries[each.data_file] for each in self._ranks])
-        self.num_bytes_read = 0
+        self._files = DataFiles.of(request.directory, [entries[each.data_file] for each in self._ranks])
+        self._num_bytes_read = 0
         shared_into, local_into = _split(request.into, manifest)
         if isinstance(shared_into, Mapping):
             self._ranks = [_only_keys(each, shared_into.keys()) for each in self._ranks]
@@ -224,21 +208,20 @@ class _Loading:
             request.check(self._restores[0].incoming)
         else:
             _refuse_misfits(resharding.manifest.tree, shared_into, self._restores[0])
-        self.needs = _needs_of_shared(self._ranks, resharding.wanted, self._restores[0], names)
-        self._local = self._plan_local(local_into)
-        self._states: list[Any] = []
+        self._needs = _needs_of_shared(self._ranks, resharding.wanted, self._restores[0], names)
+        self._plan_local(local_into)
 
-    def _plan_local(self, into: object) -> Restore | None:
+    def _plan_local(self, into: object) -> None:
         """What each rank has for itself comes from the rank of the same number, of as many."""
         if not self._manifest.local_keys:
-            return None
+            return
         if self._num_ranks != len(self._ranks):
             if isinstance(into, Mapping) and into:
                 raise RestoreError(
                     f"expected a checkpoint of {self._num_ranks} ranks, for what each has for itself; it was saved by "
                     f"{len(self._ranks)}: leave {sorted(map(str, into))} out of what is loaded"
                 )
-            return None
+            return
         stored = self._ranks[self._rank]
         local = stored.manifests[LOCAL]
         restore = Restore(local, into=into, meshes=self._request.meshes, max_bytes=self._request.max_bytes)
@@ -246,31 +229,29 @@ class _Loading:
         for index, entry in enumerate(local.tensors):
             if entry.end > entry.start:
                 at = Slice(stored.positions[LOCAL][index], entry.end - entry.start)
-                self.needs.append(Need(self._rank, at, restore, Slice(entry.start, at.block_bytes), entry.name))
-        return restore
+                self._needs.append(Need(self._rank, at, restore, Slice(entry.start, at.block_bytes), entry.name))
 
-    def finish(self) -> None:
+    def read(self, exchange: Exchange, check: Callable[[], None]) -> None:
+        """Reads what this rank needs, and brings it to where it belongs."""
+        self._num_bytes_read = read_needs(
+            self._needs, self._files, exchange, is_read_once=self._request.is_read_once, check=check
+        )
+
+    def finish(self) -> LoadedCheckpoint[Any]:
         """Builds the state."""
-        self._states = [restore.finish() for restore in self._restores]
+        state, *local = (restore.finish() for restore in self._restores)
+        if local:
+            state = {**cast(Any, state), **cast(Any, local[0])}
+        manifest = self._shared_manifest
         if self._request.is_comparable:
-            manifest = self._shared_manifest
             digests = digest_chunks(manifest, self._restores[0], num_threads=default_num_threads())
-            self._shared_manifest = dataclasses.replace(manifest, digests=tuple(digests))
-
-    def loaded(self) -> LoadedCheckpoint[Any]:
-        """What was loaded."""
-        state = self._states[0]
-        if len(self._states) > 1:
-            state = {**state, **self._states[1]}
+            manifest = dataclasses.replace(manifest, digests=tuple(digests))
         return LoadedCheckpoint(
-            step=self._manifest.step,
-            state=cast(Any, state),
-            num_bytes_read=self.num_bytes_read,
-            _manifest=self._shared_manifest,
+            step=self._manifest.step, state=state, num_bytes_read=self._num_bytes_read, _manifest=manifest
         )
 
     def poison(self, error: BaseException) -> None:
-        """Makes sure that nobody trains on a part of a state."""
+        """Makes sure that no receiver trains on a part of a state."""
         for restore in self._restores:
             if restore.destination_touched:
                 restore.poison()

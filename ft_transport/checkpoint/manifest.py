@@ -18,6 +18,8 @@ from ft_transport.wire.integrity import digest
 from ft_transport.wire.manifest import Manifest, decode_digests, decode_header, encode_digests
 from ft_transport.wire.nodes import Count
 
+MANIFEST_NAME: Final = "manifest.json"
+"""Written last; a directory without it is no checkpoint, whatever its name."""
 FORMAT_VERSION: Final = 1
 CHUNK_BYTES: Final = 4 << 20
 """What is digested, read and sent at once."""

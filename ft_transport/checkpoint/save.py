@@ -1,69 +1,50 @@
-"""One save, phase by phase, on the thread of its own that each rank has for that.
-
-Every phase ends in a vote (``coordination.consensus``). An exchange of data between ranks is a phase of its own, which
-begins only after all have got there. An attempt that fails with what may pass is begun again from the start, by all.
-"""
+"""What a checkpoint adds to the phases of a collective write: a writer process that holds, digests and writes."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import errno
-import logging
-import os
-import secrets
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
-from msgspec import Struct
 
-from ft_transport.checkpoint.directory import CheckpointDirectory
-from ft_transport.checkpoint.save_plan import RankPlan
+from ft_transport.checkpoint.collective_write import TakenSnapshot
+from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.checkpoint.phases import Phases
+from ft_transport.checkpoint.plan import RankPlan
+from ft_transport.checkpoint.staging import StagedState
 from ft_transport.checkpoint.writer_messages import (
-    Answer,
     Bytes,
     Compare,
     Create,
     Describe,
     Digest,
+    Done,
     Drop,
     Headers,
     Plan,
     RankPlans,
-    Request,
     Reread,
     Take,
     Taken,
     Write,
+    WriterAnswer,
+    WriterRequest,
     Written,
     encode_written,
 )
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.consensus import Agreement
-from ft_transport.coordination.exchange import Exchange
-from ft_transport.errors import CheckpointError, TransportError, WriterFailedError
+from ft_transport.errors import CheckpointExistsError, WriterFailedError
 
-logger = logging.getLogger(__name__)
+A = TypeVar("A", bound=WriterAnswer)
 
-_FIRST_PAUSE_S: Final = 0.1
-_LONGEST_PAUSE_S: Final = 5.0
-_LOOK_S: Final = 0.02
-_MAX_TIMEOUTS: Final = 10
+MAX_TIMEOUTS: Final = 10
+"""So many timeouts may it take to read what was written, or to delete what is old."""
 _LEAST_BYTES_PER_S: Final = 1 << 20
 """A disk that takes less is taken for one that hangs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotFile:
-    """A snapshot as the writer needs it: ``num_bytes`` of a memory file, from ``start`` on, are a safetensors file."""
-
-    descriptor: int
-    start: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,121 +53,43 @@ class SaveRequest:
 
     Attributes:
         step: The committed step.
-        snapshots: By part; an error if this rank could not take them.
-        local_keys: Top-level keys of the state whose values each rank has for itself.
+        staged: The state of this rank; released by the caller.
         overwrite: Whether a checkpoint of this step may be replaced.
     """
 
     step: int
-    snapshots: Sequence[SnapshotFile] | Exception
-    local_keys: tuple[str, ...]
+    staged: StagedState
     overwrite: bool
 
 
-class _Common(Struct, frozen=True, array_like=True):
-    """What all ranks have to say alike."""
-
-    step: int
-    local_keys: tuple[str, ...]
-    overwrite: bool
-
-
-class _Place(Struct, frozen=True, array_like=True):
-    """Where to write, and the name of a file there by which it is known."""
-
-    directory: str
-    marker: str
-
-
-class _HeldSnapshot(Struct, frozen=True, array_like=True):
-    """What a rank's writer said of its snapshots, and which of the rank's writers it was."""
-
-    structure: int
-    values: int
-    writer: int
-
-
-class _Assigned(Struct, frozen=True, array_like=True):
-    """A rank's share, and whether any rank has something to compare."""
-
-    share: RankPlan
-    is_compared: bool
-
-
-class Saver:
-    """Saves for one rank of a group. Used by one thread.
+class CheckpointStorage:
+    """The `StorageWriter` of checkpoints: asks this rank's writer process. Used by one thread.
 
     Args:
         agreement: Of the group, for this thread alone.
-        exchange: Of the group, for this thread alone.
         directory: Used on the first rank alone.
         writer: This rank's writer process.
         timeout_s: For the writer's answers; for files, as long again as they take at 1 MiB/s.
-        visible_s: How long a directory may take to be seen by all ranks.
-        max_attempts: How often a save is tried.
+        consolidate: Path of the part of the state that also goes to consolidated files.
         after_commit: Called on the first rank with the step of a checkpoint that is complete, before any rank is told.
-        consolidated: Path of the part of the state that also goes to consolidated files.
     """
 
     def __init__(
         self,
         *,
         agreement: Agreement,
-        exchange: Exchange,
-        directory: CheckpointDirectory,
+        directory: NumberedDirectory,
         writer: WriterProcess,
         timeout_s: float,
-        visible_s: float,
-        max_attempts: int,
+        consolidate: str | None,
         after_commit: Callable[[int], None],
-        consolidated: str | None = None,
     ) -> None:
         self._agreement = agreement
-        self._exchange = exchange
         self._directory = directory
         self._writer = writer
         self._timeout_s = timeout_s
-        self._visible_s = visible_s
-        self._max_attempts = max_attempts
+        self._consolidate = consolidate
         self._after_commit = after_commit
-        self._consolidated = consolidated
-        self._plan_key: tuple[object, ...] | None = None
-        self._assigned = _Assigned(RankPlan(), False)
-
-    def save(self, request: SaveRequest) -> None:
-        """Saves; returns when the checkpoint is complete.
-
-        Raises:
-            TransportError: It could not be saved; the same error on every rank.
-        """
-        agreement = self._agreement
-        agreement.step = request.step
-        pause_s = _FIRST_PAUSE_S
-        for attempt in range(1, self._max_attempts + 1):
-            try:
-                self._attempt(request)
-                return
-            except TransportError as error:
-                may_try_again = agreement.may_try_again and attempt < self._max_attempts
-                self._plan_key = None
-                self._exchange.reset(agreement.sequence)
-                self._clean_up(request.step)
-                if not may_try_again:
-                    raise
-                logger.warning("step %d: saving it failed, attempt %d follows: %s", request.step, attempt + 1, error)
-                # What there is of this step now, this save may have made.
-                request = dataclasses.replace(request, overwrite=True)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def showing_life(self, action: Callable[[], None]) -> None:
-        """Runs ``action`` on this rank; the others are shown that it is alive."""
-        self._agreement.showing_life(action, _MAX_TIMEOUTS * self._timeout_s)
-
-    def let_go(self) -> None:
-        """Lets the writer give back the memory of the last save."""
-        with contextlib.suppress(WriterFailedError):
-            self._ask(Drop())
 
     def start_writer(self) -> None:
         """Makes sure that there is a writer.
@@ -197,229 +100,127 @@ class Saver:
         if not self._writer.is_alive():
             self._writer.start(self._timeout_s)
 
-    def _attempt(self, request: SaveRequest) -> None:
-        run_on_all_ranks = self._agreement.run_on_all_ranks
-        self._check_common(request)
-        place = msgspec.msgpack.decode(
-            self._agreement.on_first("set up the directory", lambda: self._set_up(request)), type=_Place
-        )
-        directory = Path(place.directory)
-        run_on_all_ranks("find the directory", lambda: self._find(directory, place.marker))
-        taken = run_on_all_ranks("hand the snapshot to the writer", lambda: self._hand_over(request))
-        self._plan([msgspec.msgpack.decode(each, type=_HeldSnapshot) for each in taken])
-        if self._assigned.is_compared:
-            self._compare()
-        written = b""
+    def drop(self) -> None:
+        """Lets the writer give back the memory of the last save."""
+        with contextlib.suppress(WriterFailedError):
+            self._ask(Drop(), Done)
 
-        def write() -> None:
-            nonlocal written
-            written = self._write(request, directory)
+    def settings(self, request: SaveRequest) -> Mapping[str, object]:
+        """See `StorageWriter`."""
+        request.staged.files()
+        return {"step": request.step, "local_keys": request.staged.local_keys, "overwrite": request.overwrite}
 
-        created = b""
+    def admit(self, request: SaveRequest, *, is_retry: bool) -> None:
+        """See `StorageWriter`.
 
-        def create() -> None:
-            nonlocal created
-            files = self._ask(Create(place.directory))
-            assert isinstance(files, Written), "the answer to it"
-            created = encode_written(files)
+        Raises:
+            CheckpointExistsError: There is one of this step, and it may not be replaced.
+        """
+        if not (request.overwrite or is_retry) and self._directory.find(request.step) is not None:
+            raise CheckpointExistsError(
+                f"expected no checkpoint of this step in {self._directory.root}, there is one; overwrite=True "
+                "replaces it",
+                step=request.step,
+            )
 
-        if self._assigned.share.files:
-            self._agreement.on_first("create the consolidated files", create)
-        run_on_all_ranks("write", write)
-        reread = self._reread(directory) if self._assigned.share.files else []
-        gathered: list[bytes] | None = None
-
-        def gather() -> None:
-            nonlocal gathered
-            gathered = self._exchange.gather(written)
-
-        run_on_all_ranks("gather what was written", self._exchange.ending_on_failure(gather))
-        self._agreement.on_first(
-            "commit", lambda: self._commit(request, place, gathered or [], [created, *reread] if created else [])
-        )
-
-    def _check_common(self, request: SaveRequest) -> None:
-        """All have a snapshot, and mean the same."""
-
-        def say() -> bytes:
-            if isinstance(request.snapshots, Exception):
-                raise request.snapshots
-            return msgspec.msgpack.encode(_Common(request.step, request.local_keys, request.overwrite))
-
-        said = [
-            msgspec.msgpack.decode(each, type=_Common) for each in self._agreement.run_on_all_ranks("snapshot", say)
-        ]
-        for rank, each in enumerate(said):
-            if each != said[0]:
-                # The same on all ranks, since all have heard the same.
-                first, other = ({name: getattr(one, name) for name in one.__struct_fields__} for one in (said[0], each))
-                raise CheckpointError(
-                    f"expected all ranks to save the same, got {first} on rank 0, {other} on rank {rank}"
-                )
-
-    def _set_up(self, request: SaveRequest) -> bytes:
-        marker = f".set-up-{secrets.token_hex(8)}"
-        directory = self._directory.begin(request.step, marker, overwrite=request.overwrite)
-        return msgspec.msgpack.encode(_Place(str(directory), marker))
-
-    def _find(self, directory: Path, marker: str) -> None:
-        """A shared file system may take a moment to show what another host has made."""
-        deadline_s = time.monotonic() + self._visible_s
-        while not (directory / marker).exists():
-            if time.monotonic() > deadline_s:
-                raise FileNotFoundError(
-                    errno.ENOENT,
-                    "the directory that rank 0 has made is not visible here; a checkpoint needs a file system that all "
-                    "ranks share",
-                    str(directory),
-                )
-            # Its parent's listing may be a remembered one.
-            with contextlib.suppress(OSError):
-                os.listdir(directory.parent)
-            self._agreement.check_others()
-            time.sleep(_LOOK_S)
-
-    def _hand_over(self, request: SaveRequest) -> bytes:
-        assert not isinstance(request.snapshots, Exception), "all have voted for having them"
+    def take(self, request: SaveRequest) -> TakenSnapshot:
+        """See `StorageWriter`."""
         self.start_writer()
+        files = request.staged.files()
         taken = self._ask(
             Take(
                 rank=self._agreement.rank,
-                starts=tuple(snapshot.start for snapshot in request.snapshots),
-                num_bytes=tuple(snapshot.num_bytes for snapshot in request.snapshots),
+                starts=tuple(file.start for file in files),
+                num_bytes=tuple(file.num_bytes for file in files),
             ),
-            [snapshot.descriptor for snapshot in request.snapshots],
+            Taken,
+            descriptors=[file.descriptor for file in files],
         )
-        assert isinstance(taken, Taken), "the answer to it"
-        return msgspec.msgpack.encode(_HeldSnapshot(taken.structure, taken.values, self._writer.number))
+        return TakenSnapshot(taken.structure, taken.values, self._writer.number)
 
-    def _plan(self, held: Sequence[_HeldSnapshot]) -> None:
-        """Divides the work, if what the ranks have is not what it was at the last save."""
-        key = tuple((each.structure, each.writer) for each in held)
-        if key == self._plan_key and len({each.values for each in held}) == 1:
-            return
-        run_on_all_ranks = self._agreement.run_on_all_ranks
-        headers = b""
-        gathered: list[bytes] | None = None
-        shares: list[bytes] | None = None
-        assigned = b""
+    def header(self) -> bytes:
+        """See `StorageWriter`: of each part of the snapshot."""
+        return msgspec.msgpack.encode(self._ask(Headers(), Bytes).parts)
 
-        def read_headers() -> None:
-            nonlocal headers
-            answer = self._ask(Headers())
-            assert isinstance(answer, Bytes), "the answer to it"
-            headers = msgspec.msgpack.encode(answer.parts)
+    def plan(self, request: SaveRequest, headers: Sequence[bytes]) -> Sequence[RankPlan]:
+        """See `StorageWriter`."""
+        del request
+        by_rank = tuple(msgspec.msgpack.decode(each, type=tuple[bytes, ...]) for each in headers)
+        return self._ask(Plan(by_rank, self._consolidate), RankPlans).plans
 
-        def gather() -> None:
-            nonlocal gathered
-            gathered = self._exchange.gather(headers)
+    def digest(self, plan: RankPlan) -> bytes:
+        """See `StorageWriter`."""
+        (digests,) = self._ask(Digest(plan.compared), Bytes, check=self._agreement.check_others).parts
+        return digests
 
-        def plan() -> None:
-            nonlocal shares
-            of_ranks = [msgspec.msgpack.decode(each, type=tuple[bytes, ...]) for each in gathered or []]
-            answer = self._ask(Plan(tuple(of_ranks), self._consolidated))
-            assert isinstance(answer, RankPlans), "the answer to it"
-            is_compared = any(share.compared for share in answer.shares)
-            shares = [msgspec.msgpack.encode(_Assigned(share, is_compared)) for share in answer.shares]
+    def compare(self, digests: Sequence[bytes]) -> None:
+        """See `StorageWriter`."""
+        self._ask(Compare(tuple(digests)), Done)
 
-        def scatter() -> None:
-            nonlocal assigned
-            assigned = self._exchange.scatter(shares)
-
-        run_on_all_ranks("read the headers", read_headers)
-        run_on_all_ranks("gather the headers", self._exchange.ending_on_failure(gather))
-        self._agreement.on_first("plan", plan)
-        run_on_all_ranks("divide the work", self._exchange.ending_on_failure(scatter))
-        self._assigned = msgspec.msgpack.decode(assigned, type=_Assigned)
-        self._plan_key = key
-
-    def _reread(self, directory: Path) -> list[bytes]:
-        """Files that several ranks have written are digested as they are, each by one rank."""
-        own = b""
-        gathered: list[bytes] | None = None
+    def write(self, request: SaveRequest, directory: Path, plan: RankPlan, phases: Phases) -> Callable[[], None]:
+        """See `StorageWriter`: a file of each rank, and of all ranks together the consolidated ones."""
         agreement = self._agreement
-
-        def digest() -> None:
-            nonlocal own
-            names = self._assigned.share.files[agreement.rank :: agreement.size]
-            answer = self._ask(
-                Reread(str(directory), names),
+        created: Written | None = None
+        if plan.files:
+            created = phases.run_on_first(
+                "create the consolidated files", lambda: self._ask(Create(str(directory)), Written)
+            )
+        num_bytes = sum(file.num_bytes for file in request.staged.files())
+        written = phases.run(
+            "write",
+            lambda: self._ask(
+                Write(str(directory), plan),
+                Written,
                 check=agreement.check_others,
-                timeout_s=_MAX_TIMEOUTS * self._timeout_s,
-            )
-            assert isinstance(answer, Written), "the answer to it"
-            own = encode_written(answer)
-
-        def gather() -> None:
-            nonlocal gathered
-            gathered = self._exchange.gather(own)
-
-        agreement.run_on_all_ranks("digest the consolidated files", digest)
-        agreement.run_on_all_ranks("gather their digests", self._exchange.ending_on_failure(gather))
-        return gathered or []
-
-    def _compare(self) -> None:
-        """What several ranks have must be the same."""
-        digests = b""
-        gathered: list[bytes] | None = None
-
-        def digest() -> None:
-            nonlocal digests
-            answer = self._ask(Digest(self._assigned.share.compared), check=self._agreement.check_others)
-            assert isinstance(answer, Bytes), "the answer to it"
-            (digests,) = answer.parts
-
-        def gather() -> None:
-            nonlocal gathered
-            gathered = self._exchange.gather(digests)
-
-        self._agreement.run_on_all_ranks("digest", digest)
-        self._agreement.run_on_all_ranks("gather the digests", self._exchange.ending_on_failure(gather))
-        self._agreement.on_first("compare", lambda: self._compare_all(gathered or []))
-
-    def _compare_all(self, digests: Sequence[bytes]) -> None:
-        self._ask(Compare(tuple(digests)))
-
-    def _write(self, request: SaveRequest, directory: Path) -> bytes:
-        assert not isinstance(request.snapshots, Exception), "all have voted for having them"
-        num_bytes = sum(snapshot.num_bytes for snapshot in request.snapshots)
-        written = self._ask(
-            Write(str(directory), self._assigned.share),
-            check=self._agreement.check_others,
-            timeout_s=self._timeout_s + num_bytes / _LEAST_BYTES_PER_S,
+                timeout_s=self._timeout_s + num_bytes / _LEAST_BYTES_PER_S,
+            ),
         )
-        assert isinstance(written, Written), "the answer to it"
-        return encode_written(written)
-
-    def _commit(self, request: SaveRequest, place: _Place, written: Sequence[bytes], reread: Sequence[bytes]) -> None:
-        self._ask(
-            Describe(
-                directory=place.directory,
-                step=request.step,
-                local_keys=request.local_keys,
-                written=tuple(written),
-                reread=tuple(reread),
+        consolidated: list[bytes] = []
+        if plan.files:
+            # Several ranks have written them: each is digested as it is, by one rank.
+            reread = phases.run(
+                "digest the consolidated files",
+                lambda: self._ask(
+                    Reread(str(directory), plan.files[agreement.rank :: agreement.size]),
+                    Written,
+                    check=agreement.check_others,
+                    timeout_s=MAX_TIMEOUTS * self._timeout_s,
+                ),
             )
-        )
-        self._directory.commit(request.step, place.marker)
+            consolidated = phases.gather("gather their digests", encode_written(reread))
+            if created is not None:
+                consolidated.insert(0, encode_written(created))
+        gathered = phases.gather("gather what was written", encode_written(written))
+
+        def describe() -> None:
+            self._ask(
+                Describe(
+                    directory=str(directory),
+                    step=request.step,
+                    local_keys=request.staged.local_keys,
+                    written=tuple(gathered),
+                    reread=tuple(consolidated),
+                ),
+                Done,
+            )
+
+        return describe
+
+    def committed(self, request: SaveRequest) -> None:
+        """See `StorageWriter`."""
         self._after_commit(request.step)
-
-    def _clean_up(self, step: int) -> None:
-        """What was written of a failed attempt is in nobody's way, but takes room."""
-        if self._agreement.is_first:
-            try:
-                self._directory.discard(step)
-            except OSError as error:
-                logger.warning("step %d: what is left of a failed save could not be removed: %s", step, error)
 
     def _ask(
         self,
-        request: Request,
-        descriptors: Sequence[int] = (),
+        request: WriterRequest,
+        expected: type[A],
         *,
+        descriptors: Sequence[int] = (),
         check: Callable[[], None] = lambda: None,
         timeout_s: float | None = None,
-    ) -> Answer:
-        return self._writer.call(
+    ) -> A:
+        answer = self._writer.call(
             request, descriptors, timeout_s=self._timeout_s if timeout_s is None else timeout_s, check=check
         )
+        assert isinstance(answer, expected), "the answer to it"
+        return answer

@@ -1,19 +1,27 @@
-"""What a checkpoint store may be told, its defaults, and what is refused before anything starts."""
+"""What a checkpoint store may be told: defaults, what is refused, and what is compared between ranks first."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, TypeAlias
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
 
+import msgspec
 from torch.distributed.device_mesh import DeviceMesh
 
+from ft_transport.coordination.consensus import Agreement
 from ft_transport.errors import ConfigurationError
 from ft_transport.settings import check_duration, check_number, default_num_threads
 
 BusyPolicy: TypeAlias = Literal["wait", "skip", "error"]
+Existing: TypeAlias = Literal["keep", "clear", "refuse"]
+CheckpointSelector: TypeAlias = int | Literal["latest"]
+
+_COMMON_SETTINGS: Final = ("max_attempts", "max_failed_saves", "busy", "read")
+"""Those of `StoreSettings` that all ranks need alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +36,8 @@ class StoreSettings:
         max_attempts: How often a save is tried, where what went wrong may pass.
         max_failed_saves: So many saves in a row may fail, each with a warning; after one more the trainer is stopped.
         busy: What happens to a save while the one before is not finished: it waits, is skipped, or is refused.
-        read: ``once``: what several ranks need is read by one of them and passed on. ``each``: everybody reads what
-            he needs, which is faster where reading is cheaper than the network between ranks.
+        read: ``once``: what several ranks need is read by one of them and passed on. ``each``: each rank reads what
+            it needs, which is faster where reading is cheaper than the network between ranks.
         num_copy_threads: Threads that copy a snapshot.
         max_load_bytes: The largest state that is loaded. Default: this machine's memory.
         meshes: Device meshes for loaded DTensors that have no counterpart in the loader's own state.
@@ -62,3 +70,85 @@ class StoreSettings:
         for name, known in {"busy": ("wait", "skip", "error"), "read": ("once", "each")}.items():
             if getattr(self, name) not in known:
                 raise ConfigurationError(f"expected one of {known} as {name}, got {getattr(self, name)!r}")
+
+
+def compare_settings(agreement: Agreement, phase: str, settings: Callable[[], Mapping[str, object]]) -> None:
+    """Compares settings or arguments between ranks. All of them call it.
+
+    Args:
+        agreement: Of the group.
+        phase: What is compared, for errors.
+        settings: Returns this rank's, or raises what is wrong with them; compared as text.
+
+    Raises:
+        ConfigurationError: They differ; the same on all ranks.
+        TransportError: What a rank's ``settings`` raised; the same on all ranks.
+    """
+
+    def encoded() -> bytes:
+        return msgspec.msgpack.encode({name: repr(value) for name, value in settings().items()})
+
+    stated = [msgspec.msgpack.decode(each, type=dict[str, str]) for each in agreement.run_on_all_ranks(phase, encoded)]
+    for name, first in stated[0].items():
+        for rank, each in enumerate(stated):
+            if each.get(name) != first:
+                raise ConfigurationError(
+                    f"expected the same {name} on all ranks, got {first} on rank 0 and {each.get(name)} on rank {rank}"
+                )
+
+
+def checked_root(root: object) -> Path:
+    """The absolute path of a root.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    if not isinstance(root, (str, os.PathLike)) or not os.fspath(root):
+        raise ConfigurationError(f"expected the path of a directory as root, got {root!r}")
+    return Path(root).absolute()
+
+
+def checked_selector(step: object) -> CheckpointSelector:
+    """A step, or ``latest``.
+
+    Raises:
+        ConfigurationError: Says what was expected and what came.
+    """
+    if step == "latest":
+        return "latest"
+    if isinstance(step, str):
+        raise ConfigurationError(f"expected a step, or 'latest', got {step!r}")
+    return check_number("step", step, at_least=0)
+
+
+def checked_store_arguments(
+    rank_local: object, existing: object, keep: object, consolidate: object, settings: StoreSettings
+) -> dict[str, object]:
+    """What a store is told and all its ranks need alike, by name.
+
+    Raises:
+        ConfigurationError: Says what was expected and what came.
+    """
+    keys = tuple(rank_local) if isinstance(rank_local, Iterable) and not isinstance(rank_local, str) else None
+    if keys is None or not all(isinstance(key, str) for key in keys):
+        raise ConfigurationError(f"expected a sequence of keys as rank_local, got {rank_local!r}")
+    if keep is not None:
+        check_number("keep", keep, at_least=1)
+    if existing not in ("keep", "clear", "refuse"):
+        raise ConfigurationError(f"expected keep, clear or refuse as existing, got {existing!r}")
+    if consolidate is not None:
+        if not isinstance(consolidate, str) or not all(consolidate.split(".")):
+            raise ConfigurationError(
+                f"expected the path of a part of the state, keys joined by dots, as consolidate, got {consolidate!r}"
+            )
+        if consolidate.split(".")[0] in keys:
+            raise ConfigurationError(
+                f"expected a part of what all ranks share as consolidate, {consolidate!r} is rank-local"
+            )
+    return {
+        "rank_local": tuple(dict.fromkeys(keys)),
+        "existing": existing,
+        "keep": keep,
+        "consolidate": consolidate,
+        **{name: getattr(settings, name) for name in _COMMON_SETTINGS},
+    }

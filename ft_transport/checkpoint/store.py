@@ -2,49 +2,39 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, cast
 
 import torch.distributed as dist
 
-from ft_transport.checkpoint.background_saver import BackgroundSaver, SaveJob
+from ft_transport.checkpoint.background_saver import BackgroundSaver, SaveHandle
 from ft_transport.checkpoint.claim import RootClaim
-from ft_transport.checkpoint.compare_settings import (
+from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.checkpoint.health import Health, StoreHealth
+from ft_transport.checkpoint.inventory import Inventory, load_newest_good
+from ft_transport.checkpoint.load import LoadedCheckpoint, LoadRequest, load
+from ft_transport.checkpoint.manifest import MANIFEST_NAME
+from ft_transport.checkpoint.save import SaveRequest
+from ft_transport.checkpoint.settings import (
     CheckpointSelector,
-    check_path,
-    checked_keys,
+    Existing,
+    StoreSettings,
     checked_root,
+    checked_store_arguments,
     compare_settings,
 )
-from ft_transport.checkpoint.copies import Copies
-from ft_transport.checkpoint.directory import CheckpointDirectory
-from ft_transport.checkpoint.handles import SaveHandle, StoreHealth
-from ft_transport.checkpoint.health import Health
-from ft_transport.checkpoint.inventory import Inventory
-from ft_transport.checkpoint.load import LoadedCheckpoint, LoadRequest, load
-from ft_transport.checkpoint.newest_good import load_newest_good
-from ft_transport.checkpoint.save import Saver, SaveRequest
-from ft_transport.checkpoint.settings import StoreSettings
-from ft_transport.checkpoint.writer_process import WriterProcess
+from ft_transport.checkpoint.staging import StagedState, State, StateStager
 from ft_transport.coordination.consensus import Agreement, RankGroup
 from ft_transport.coordination.exchange import Exchange
-from ft_transport.errors import CheckpointError, CheckpointExistsError, ConfigurationError
+from ft_transport.errors import CheckpointError, ConfigurationError
 from ft_transport.settings import check_number
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
-from ft_transport.state.stager import Stager
 from ft_transport.transfer.server import SnapshotLease
-from ft_transport.wire.chunks import CHUNK_BYTES
-
-_LOOK_S: Final = 0.02
-_COMMON_SETTINGS: Final = ("max_attempts", "max_failed_saves", "busy", "read")
-"""What ranks do not do alike, they do past each other."""
 
 
 class CheckpointStore:
@@ -82,7 +72,7 @@ class CheckpointStore:
         process_group: dist.ProcessGroup | None = None,
         *,
         rank_local: Sequence[str] = (),
-        existing: Literal["keep", "clear", "refuse"] = "keep",
+        existing: Existing = "keep",
         keep: int | None = None,
         consolidate: str | None = None,
         read_only: bool = False,
@@ -92,66 +82,35 @@ class CheckpointStore:
         self._settings = settings if settings is not None else StoreSettings()
         if not isinstance(self._settings, StoreSettings):
             raise ConfigurationError(f"expected StoreSettings as settings, got {type(settings).__name__}")
-        self._rank_local: tuple[str, ...] = ()
         self._is_read_only = read_only
         self._root = checked_root(root)
         group = RankGroup.of(process_group)
         timeout = self._settings.timeout
-        self._directory = CheckpointDirectory(self._root)
+        self._directory = NumberedDirectory(self._root, "step", MANIFEST_NAME)
         self._claim = RootClaim(self._root)
         self._agreement = Agreement(group, "foreground", timeout)
         self._exchange = Exchange(group, "foreground", timeout)
         self._inventory = Inventory(self._agreement, self._directory, keep)
-        self._writer = WriterProcess()
-        self._save_exchange = Exchange(group, "background", timeout)
-        self._saver = Saver(
-            agreement=Agreement(group, "background", timeout),
-            exchange=self._save_exchange,
-            directory=self._directory,
-            writer=self._writer,
-            timeout_s=timeout.total_seconds(),
-            visible_s=self._settings.visible_timeout.total_seconds(),
-            max_attempts=self._settings.max_attempts,
-            after_commit=self._inventory.retire_old,
-            consolidated=consolidate,
-        )
-        self._stager, self._local_taker = self._make_taker(), self._make_taker()
-        self._background = BackgroundSaver(
-            self._saver,
-            self._writer,
-            after_save=self._inventory.delete_retired,
-            max_failed_saves=self._settings.max_failed_saves,
-        )
+        self._stager = StateStager(self._settings.num_copy_threads)
+        self._background = BackgroundSaver(group, self._directory, self._inventory, consolidate, self._settings)
         self._health = Health(self._agreement, Exchange(group, "health", timeout), self._background)
         self._closing = threading.Lock()
         self._is_closed = False
 
         def check() -> Mapping[str, object]:
-            self._rank_local = checked_keys(rank_local)
-            if keep is not None:
-                check_number("keep", keep, at_least=1)
-            if existing not in ("keep", "clear", "refuse"):
-                raise ConfigurationError(f"expected keep, clear or refuse as existing, got {existing!r}")
-            check_path(consolidate, self._rank_local)
-            return {
-                "rank_local": self._rank_local,
-                "existing": existing,
-                "keep": keep,
-                "consolidate": consolidate,
-                "read_only": bool(read_only),
-                "start_writers": bool(start_writers),
-                **{name: getattr(self._settings, name) for name in _COMMON_SETTINGS},
-            }
+            common = checked_store_arguments(rank_local, existing, keep, consolidate, self._settings)
+            self._stager.rank_local = cast(tuple[str, ...], common["rank_local"])
+            return {**common, "read_only": bool(read_only), "start_writers": bool(start_writers)}
 
         try:
             compare_settings(self._agreement, "compare the settings", check)
-            owner = f"ranks {list(group.global_ranks)[:16]} of a group of {group.size}"
-            self._agreement.on_first("set up the root", lambda: self._set_up_root(owner, existing))
-            self._agreement.run_on_all_ranks("find the root", self._find_root)
-            if start_writers and not read_only:
-                self._agreement.run_on_all_ranks("start the writer", self._saver.start_writer)
-                self._health.connect()
-                self._background.start()
+            if not read_only:
+                owner = f"ranks {list(group.global_ranks)[:16]} of a group of {group.size}"
+                self._inventory.open_root(self._claim, owner, existing, self._settings)
+                if start_writers:
+                    self._agreement.run_on_all_ranks("start the writer", self._background.start_writer)
+                    self._health.connect()
+                    self._background.start()
         except BaseException:
             self.close()
             raise
@@ -173,14 +132,14 @@ class CheckpointStore:
             SnapshotError: It cannot be captured.
         """
         self._check_open()
-        self._stager.prefault(self._split(state)[0])
+        self._stager.prefault(state)
 
     def save(
         self,
         step: int,
-        state: Mapping[str, object] | Callable[[], Mapping[str, object]],
+        state: State,
         *,
-        local: Mapping[str, object] | Callable[[], Mapping[str, object]] | None = None,
+        local: State | None = None,
         wait: bool = False,
         overwrite: bool = False,
     ) -> SaveHandle:
@@ -204,23 +163,14 @@ class CheckpointStore:
             TransportError: With ``wait``, what `SaveHandle.result` raises; or more saves in a row have failed than are
                 allowed.
         """
-        step = check_number("step", step, at_least=0)
-        if not self._admit(step):
-            return SaveHandle(step, is_skipped=True)
-        copies = Copies()
-        with copies.noting_failure():
-            shared, own = self._split(_called(state))
-            own.update(_called(local) if local is not None else {})
-            copies.add(self._stager, step, shared)
-            copies.add_local(self._local_taker, step, own)
-        return self._submit(step, copies, wait=wait, overwrite=overwrite)
+        return self._save(step, lambda: self._stager.stage(step, state, local), wait=wait, overwrite=overwrite)
 
     def save_leased(
         self,
         step: int,
         lease: Callable[[], SnapshotLease],
         *,
-        local: Mapping[str, object] | Callable[[], Mapping[str, object]] | None = None,
+        local: State | None = None,
         wait: bool = False,
         overwrite: bool = False,
     ) -> SaveHandle:
@@ -233,14 +183,7 @@ class CheckpointStore:
             wait: As for `save`, as are the rest and what is raised.
             overwrite: See `save`.
         """
-        step = check_number("step", step, at_least=0)
-        if not self._admit(step):
-            return SaveHandle(step, is_skipped=True)
-        copies = Copies()
-        copies.add_lease(lease)
-        with copies.noting_failure():
-            copies.add_local(self._local_taker, step, _called(local) if local is not None else {})
-        return self._submit(step, copies, wait=wait, overwrite=overwrite)
+        return self._save(step, lambda: self._stager.stage_leased(step, lease, local), wait=wait, overwrite=overwrite)
 
     def run_on_all_ranks(self, phase: str, action: Callable[[], None], *, timeout: timedelta) -> None:
         """Runs something on every rank; if it fails on one, all raise the same.
@@ -305,8 +248,8 @@ class CheckpointStore:
         """
         self._check_open()
         self.wait()
-        step = self._inventory.agree_on_step(step)
-        return self._load(step, into=into, like=like, check=check, is_comparable=is_comparable)
+        load_step = self._loader(into=into, like=like, check=check, is_comparable=is_comparable)
+        return load_step(self._inventory.agree_on_step(step))
 
     def load_newest_good(
         self,
@@ -326,10 +269,7 @@ class CheckpointStore:
             CheckpointNotFoundError: Another process deletes them faster than they are read.
             TransportError: As for `load`.
         """
-
-        def load_step(step: int) -> LoadedCheckpoint[Any]:
-            return self._load(step, into=into, like=like, check=check, is_comparable=is_comparable)
-
+        load_step = self._loader(into=into, like=like, check=check, is_comparable=is_comparable)
         return load_newest_good(self.steps, load_step)
 
     def steps(self) -> tuple[int, ...]:
@@ -367,9 +307,7 @@ class CheckpointStore:
         Raises:
             ConfigurationError: Ranks want to keep different numbers.
         """
-        self._check_open()
-        if self._is_read_only:
-            raise CheckpointError("expected a store that saves, this one is read-only")
+        self._check_saving()
         self.wait()
         return self._inventory.prune(keep)
 
@@ -381,11 +319,8 @@ class CheckpointStore:
         with self._closing:
             self._background.close()
             self._health.close()
-            for exchange in (self._exchange, self._save_exchange):
-                exchange.close()
-            self._writer.close()
+            self._exchange.close()
             self._stager.close()
-            self._local_taker.close()
             self._claim.release()
 
     def __enter__(self) -> CheckpointStore:
@@ -396,100 +331,55 @@ class CheckpointStore:
 
     # --------------------------------------------------------------------------------------------------------- inside
 
-    def _make_taker(self) -> Stager:
-        return Stager(
-            max_snapshots=1,
-            num_threads=self._settings.num_copy_threads,
-            chunk_bytes=CHUNK_BYTES,
-            is_digested=False,
-        )
-
-    def _set_up_root(self, owner: str, existing: str) -> None:
-        if self._is_read_only:
-            return
-        self._claim.take(owner, self._settings.claim_timeout.total_seconds())
-        self._directory.recover()
-        if existing == "clear":
-            self._directory.clear()
-        steps = self._directory.steps()
-        if existing == "refuse" and steps:
-            raise CheckpointExistsError(f"expected no checkpoints in {self._root}, there are {steps}")
-
-    def _find_root(self) -> None:
-        if self._is_read_only:
-            return
-        deadline_s = time.monotonic() + self._settings.visible_timeout.total_seconds()
-        while not self._root.is_dir():
-            if time.monotonic() > deadline_s:
-                raise FileNotFoundError(
-                    errno.ENOENT,
-                    "this directory, which rank 0 has made, is not visible here; a store needs a file system that all "
-                    "ranks share",
-                    str(self._root),
-                )
-            self._agreement.check_others()
-            time.sleep(_LOOK_S)
-
-    def _load(
+    def _loader(
         self,
-        step: CheckpointSelector,
         *,
         into: object,
         like: LikeFunction | None,
         check: Callable[[Incoming], None] | None,
         is_comparable: bool,
-    ) -> LoadedCheckpoint[Any]:
-        found = self._inventory.find(step)
-        request = LoadRequest(
-            directory=found.directory,
-            into=into,
-            like=like,
-            check=check,
-            meshes=self._settings.meshes,
-            max_bytes=self._settings.max_load_bytes,
-            is_read_once=self._settings.read == "once",
-            is_comparable=is_comparable,
-        )
-        with self._inventory.reading(found):
-            return load(request, self._agreement, self._exchange)
+    ) -> Callable[[CheckpointSelector], LoadedCheckpoint[Any]]:
+        def load_step(step: CheckpointSelector) -> LoadedCheckpoint[Any]:
+            found = self._inventory.find(step)
+            request = LoadRequest(
+                directory=found.directory,
+                step=found.step,
+                into=into,
+                like=like,
+                check=check,
+                meshes=self._settings.meshes,
+                max_bytes=self._settings.max_load_bytes,
+                is_read_once=self._settings.read == "once",
+                is_comparable=is_comparable,
+            )
+            with self._inventory.reading(found):
+                return load(request, self._agreement, self._exchange)
 
-    def _submit(self, step: int, copies: Copies, *, wait: bool, overwrite: bool) -> SaveHandle:
-        def check() -> None:
-            if copies.refusal is not None:
-                raise copies.refusal
+        return load_step
 
+    def _save(self, step: int, stage: Callable[[], StagedState], *, wait: bool, overwrite: bool) -> SaveHandle:
+        step = check_number("step", step, at_least=0)
+        self._check_saving(step)
+        if not self._health.admits(step, self._settings.busy):
+            return SaveHandle(step, is_skipped=True)
+        staged = stage()
         self._agreement.step = step
         try:
-            self._agreement.run_on_all_ranks("copy the state", check)
+            self._agreement.run_on_all_ranks("copy the state", staged.check)
         except BaseException:
-            copies.release()
+            staged.release()
             raise
-        request = SaveRequest(step=step, snapshots=[], local_keys=copies.local_keys, overwrite=overwrite)
-        handle = self._background.submit(SaveJob(request, copies.finish, copies.release))
+        handle = self._background.submit(SaveRequest(step=step, staged=staged, overwrite=overwrite))
         if wait:
             handle.result()
         return handle
-
-    def _split(self, state: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-        """What all ranks share, and what each has for itself."""
-        shared = {key: value for key, value in state.items() if key not in self._rank_local}
-        return shared, {key: state[key] for key in self._rank_local if key in state}
 
     def _check_open(self, step: int | None = None) -> None:
         if self._is_closed:
             # Another one may have claimed the root by now.
             raise CheckpointError("expected a store that is open, this one is closed", step=step)
 
-    def _admit(self, step: int) -> bool:
-        """Whether a save may begin; the same on all ranks."""
+    def _check_saving(self, step: int | None = None) -> None:
         self._check_open(step)
         if self._is_read_only:
             raise CheckpointError("expected a store that saves, this one is read-only", step=step)
-        return self._health.admits(step, self._settings.busy)
-
-
-def _called(state: Mapping[str, object] | Callable[[], Mapping[str, object]]) -> Mapping[str, object]:
-    value = state() if callable(state) else state
-    if not isinstance(value, Mapping):
-        raise CheckpointError(f"expected a dict as state, got {type(value).__name__}")
-    return value

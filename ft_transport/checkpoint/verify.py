@@ -7,13 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ft_transport.checkpoint.chunk_reading import read_chunk
-from ft_transport.checkpoint.directory import MANIFEST_NAME, step_of
-from ft_transport.checkpoint.manifest import CHUNK_BYTES, CheckpointManifest, FileEntry, decode_manifest, digests_of
+from ft_transport.checkpoint.manifest import (
+    CHUNK_BYTES,
+    MANIFEST_NAME,
+    CheckpointManifest,
+    FileEntry,
+    decode_manifest,
+    digests_of,
+)
 from ft_transport.errors import CheckpointDamagedError
 
 
-def read_manifest(directory: Path) -> CheckpointManifest:
-    """The list of files of a checkpoint.
+def read_manifest(directory: Path, step: int) -> CheckpointManifest:
+    """The list of files of the checkpoint of a step.
 
     Raises:
         CheckpointDamagedError: It is not what was written, or cannot be read.
@@ -23,10 +29,9 @@ def read_manifest(directory: Path) -> CheckpointManifest:
     except OSError as error:
         raise CheckpointDamagedError(f"{MANIFEST_NAME} cannot be read: {error}", files=(MANIFEST_NAME,)) from error
     manifest = decode_manifest(encoded, name=MANIFEST_NAME)
-    named = step_of(directory)
-    if named is not None and named != manifest.step:
+    if manifest.step != step:
         raise CheckpointDamagedError(
-            f"{MANIFEST_NAME}: expected that of step {named}, as the directory is named, got that of step "
+            f"{MANIFEST_NAME}: expected that of step {step}, as the directory is named, got that of step "
             f"{manifest.step}",
             files=(MANIFEST_NAME,),
         )

@@ -12,23 +12,29 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
+import torch
 
-from ft_transport.checkpoint.values import value_of
 from ft_transport.errors import CheckpointError
 from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, name_of
+from ft_transport.state.placements import MeshResolver
+from ft_transport.state.unflatten import Unflattener
 from ft_transport.wire.integrity import Hasher, digest
 from ft_transport.wire.layouts import Region, region_of, shape_of
 from ft_transport.wire.manifest import ITEM_BITS, Manifest
 from ft_transport.wire.nodes import (
+    CustomNode,
     DefaultDictNode,
+    DequeNode,
     DTensorNode,
     LayoutNode,
     LeafNode,
     MappingNode,
+    NamedTupleNode,
     Node,
+    QuantizedNode,
     SequenceNode,
     TensorNode,
     ViewNode,
@@ -307,3 +313,48 @@ def _boxes(region: Region) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], t
             tuple(start for _, start, _ in combination),
             tuple(count for _, _, count in combination),
         )
+
+
+def value_of(node: Node, manifest: Manifest, data: memoryview) -> object:
+    """The value that a node describes, in types that every process has.
+
+    A named tuple becomes a tuple, and a value with a registered encoding what that encodes it to; the part of a DTensor
+    becomes a plain tensor.
+
+    Args:
+        node: What to build.
+        manifest: Of the snapshot.
+        data: Of the snapshot.
+    """
+
+    def tensor_of(index: int) -> torch.Tensor:
+        entry = manifest.tensors[index]
+        dtype = DTYPES_BY_SAFETENSORS_NAME[entry.dtype]
+        if entry.start == entry.end:
+            return torch.empty(entry.shape, dtype=dtype)
+        return torch.frombuffer(bytearray(data[entry.start : entry.end]), dtype=dtype).view(entry.shape)
+
+    unflattener = Unflattener(
+        manifest=manifest, tensor_of=tensor_of, is_destination=lambda _index, _tensor: False, meshes=MeshResolver(None)
+    )
+    return unflattener.build(_plain_node(node), None)
+
+
+def _plain_node(node: Any) -> Node:
+    match node:
+        case CustomNode():
+            return _plain_node(node.value)
+        case DTensorNode():
+            return _plain_node(node.local)
+        case LeafNode():
+            return _plain_node(node.value)
+        case NamedTupleNode():
+            return SequenceNode("tuple", [_plain_node(item) for item in node.items])
+        case MappingNode() | DefaultDictNode() | SequenceNode() | DequeNode():
+            replaced: Node = msgspec.structs.replace(node, items=[_plain_node(item) for item in node.items])
+            return replaced
+        case QuantizedNode():
+            return QuantizedNode(_plain_node(node.values), node.dtype, node.scale_bits, node.zero_point)
+        case _:
+            plain: Node = node
+            return plain

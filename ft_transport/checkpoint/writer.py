@@ -1,7 +1,7 @@
-"""The writer process: it takes snapshots by their descriptors and writes this rank's share of a checkpoint.
+"""The writer process: it takes snapshots by their descriptors and writes this rank's part of a checkpoint.
 
-Started with the number of a descriptor, its end of a pair of sockets. It
-has no process group and no accelerator, and ends when the other end is closed, so that it never outlives its trainer.
+Started with the number of a descriptor, its end of a pair of sockets. It has no process group and no accelerator, and
+ends when the other end is closed, so that it never outlives its trainer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from typing import Final
 import torch
 
 from ft_transport.checkpoint.consolidated import INDEX_NAME, create, put
+from ft_transport.checkpoint.dcp_format import DCP_METADATA_NAME, EnvelopeTable, encode_dcp_metadata, saved
 from ft_transport.checkpoint.digested_file import DigestedFile, digested, write_small
-from ft_transport.checkpoint.directory import MANIFEST_NAME, sync_directory
+from ft_transport.checkpoint.directory import sync_directory
 from ft_transport.checkpoint.manifest import (
     FORMAT_VERSION,
+    MANIFEST_NAME,
     NOT_HERE,
     CheckpointManifest,
     data_file_name,
@@ -32,19 +34,9 @@ from ft_transport.checkpoint.manifest import (
     encode_rank_file,
     rank_file_name,
 )
-from ft_transport.checkpoint.save_plan import (
-    OWN_STATE_ADVICE,
-    RankPlan,
-    SavePlan,
-    encode_dcp_metadata,
-    find_diverged,
-    make_plan,
-)
-from ft_transport.checkpoint.torch_envelope import EnvelopeTable, saved
-from ft_transport.checkpoint.values import value_of
-from ft_transport.checkpoint.write_items import SHARED, Described, Describer, WriteItem, describe
+from ft_transport.checkpoint.plan import OWN_STATE_ADVICE, RankPlan, SavePlan, find_diverged, make_plan
+from ft_transport.checkpoint.write_items import SHARED, Described, Describer, WriteItem, describe, value_of
 from ft_transport.checkpoint.writer_messages import (
-    Answer,
     Bytes,
     Cancel,
     Compare,
@@ -57,11 +49,12 @@ from ft_transport.checkpoint.writer_messages import (
     Headers,
     Plan,
     RankPlans,
-    Request,
     Reread,
     Take,
     Taken,
     Write,
+    WriterAnswer,
+    WriterRequest,
     Written,
     decode_written,
     receive_request,
@@ -80,7 +73,6 @@ from ft_transport.wire.strided import gathered
 
 _NICENESS: Final = 5
 """Training comes first where there are more threads than cores."""
-_DCP_METADATA_NAME: Final = ".metadata"
 _DIGEST_BYTES: Final = 8
 
 
@@ -93,7 +85,7 @@ class Writer:
 
     def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         self._check = check
-        self._frames = EnvelopeTable()
+        self._envelopes = EnvelopeTable()
         self._rank = 0
         self._headers: list[bytes] = []
         self._manifests: list[Manifest] = []
@@ -103,7 +95,7 @@ class Writer:
         self._plan: SavePlan | None = None
         self._dcp_metadata: tuple[list[tuple[tuple[int, int], ...]], bytes] | None = None
 
-    def perform(self, request: Request, descriptors: list[int]) -> Answer:
+    def perform(self, request: WriterRequest, descriptors: list[int]) -> WriterAnswer:
         """Does what is asked. The descriptors are closed.
 
         Raises:
@@ -130,7 +122,7 @@ class Writer:
             case Compare():
                 return self._compare(request)
             case Write():
-                return self._write(Path(request.directory), request.share)
+                return self._write(Path(request.directory), request.plan)
             case Describe():
                 return self._describe(request)
 
@@ -165,14 +157,14 @@ class Writer:
         manifests = [tuple(decode_header(header) for header in headers) for headers in request.headers]
         names = [f"rank {rank}" for rank in range(len(manifests))]
         try:
-            merge_trees([each[SHARED].tree for each in manifests], _Ignoring(), names=names)
+            merge_trees([each[SHARED].tree for each in manifests], _IgnoringTensors(), names=names)
         except RestoreError as error:
             what = error.message.rsplit("; what belongs", 1)[0]
             raise ReplicasDivergedError(f"{what}; {OWN_STATE_ADVICE}", path=error.path) from error
         self._dcp_metadata = None
         described = [describe(each, rank) for rank, each in enumerate(manifests)]
         self._plan = make_plan(described, request.consolidated)
-        return RankPlans(tuple(self._plan.shares))
+        return RankPlans(tuple(self._plan.rank_plans))
 
     def _create(self, directory: Path) -> Written:
         assert self._plan is not None, "the plan comes first"
@@ -204,30 +196,30 @@ class Writer:
             return memoryview(b"")
         return gathered(self._data[item.part], piece)
 
-    def _write(self, directory: Path, share: RankPlan) -> Written:
+    def _write(self, directory: Path, plan: RankPlan) -> Written:
         places = []
         positions = [[NOT_HERE] * len(manifest.tensors) for manifest in self._manifests]
         name = data_file_name(self._rank)
         self._check()
         with DigestedFile(directory / name, self._check) as file:
-            for at in share.items:
+            for at in plan.items:
                 item = self._described.items[at]
                 before = after = b""
                 if item.names:
-                    frame = self._frames.frame_of(DTYPES_BY_NAME[item.dtype], item.shape)
-                    before, after = frame.before, frame.after
+                    envelope = self._envelopes.envelope_of(DTYPES_BY_NAME[item.dtype], item.shape)
+                    before, after = envelope.before, envelope.after
                 start = file.position
                 if item.is_entry:
                     positions[item.part][item.entry] = start + len(before)
                 file.write(before, self._bytes_of(item), after)
                 places.append((start, file.position - start))
-            for at in share.values:
+            for at in plan.values:
                 value = self._described.values[at]
                 start = file.position
                 file.write(saved(value_of(value.node, self._manifests[value.part], self._data[value.part])))
                 places.append((start, file.position - start))
             data_file = file.finish()
-        self._put_consolidated(directory, share)
+        self._put_consolidated(directory, plan)
         # A trainer that has died meanwhile has a successor, perhaps, who has made a directory of this name.
         self._check()
         description = encode_rank_file(name, self._headers, positions)
@@ -235,9 +227,9 @@ class Writer:
         sync_directory(directory)
         return Written((data_file, description_file), tuple(places))
 
-    def _put_consolidated(self, directory: Path, share: RankPlan) -> None:
-        for number, name in enumerate(share.files):
-            targets = [(at, start) for at, file, start in share.targets if file == number]
+    def _put_consolidated(self, directory: Path, plan: RankPlan) -> None:
+        for number, name in enumerate(plan.files):
+            targets = [(at, start) for at, file, start in plan.targets if file == number]
             if not targets:
                 continue
             descriptor = os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC)
@@ -260,7 +252,7 @@ class Writer:
         # By the same plan everything is at the same place again, as a rule, and 10,000 tensors take half a second.
         if self._dcp_metadata is None or self._dcp_metadata[0] != places:
             self._dcp_metadata = (places, encode_dcp_metadata(self._plan, places))
-        files = [write_small(directory / _DCP_METADATA_NAME, self._dcp_metadata[1])]
+        files = [write_small(directory / DCP_METADATA_NAME, self._dcp_metadata[1])]
         manifest = CheckpointManifest(
             format=FORMAT_VERSION,
             step=request.step,
@@ -272,7 +264,7 @@ class Writer:
         return Done()
 
 
-class _Ignoring:
+class _IgnoringTensors:
     """Compares what is no tensor; the digests of tensors are compared elsewhere."""
 
     def tensor(self, path: TreePath, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
@@ -298,7 +290,7 @@ def serve(connection: socket.socket) -> None:
     send(connection, Done())
     while (received := receive_request(connection)) is not None:
         request, descriptors = received
-        answer: Answer
+        answer: WriterAnswer
         try:
             answer = writer.perform(request, descriptors)
         except Exception as error:
@@ -314,7 +306,7 @@ def main() -> None:
     # What is made here has no cycles, and looking for some takes longer than making it.
     gc.disable()
     os.nice(_NICENESS)
-    # Whoever interrupts the trainer from a terminal means the trainer.
+    # An interrupt from a terminal is meant for the trainer.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     with connection, contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from ft_transport.checkpoint.manifest import FileEntry
-from ft_transport.checkpoint.save_plan import RankPlan
+from ft_transport.checkpoint.plan import RankPlan
 from ft_transport.coordination.votes import Failure
 
 MAX_DESCRIPTORS: Final = 2
@@ -77,10 +77,10 @@ class Compare(Struct, tag=True):
 
 
 class Write(Struct, tag=True):
-    """Write this rank's share into a directory."""
+    """Write this rank's part of the plan into a directory."""
 
     directory: str
-    share: RankPlan
+    plan: RankPlan
 
 
 class Describe(Struct, tag=True):
@@ -107,9 +107,9 @@ class Bytes(Struct, tag=True):
 
 
 class RankPlans(Struct, tag=True):
-    """A share for each rank."""
+    """What each rank writes."""
 
-    shares: tuple[RankPlan, ...]
+    plans: tuple[RankPlan, ...]
 
 
 class Written(Struct, tag=True):
@@ -129,12 +129,12 @@ class Failed(Struct, tag=True):
     failure: Failure
 
 
-Request: TypeAlias = Take | Cancel | Drop | Plan | Create | Reread | Headers | Digest | Compare | Write | Describe
-Answer: TypeAlias = Taken | Bytes | RankPlans | Written | Done | Failed
+WriterRequest: TypeAlias = Take | Cancel | Drop | Plan | Create | Reread | Headers | Digest | Compare | Write | Describe
+WriterAnswer: TypeAlias = Taken | Bytes | RankPlans | Written | Done | Failed
 
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(Request)
-_answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_request_decoder = msgspec.msgpack.Decoder(WriterRequest)
+_answer_decoder: msgspec.msgpack.Decoder[WriterAnswer] = msgspec.msgpack.Decoder(WriterAnswer)
 _written_decoder = msgspec.msgpack.Decoder(Written)
 
 
@@ -148,7 +148,7 @@ def decode_written(encoded: bytes) -> Written:
     return _written_decoder.decode(encoded)
 
 
-def send(connection: socket.socket, message: Request | Answer, descriptors: Sequence[int] = ()) -> None:
+def send(connection: socket.socket, message: WriterRequest | WriterAnswer, descriptors: Sequence[int] = ()) -> None:
     """Sends a message.
 
     Raises:
@@ -164,7 +164,7 @@ def send(connection: socket.socket, message: Request | Answer, descriptors: Sequ
     connection.sendall(body)
 
 
-def receive_request(connection: socket.socket) -> tuple[Request, list[int]] | None:
+def receive_request(connection: socket.socket) -> tuple[WriterRequest, list[int]] | None:
     """The next request and the descriptors that came with it, which are the caller's; ``None`` if there is none.
 
     Raises:
@@ -176,7 +176,7 @@ def receive_request(connection: socket.socket) -> tuple[Request, list[int]] | No
     return _request_decoder.decode(_receive(connection, int.from_bytes(length, "big"))), descriptors
 
 
-def receive_answer(connection: socket.socket) -> Answer:
+def receive_answer(connection: socket.socket) -> WriterAnswer:
     """The next answer.
 
     Raises:

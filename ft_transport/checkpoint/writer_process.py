@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from ft_transport.checkpoint.writer_messages import Answer, Cancel, Failed, Request, receive_answer, send
+from ft_transport.checkpoint.writer_messages import Cancel, Failed, WriterAnswer, WriterRequest, receive_answer, send
 from ft_transport.coordination.votes import rebuild
 from ft_transport.errors import WriterFailedError
 from ft_transport.http.fork_safety import close_in_children, making_socket
@@ -89,12 +89,12 @@ class WriterProcess:
 
     def call(
         self,
-        request: Request,
+        request: WriterRequest,
         descriptors: Sequence[int] = (),
         *,
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
-    ) -> Answer:
+    ) -> WriterAnswer:
         """Has the writer do something, and returns its answer.
 
         Args:
@@ -130,7 +130,7 @@ class WriterProcess:
         if process is not None:
             _end(process)
 
-    def _send(self, request: Request, descriptors: Sequence[int], what: str, deadline_s: float) -> None:
+    def _send(self, request: WriterRequest, descriptors: Sequence[int], what: str, deadline_s: float) -> None:
         if self._connection is None:
             raise WriterFailedError(f"expected a writer process {what}, there is none")
         try:
@@ -139,7 +139,7 @@ class WriterProcess:
         except OSError as error:  # a timeout is one
             raise self._died(what) from error
 
-    def _answer(self, deadline_s: float, what: str, check: Callable[[], None]) -> Answer:
+    def _answer(self, deadline_s: float, what: str, check: Callable[[], None]) -> WriterAnswer:
         connection = self._connection
         assert connection is not None, "it was sent something"
         while not select.select([connection], [], [], _TICK_S)[0]:

@@ -1,4 +1,4 @@
-"""All engines of one publisher: which version each of them uses, and how they are told of a new one, all at once."""
+"""All engines of one publisher: which version each of them uses; all are notified of a new one at once."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class _Known:
 
     Attributes:
         version: The one that it confirmed last; ``None`` if it never did.
-        is_counted: Whether it confirmed the last version that it was told of.
+        is_counted: Whether it confirmed the last version that it was notified of.
         doubtful: Versions that it may have begun to load, and not confirmed; the latest few.
-        serving: Versions that it has said that it serves, beside the one that it confirmed.
-        newest: The newest version that it is to be told of.
-        mutex: It is told of one version after the other.
+        serving: Versions that it lists as served, beside the one that it confirmed.
+        newest: The newest version that it is to be notified of.
+        mutex: It is notified of one version after the other.
         unfinished: What goes on beside the attempts, such as resuming it.
     """
 
@@ -54,19 +54,17 @@ class _Known:
     unfinished: set[asyncio.Task[None]] = field(default_factory=set)
 
 
-class EngineFleet:
-    """Tells engines, on a thread of its own.
+class EngineNotifier:
+    """Notifies engines, on a thread of its own.
 
     Args:
-        engines: They.
+        engines: Engines to notify.
         policy: When a version counts as published.
-        timeout: Deadline of each engine, from when it is told.
-        tick: Called now and then while somebody is told; it may block for a moment.
+        timeout: Deadline of each engine, from when it is notified.
+        tick: Called now and then while an engine is being notified; it may block for a moment.
     """
 
-    def __init__(
-        self, engines: Sequence[Engine], policy: Policy, timeout: timedelta, tick: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, engines: Sequence[Engine], policy: Policy, timeout: timedelta, tick: Callable[[], None]) -> None:
         self._engines = tuple(engines)
         self._policy: Policy = policy
         self._timeout_s = timeout.total_seconds()
@@ -75,13 +73,13 @@ class EngineFleet:
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._telling: set[asyncio.Task[PublishReport]] = set()
+        self._notifying: set[asyncio.Task[PublishReport]] = set()
 
-    def tell(self, delivery: Delivery, post: Post) -> Future[PublishReport]:
-        """Begins to tell all engines of a version.
+    def notify(self, delivery: Delivery, post: Post) -> Future[PublishReport]:
+        """Begins to notify all engines of a version.
 
         Args:
-            delivery: It.
+            delivery: The version.
             post: Called when the outcome is decided, and again when the last engine has been heard of; it may block
                 for a moment.
 
@@ -91,7 +89,7 @@ class EngineFleet:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ft-transport-publish", daemon=True)
             self._thread.start()
-        return asyncio.run_coroutine_threadsafe(self._tell_all(delivery, post), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._notify_all(delivery, post), self._loop)
 
     def versions_in_use(self) -> set[int] | None:
         """Versions that engines may be using; ``None`` if one has never confirmed any."""
@@ -103,7 +101,7 @@ class EngineFleet:
         return versions
 
     def close(self) -> None:
-        """Gives up who is being told, and ends the thread. May be called twice."""
+        """Gives up engines that are being notified, and ends the thread. May be called twice."""
         thread, self._thread = self._thread, None
         if thread is not None:
             asyncio.run_coroutine_threadsafe(self._end(), self._loop)
@@ -118,10 +116,10 @@ class EngineFleet:
         self._loop.run_forever()
 
     async def _end(self) -> None:
-        for task in self._telling:
+        for task in self._notifying:
             task.cancel()
-        if self._telling:
-            await asyncio.wait(self._telling, timeout=_CLOSING_S)
+        if self._notifying:
+            await asyncio.wait(self._notifying, timeout=_CLOSING_S)
         # What was given up ends now, and may leave an engine to be resumed.
         for _ in range(2):
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -131,10 +129,10 @@ class EngineFleet:
             await self._session.close()
         self._loop.stop()
 
-    async def _tell_all(self, delivery: Delivery, post: Post) -> PublishReport:
+    async def _notify_all(self, delivery: Delivery, post: Post) -> PublishReport:
         task = asyncio.current_task()
         assert task is not None, "it runs on the loop"
-        self._telling.add(task)
+        self._notifying.add(task)
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
@@ -149,13 +147,15 @@ class EngineFleet:
         ticking = asyncio.ensure_future(self._keep_ticking())
         for known in self._known:
             known.newest = max(known.newest, delivery.version)
-        telling = {asyncio.ensure_future(self._tell(number, delivery)): number for number in range(len(self._engines))}
+        notifying = {
+            asyncio.ensure_future(self._notify_one(number, delivery)): number for number in range(len(self._engines))
+        }
         try:
-            pending = set(telling)
+            pending = set(notifying)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for each in done:
-                    reports[telling[each]] = each.result()
+                    reports[notifying[each]] = each.result()
                 report = self._report(delivery, reports)
                 if report.verdict != "open" and pending and not is_posted:
                     is_posted = True
@@ -174,9 +174,9 @@ class EngineFleet:
             raise
         finally:
             ticking.cancel()
-            for each in telling:
+            for each in notifying:
                 each.cancel()
-            self._telling.discard(task)
+            self._notifying.discard(task)
 
     def _report(self, delivery: Delivery, reports: Sequence[EngineReport]) -> PublishReport:
         return PublishReport(
@@ -194,8 +194,8 @@ class EngineFleet:
                 logger.warning("the other ranks could not be shown that this one is alive: %s", error)
             await asyncio.sleep(_TICK_S)
 
-    async def _tell(self, number: int, delivery: Delivery) -> EngineReport:
-        """Tells one engine, as often as its connection breaks, until its deadline. Raises nothing."""
+    async def _notify_one(self, number: int, delivery: Delivery) -> EngineReport:
+        """Notifies one engine, as often as its connection breaks, until its deadline. Raises nothing."""
         engine, known = self._engines[number], self._known[number]
         attempt = _Attempt(engine, known, delivery)
         started_s = time.monotonic()
@@ -227,7 +227,7 @@ class EngineFleet:
         assert self._session is not None, "it was made"
         late: dict[str, object] = {"outcome": "late", "body": f"no answer within {self._timeout_s:g} s"}
         try:
-            # Whoever has it has a deadline, too.
+            # The attempt that holds it has a deadline, too.
             await asyncio.wait_for(known.mutex.acquire(), self._timeout_s + _CLOSING_S)
         except (TimeoutError, asyncio.TimeoutError):
             return late
@@ -261,7 +261,7 @@ class EngineFleet:
                 }
             case _:
                 logger.error(
-                    "version %d: %s could not be told", attempt.delivery.version, attempt.engine.url, exc_info=error
+                    "version %d: %s could not be notified", attempt.delivery.version, attempt.engine.url, exc_info=error
                 )
                 return {"outcome": "failed", "body": f"{type(error).__name__}: {error}"}
 

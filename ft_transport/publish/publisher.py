@@ -24,17 +24,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ft_transport.checkpoint.claim import RootClaim
-from ft_transport.checkpoint.compare_settings import checked_root, compare_settings
+from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.checkpoint.settings import checked_root, compare_settings
 from ft_transport.coordination.consensus import Agreement, RankGroup
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import ConfigurationError, PublishError, SnapshotLimitError
 from ft_transport.publish.adapter import CONFIG_NAME, LoRAAdapter, is_adapter
 from ft_transport.publish.engines.engine import Delivery, Engine, Kind
-from ft_transport.publish.export import Content, Exporter
-from ft_transport.publish.notify import EngineFleet
+from ft_transport.publish.export import Content, Exporter, ExportRequest
+from ft_transport.publish.notify import EngineNotifier
 from ft_transport.publish.report import POLICIES, Policy, PublishReport
 from ft_transport.publish.report_store import ReportStore
-from ft_transport.publish.versions import VersionDirectory
 from ft_transport.runtime.at_exit import at_exit
 from ft_transport.settings import check_duration, check_number, default_num_threads
 from ft_transport.transport import HTTPTransport
@@ -51,7 +51,7 @@ _MARGIN_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PublishHandle:
-    """A version that is on disk and that engines are being told of. Any thread of any rank may wait for the outcome.
+    """A version that is on disk and that engines are notified of. Any thread of any rank may wait for the outcome.
 
     Attributes:
         version: Its number.
@@ -72,7 +72,7 @@ class PublishHandle:
         Raises:
             PublishError: It cannot be met; names the engines, with status and body of a refusal. ``report`` has all.
             DeadlineExceededError: It was not decided in time.
-            RankGoneError: Rank 0, which tells the engines, is gone.
+            RankGoneError: Rank 0, which notifies the engines, is gone.
         """
         report = self._wait(lambda each: each.verdict != "open", self._seconds(timeout))
         if report.verdict == "bad":
@@ -90,21 +90,21 @@ class PublishHandle:
 class Publisher:
     """Publishes versions of weights to inference engines.
 
-    All ranks export a version together, and are free as soon as it is on disk. Rank 0 then tells all engines at once,
-    on a thread of its own, and posts what came of it; nobody waits in a collective for HTTP.
+    All ranks export a version together, and are free as soon as it is on disk. Rank 0 then notifies all engines at
+    once, on a thread of its own, and posts the outcome; no rank waits in a collective for HTTP.
 
     Args:
-        engines: Whom to tell. Rank 0 tells its own; what other ranks pass is not looked at.
+        engines: Engines to notify. Rank 0 notifies its own; what other ranks pass is not looked at.
         root: A directory for versions, ``version-N`` each; engines see it under the same path. One publisher at a time
             writes there.
         process_group: All ranks that hold parts of the weights. By default all of ``torch.distributed``, or this
             process alone where that is not initialised.
         policy: When `PublishHandle.result` is content: ``all`` engines have confirmed the version, a ``quorum`` (more
-            than half), or as many as do (``best effort``). An engine that failed is told of every further version, and
-            counts again once it has confirmed one.
+            than half), or as many as do (``best_effort``). An engine that failed is notified of every further version,
+            and counts again once it has confirmed one.
         engine_timeout: Deadline of each engine for each version, from when it is done with the one before.
         timeout: How long a rank may go without a heartbeat during an export.
-        silence_timeout: How long rank 0 may go without one while engines are told.
+        silence_timeout: How long rank 0 may go without one while engines are notified.
         num_copy_threads: That copy the weights.
         transport: Serves versions, from rank 0, to engines that pull them (`PullingEngine`); looked at on rank 0 alone.
             The publisher does not shut it down.
@@ -140,13 +140,13 @@ class Publisher:
         group = RankGroup.of(process_group)
         self._agreement = Agreement(group, "publish", timeout)
         self._exchange = Exchange(group, "publish", timeout)
-        self._board = ReportStore(group.channel("publish/reports"), silence_timeout.total_seconds())
-        self._directory = VersionDirectory(self._root)
+        self._reports = ReportStore(group.channel("publish/reports"), silence_timeout.total_seconds())
+        self._directory = NumberedDirectory(self._root, "version", None)
         self._claim = RootClaim(self._root)
         self._exporter: Exporter | None = None
-        self._fleet: EngineFleet | None = None
+        self._notifier: EngineNotifier | None = None
         self._transport = transport
-        self._telling: dict[int, Future[PublishReport]] = {}
+        self._notifying: dict[int, Future[PublishReport]] = {}
         self._mutex = threading.Lock()
         self._is_closed = False
         self._process_id = os.getpid()
@@ -159,15 +159,15 @@ class Publisher:
             threads = check_number("num_copy_threads", number, at_least=1)
             if transport is not None and not isinstance(transport, HTTPTransport):
                 raise ConfigurationError(f"expected an HTTPTransport as transport, got {type(transport).__name__}")
-            told = tuple(engines) if self._agreement.is_first else ()
-            for engine in told:
+            notified = tuple(engines) if self._agreement.is_first else ()
+            for engine in notified:
                 if not isinstance(engine, Engine):
                     raise ConfigurationError(f"expected engines with url, headers and deliver, got {engine!r}")
-            urls = [engine.url for engine in told]
+            urls = [engine.url for engine in notified]
             if len(set(urls)) < len(urls):
                 raise ConfigurationError(f"expected each engine once, got {urls}")
             self._exporter = Exporter(self._agreement, self._exchange, self._directory, num_threads=threads)
-            self._fleet = EngineFleet(told, policy, engine_timeout, self._board.tick)
+            self._notifier = EngineNotifier(notified, policy, engine_timeout, self._reports.tick)
             return {"policy": policy, "engine_timeout": engine_timeout}
 
         try:
@@ -183,7 +183,7 @@ class Publisher:
         return self._root
 
     def publish(self, version: int, weights: Weights | Callable[[], Weights]) -> PublishHandle:
-        """Exports a version, and begins to tell the engines. All ranks call it alike, on the training thread.
+        """Exports a version, and begins to notify the engines. All ranks call it alike, on the training thread.
 
         When this returns, the version is on disk, and the weights may be changed.
 
@@ -200,46 +200,39 @@ class Publisher:
         if self._is_closed:
             raise PublishError("expected a publisher that is open, this one is closed")
         assert self._exporter is not None, "it is open"
-        directory = self._exporter.export(version, lambda: _content_of(weights))
+        directory = self._exporter.export(ExportRequest(version, lambda: _content_of(weights)))
         if self._agreement.is_first:
-            self._tell(version, directory)
-            return PublishHandle(
-                version,
-                directory,
-                lambda until, timeout_s: self._board.wait_here(version, until, timeout_s),
-                self._timeout_s,
-            )
+            self._notify(version, directory)
+        reports = self._reports
+        wait = reports.wait_here if self._agreement.is_first else reports.wait_there
         return PublishHandle(
-            version,
-            directory,
-            lambda until, timeout_s: self._board.wait_there(version, until, timeout_s),
-            self._timeout_s,
+            version, directory, lambda until, timeout_s: wait(version, until, timeout_s), self._timeout_s
         )
 
     def latest(self) -> int | None:
         """The newest version, also of earlier runs; ``None`` if there is none. Called by all ranks."""
-        said = self._agreement.on_first(
-            "find the newest version", lambda: ",".join(map(str, self._directory.versions())).encode()
+        versions = self._agreement.on_first(
+            "find the newest version", lambda: ",".join(map(str, self._directory.numbers())).encode()
         )
-        return int(said.split(b",")[-1]) if said else None
+        return int(versions.split(b",")[-1]) if versions else None
 
     def close(self, timeout: timedelta | None = None) -> None:
-        """Waits for the engines that are being told, and ends the thread. May be called twice.
+        """Waits for the engines that are being notified, and ends the thread. May be called twice.
 
         Args:
-            timeout: How long to wait; who has not confirmed by then is given up. By default what the engines have.
+            timeout: How long to wait; an engine that has not confirmed by then is given up. Default: what engines have.
         """
         self._is_closed = True
         deadline_s = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
         with self._mutex:
-            under_way = list(self._telling.values())
-        for telling in under_way:
+            under_way = list(self._notifying.values())
+        for notifying in under_way:
             try:
-                telling.exception(max(0.0, deadline_s - time.monotonic()))
+                notifying.exception(max(0.0, deadline_s - time.monotonic()))
             except FutureTimeoutError:
-                logger.warning("engines that were still being told are given up")
-        if self._fleet is not None:
-            self._fleet.close()
+                logger.warning("engines that were still being notified are given up")
+        if self._notifier is not None:
+            self._notifier.close()
         self._exchange.close()
         if self._exporter is not None:
             self._exporter.close()
@@ -260,31 +253,33 @@ class Publisher:
         self._claim.take("a publisher", _MARGIN_S)
         self._directory.recover()
 
-    def _tell(self, version: int, directory: Path) -> None:
+    def _notify(self, version: int, directory: Path) -> None:
         kind: Kind = "adapter" if (directory / CONFIG_NAME).exists() else "weights"
         address = _Served(self._transport, version, directory).address if self._transport is not None else None
         delivery = Delivery(version, kind, directory, address)
-        assert self._fleet is not None, "it is open"
-        telling = self._fleet.tell(delivery, self._board.post)
+        assert self._notifier is not None, "it is open"
+        notifying = self._notifier.notify(delivery, self._reports.post)
         with self._mutex:
-            self._telling[version] = telling
-        telling.add_done_callback(lambda _: self._told(version))
+            self._notifying[version] = notifying
+        notifying.add_done_callback(lambda _: self._notified(version))
 
-    def _told(self, version: int) -> None:
-        """Deletes what no engine uses any more. On the thread that tells engines."""
+    def _notified(self, version: int) -> None:
+        """Deletes what no engine uses any more. On the thread that notifies engines."""
         with self._mutex:
-            del self._telling[version]
-            told = set(self._telling)
-        assert self._fleet is not None, "it has told them"
-        used = self._fleet.versions_in_use()
+            del self._notifying[version]
+            pending = set(self._notifying)
+        assert self._notifier is not None, "it has notified them"
+        used = self._notifier.versions_in_use()
         if used is None:
             return  # Of an engine that never confirmed one, it may be any.
         try:
-            removed = self._directory.remove_unused(used | told)
+            # Never the newest, by which the next is known to be newer.
+            for older in self._directory.numbers()[:-1]:
+                if older not in used | pending:
+                    self._directory.delete(self._directory.retire(older))
+                    logger.debug("version %d is not used any more and was deleted", older)
         except OSError as error:
             logger.warning("old versions could not be deleted: %s", error)
-        else:
-            logger.debug("versions %s are not used any more and were deleted", removed)
 
 
 class _Served:
@@ -303,10 +298,10 @@ class _Served:
         self._staging: asyncio.Task[None] | None = None
 
     async def address(self) -> str:
-        """Where it is served. On the loop that tells engines."""
+        """Where it is served. On the loop that notifies engines."""
         if self._staging is None:
             self._staging = asyncio.get_running_loop().create_task(asyncio.to_thread(self._stage))
-        # Whoever runs out of time gives up for himself alone.
+        # An engine whose deadline runs out ends its own wait alone.
         await asyncio.shield(self._staging)
         return self._transport.metadata()
 
@@ -330,7 +325,7 @@ _publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()
 
 @at_exit
 def _close_all() -> None:
-    """Engines that are being told when the process ends are still told; a thread that is cut off may abort it."""
+    """Notifying goes on when the process ends; a thread that is cut off may abort it."""
     for publisher in list(_publishers):
         publisher._close_at_exit()
 

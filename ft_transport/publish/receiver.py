@@ -47,7 +47,7 @@ class WeightReceiver:
         port: Port to bind; 0 for any free one.
         advertise: See ``TransportSettings``.
         token: The job token that every request must carry. Default: the environment variable ``FT_TRANSPORT_TOKEN``;
-            without it nobody is asked.
+            without it no token is asked for.
         timeout: For fetching a version.
 
     Raises:

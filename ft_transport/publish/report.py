@@ -1,4 +1,4 @@
-"""What came of telling engines about a version, and what that means for the trainer."""
+"""The outcome of notifying engines of a version, and what that means for the trainer."""
 
 from __future__ import annotations
 

@@ -419,4 +419,4 @@ def test_a_directory_without_its_list_of_files_is_warned_of(
     (store.root / "step-2" / "manifest.json").unlink()
     with caplog.at_level("WARNING"):
         assert store.steps() == (1,)
-    assert "step-2 has no manifest.json and counts as no checkpoint" in caplog.text
+    assert "step-2 has no manifest.json and does not count" in caplog.text

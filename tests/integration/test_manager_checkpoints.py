@@ -224,7 +224,7 @@ def test_a_dead_writer_is_told_and_replaced(tmp_path: Path, caplog: pytest.LogCa
     with replica(tmp_path) as trainer:
         trainer.train(0, 1)
         assert trainer.store is not None
-        process = trainer.store._writer._process
+        process = trainer.store._background.writer._process
         assert process is not None
         process.kill()
         process.wait(10)

@@ -35,8 +35,7 @@ from dying import Fuse
 from state_equality import exact
 
 from ft_transport import CheckpointError, CheckpointStore, StoreSettings
-from ft_transport.checkpoint import store as checkpoint_store
-from ft_transport.checkpoint import writer, writer_process
+from ft_transport.checkpoint import background_saver, writer, writer_process
 
 SETTINGS = StoreSettings(timeout=timedelta(seconds=60))
 """A rank that is dead is waited for this long; where one is going to die, `IMPATIENT`."""
@@ -196,7 +195,7 @@ def trainer(scenario: Scenario, rank: int, root: Path, meeting: Path, *, fatal: 
     if scenario.is_writer_real:
         command = [sys.executable, dying_writer.__file__, str(record), str(fatal), "after" if is_after else "before"]
         if scenario.victim == "writer":
-            checkpoint_store.WriterProcess = partial(writer_process.WriterProcess, command)  # type: ignore[misc]
+            background_saver.WriterProcess = partial(writer_process.WriterProcess, command)  # type: ignore[misc]
     else:
         writer_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
             Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired

@@ -49,7 +49,7 @@ def hold(root: Path) -> None:
     """Has a store with a writer, until its standard input ends."""
     with CheckpointStore(root) as store:
         store.save(1, {"weight": torch.ones(10)}, wait=True)
-        say(writer=store._writer.process_id)
+        say(writer=store._background.writer.process_id)
         sys.stdin.read()
 
 
@@ -57,7 +57,7 @@ def hold_and_fork(root: Path) -> None:
     """The same, beside a child that lives on."""
     with CheckpointStore(root) as store:
         store.save(1, {"weight": torch.ones(10)}, wait=True)
-        say(writer=store._writer.process_id, child=sleeping_child())
+        say(writer=store._background.writer.process_id, child=sleeping_child())
         sys.stdin.read()
 
 
@@ -140,7 +140,7 @@ def many_leaves(root: Path) -> None:
     tensors = list(tensors_of(state))
     assert len(tensors) == NUM_LEAVES
     with CheckpointStore(root) as store:
-        writer = store._writer.process_id
+        writer = store._background.writer.process_id
         assert writer is not None
         limits = Path(f"/proc/{writer}/limits").read_text()
         (limit,) = [line.split()[3] for line in limits.splitlines() if line.startswith("Max open files")]

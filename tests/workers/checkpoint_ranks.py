@@ -44,7 +44,7 @@ FIRST_ONLY_PHASES = ("set up the directory", "plan", "compare", "commit")
 """What the first rank does alone, so that it alone can fail there."""
 
 PHASES = (
-    *("snapshot", "copy", "set up the directory", "find the directory", "hand the snapshot to the writer"),
+    *("snapshot", "copy", "set up the directory", "find the directory", "take the snapshot"),
     *("read the headers", "plan", "digest", "compare", "write", "commit"),
 )
 EXCHANGES = ("gather the headers", "divide the work", "gather the digests", "gather what was written")
@@ -177,9 +177,10 @@ class Injected:
 
 def failing_in(phase: str, store: CheckpointStore, error: Exception = FULL, times: int = 1) -> Injected:
     """A failure of this rank in a phase, at the place where it would arise."""
-    saver, writer, exchange = store._saver, store._writer, store._save_exchange
+    background = store._background
+    write, writer, exchange = background._write, background.writer, background._exchange
     requests = {
-        "hand the snapshot to the writer": writer_messages.Take,
+        "take the snapshot": writer_messages.Take,
         "read the headers": writer_messages.Headers,
         "plan": writer_messages.Plan,
         "digest": writer_messages.Digest,
@@ -198,25 +199,25 @@ def failing_in(phase: str, store: CheckpointStore, error: Exception = FULL, time
         return Injected(exchange, "gather", error, times, lambda _data: gathers[next(numbers)] == phase)
     return {
         "set up the directory": Injected(store._directory, "begin", error, times),
-        "find the directory": Injected(saver, "_find", error, times),
+        "find the directory": Injected(write, "_find", error, times),
     }[phase]
 
 
 @contextmanager
 def counted_attempts(store: CheckpointStore) -> Iterator[list[int]]:
-    saver = store._saver
+    write = store._background._write
     attempts: list[int] = []
-    original = saver._attempt
+    original = write._attempt
 
-    def attempt(request: Any) -> None:
-        attempts.append(request.step)
-        original(request)
+    def attempt(number: int, *args: Any, **kwargs: Any) -> Any:
+        attempts.append(number)
+        return original(number, *args, **kwargs)
 
-    saver._attempt = attempt  # type: ignore[method-assign]
+    write._attempt = attempt  # type: ignore[method-assign]
     try:
         yield attempts
     finally:
-        del saver._attempt  # type: ignore[misc]
+        del write._attempt  # type: ignore[misc]
 
 
 # --------------------------------------------------------------------------------------- one rank fails in each phase
@@ -390,9 +391,10 @@ def invisible_step(ranks: Ranks) -> dict[str, Any]:
     dist.barrier()
     with ranks.store(settings=settings) as store:
         if is_last and not is_hidden:
-            find = store._saver._find
-            store._saver._find = lambda directory, marker: find(  # type: ignore[method-assign]
-                ranks.directory / "elsewhere" / directory.name, marker
+            write = store._background._write
+            find = write._find
+            write._find = lambda marker: find(  # type: ignore[method-assign]
+                ranks.directory / "elsewhere" / marker.parent.name / marker.name
             )
         dist.barrier()
         started_s = time.monotonic()
@@ -462,7 +464,7 @@ def stale(ranks: Ranks) -> dict[str, Any]:
         store.save(5, state_of(5, ranks.rank), wait=True)
         took_s = time.monotonic() - started_s
         dist.barrier()
-        listed = {entry.name for entry in read_manifest(ranks.root / "step-5").files}
+        listed = {entry.name for entry in read_manifest(ranks.root / "step-5", 5).files}
         there = {str(path.relative_to(ranks.root / "step-5")) for path in (ranks.root / "step-5").rglob("*")}
         return {
             "took_s": took_s,
@@ -586,11 +588,11 @@ def killed_writer(ranks: Ranks) -> dict[str, Any]:
         report["before"] = _healths(store, 3)
         # Once it is seen at once, once when another one has long taken its place: a step may take longer than that.
         for name in ("at once", "after it was replaced"):
-            killed = store._writer.process_id
+            killed = store._background.writer.process_id
             assert killed is not None
 
             def is_replaced(killed: int = killed) -> bool:
-                return store._writer.process_id not in (None, killed)
+                return store._background.writer.process_id not in (None, killed)
 
             dist.barrier()
             if is_victim:
@@ -615,7 +617,7 @@ def killed_while_writing(ranks: Ranks) -> dict[str, Any]:
     report: dict[str, Any] = {}
     large = torch.arange(LARGE_BYTES // 4, dtype=torch.int32)
     with ranks.store() as store:
-        killed = store._writer.process_id
+        killed = store._background.writer.process_id
         assert killed is not None
         sizes: list[int] = []
 
@@ -640,7 +642,7 @@ def killed_while_writing(ranks: Ranks) -> dict[str, Any]:
         report["is_loaded"] = exact(loaded) == exact(state)
         report["sizes"] = sizes
         report["attempts"] = len(attempts)
-        report["is_replaced"] = store._writer.process_id != killed
+        report["is_replaced"] = store._background.writer.process_id != killed
     return report
 
 
@@ -656,16 +658,17 @@ def _gone(ranks: Ranks, victim: int, number: signal.Signals) -> dict[str, Any]:
     store.save(0, state_of(0, ranks.rank), wait=True)
     dist.barrier()
     # Only now: several processes that import torch at once take longer than this on a small machine.
-    for agreement in (store._agreement, store._saver._agreement):
+    for agreement in (store._agreement, store._background._agreement):
         agreement._timeout_s, agreement._tick_s = GONE_TIMEOUT_S, GONE_TIMEOUT_S / 4
     if is_victim:
-        find = store._saver._find
+        write = store._background._write
+        find = write._find
 
         def strike(*args: Any) -> None:
             os.kill(os.getpid(), number)
             find(*args)
 
-        store._saver._find = strike  # type: ignore[method-assign]
+        write._find = strike  # type: ignore[method-assign]
     dist.barrier()
     started_s = time.monotonic()
     error = told(store.save(1, state_of(1, ranks.rank)).exception())
@@ -679,7 +682,7 @@ def _gone(ranks: Ranks, victim: int, number: signal.Signals) -> dict[str, Any]:
             until(lambda: all((ranks.directory / f"noticed-{rank}").exists() for rank in others), "the others")
             os.kill(int(pids[victim].item()), signal.SIGCONT)
         else:
-            del store._saver._find  # type: ignore[misc]
+            del store._background._write._find  # type: ignore[misc]
         dist.barrier()
         report["later"] = []
         for step in (2, 3, 4):
@@ -688,7 +691,7 @@ def _gone(ranks: Ranks, victim: int, number: signal.Signals) -> dict[str, Any]:
     started_s = time.monotonic()
     store.close()
     report["close_s"] = time.monotonic() - started_s
-    report["writer_runs"] = store._writer.process_id is not None
+    report["writer_runs"] = store._background.writer.process_id is not None
     return report
 
 
@@ -716,13 +719,15 @@ def _busy(ranks: Ranks, policy: str) -> dict[str, Any]:
     may_end = threading.Event()
     with ranks.store(root=ranks.root / policy, settings={"busy": policy}) as store:
         if ranks.rank == 1:
-            save_together = store._saver.save
+            write = store._background._write
+            write_at_once = write.write
 
-            def linger(request: Any) -> None:
-                save_together(request)
+            def linger(*args: Any, **kwargs: Any) -> Any:
+                final = write_at_once(*args, **kwargs)
                 assert may_end.wait(TIMEOUT_S)
+                return final
 
-            store._saver.save = linger  # type: ignore[method-assign]
+            write.write = linger  # type: ignore[method-assign]
         first = store.save(1, state_of(1, ranks.rank))
         if ranks.rank != 1:
             first.result()

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, runtime_checkable
+from urllib.parse import urlsplit
 
 import aiohttp
 
-from ft_transport.errors import EngineRefusedError, EngineUnreachableError
+from ft_transport.errors import ConfigurationError, EngineRefusedError, EngineUnreachableError
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class EngineConnection:
     """HTTP with one engine. Belongs to one event loop.
 
     Args:
-        session: Its timeouts are off: whoever waits has a deadline.
+        session: Its timeouts are off: every wait has a deadline of its own.
         url: Base URL of the engine.
         headers: Sent with each request.
 
@@ -138,7 +139,7 @@ class EngineConnection:
 
     @contextlib.asynccontextmanager
     async def resuming(self, resume: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-        """Whoever pauses the engine inside has it resumed, whatever happens; also after the deadline has run out.
+        """An engine that is paused inside is resumed, whatever happens; also after the deadline has run out.
 
         Args:
             resume: Resumes it.
@@ -228,3 +229,15 @@ class Engine(Protocol):
             EngineRefusedError: It is not.
         """
         ...
+
+
+def checked_url(url: str) -> str:
+    """The base URL of an engine, without a slash at its end.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ConfigurationError(f"expected the base URL of an engine, http://host:port, got {url!r}")
+    return url.rstrip("/")

@@ -13,8 +13,7 @@ from typing import Final
 
 from ft_transport.errors import EngineRefusedError
 from ft_transport.http.token import JobToken
-from ft_transport.publish.engines.engine import Delivery, EngineConnection
-from ft_transport.publish.naming import checked_url
+from ft_transport.publish.engines.engine import Delivery, EngineConnection, checked_url
 
 ROUTE: Final = "/weights"
 
@@ -45,8 +44,8 @@ class PullingEngine:
             raise EngineRefusedError("expected a publisher that serves versions, pass it a transport", peer=self.url)
         address = await delivery.address()
         answer = await connection.post(f"{ROUTE}/{delivery.version}", {"address": address})
-        said = answer.json()
-        version = said.get("version") if isinstance(said, dict) else None
+        fields = answer.json()
+        version = fields.get("version") if isinstance(fields, dict) else None
         if not isinstance(version, int):
             raise answer.refusal(f"expected version {delivery.version}")
         return version

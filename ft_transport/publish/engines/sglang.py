@@ -12,9 +12,14 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ft_transport.errors import EngineRefusedError
-from ft_transport.publish.engines.engine import Answer, Delivery, EngineConnection
-from ft_transport.publish.engines.models import adapter_confirmed, adapters_served
-from ft_transport.publish.naming import adapter_name, checked_url, older_names, version_in
+from ft_transport.publish.engines.adapters import (
+    adapter_confirmed,
+    adapter_name,
+    adapters_served,
+    older_names,
+    version_in,
+)
+from ft_transport.publish.engines.engine import Answer, Delivery, EngineConnection, checked_url
 
 _MAX_DIGITS: Final = 18
 _ADVICE: Final = "this SGLang takes no weights at run time; publish a LoRA adapter as a LoRAAdapter"
@@ -73,8 +78,8 @@ class SGLangEngine:
             if self.pause != "in_place":  # Then running requests go on with the cache that they have.
                 await connection.post("/flush_cache")
         answer = await connection.get("/get_model_info")
-        said = answer.json()
-        version = said.get("weight_version") if isinstance(said, dict) else None
+        fields = answer.json()
+        version = fields.get("weight_version") if isinstance(fields, dict) else None
         if not isinstance(version, str) or not version.isdecimal() or len(version) > _MAX_DIGITS:
             raise answer.refusal(f"expected weight_version {delivery.version}")
         return int(version)
@@ -82,6 +87,6 @@ class SGLangEngine:
 
 def _check(answer: Answer) -> None:
     """A status of 200 may come with ``success: false``."""
-    said = answer.json()
-    if not isinstance(said, dict) or said.get("success") is not True:
+    fields = answer.json()
+    if not isinstance(fields, dict) or fields.get("success") is not True:
         raise answer.refusal("expected success")

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ft_transport.errors import EngineRefusedError
-from ft_transport.publish.engines.engine import Delivery, EngineConnection
-from ft_transport.publish.engines.models import adapter_confirmed, adapters_served
-from ft_transport.publish.naming import adapter_name, checked_url
+from ft_transport.publish.engines.adapters import adapter_confirmed, adapter_name, adapters_served
+from ft_transport.publish.engines.engine import Delivery, EngineConnection, checked_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class SkyRLEngine:
             answer = await connection.post(
                 "/skyrl/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(delivery.directory)}
             )
-            said = answer.json()
-            if not isinstance(said, dict) or said.get("status") != "ok":
+            fields = answer.json()
+            if not isinstance(fields, dict) or fields.get("status") != "ok":
                 raise answer.refusal("expected the status ok")
         return await adapter_confirmed(connection, name, delivery)

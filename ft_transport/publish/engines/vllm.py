@@ -13,9 +13,14 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ft_transport.errors import EngineRefusedError
-from ft_transport.publish.engines.engine import Delivery, EngineConnection
-from ft_transport.publish.engines.models import adapter_confirmed, adapters_served
-from ft_transport.publish.naming import adapter_name, checked_url, older_names, version_in
+from ft_transport.publish.engines.adapters import (
+    adapter_confirmed,
+    adapter_name,
+    adapters_served,
+    older_names,
+    version_in,
+)
+from ft_transport.publish.engines.engine import Delivery, EngineConnection, checked_url
 
 _ADVICE: Final = (
     "vLLM takes all weights only where it was started with VLLM_SERVER_DEV_MODE=1; publish a LoRA adapter as a "

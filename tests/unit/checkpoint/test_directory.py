@@ -1,4 +1,4 @@
-"""The directory of checkpoints: which names count, who may write, and what is left after an interruption."""
+"""Numbered directories: which names count, how one is replaced, and what is left after an interruption."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from ft_transport.checkpoint import directory as module
-from ft_transport.checkpoint.directory import MANIFEST_NAME, CheckpointDirectory
-from ft_transport.errors import CheckpointExistsError, CheckpointNotFoundError
+from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.checkpoint.manifest import MANIFEST_NAME
 
-_MARKER = ".set-up"
+
+def checkpoints(root: Path) -> NumberedDirectory:
+    return NumberedDirectory(root, "step", MANIFEST_NAME)
 
 
 def make(path: Path, content: str, *, is_complete: bool = True) -> None:
@@ -20,16 +22,17 @@ def make(path: Path, content: str, *, is_complete: bool = True) -> None:
         (path / MANIFEST_NAME).write_text(content)
 
 
-def save(directory: CheckpointDirectory, step: int, content: str, *, overwrite: bool = False) -> Path:
-    path = directory.begin(step, _MARKER, overwrite=overwrite)
-    assert (path / _MARKER).exists()
+def save(directory: NumberedDirectory, step: int, content: str) -> Path:
+    path = directory.begin(step)
+    assert names_in(path) == set()
     (path / "data").write_text(content)
     (path / MANIFEST_NAME).write_text(content)
-    return directory.commit(step, _MARKER)
+    return directory.commit(step)
 
 
-def contents(directory: CheckpointDirectory) -> dict[int, str]:
-    return {step: (directory.path_of(step) / "data").read_text() for step in directory.steps()}
+def contents(directory: NumberedDirectory) -> dict[int, str]:
+    paths = {step: directory.find(step) for step in directory.numbers()}
+    return {step: (path / "data").read_text() for step, path in paths.items() if path is not None}
 
 
 def names_in(root: Path) -> set[str]:
@@ -37,10 +40,10 @@ def names_in(root: Path) -> set[str]:
 
 
 @pytest.fixture(params=[True, False], ids=["exchange", "no exchange"])
-def directory(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointDirectory:
+def directory(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NumberedDirectory:
     if not request.param:
         monkeypatch.setattr(module, "_exchange", lambda _first, _second: False)
-    return CheckpointDirectory(tmp_path / "deep" / "root")
+    return checkpoints(tmp_path / "deep" / "root")
 
 
 def test_steps_are_complete_directories_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -53,41 +56,36 @@ def test_steps_are_complete_directories_in_the_order_of_their_numbers(tmp_path: 
         make(tmp_path / name, name)
     make(tmp_path / "step-12", "no manifest", is_complete=False)
     (tmp_path / "step-13").write_text("a file")
-    assert CheckpointDirectory(tmp_path).steps() == [0, 2, 3, 10]
+    assert checkpoints(tmp_path).numbers() == [0, 2, 3, 10]
 
 
 def test_where_there_is_no_root_there_are_no_steps(tmp_path: Path) -> None:
-    directory = CheckpointDirectory(tmp_path / "none")
-    assert directory.steps() == []
+    directory = checkpoints(tmp_path / "none")
+    assert directory.numbers() == []
     assert not (tmp_path / "none").exists()
-    with pytest.raises(CheckpointNotFoundError, match="there are none"):
-        directory.path_of(1)
+    assert directory.find(1) is None
 
 
-def test_a_checkpoint_appears_when_it_is_committed(directory: CheckpointDirectory) -> None:
-    path = directory.begin(1, _MARKER, overwrite=False)
+def test_a_checkpoint_appears_when_it_is_committed(directory: NumberedDirectory) -> None:
+    path = directory.begin(1)
     (path / MANIFEST_NAME).write_text("complete, and not yet committed")
-    assert directory.steps() == []
-    final = directory.commit(1, _MARKER)
-    assert (final.name, directory.steps()) == ("step-1", [1])
+    assert directory.numbers() == []
+    final = directory.commit(1)
+    assert (final.name, directory.numbers()) == ("step-1", [1])
     assert names_in(final) == {MANIFEST_NAME}
     assert names_in(directory.root) == {"step-1"}
 
 
-def test_one_that_is_there_is_replaced_only_if_that_is_wanted(directory: CheckpointDirectory) -> None:
+def test_one_that_is_there_is_replaced(directory: NumberedDirectory) -> None:
     save(directory, 1, "old")
-    with pytest.raises(CheckpointExistsError) as caught:
-        directory.begin(1, _MARKER, overwrite=False)
-    assert caught.value.step == 1
-    assert contents(directory) == {1: "old"}
-    save(directory, 1, "new", overwrite=True)
+    save(directory, 1, "new")
     assert contents(directory) == {1: "new"}
     assert names_in(directory.root) == {"step-1"}
 
 
-def test_until_it_is_committed_the_old_one_stays(directory: CheckpointDirectory) -> None:
+def test_until_it_is_committed_the_old_one_stays(directory: NumberedDirectory) -> None:
     save(directory, 1, "old")
-    directory.begin(1, _MARKER, overwrite=True)
+    directory.begin(1)
     assert contents(directory) == {1: "old"}
     directory.discard(1)
     assert contents(directory) == {1: "old"}
@@ -95,14 +93,12 @@ def test_until_it_is_committed_the_old_one_stays(directory: CheckpointDirectory)
     directory.discard(1)
 
 
-def test_what_an_earlier_attempt_has_left_is_not_built_upon(directory: CheckpointDirectory) -> None:
-    first = directory.begin(1, "first", overwrite=False)
-    (first / "data").write_text("of the first attempt")
-    second = directory.begin(1, "second", overwrite=False)
-    assert names_in(second) == {"second"}
+def test_what_an_earlier_attempt_has_left_is_not_built_upon(directory: NumberedDirectory) -> None:
+    (directory.begin(1) / "data").write_text("of the first attempt")
+    assert names_in(directory.begin(1)) == set()
 
 
-def test_one_without_its_list_of_files_may_be_replaced(directory: CheckpointDirectory) -> None:
+def test_one_without_its_list_of_files_may_be_replaced(directory: NumberedDirectory) -> None:
     make(directory.root / "step-1", "damaged", is_complete=False)
     save(directory, 1, "new")
     assert contents(directory) == {1: "new"}
@@ -110,44 +106,41 @@ def test_one_without_its_list_of_files_may_be_replaced(directory: CheckpointDire
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "cleared"),
+    ("before", "after"),
     [
-        ({"step-1": "a"}, {1: "a"}, set()),
-        ({"step-1": "a", "step-2.incomplete": "b"}, {1: "a"}, {"step-2.incomplete"}),
-        ({"step-1": "a", "step-1.incomplete": "b"}, {1: "a"}, {"step-1.incomplete"}),
-        ({"step-1.replaced": "a", "step-1.incomplete": "b"}, {1: "a"}, {"step-1.incomplete"}),
-        ({"step-1.replaced": "a", "step-1": "b"}, {1: "b"}, {"step-1.replaced"}),
-        ({"step-1.deleted": "a", "step-1.deleted-1": "b"}, {}, {"step-1.deleted", "step-1.deleted-1"}),
-        ({"step-1.deleted": "a", "step-2": "c"}, {2: "c"}, {"step-1.deleted"}),
-        ({"step-1.deleted": "a", "step-1.incomplete": "b"}, {}, {"step-1.deleted", "step-1.incomplete"}),
-        ({"step-1.replaced": "a"}, {1: "a"}, set()),
+        ({"step-1": "a"}, {1: "a"}),
+        ({"step-1": "a", "step-2.incomplete": "b"}, {1: "a"}),
+        ({"step-1": "a", "step-1.incomplete": "b"}, {1: "a"}),
+        ({"step-1.replaced": "a", "step-1.incomplete": "b"}, {1: "a"}),
+        ({"step-1.replaced": "a", "step-1": "b"}, {1: "b"}),
+        ({"step-1.deleted": "a", "step-1.deleted-1": "b"}, {}),
+        ({"step-1.deleted": "a", "step-2": "c"}, {2: "c"}),
+        ({"step-1.deleted": "a", "step-1.incomplete": "b"}, {}),
+        ({"step-1.replaced": "a"}, {1: "a"}),
     ],
 )  # fmt: skip
-def test_recovering_clears_what_was_interrupted(
-    tmp_path: Path, before: dict[str, str], after: dict[int, str], cleared: set[str]
-) -> None:
+def test_recovering_clears_what_was_interrupted(tmp_path: Path, before: dict[str, str], after: dict[int, str]) -> None:
     for name, content in before.items():
         make(tmp_path / name, content)
     (tmp_path / "of somebody else").mkdir()
-    directory = CheckpointDirectory(tmp_path)
+    directory = checkpoints(tmp_path)
     # A reader, which clears nothing, sees the same.
     assert contents(directory) == after
-    assert set(directory.recover()) == cleared
+    directory.recover()
     assert contents(directory) == after
     assert names_in(tmp_path) == {"of somebody else", *(f"step-{step}" for step in after)}
-    assert directory.recover() == []
 
 
 def test_one_that_was_about_to_be_replaced_comes_back_in_place_of_a_torn_one(tmp_path: Path) -> None:
     make(tmp_path / "step-1.replaced", "whole")
     make(tmp_path / "step-1", "torn", is_complete=False)
-    directory = CheckpointDirectory(tmp_path)
+    directory = checkpoints(tmp_path)
     directory.recover()
     assert contents(directory) == {1: "whole"}
     assert names_in(tmp_path) == {"step-1"}
 
 
-def test_removing_and_clearing(directory: CheckpointDirectory) -> None:
+def test_removing_and_clearing(directory: NumberedDirectory) -> None:
     for step in (1, 2, 3):
         save(directory, step, str(step))
     make(directory.root / "step-2.replaced", "older")
@@ -163,13 +156,27 @@ def test_removing_and_clearing(directory: CheckpointDirectory) -> None:
     assert names_in(directory.root) == set()
 
 
-def test_a_name_of_what_is_being_deleted_is_not_taken_twice(directory: CheckpointDirectory) -> None:
+def test_a_name_of_what_is_being_deleted_is_not_taken_twice(directory: NumberedDirectory) -> None:
     """A deletion that was interrupted, and then the same step again."""
     make(directory.root / "step-1.deleted", "torn", is_complete=False)
     save(directory, 1, "a")
     directory.delete(directory.retire(1))
-    assert directory.steps() == []
+    assert directory.numbers() == []
     assert names_in(directory.root) == {"step-1.deleted"}
+
+
+def test_without_a_last_file_a_name_alone_says_that_a_directory_is_complete(tmp_path: Path) -> None:
+    for name in ("version-2", "version-10", "version-11.incomplete", "step-12"):
+        make(tmp_path / name, name, is_complete=False)
+    (tmp_path / "version-13").write_text("a file")
+    outside = tmp_path / "outside"
+    make(outside, "of somebody else")
+    (tmp_path / "version-14.incomplete").symlink_to(outside)
+    directory = NumberedDirectory(tmp_path, "version", None)
+    directory.recover()
+    assert directory.numbers() == [2, 10]
+    assert (outside / "data").exists()
+    assert not (tmp_path / "version-11.incomplete").exists()
 
 
 def test_exchanging_two_names_is_told_from_not_being_able_to(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_transport.publish.naming import adapter_name, older_names, version_in
+from ft_transport.publish.engines.adapters import adapter_name, older_names, version_in
 from ft_transport.publish.report import (
     EngineReport,
     Outcome,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ft_transport.checkpoint.newest_good import MAX_GONE, load_newest_good
+from ft_transport.checkpoint.inventory import MAX_GONE, load_newest_good
 from ft_transport.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from state_equality import exact, tensor_bytes
 
-from ft_transport.checkpoint.torch_envelope import EnvelopeTable, saved
+from ft_transport.checkpoint.dcp_format import EnvelopeTable, saved
 from ft_transport.state.dtypes import SAFETENSORS_NAMES, name_of
 
 _SHAPES = [(), (1,), (5,), (0,), (3, 0, 2), (2, 3), (1, 1, 1, 1), (7, 1, 3)]
@@ -43,9 +43,9 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("name", sorted(_DTYPES))
 def test_torch_loads_what_is_framed(name: str, shape: tuple[int, ...]) -> None:
     tensor = random_tensor(_DTYPES[name], shape)
-    frame = EnvelopeTable().frame_of(tensor.dtype, shape)
-    framed = frame.before + tensor_bytes(tensor) + frame.after
-    assert len(framed) == frame.num_bytes + tensor.nbytes
+    envelope = EnvelopeTable().envelope_of(tensor.dtype, shape)
+    framed = envelope.before + tensor_bytes(tensor) + envelope.after
+    assert len(framed) == len(envelope.before + envelope.after) + tensor.nbytes
     assert exact(torch.load(io.BytesIO(framed), weights_only=True)) == exact(tensor)
     # And so do programs that read torch's files in their own way.
     assert framed == saved(tensor)
@@ -57,16 +57,16 @@ def test_a_large_tensor_is_framed_as_a_small_one(name: str, num_bytes: int) -> N
     """From a certain size on, another way leads there."""
     dtype = _DTYPES[name]
     tensor = random_tensor(dtype, (num_bytes // dtype.itemsize,))
-    frame = EnvelopeTable().frame_of(dtype, tuple(tensor.shape))
-    framed = frame.before + tensor_bytes(tensor) + frame.after
+    envelope = EnvelopeTable().envelope_of(dtype, tuple(tensor.shape))
+    framed = envelope.before + tensor_bytes(tensor) + envelope.after
     assert exact(torch.load(io.BytesIO(framed), weights_only=True)) == exact(tensor)
     assert framed == saved(tensor)
 
 
 def test_frames_begin_on_an_aligned_byte() -> None:
     for shape in _SHAPES:
-        frame = EnvelopeTable().frame_of(torch.float64, shape)
-        assert len(frame.before) % 64 == 0
+        envelope = EnvelopeTable().envelope_of(torch.float64, shape)
+        assert len(envelope.before) % 64 == 0
 
 
 def _peak_bytes() -> int:
@@ -77,15 +77,15 @@ def _peak_bytes() -> int:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak cannot be read here")
 def test_a_huge_tensor_is_framed_without_its_memory() -> None:
     table = EnvelopeTable()
-    table.frame_of(torch.float32, (_MIB,))
+    table.envelope_of(torch.float32, (_MIB,))
     Path("/proc/self/clear_refs").write_text("5")  # The peak is what is used now.
     before = _peak_bytes()
-    frame = table.frame_of(torch.bfloat16, (1 << 16, 1 << 15))  # 4 GiB
+    envelope = table.envelope_of(torch.bfloat16, (1 << 16, 1 << 15))  # 4 GiB
     assert _peak_bytes() - before < 64 * _MIB
-    assert frame.num_bytes < 4096
+    assert len(envelope.before + envelope.after) < 4096
 
 
 def test_a_frame_is_made_once() -> None:
     table = EnvelopeTable()
-    assert table.frame_of(torch.float32, (3, 4)) is table.frame_of(torch.float32, (3, 4))
-    assert table.frame_of(torch.float32, (4, 3)) != table.frame_of(torch.float32, (3, 4))
+    assert table.envelope_of(torch.float32, (3, 4)) is table.envelope_of(torch.float32, (3, 4))
+    assert table.envelope_of(torch.float32, (4, 3)) != table.envelope_of(torch.float32, (3, 4))

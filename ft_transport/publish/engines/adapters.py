@@ -1,16 +1,43 @@
-"""``GET /v1/models``, by which vLLM, SGLang and SkyRL's server say which adapters they serve, and from where.
+"""The adapters that an engine serves: how they are named, and which versions they are.
 
-An adapter's card has its name as ``id``, the directory that it was loaded from as ``root`` and the base model as
-``parent`` (vllm/entrypoints/openai/models/serving.py; sglang/srt/entrypoints/http_server.py, ``available_models``).
+vLLM, SGLang and SkyRL's server list them at ``GET /v1/models``. An adapter's card has its name as ``id``, the directory
+that it was loaded from as ``root`` and the base model as ``parent`` (vllm/entrypoints/openai/models/serving.py;
+sglang/srt/entrypoints/http_server.py, ``available_models``).
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePath
+from typing import Final
 
 from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engines.engine import Delivery, EngineConnection
-from ft_transport.publish.naming import version_in
+
+_DIRECTORY: Final = re.compile(r"version-(0|[1-9][0-9]*)")
+
+
+def version_in(path: str) -> int | None:
+    """The version whose directory this is, ``None`` if it is no such directory."""
+    match = _DIRECTORY.fullmatch(PurePath(path).name)
+    return int(match[1]) if match is not None else None
+
+
+def adapter_name(template: str, version: int) -> str:
+    """What an engine calls an adapter."""
+    return template.replace("{version}", str(version))
+
+
+def older_names(template: str, names: Iterable[str], version: int) -> list[str]:
+    """Those that the template gives to versions before this one; none if it gives all the same."""
+    before, has_number, after = template.partition("{version}")
+    older = []
+    for name in names:
+        number = name[len(before) : len(name) - len(after)]
+        if has_number and number.isdecimal() and name == f"{before}{number}{after}" and int(number) < version:
+            older.append(name)
+    return older
 
 
 async def adapters_served(connection: EngineConnection) -> dict[str, str]:

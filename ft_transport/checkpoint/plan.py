@@ -1,35 +1,17 @@
-"""Who writes what: each byte once, and every rank about as much; made on one rank, from what all have.
-
-The outcome is told to DCP in its own terms (torch/distributed/checkpoint/metadata.py), so that its reader and its load
-planner find every tensor.
-"""
+"""Who writes what: each byte once, and every rank about as much; made on one rank, from what all have."""
 
 from __future__ import annotations
 
-import io
 import math
-import pickle  # noqa: TID251 # DCP's format; what we read ourselves is never unpickled
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-import torch
 from msgspec import Struct
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ft_transport.checkpoint.consolidated import MAX_FILE_BYTES, Consolidation, consolidate, name_below
-from ft_transport.checkpoint.manifest import data_file_name
 from ft_transport.checkpoint.write_items import LOCAL, Described, Key, WriteItem
 from ft_transport.errors import CheckpointError, ReplicasDivergedError
-from ft_transport.state.dtypes import DTYPES_BY_NAME
 
 OWN_STATE_ADVICE: Final = "what each rank has for itself belongs under a top-level key that is named in rank_local"
 _MAX_SHOWN: Final = 5
@@ -56,15 +38,15 @@ class RankPlan(Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class SavePlan:
-    """Who writes what, and what DCP is told of it.
+    """Who writes what.
 
     Attributes:
-        shares: By rank.
+        rank_plans: By rank.
         described: By rank.
         consolidation: The files with whole tensors, if there are to be any.
     """
 
-    shares: list[RankPlan]
+    rank_plans: list[RankPlan]
     described: Sequence[Described]
     consolidation: Consolidation | None
 
@@ -120,7 +102,7 @@ def make_plan(
     consolidation = None
     if consolidated is not None:
         consolidation = consolidate(described, consolidated, max_file_bytes, single_name)
-    shares = [
+    rank_plans = [
         RankPlan(
             tuple(sorted(items[rank])),
             tuple(values[rank]),
@@ -130,7 +112,7 @@ def make_plan(
         )
         for rank in range(len(described))
     ]
-    return SavePlan(shares, described, consolidation)
+    return SavePlan(rank_plans, described, consolidation)
 
 
 def _targets(
@@ -154,8 +136,8 @@ def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:
     """
     known: dict[Key, tuple[int, int]] = {}
     diverged: dict[Key, list[int]] = {}
-    for rank, (share, each) in enumerate(zip(plan.shares, digests, strict=True)):
-        for position, digest in zip(share.compared, each, strict=True):
+    for rank, (rank_plan, each) in enumerate(zip(plan.rank_plans, digests, strict=True)):
+        for position, digest in zip(rank_plan.compared, each, strict=True):
             key = plan.described[rank].items[position].key
             first, expected = known.setdefault(key, (rank, digest))
             if digest != expected:
@@ -169,53 +151,6 @@ def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:
             + OWN_STATE_ADVICE,
             path=names[0],
         )
-
-
-def encode_dcp_metadata(plan: SavePlan, places: Sequence[Sequence[tuple[int, int]]]) -> bytes:
-    """The content of DCP's ``.metadata``.
-
-    Args:
-        plan: Who wrote what.
-        places: By rank, where in its data file it has put its items and then its values: offset and length.
-    """
-    stored: dict[Key, _StorageInfo] = {}
-    state: dict[str, Any] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    for rank, (share, each) in enumerate(zip(plan.shares, places, strict=True)):
-        infos = [_StorageInfo(data_file_name(rank), offset, length) for offset, length in each]
-        described = plan.described[rank]
-        for position, info in zip(share.items, infos, strict=False):
-            stored[described.items[position].key] = info
-        for position, info in zip(share.values, infos[len(share.items) :], strict=True):
-            name = described.values[position].name
-            state[name] = BytesStorageMetadata()
-            storage[MetadataIndex(name)] = info
-    chunks: dict[str, dict[tuple[int, ...], WriteItem]] = {}
-    for described in plan.described:
-        for item in described.items:
-            for name in item.names:
-                chunks.setdefault(name, {}).setdefault(item.offset, item)
-    for name, by_offset in chunks.items():
-        first = next(iter(by_offset.values()))
-        boxes = []
-        for offset, item in sorted(by_offset.items()):
-            size = torch.Size(offset)
-            storage[MetadataIndex(name, size)] = stored[item.key]
-            boxes.append(ChunkStorageMetadata(size, torch.Size(item.shape)))
-        state[name] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=DTYPES_BY_NAME[first.dtype]),
-            size=torch.Size(first.global_shape),
-            chunks=boxes,
-        )
-    metadata = Metadata(
-        state_dict_metadata=state,
-        planner_data={name: path for each in plan.described for name, path in each.paths.items()},
-        storage_data=storage,
-        version=CURRENT_DCP_VERSION,
-    )
-    buffer = io.BytesIO()
-    pickle.dump(metadata, buffer)
-    return buffer.getvalue()
 
 
 def _item(described: Sequence[Described], holder: tuple[int, int]) -> WriteItem:
@@ -232,7 +167,7 @@ def _check_same(first: WriteItem, other: WriteItem, rank: int, other_rank: int) 
 
 
 def _check_coverage(described: Sequence[Described]) -> None:
-    """Every element of every tensor has to be there, or DCP would load what nobody wrote."""
+    """Every element of every tensor has to be there, or DCP would load what was not written."""
     found: dict[str, dict[tuple[int, ...], WriteItem]] = {}
     for item in _named_items(described):
         found.setdefault(item.names[0], {})[item.offset] = item

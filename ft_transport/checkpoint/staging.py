@@ -1,0 +1,169 @@
+"""A state is copied before training goes on; the copy becomes snapshot files on the store's own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from ft_transport.errors import CheckpointError, SnapshotError
+from ft_transport.state.snapshot import PendingSnapshot, Snapshot
+from ft_transport.state.stager import Stager
+from ft_transport.transfer.server import SnapshotLease
+from ft_transport.wire.chunks import CHUNK_BYTES
+from ft_transport.wire.served import MemoryFile
+
+State: TypeAlias = Mapping[str, object] | Callable[[], Mapping[str, object]]
+"""A state, or a function that returns it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotFile:
+    """A snapshot as the writer needs it: ``num_bytes`` of a memory file, from ``start`` on, are a safetensors file."""
+
+    descriptor: int
+    start: int
+    num_bytes: int
+
+
+class StagedState:
+    """The parts of one save, in order. Made by a `StateStager`; the methods belong to the store's thread.
+
+    Attributes:
+        local_keys: Top-level keys of the part that this rank has for itself.
+    """
+
+    def __init__(self) -> None:
+        self.local_keys: tuple[str, ...] = ()
+        self._parts: list[PendingSnapshot | Callable[[], SnapshotLease]] = []
+        self._failure: Exception | None = None
+        self._files: list[SnapshotFile] | None = None
+        self._snapshots: list[Snapshot] = []
+        self._leases: list[SnapshotLease] = []
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """What goes wrong inside is raised by `files`, where the other ranks can be told of it."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+
+    def add(self, part: PendingSnapshot | Callable[[], SnapshotLease]) -> None:
+        """Adds a copy, or a snapshot that is served; a function that returns one is called by `files`."""
+        self._parts.append(part)
+
+    def check(self) -> None:
+        """Raises what went wrong, if it is the state itself, which no later save could copy either.
+
+        Raises:
+            SnapshotError: The state has something in it that cannot be saved; the path names it.
+            CheckpointError: The state is no dict.
+        """
+        error = self._failure
+        is_of_state = isinstance(error, SnapshotError) and error.path is not None
+        if error is not None and (is_of_state or isinstance(error, CheckpointError)):
+            raise error
+
+    def files(self) -> list[SnapshotFile]:
+        """The snapshots, by part; finished by the first call.
+
+        Raises:
+            Exception: Something could not be copied; every call raises the same.
+        """
+        if self._files is None and self._failure is None:
+            with self.noting_failure():
+                self._files = [self._finished(part) for part in self._parts]
+        if self._failure is not None:
+            raise self._failure
+        return self._files or []
+
+    def release(self) -> None:
+        """Gives all memory back."""
+        for part in self._parts:
+            if isinstance(part, PendingSnapshot):
+                part.abandon()
+        for snapshot in self._snapshots:
+            snapshot.close()
+        for lease in self._leases:
+            lease.release()
+        # An error of a save keeps the frames that it came through, and with them this object.
+        self._failure = None
+        for held in (self._parts, self._snapshots, self._leases):
+            held.clear()
+
+    def _finished(self, part: PendingSnapshot | Callable[[], SnapshotLease]) -> SnapshotFile:
+        if isinstance(part, PendingSnapshot):
+            snapshot = part.finish()
+            self._snapshots.append(snapshot)
+            memory = snapshot.memory
+            assert isinstance(memory, MemoryFile), "nothing of it is shared"
+            return SnapshotFile(descriptor=memory.descriptor, start=memory.start, num_bytes=snapshot.total_bytes)
+        lease = part()
+        self._leases.append(lease)
+        return SnapshotFile(descriptor=lease.descriptor, start=lease.start, num_bytes=lease.num_bytes)
+
+
+class StateStager:
+    """Copies states in two parts: what all ranks share, and what each has for itself. Belongs to the training thread.
+
+    Args:
+        num_threads: That copy.
+
+    Attributes:
+        rank_local: Top-level keys of the state whose values each rank has for itself.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self.rank_local: tuple[str, ...] = ()
+        self._shared: Final = _make_stager(num_threads)
+        self._local: Final = _make_stager(num_threads)
+
+    def prefault(self, state: Mapping[str, object]) -> None:
+        """Makes the memory for what all ranks share of a state ready in the background."""
+        self._shared.prefault(self._split(state)[0])
+
+    def stage(self, step: int, state: State, local: State | None) -> StagedState:
+        """Copies a state; what goes wrong is raised by `StagedState`."""
+        staged = StagedState()
+        with staged.noting_failure():
+            shared, own = self._split(_called(state))
+            own.update(_called(local) if local is not None else {})
+            staged.add(self._shared.begin(step, shared))
+            self._stage_local(staged, step, own)
+        return staged
+
+    def stage_leased(self, step: int, lease: Callable[[], SnapshotLease], local: State | None) -> StagedState:
+        """Copies only what this rank has for itself; ``lease`` is called by `StagedState.files`."""
+        staged = StagedState()
+        staged.add(lease)
+        with staged.noting_failure():
+            self._stage_local(staged, step, _called(local) if local is not None else {})
+        return staged
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self._shared.close()
+        self._local.close()
+
+    def _stage_local(self, staged: StagedState, step: int, state: Mapping[str, object]) -> None:
+        if state:
+            staged.local_keys = tuple(state)
+            staged.add(self._local.begin(step, dict(state)))
+
+    def _split(self, state: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+        """What all ranks share, and what each has for itself."""
+        shared = {key: value for key, value in state.items() if key not in self.rank_local}
+        return shared, {key: state[key] for key in self.rank_local if key in state}
+
+
+def _make_stager(num_threads: int) -> Stager:
+    return Stager(max_snapshots=1, num_threads=num_threads, chunk_bytes=CHUNK_BYTES, is_digested=False)
+
+
+def _called(state: State) -> Mapping[str, object]:
+    value = state() if callable(state) else state
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"expected a dict as state, got {type(value).__name__}")
+    return value
