@@ -54,7 +54,7 @@ def rendezvous(
     while missing and not store.get(
         [keys[other] for other in missing],
         deadline.cap(_PROBE_AFTER),
-        patience=max(_PROBE_AFTER, deadline.cap(timeout)),
+        answer_timeout=max(_PROBE_AFTER, deadline.cap(timeout)),
     ):
         unset = store.missing([keys[other] for other in missing], deadline.cap(timeout))
         missing = [other for other in missing if keys[other] in unset]

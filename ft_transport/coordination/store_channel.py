@@ -140,7 +140,7 @@ class StoreChannel:
         timeout: timedelta,
         *,
         unless: Sequence[str] = (),
-        patience: timedelta = timedelta(0),
+        answer_timeout: timedelta = timedelta(0),
     ) -> list[bytes] | None:
         """Waits until all keys are set. Returns their values, or ``None`` if they are not.
 
@@ -148,7 +148,7 @@ class StoreChannel:
             keys: What to wait for; at least one.
             timeout: For the keys to be set; `AT_ONCE` to look once.
             unless: If one of these is set, nothing is waited for.
-            patience: For the store to answer, where that is longer: a busy machine may need more than a short timeout.
+            answer_timeout: For the store to answer, where that is longer: a busy machine may need more than a short timeout.
         """
         deadline = Deadline.after(timeout)
         pacing = Pacing()
@@ -159,7 +159,7 @@ class StoreChannel:
             return [] if any(store.check([key]) for key in unless) else None
 
         while True:
-            found = self.call(look, max(patience, deadline.cap(timeout)))
+            found = self.call(look, max(answer_timeout, deadline.cap(timeout)))
             if found is not None or deadline.is_over():
                 return found or None
             pacing.pause(deadline.cap(timeout).total_seconds())

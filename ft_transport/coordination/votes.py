@@ -245,7 +245,7 @@ def _error(failure: Failure, rank: int, phase: str, others: Sequence[int], step:
             rebuilt.rank = rank
         return rebuilt
     failed = RankFailedError(
-        f"{where} failed in {phase!r}: {failure.kind}: {_said(failure)}",
+        f"{where} failed in {phase!r}: {failure.kind}: {_message_of(failure)}",
         rank=rank,
         phase=phase,
         cause_type=failure.kind,
@@ -293,7 +293,7 @@ def _as_raised(failure: Failure) -> Exception | None:
     return OSError(failure.errno, failure.message, *arguments)
 
 
-def _said(failure: Failure) -> str:
+def _message_of(failure: Failure) -> str:
     """What the exception says."""
     raised = _as_raised(failure)
     return str(raised) if failure.errno is not None and raised is not None else failure.message

@@ -417,7 +417,7 @@ class SnapshotScheduler:
     def _begin(self, run: _Run, optimizers: Sequence[Optimizer], timeout: timedelta, *, may_share: bool = True) -> None:
         section: Section | None = None
         try:
-            # Inside the caller's own write section nothing may be left for later: the section ends when he says.
+            # Inside the caller's own write section nothing may be left for later: that section may end any time.
             if not self._lock.write_owned():
                 section = self._lock.acquire_read(f"snapshot of step {run.step}", timeout, detached=True)
             unfinished = [

@@ -47,7 +47,7 @@ class OptimizerAttachment:
     def remove(self) -> None:
         """Detach all optimizers; a second call does nothing. Not to be called while one of them steps.
 
-        Whoever reads at that moment relies on them being attached, so this waits for him.
+        A reader at that moment relies on them being attached, so this waits for the reader.
 
         Raises:
             LockTimeoutError: Others held the lock until the deadline; the optimizers stay attached.

@@ -60,7 +60,7 @@ def test_a_counter_counts_every_rank(channel: StoreChannel) -> None:
 def test_a_wait_ends_when_all_keys_are_set(channel: StoreChannel) -> None:
     def come() -> list[bytes] | None:
         channel.set("one", "1", LONG)
-        assert channel.get(["one", "two"], BRIEF, patience=LONG) is None
+        assert channel.get(["one", "two"], BRIEF, answer_timeout=LONG) is None
         channel.set("two", "2", LONG)
         return None
 
