@@ -148,7 +148,8 @@ class StoreChannel:
             keys: What to wait for; at least one.
             timeout: For the keys to be set; `AT_ONCE` to look once.
             unless: If one of these is set, nothing is waited for.
-            answer_timeout: For the store to answer, where that is longer: a busy machine may need more than a short timeout.
+            answer_timeout: For the store to answer, where that is longer: a busy machine may need more than a short
+            timeout.
         """
         deadline = Deadline.after(timeout)
         pacing = Pacing()
