@@ -21,8 +21,8 @@ from manager.collectives.reconfigurable import Reconfigurable
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig, TorchftKeywords, named_arguments
 from manager.errors import ManagerError, ReportedError
 from manager.quorum.loop import QuorumLoop
-from manager.quorum.spans import spanned
 from manager.quorum.stall_watch import StallWatch
+from manager.quorum.telemetry import spanned
 from manager.state.ownership import ends_what_it_owns
 from manager.state_manager import StateManager
 

@@ -20,8 +20,7 @@ from manager.recovery.replica import Replica
 from manager.recovery.values import PeerOptions, Recovery
 from manager.snapshots.state_snapshots import StateSnapshots
 from manager.state.optimizer_guard import OptimizerAttachment
-from manager.state.ownership import Unclosed, ends_what_it_owns
-from manager.state.reentrancy import interrupts_own_call
+from manager.state.ownership import Unclosed, ends_what_it_owns, interrupts_own_call
 from manager.state.registry import Scope
 from manager.state.replica_state import ReplicaState, checked_step
 

@@ -24,7 +24,7 @@ import torch
 from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, digests_of
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import CheckpointDamagedError
-from ft_transport.wire.integrity import digest
+from ft_transport.wire.chunks import digest
 from ft_transport.wire.slices import Slice
 from ft_transport.wire.strided import Memory, copy_out, put
 

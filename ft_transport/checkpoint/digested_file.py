@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, file_entry
-from ft_transport.wire.integrity import Hasher, digest
+from ft_transport.wire.chunks import Hasher, digest
 
 Buffer: TypeAlias = bytes | memoryview
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from ft_transport.errors import CheckpointDamagedError
-from ft_transport.wire.integrity import digest
+from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import Manifest, decode_digests, decode_header, encode_digests
 from ft_transport.wire.nodes import Count
 

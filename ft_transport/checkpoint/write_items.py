@@ -21,7 +21,7 @@ from ft_transport.errors import CheckpointError
 from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, name_of
 from ft_transport.state.placements import MeshResolver
 from ft_transport.state.unflatten import Unflattener
-from ft_transport.wire.integrity import Hasher, digest
+from ft_transport.wire.chunks import Hasher, digest
 from ft_transport.wire.layouts import Region, region_of, shape_of
 from ft_transport.wire.manifest import ITEM_BITS, Manifest
 from ft_transport.wire.nodes import (

@@ -14,8 +14,8 @@ from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import Destination, FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.wire.chunk_work import ChunkWork
+from ft_transport.wire.chunks import Hasher
 from ft_transport.wire.fetch import FetchMachine, Request
-from ft_transport.wire.integrity import Hasher
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import full_path
 

@@ -9,7 +9,7 @@ from typing import Final
 from ft_transport.errors import PeerProtocolError, PeerUnreachableError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import Destination
-from ft_transport.wire.integrity import DIGEST_HEX_DIGITS, Hasher
+from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, Hasher
 from ft_transport.wire.manifest import Manifest, decode_digests
 from ft_transport.wire.routes import digests_path
 

@@ -13,9 +13,8 @@ from ft_transport.errors import IntegrityError, PeerProtocolError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import Destination, FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.wire.chunks import CHUNK_BYTES
+from ft_transport.wire.chunks import CHUNK_BYTES, Hasher
 from ft_transport.wire.fetch import FetchMachine, Request
-from ft_transport.wire.integrity import Hasher
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.read_work import FrameOfReads, ReadWork
 from ft_transport.wire.reshard import Planner, Wanted

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ft_transport.errors import SnapshotError
-from ft_transport.wire.integrity import Hasher
+from ft_transport.wire.chunks import Hasher
 from ft_transport.wire.served import MemoryFile, ServedMemory
 from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, SliceFrame
 from ft_transport.wire.strided import copy_out

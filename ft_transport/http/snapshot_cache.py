@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
-from ft_transport.wire.integrity import digest
+from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import LATEST, StepSelector
 from ft_transport.wire.served import ServedMemory

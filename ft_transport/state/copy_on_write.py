@@ -25,8 +25,7 @@ from ft_transport.errors import SnapshotError
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.state.arena import Arena
 from ft_transport.state.copying import Column, HostCopier, HostCopies
-from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.integrity import Hasher
+from ft_transport.wire.chunks import ChunkTable, Hasher
 from ft_transport.wire.manifest import encode_digests
 
 logger = logging.getLogger(__name__)

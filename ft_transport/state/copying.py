@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from ft_transport.errors import SnapshotError
 from ft_transport.runtime.handler_safety import SafeExecutor
-from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.integrity import digest
+from ft_transport.wire.chunks import ChunkTable, digest
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -9,7 +9,7 @@ import torch
 
 from ft_transport.state.dtypes import carrier_of
 from ft_transport.state.flatten import flatten
-from ft_transport.wire.integrity import Hasher
+from ft_transport.wire.chunks import Hasher
 
 
 def state_digest(state: object) -> int:

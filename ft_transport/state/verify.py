@@ -18,7 +18,7 @@ from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.dtypes import carrier_of
 from ft_transport.state.flatten import flatten
-from ft_transport.wire.integrity import Hasher
+from ft_transport.wire.chunks import Hasher
 from ft_transport.wire.layouts import Layout
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import MappingNode

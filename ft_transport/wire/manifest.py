@@ -18,8 +18,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from ft_transport.errors import ManifestError
-from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.integrity import DIGEST_HEX_DIGITS
+from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, ChunkTable
 from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, check
 from ft_transport.wire.nodes import Count, Dimensions, Node
 

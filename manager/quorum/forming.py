@@ -13,14 +13,14 @@ from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.config import ManagerConfig
 from manager.errors import QuorumError, StatesDivergedError
-from manager.quorum import events
+from manager.quorum import telemetry
 from manager.quorum.comparison import StateComparison
 from manager.quorum.decision import NO_WHOLE_STATE, Decision, DoesNotFit, Heals, StandsBy, UpToDate
 from manager.quorum.group_ranks import Exchange
 from manager.quorum.round import Participant, QuorumRequest, QuorumRound
-from manager.quorum.spans import span, spanned
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.structure_watch import StructureWatch
+from manager.quorum.telemetry import span, spanned
 from manager.recovery.healing import Healer
 from manager.recovery.replica import Replica
 from manager.snapshots.state_snapshots import StateSnapshots
@@ -254,7 +254,7 @@ class QuorumFormer:
             participant.report_error(error)
             return
         if seconds:
-            participant.record(events.QUORUMS, "a new quorum", decision, step=decision.step)
+            participant.record(telemetry.QUORUMS, "a new quorum", decision, step=decision.step)
             logger.info(
                 "%s: process group %s of %s set up in %.1f ms",
                 participant.name,

@@ -22,16 +22,16 @@ from manager.collectives.managed_work import ManagedWork, forget_frames, wait_al
 from manager.collectives.reconfigurable import Reconfigurable
 from manager.config import ManagerConfig
 from manager.errors import CommitFailedError, ManagerError, QuorumTimeoutError, ReportedError
-from manager.quorum import events
+from manager.quorum import telemetry
 from manager.quorum.comparison import StateComparison
 from manager.quorum.decision import Decision, Rules, commit_refusals, next_lineage
 from manager.quorum.forming import QuorumFormer
 from manager.quorum.group_ranks import Exchange
 from manager.quorum.membership import Membership
 from manager.quorum.round import Participant, QuorumRequest, QuorumRound, format_error
-from manager.quorum.spans import span
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.structure_watch import StructureWatch
+from manager.quorum.telemetry import span
 from manager.recovery.healing import Healer
 from manager.recovery.replica import Replica
 from manager.state.guard_marks import warn_of_unguarded
@@ -196,7 +196,7 @@ class QuorumLoop(StateObserver):
             refusals = self._agree(refusals, deadline)
         current.is_voted = True
         participant.record(
-            events.COMMITS, "a step is over", current.decision, step=state.step, commit_result=not refusals
+            telemetry.COMMITS, "a step is over", current.decision, step=state.step, commit_result=not refusals
         )
         if refusals:
             self._refuse_commit(current, refusals)

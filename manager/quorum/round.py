@@ -12,7 +12,7 @@ from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeFuture
 from manager.collectives.managed_work import ManagedWork
 from manager.errors import ReportedError
-from manager.quorum import events
+from manager.quorum import telemetry
 from manager.quorum.decision import Decision, Rules, next_lineage
 from manager.quorum.membership import Membership, group_number
 from manager.state.replica_state import ReplicaState
@@ -112,11 +112,11 @@ class Participant:
             current.error = ReportedError(error)
         logger.warning("%s: this step will not be committed: %s", self.name, format_error(error))
         self.membership.abort()
-        self.record(events.ERRORS, "a step will not be committed", current.decision, error=format_error(error))
+        self.record(telemetry.ERRORS, "a step will not be committed", current.decision, error=format_error(error))
 
     def record(self, log: logging.Logger, what: str, decision: Decision | None, **fields: int | bool | str) -> None:
         """Write a structured log record, as torchft does."""
-        events.record(
+        telemetry.record(
             log,
             what,
             replica_id=self.membership.replica_id,

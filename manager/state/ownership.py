@@ -8,15 +8,22 @@ from __future__ import annotations
 import _thread
 import functools
 import logging
+import sys
+import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeAlias
+from types import FrameType
+from typing import Any, Final, ParamSpec, TypeAlias
 
 P = ParamSpec("P")
 SnapshotRequest: TypeAlias = Callable[[int | None], int | None]
 """``SnapshotScheduler.request``."""
 
 logger = logging.getLogger(__name__)
+
+_OURS: Final = ("manager.", "ft_transport.")
+_PROGRAMS: Final = ("manager.demo",)
+"""Programs of ours that call the packages as a user does."""
 
 
 def ends_what_it_owns(constructor: Callable[P, None]) -> Callable[P, None]:
@@ -81,6 +88,23 @@ def weak_request(method: SnapshotRequest) -> SnapshotRequest:
         return 0 if step is None else None
 
     return request
+
+
+def interrupts_own_call() -> bool:
+    """Whether the caller of the calling function runs on top of code of these packages.
+
+    A handler runs on the main thread, wherever that is at the moment. Locks that the interrupted code holds are free
+    only when the handler has returned: to wait for another thread that needs one of them would be a deadlock.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    frame: FrameType | None = sys._getframe(1).f_back
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(_OURS) and not name.startswith(_PROGRAMS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _end(name: str, closers: list[Callable[[], object]]) -> None:

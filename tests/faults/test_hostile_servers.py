@@ -24,8 +24,7 @@ from ft_transport import (
     StepNotServedError,
     TransportError,
 )
-from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.integrity import digest
+from ft_transport.wire.chunks import ChunkTable, digest
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.nodes import MappingNode, Node, TensorNode
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from ft_transport import register_encoding
 from ft_transport.state import encodings
 from ft_transport.wire import nodes
-from ft_transport.wire.integrity import digest
+from ft_transport.wire.chunks import digest
 from ft_transport.wire.layouts import Layout, Mesh, Placement
 
 _VERSIONS = (2,)

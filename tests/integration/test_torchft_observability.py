@@ -13,7 +13,7 @@ import torch
 from quorum_threads import lighthouse, make_manager, run_replicas
 from torchft_records import LOGGERS, fields, train
 
-from manager.quorum.spans import span
+from manager.quorum.telemetry import span
 
 pytest.importorskip("torchft")
 

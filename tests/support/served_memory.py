@@ -16,8 +16,7 @@ from ft_transport.http.server import SnapshotServer
 from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.snapshot_requests import FreshSnapshot
 from ft_transport.http.token import JobToken
-from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.integrity import digest
+from ft_transport.wire.chunks import ChunkTable, digest
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.nodes import MappingNode, TensorNode
 from ft_transport.wire.served import MemoryFile, ServedMemory

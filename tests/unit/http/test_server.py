@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 from served_memory import Answer, MemorySnapshot, Serving, serving
 
-from ft_transport.wire.integrity import digest
+from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import decode_header
 
 DATA = bytes(range(256)) * 40

@@ -11,7 +11,7 @@ import pytest
 from served_memory import MemorySnapshot, Serving, serving, until
 
 from ft_transport.errors import SnapshotError
-from ft_transport.wire.integrity import digest
+from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import encode_digests
 
 DATA = bytes(range(256)) * 400_000

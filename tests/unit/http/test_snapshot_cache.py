@@ -9,7 +9,7 @@ from served_memory import MemorySnapshot
 
 from ft_transport.errors import SnapshotLimitError
 from ft_transport.http.snapshot_cache import SnapshotCache
-from ft_transport.wire.integrity import digest
+from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import SnapshotId
 
 LEASE_S = 5.0

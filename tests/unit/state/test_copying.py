@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from ft_transport.state import copying
 from ft_transport.state.copying import HostCopier, HostCopies
-from ft_transport.wire.chunks import ChunkTable
-from ft_transport.wire.integrity import digest
+from ft_transport.wire.chunks import ChunkTable, digest
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from ft_transport.errors import SnapshotError, SnapshotLimitError, UnsupportedLe
 from ft_transport.state.dtypes import SAFETENSORS_NAMES
 from ft_transport.state.snapshot import PendingSnapshot
 from ft_transport.state.stager import Stager
-from ft_transport.wire.integrity import digest
+from ft_transport.wire.chunks import digest
 
 
 def _state() -> dict[str, Any]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_transport.wire.integrity import Hasher, digest
+from ft_transport.wire.chunks import Hasher, digest
 
 
 def test_the_digest_is_xxh3_64_as_published() -> None:
