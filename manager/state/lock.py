@@ -1,339 +1,332 @@
-"""The lock between the trainer, who changes the state, and those who copy it.
+"""The lock between the trainer, which changes the state, and the threads that copy it.
 
-Writers are preferred: the trainer waits for those who read already, and for nobody who comes after it. Every wait has
-a deadline, and its error names who held the lock. What makes the lock survive signal handlers that raise is told in
-`manager.state.lock_holds`. A handler may raise anywhere in here; what it must not do is use the same lock itself.
+A reader/writer lock of the library readerwriterlock keeps them apart. Added here are deadlines whose errors name the
+holders, nesting, ownership, release from any thread, preference for writers, and safety from signal handlers.
+
+A Python handler that raises can stop the main thread between any two calls, also inside the library, and would leave
+inner locks of the library taken for good. Four rules keep the lock whole:
+
+1. The record says who holds what, and is always right. It changes under the mutex only, by single operations of a dict,
+   which a handler cannot split. The mutex is C, so no handler runs between taking it and entering the block.
+2. The library's lock decides who may enter. It is asked under the mutex alone, and answers without waiting. While it
+   and the record change, ``_agrees`` is false. After a handler that raises it stays false, and the next thread under
+   the mutex makes a new library lock that holds what the record says. A handler may interrupt that, too.
+3. The record refers to a section weakly. A handler may raise in the first instruction of a release, before any ``try``.
+   The section's object is dropped then, and the next call, or the next slice of a wait, closes the section.
+4. A thread waits outside of the mutex and looks again in every slice: a wake-up that a handler prevents is no loss.
+
+A handler must not itself wait for the lock that it interrupts.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
-from typing import NoReturn
+from typing import Final, NoReturn
+
+from readerwriterlock.rwlock import Lockable, RWLockFair
 
 from manager.errors import Kind, LockHolder, LockNotHeldError, LockOrderError, LockTimeoutError
-from manager.state.lock_holds import HoldTable, Root, Token
 
-_DISALLOW = "disallow_state_dict_read"
+_logger = logging.getLogger(__name__)
 
-
-class _PerThread(threading.local):
-    root: Root | None = None
-    is_disallowing: bool = False
+# Long enough that waiting costs nothing, short enough that a missed wake-up goes unnoticed.
+_SLICE_S: Final = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class SectionMark:
-    """Which sections a thread had open at some moment; see `StateLock.mark`."""
+@dataclass(slots=True, eq=False)
+class _Hold:
+    """One acquisition of the library's lock, which the sections that a thread nests have in common."""
 
-    tokens: frozenset[object]
+    kind: Kind
+    handle: Lockable
 
 
-_NOTHING_OPEN = SectionMark(frozenset())
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """What the record knows of a section that is open, or that a thread waits for."""
+
+    section: weakref.ref[Section]
+    kind: Kind
+    what: str
+    is_detached: bool
+    # An identifier would not do: the system gives those of ended threads to new ones.
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+    hold: _Hold | None = None  # none while the thread waits
+    opened_s: float = 0.0
+    # Locked while the waiting thread has seen the latest change.
+    change: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Section:
-    """An open section of a `StateLock`. Keep it: a section whose object is dropped is closed by the lock.
+    """A section of a `StateLock`. Keep it while it is open: the lock closes a section whose object is dropped."""
 
-    Attributes:
-        kind: ``read`` or ``write``.
-        what: What it was opened for.
-    """
+    __slots__ = ("__weakref__", "_entry", "_lock", "_timeout")
 
-    __slots__ = ("__weakref__", "_lock", "_token", "kind", "what")
-
-    def __init__(self, lock: StateLock, kind: Kind, what: str) -> None:
+    def __init__(self, lock: StateLock, kind: Kind, what: str, timeout: timedelta | None, detached: bool) -> None:
         """For `StateLock` alone."""
         self._lock = lock
-        self.kind: Kind = kind
-        self.what = what
-        self._token: Token | None = None
-
-    def release(self) -> None:
-        """Release it, once, from any thread. Interrupted by an exception, it is released nevertheless.
-
-        Raises:
-            LockNotHeldError: It has been released already.
-        """
-        if self._token is None or not self._lock._holds.close(self._token):
-            raise LockNotHeldError(kind=self.kind, what=self.what)
+        self._timeout = timeout
+        self._entry = _Entry(weakref.ref(self), kind, what, detached)
 
     @property
     def is_open(self) -> bool:
         """Whether it still has to be released."""
-        return self._token is not None and self._token.is_open
+        return self._entry in self._lock._record
 
-
-class _SectionContext(AbstractContextManager[Section]):
-    """A class and no generator: between its ``__enter__`` and the body, no handler can run."""
-
-    __slots__ = ("_detached", "_kind", "_lock", "_section", "_timeout", "_what")
-
-    def __init__(self, lock: StateLock, kind: Kind, what: str, timeout: timedelta | None, detached: bool) -> None:
-        self._lock = lock
-        self._kind: Kind = kind
-        self._what = what
-        self._timeout = timeout
-        self._detached = detached
-        self._section: Section | None = None
+    def release(self) -> None:
+        """Release it, once, from any thread; raises `LockNotHeldError` if it has been released already."""
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Section:
-        section = self._section = self._lock._open(self._kind, self._what, self._timeout, self._detached)
-        if self._kind == "write":
-            self._lock._announce_change(section, False)
-        return section
+        return self._lock._open(self)
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        section = self._section
-        assert section is not None, "__exit__ without __enter__"
-        try:
-            section.release()
-        except LockNotHeldError:
-            # Next to the exception of the body, this one would only hide it.
-            if exc is None:
-                raise
-        except BaseException:
-            if section.is_open:
-                section.release()
-            raise
-        finally:
-            self._section = None
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
+        # Next to the exception of the body, another one would only hide it.
+        if not self._lock._close(self._entry) and exc is None:
+            raise LockNotHeldError(kind=self._entry.kind, what=self._entry.what)
 
 
 class StateLock:
     """A reader/writer lock, preferring writers, around the state of one replica.
 
     Every wait has a deadline. A thread nests freely in what it holds, except that it cannot write in its own read
-    section. All methods may be called from any thread. It can be neither copied nor pickled.
+    section. All methods may be called from any thread. It can be neither copied nor pickled. A forked child keeps the
+    sections of the thread that forked; those of threads that the child does not have are closed in it.
+
+    Methods that open a section take ``what`` it is for, which appears in the errors of threads that wait for it, and
+    the longest wait, the lock's own ``timeout`` by default. They raise `LockTimeoutError` if other threads hold the
+    lock until the deadline, `LockOrderError` if the calling thread holds what the section would wait for, and
+    ``ValueError`` if the timeout is negative. Nothing has changed then.
     """
 
     def __init__(self, *, timeout: timedelta, before_change: Callable[[bool], None] | None = None) -> None:
-        """Make a lock that nobody holds.
+        """Make a lock that no thread holds.
 
         Args:
             timeout: Deadline of every wait that names none of its own.
             before_change: Called on the writing thread whenever a write section has been opened, a nested one
                 included, before the writer goes on; with whether an optimizer's step is all that it is for. If it
                 raises, the section is closed again.
-
-        Raises:
-            ValueError: The timeout is negative.
         """
         self._timeout_s = _seconds(timeout)
         self._before_change = before_change
-        self._per_thread = _PerThread()
-        # At most one entry: the section that `disallow` opened and `allow` will release.
-        self._disallowed: dict[Token, Section] = {}
-        self._holds = HoldTable(is_wait_useless=self._is_wait_useless)
+        # Reentrant: the collector may run a finalizer, which releases a section, in the midst of a release.
+        self._mutex = threading.RLock()
+        self._record: dict[_Entry, None] = {}
+        # No thread waits in it, so that the record alone can prefer writers; this one prefers neither.
+        self._library = RWLockFair()
+        self._agrees = True
+        # What `disallow` opened last; it is in force while the section is open.
+        self._disallowed: Section | None = None
+        _locks.add(self)
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Refuse to be copied or pickled."""
         raise TypeError(
             "a StateLock cannot be copied or pickled: a copy would guard nothing, as the threads that hold sections "
             "hold those of the original; make a new StateLock for the new state"
         )
 
-    # ------------------------------------------------------------------------------------------------ sections
-
     def acquire_write(self, what: str, timeout: timedelta | None = None, *, is_optimizer_step: bool = False) -> Section:
-        """Open a write section, which no other thread's section overlaps.
-
-        Args:
-            what: What for; appears in the errors of those who wait for it.
-            timeout: Longest wait; the lock's own by default.
-            is_optimizer_step: Passed on to ``before_change``.
-
-        Raises:
-            LockTimeoutError: Others held the lock until the deadline.
-            LockOrderError: This thread holds the lock for reading.
-            ValueError: The timeout is negative.
-        """
-        section = self._open("write", what, timeout, False)
-        self._announce_change(section, is_optimizer_step)
-        return section
+        """Open a write section, which no other thread's section overlaps; ``before_change`` hears what it is for."""
+        # In no variable: if a handler raises here, the section is dropped at once.
+        return self._open(Section(self, "write", what, timeout, False), is_optimizer_step=is_optimizer_step)
 
     def acquire_read(self, what: str, timeout: timedelta | None = None, *, detached: bool = False) -> Section:
         """Open a read section, which overlaps no other thread's write section.
 
-        Args:
-            what: What for; appears in the errors of those who wait for it.
-            timeout: Longest wait; the lock's own by default.
-            detached: The section belongs to no thread: another one will release it, and the calling thread waits
-                for it like any other when it wants to write.
-
-        Raises:
-            LockTimeoutError: Others held the lock until the deadline.
-            LockOrderError: A detached read was asked for in the thread's own write section.
-            ValueError: The timeout is negative.
+        A ``detached`` section belongs to no thread: another one will release it, and the calling thread waits for it
+        like any other when it wants to write. It cannot be opened in the thread's own write section.
         """
-        return self._open("read", what, timeout, detached)
+        return self._open(Section(self, "read", what, timeout, detached))
 
-    def write(self, what: str, timeout: timedelta | None = None) -> AbstractContextManager[Section]:
-        """Return a context manager, for one use, that does as `acquire_write`."""
-        return _SectionContext(self, "write", what, timeout, False)
+    def write(self, what: str, timeout: timedelta | None = None) -> Section:
+        """Return a section that ``with`` opens as `acquire_write` does, once, and releases."""
+        return Section(self, "write", what, timeout, False)
 
-    def read(
-        self, what: str, timeout: timedelta | None = None, *, detached: bool = False
-    ) -> AbstractContextManager[Section]:
-        """Return a context manager, for one use, that does as `acquire_read`."""
-        return _SectionContext(self, "read", what, timeout, detached)
-
-    # ------------------------------------------------------------------------------- as torchft's Manager does
+    def read(self, what: str, timeout: timedelta | None = None, *, detached: bool = False) -> Section:
+        """Return a section that ``with`` opens as `acquire_read` does, once, and releases."""
+        return Section(self, "read", what, timeout, detached)
 
     def disallow(self, timeout: timedelta | None = None) -> None:
-        """Keep readers out until `allow`, as a write section of the calling thread.
+        """Keep readers out until `allow`, as a write section of the calling thread; as torchft's Manager does.
 
-        Returns at once if they are kept out already, whoever asked for it; otherwise returns when the lock is
-        held. After an error nothing has changed.
-
-        Raises:
-            LockTimeoutError: Others held the lock until the deadline.
-            LockOrderError: This thread holds the lock for reading.
-            ValueError: The timeout is negative.
+        Returns at once if they are kept out already, whichever thread asked for it; otherwise when the lock is held.
         """
-        timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
-        deadline_s = time.monotonic() + timeout_s
-        while not self._disallowed:
-            section = self._open_until("write", _DISALLOW, timeout_s, deadline_s, detached=False, is_disallowing=True)
-            if section is not None and section._token is not None:
-                # torchft calls it around the steps of optimizers.
-                self._announce_change(section, True)
-                self._disallowed[section._token] = section
-                return
+        if self.is_read_allowed:
+            # torchft calls it around the steps of optimizers.
+            section = Section(self, "write", "disallow_state_dict_read", timeout, False)
+            self._open(section, is_optimizer_step=True, disallows=True)
 
     def allow(self) -> None:
         """Let readers in again, from any thread; nothing happens if they are not kept out."""
-        try:
-            _, section = self._disallowed.popitem()
-        except KeyError:
-            return
-        section.release()
+        if self._disallowed is not None:
+            self._close(self._disallowed._entry)
 
     @property
     def is_read_allowed(self) -> bool:
         """Whether no `disallow` is in force."""
-        return not self._disallowed
-
-    # ------------------------------------------------------------------------------------------- who holds what
+        return self._disallowed is None or not self._disallowed.is_open
 
     def holders(self) -> tuple[LockHolder, ...]:
-        """Return every open section of every thread, the oldest hold first."""
-        self._holds.close_abandoned()
-        return tuple(holder for root in list(self._holds.roots) for holder in _holders_of(root))
+        """Return every open section of every thread, the oldest first."""
+        self._close_dropped()
+        return _holders(list(self._record))
 
     def write_owned(self) -> bool:
         """Whether the calling thread holds the lock for writing."""
-        root = self._own_root()
-        return root is not None and root.kind == "write"
+        return self.write_depth() > 0
 
     def write_depth(self) -> int:
         """Return how many sections the calling thread has open in its write hold; 0 if it has none."""
-        root = self._own_root()
-        return len(root.sections) if root is not None and root.kind == "write" else 0
+        own = self._own()
+        return len(own) if own and own[0].hold is not None and own[0].hold.kind == "write" else 0
 
-    def mark(self) -> SectionMark:
+    def mark(self) -> frozenset[object]:
         """Remember what the calling thread has open, for `close_sections_opened_since`."""
-        root = self._own_root()
-        return _NOTHING_OPEN if root is None else SectionMark(frozenset(root.sections))
+        return frozenset(self._own())
 
-    def close_sections_opened_since(self, mark: SectionMark) -> None:
+    def close_sections_opened_since(self, mark: frozenset[object]) -> None:
         """Close what the calling thread has opened since the mark and not released; a `disallow` among it ends.
 
         Detached sections stay open, as they belong to no thread.
         """
-        root = self._own_root()
-        if root is None:
-            return
-        for token in list(root.sections):
-            if token not in mark.tokens and not token.detached:
-                # In this order, a disallow by another thread waits for the lock instead of relying on this one.
-                ended = self._disallowed.pop(token, None)
-                self._holds.close(token)
-                del ended
+        for entry in self._own():
+            if entry not in mark:
+                self._close(entry)
 
-    def _announce_change(self, section: Section, is_optimizer_step: bool) -> None:
-        if self._before_change is None:
-            return
+    def _open(self, section: Section, *, is_optimizer_step: bool = False, disallows: bool = False) -> Section:
+        timeout_s = self._timeout_s if section._timeout is None else _seconds(section._timeout)
+        entry = section._entry
+        entry.hold = None
+        start_s = time.monotonic()
         try:
-            self._before_change(is_optimizer_step)
+            while not self._try_open(entry):
+                if disallows and not self.is_read_allowed:
+                    self._close(entry)
+                    return section
+                waited_s = time.monotonic() - start_s
+                if waited_s >= timeout_s:
+                    wanted = f"{entry.kind} ({entry.what!r})"
+                    raise LockTimeoutError(wanted=wanted, waited_s=waited_s, holders=self.holders())
+                entry.change.acquire(True, min(_SLICE_S, timeout_s - waited_s))
+            if entry.kind == "write" and self._before_change is not None:
+                self._before_change(is_optimizer_step)
+            if disallows:
+                self._disallowed = section
         except BaseException:
-            if section.is_open:
-                section.release()
+            self._close(entry)
             raise
-
-    def _open(self, kind: Kind, what: str, timeout: timedelta | None, detached: bool) -> Section:
-        timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
-        deadline_s = time.monotonic() + timeout_s
-        section = self._open_until(kind, what, timeout_s, deadline_s, detached=detached, is_disallowing=False)
-        assert section is not None, "only a disallow gives up before its deadline"
         return section
 
-    def _open_until(
-        self, kind: Kind, what: str, timeout_s: float, deadline_s: float, *, detached: bool, is_disallowing: bool
-    ) -> Section | None:
-        self._holds.close_abandoned()
-        own = self._own_root()
-        if own is not None:
-            if own.kind == "read" and kind == "write":
-                raise LockOrderError(wanted=f"write ({what!r})", holders=_holders_of(own))
-            if own.kind == "write" and detached:
-                raise LockOrderError(wanted=f"open a detached read ({what!r})", holders=_holders_of(own))
-        section = Section(self, kind, what)
-        token = section._token = self._holds.new_token(section, kind, what, detached=detached)
+    def _try_open(self, entry: _Entry) -> bool:
+        self._close_dropped()
+        with self._mutex:
+            self._repair()
+            if own := self._own():
+                self._nest(entry, own)
+                return True
+            others = list(self._record)
+            self._record[entry] = None
+            if entry.kind == "read" and others and "write" in [other.kind for other in others if other.hold is None]:
+                return False
+            self._agrees = False
+            library = self._library
+            handle = _new_handle(library, entry.kind)
+            if handle.acquire(blocking=False):
+                entry.opened_s = time.monotonic()
+                entry.hold = _Hold(entry.kind, handle)
+            # A finalizer that released another section meanwhile may have replaced the library's lock.
+            self._agrees = library is self._library
+            return entry.hold is not None
+
+    def _nest(self, entry: _Entry, own: list[_Entry]) -> None:
+        hold = own[0].hold
+        assert hold is not None, "what a thread owns is open"
+        if hold.kind == "read" and entry.kind == "write":
+            raise LockOrderError(wanted=f"write ({entry.what!r})", holders=_holders(own))
+        if hold.kind == "write" and entry.is_detached:
+            raise LockOrderError(wanted=f"open a detached read ({entry.what!r})", holders=_holders(own))
+        entry.opened_s, entry.hold = time.monotonic(), hold
+        self._record[entry] = None
+
+    def _close(self, entry: _Entry) -> bool:
+        """Close a section, or end the wait for it; returns whether there was anything to close."""
         try:
-            if own is not None and self._holds.nest(own, token):
-                return section
-            self._per_thread.is_disallowing = is_disallowing
-            while not self._holds.acquire(token, deadline_s):
-                if is_disallowing and self._disallowed:
-                    return None
-                now_s = time.monotonic()
-                if now_s >= deadline_s:
-                    raise LockTimeoutError(
-                        wanted=f"{kind} ({what!r})", waited_s=timeout_s + now_s - deadline_s, holders=self.holders()
-                    )
-            if not detached:
-                self._per_thread.root = token.root
-            return section
+            return self._close_once(entry)
         except BaseException:
-            self._holds.close(token)
+            self._close_once(entry)
             raise
 
-    def _own_root(self) -> Root | None:
-        """Return what the calling thread holds, not counting what belongs to no thread."""
-        root = self._per_thread.root
-        if root is None or root not in self._holds.roots:
-            return None
-        if all(token.detached for token in list(root.sections)):
-            return None
-        return root
+    def _close_once(self, entry: _Entry) -> bool:
+        with self._mutex:
+            if entry not in self._record:
+                return False
+            self._repair()
+            self._agrees = False
+            del self._record[entry]
+            hold, is_shared = entry.hold, False
+            for other in list(self._record):
+                is_shared = is_shared or other.hold is hold
+                if other.hold is None and other.change.locked():
+                    other.change.release()
+            if hold is not None and not is_shared:
+                hold.handle.release()
+            self._agrees = True
+            return True
 
-    def _is_wait_useless(self) -> bool:
-        return self._per_thread.is_disallowing and bool(self._disallowed)
+    def _repair(self) -> None:
+        while not self._agrees:
+            library = self._library = RWLockFair()
+            for hold in {entry.hold for entry in list(self._record) if entry.hold is not None}:
+                hold.handle = _new_handle(library, hold.kind)
+                is_free = hold.handle.acquire(blocking=False)
+                assert is_free, "the record has no two holds that exclude each other"
+            self._agrees = library is self._library
+
+    def _close_dropped(self) -> None:
+        for entry in list(self._record):
+            if entry.section() is None and self._close(entry):
+                what = f"a {entry.kind} section ({entry.what!r}) opened by thread {entry.thread.name!r}"
+                _logger.warning("%s was dropped without a release; it is closed now", what)
+
+    def _own(self) -> list[_Entry]:
+        """Return the calling thread's open sections that belong to it."""
+        if not self._record:
+            return []
+        me = threading.current_thread()
+        return [e for e in list(self._record) if e.thread is me and e.hold is not None and not e.is_detached]
+
+    def _close_in_child(self) -> None:
+        # The thread that holds the mutex may be one that the child does not have.
+        self._mutex = threading.RLock()
+        self._record = dict.fromkeys(self._own())
+        self._agrees = False
 
 
-def _holders_of(root: Root) -> tuple[LockHolder, ...]:
+def _new_handle(library: RWLockFair, kind: Kind) -> Lockable:
+    return library.gen_wlock() if kind == "write" else library.gen_rlock()
+
+
+def _holders(entries: list[_Entry]) -> tuple[LockHolder, ...]:
     now_s = time.monotonic()
     return tuple(
         LockHolder(
-            kind=root.kind,
-            what=token.what,
-            thread_name=token.thread_name,
-            thread_id=token.thread_id,
-            age_s=max(0.0, now_s - token.opened_s),
+            kind=entry.hold.kind,
+            what=entry.what,
+            thread_name=entry.thread.name,
+            thread_id=entry.thread.ident or 0,
+            age_s=max(0.0, now_s - entry.opened_s),
         )
-        for token in list(root.sections)
+        for entry in sorted(entries, key=lambda entry: entry.opened_s)
+        if entry.hold is not None
     )
 
 
@@ -344,3 +337,12 @@ def _seconds(timeout: timedelta) -> float:
     if timeout_s < 0:
         raise ValueError(f"expected a timeout that is not negative, got {timeout}")
     return timeout_s
+
+
+def _close_in_child() -> None:
+    for lock in list(_locks):
+        lock._close_in_child()
+
+
+_locks: Final[weakref.WeakSet[StateLock]] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)

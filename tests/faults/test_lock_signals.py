@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
 
@@ -20,6 +24,7 @@ _ROUNDS = 2_000
 _DEADLINE_S = 90.0
 _SHORT = timedelta(seconds=5)
 _CALLED_BY_LOCK = ("readerwriterlock", "threading", "contextlib")
+_LOCK = ("manager.", "readerwriterlock")
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
 
@@ -184,6 +189,135 @@ def test_lock_is_whole_after_an_interruption_anywhere(
     assert lock.holders() == ()
     assert lock.is_read_allowed
     assert alarm.num_raised > _ROUNDS // 20
+
+
+def _give_up(lock: StateLock) -> None:
+    with lock.read("signalled", detached=True), suppress(LockTimeoutError):
+        lock.acquire_write("impatient", timedelta(milliseconds=1))
+
+
+def _close_since_mark(lock: StateLock) -> None:
+    mark = lock.mark()
+    lock.acquire_write("signalled", is_optimizer_step=True)
+    lock.close_sections_opened_since(mark)
+
+
+def _raise() -> None:
+    raise _InterruptedError
+
+
+class _Interruption:
+    """Raises at the n-th place within the lock where a handler could, and may be once more, m calls later.
+
+    Or does another thing, as a finalizer could.
+    """
+
+    def __init__(
+        self, first: int, second: int, *, act: Callable[[], None] = _raise, act_again: Callable[[], None] = _raise
+    ) -> None:
+        self._num_left = {"first": first, "second": second}
+        self._act = {"first": act, "second": act_again}
+        self.has_raised = {"first": False, "second": False}
+
+    def __enter__(self) -> _Interruption:
+        self._previous = sys.gettrace(), sys.getprofile()
+        sys.settrace(self._trace)
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        sys.setprofile(self._previous[1])
+        sys.settrace(self._previous[0])
+
+    def _profile(self, frame: FrameType, event: str, _argument: object) -> None:
+        # Handlers run at the beginning of functions and after calls into C.
+        if event in ("call", "c_return") and frame.f_globals["__name__"].startswith(_LOCK):
+            self._count("first")
+
+    def _trace(self, frame: FrameType, _event: str, _argument: object) -> None:
+        if self.has_raised["first"] and frame.f_globals["__name__"].startswith(_LOCK):
+            self._count("second")
+
+    def _count(self, which: str) -> None:
+        self._num_left[which] -= 1
+        if self._num_left[which] == 0:
+            self.has_raised[which] = True
+            self._act[which]()
+
+
+@pytest.mark.parametrize("operate", [_write, _read, _disallow_and_allow, _sections, _give_up, _close_since_mark])
+def test_lock_is_whole_after_one_or_two_interruptions_at_every_place(operate: Callable[[StateLock], None]) -> None:
+    num_places = 0
+    with ThreadPoolExecutor(1) as pool:
+        for first in itertools.count(1):
+            for second in range(25):
+                lock = StateLock(timeout=_SHORT)
+                with suppress(_InterruptedError), _Interruption(first, second) as interruption:
+                    operate(lock)
+                lock.allow()
+                pool.submit(lambda lock=lock: lock.acquire_write("check", timedelta(0)).release()).result()
+                assert lock.holders() == ()
+                assert lock.is_read_allowed
+                if second and not interruption.has_raised["second"]:
+                    break
+            if not interruption.has_raised["first"]:
+                break
+            num_places += 1
+    assert num_places > 20
+
+
+@pytest.mark.parametrize("is_interrupted_first", [False, True])
+def test_finalizer_may_release_another_section_at_every_place(is_interrupted_first: bool) -> None:
+    with ThreadPoolExecutor(1) as pool:
+
+        def can_write(lock: StateLock) -> bool:
+            try:
+                pool.submit(lambda: lock.acquire_write("check", timedelta(0)).release()).result(20)
+            except LockTimeoutError:
+                return False
+            return True
+
+        for first in itertools.count(1):
+            for second in range(1, 25 if is_interrupted_first else 2):
+                lock = StateLock(timeout=_SHORT)
+                kept, other = (lock.acquire_read(what, detached=True) for what in ("kept", "other"))
+                if is_interrupted_first:
+                    interruption = _Interruption(first, second, act_again=kept.release)
+                else:
+                    interruption = _Interruption(first, 0, act=kept.release)
+                with suppress(_InterruptedError), interruption:
+                    lock.acquire_read("first").release()
+                    lock.acquire_read("second").release()
+                    with lock.read("open"):
+                        assert not can_write(lock)
+                if kept.is_open:
+                    kept.release()
+                assert not can_write(lock)
+                other.release()
+                assert lock.holders() == ()
+                assert can_write(lock)
+                if not interruption.has_raised["second" if is_interrupted_first else "first"]:
+                    break
+            if not interruption.has_raised["first"]:
+                break
+
+
+def test_interrupted_section_is_closed_while_the_error_is_handled() -> None:
+    """Where a handler raises once: but in the first instruction of a release, which nothing can protect."""
+    unprotected = {"release", "__exit__", "_close"}
+    for first in itertools.count(1):
+        lock = StateLock(timeout=_SHORT)
+        interruption = _Interruption(first, 0)
+        try:
+            with interruption:
+                _sections(lock)
+                _write(lock)
+        except _InterruptedError as error:
+            where = [frame.name for frame in traceback.extract_tb(error.__traceback__) if "lock.py" in frame.filename]
+            if where[-1] not in unprotected:
+                assert lock.holders() == (), where
+        if not interruption.has_raised["first"]:
+            break
 
 
 def test_wait_is_interrupted_at_once_and_leaves_the_others_waiting(alarm: _Alarm) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import pickle
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +24,7 @@ from manager.errors import (
     RegistryError,
     StateTornError,
 )
+from manager.state import lock as lock_module
 from manager.state.lock import StateLock
 
 _SOON = timedelta(milliseconds=80)
@@ -225,6 +228,14 @@ def test_nesting_races_with_a_release_elsewhere(lock: StateLock) -> None:
 def test_error_in_the_body_releases(lock: StateLock) -> None:
     with pytest.raises(KeyboardInterrupt), lock.write("w"):
         raise KeyboardInterrupt
+
+    def release_and_fail() -> None:
+        with lock.write("released in the body") as section:
+            section.release()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        release_and_fail()
     assert _can_write(lock)
 
 
@@ -246,6 +257,70 @@ def test_timeouts_and_refusals_are_not_reported_as_dropped(lock: StateLock, capl
             _elsewhere(lambda: lock.acquire_write("x", timedelta(0)))
     assert lock.holders() == ()
     assert caplog.text == ""
+
+
+def test_releases_and_ended_waits_wake_who_waits(lock: StateLock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "_SLICE_S", 1000.0)
+    for acquire in (lock.acquire_read, lock.acquire_write):
+        held = lock.acquire_write("held")
+        waiting = [_in_thread(lambda acquire=acquire: acquire("waiting").release()) for _ in range(2)]
+        held.release()
+        for each in waiting:
+            each.result(_LONG_S)
+    held = lock.acquire_read("held", detached=True)
+    writer = _in_thread(lambda: lock.acquire_write("impatient", timedelta(milliseconds=500)))
+    while _can_read(lock):
+        pass
+    reader = _in_thread(lambda: lock.acquire_read("behind the writer").release())
+    reader.result(_LONG_S)
+    assert isinstance(writer.exception(_LONG_S), LockTimeoutError)
+    held.release()
+
+
+def _succeeds_in_child(function: Callable[[], object]) -> bool:
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            signal.alarm(int(_LONG_S))
+            status = 0 if function() else 1
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_child_keeps_the_sections_of_the_thread_that_forked_and_no_others(lock: StateLock) -> None:
+    sections = [_elsewhere(lambda: lock.acquire_read("elsewhere")), lock.acquire_read("copy", detached=True)]
+    own = lock.acquire_read("own")
+
+    def check() -> bool:
+        assert [holder.what for holder in lock.holders()] == ["own"]
+        assert not _can_write(lock)
+        own.release()
+        return _can_write(lock) and not any(section.is_open for section in sections)
+
+    assert _succeeds_in_child(check)
+    assert len(lock.holders()) == 3
+    for section in (own, *sections):
+        section.release()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_child_forked_in_the_midst_of_anything_has_a_free_lock(lock: StateLock) -> None:
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            lock.acquire_write("busy").release()
+
+    busy = _in_thread(work)
+    try:
+        for _ in range(20):
+            assert _succeeds_in_child(lambda: _can_write(lock) and _can_read(lock))
+    finally:
+        stop.set()
+    busy.result(_LONG_S)
 
 
 def test_disallow_and_allow_are_idempotent_and_for_any_thread(lock: StateLock) -> None:
@@ -282,23 +357,27 @@ def test_disallow_nests_in_a_write_section(lock: StateLock) -> None:
 
 
 def test_two_disallows_at_once_both_return_when_the_lock_is_held(lock: StateLock) -> None:
-    reader = lock.acquire_read("copy", detached=True)
-    started = threading.Barrier(3)
+    # Many times, so that both wait at some.
+    for _ in range(20):
+        reader = lock.acquire_read("copy", detached=True)
+        started = threading.Barrier(3)
 
-    def disallow() -> bool:
+        def disallow(started: threading.Barrier = started) -> bool:
+            started.wait(_LONG_S)
+            lock.disallow()
+            return _can_read(lock)
+
+        futures = [_in_thread(disallow) for _ in range(2)]
         started.wait(_LONG_S)
-        lock.disallow()
-        return _can_read(lock)
-
-    futures = [_in_thread(disallow) for _ in range(2)]
-    started.wait(_LONG_S)
-    assert not any(future.done() for future in futures)
-    assert lock.is_read_allowed
-    reader.release()
-    assert [future.result(_LONG_S) for future in futures] == [False, False]
-    assert len(lock.holders()) == 1
-    lock.allow()
-    assert _can_write(lock)
+        while _can_read(lock):
+            pass
+        assert not any(future.done() for future in futures)
+        assert lock.is_read_allowed
+        reader.release()
+        assert [future.result(_LONG_S) for future in futures] == [False, False]
+        assert len(lock.holders()) == 1
+        lock.allow()
+        assert _can_write(lock)
 
 
 def test_sections_since_a_mark_are_closed_and_no_others(lock: StateLock) -> None:
@@ -435,8 +514,10 @@ def test_a_writer_whose_announcement_fails_holds_nothing(open_section: Callable[
         raise MemoryError
 
     lock = StateLock(timeout=timedelta(seconds=_LONG_S), before_change=fail)
-    with pytest.raises(MemoryError):
+    # What is caught keeps the section from being dropped, which would close it, too.
+    with pytest.raises(MemoryError) as caught:
         open_section(lock)
     assert not lock.holders()
     assert lock.is_read_allowed
     assert _can_read(lock)
+    del caught
