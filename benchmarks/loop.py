@@ -90,7 +90,7 @@ def _run_size(size: _ModelSize, num_replicas: int, options: Options) -> Group:
 def _measure(plan: Plan, variant: ManagerVariant, num_replicas: int) -> tuple[list[StepTimes], float | None]:
     """Takes one sample, of the first of fresh replicas under a Lighthouse of their own; and the others' share."""
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(lighthouse(num_replicas))
+        address = stack.enter_context(lighthouse(num_replicas)) if variant.needs_lighthouse else ""
         children: list[Child] = []
         for number in range(num_replicas):
             child = Child(step_replica, variant, f"replica_{number}", address, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from rich.console import Console
@@ -22,7 +23,7 @@ def make_console() -> Console:
 
 def print_verdicts(console: Console, group: Group) -> None:
     """One row for each target; the notes only where one of them could not be measured."""
-    table = _table(group)
+    table = _table()
     for title in ("target", "measured", "single rounds", "limit", ""):
         table.add_column(title, justify="left" if title in ("target", "") else "right", no_wrap=title != "target")
     for verdict in group.verdicts:
@@ -30,15 +31,14 @@ def print_verdicts(console: Console, group: Group) -> None:
     captions = [_busy(group)]
     if not group.verdicts or any(verdict.figure is None for verdict in group.verdicts):
         captions += group.notes
-    table.caption = "\n".join(escape(caption) for caption in captions if caption)
-    console.print(table)
+    _print(console, group, table, captions)
 
 
 def print_figures(console: Console, group: Group) -> None:
     """Variants and quantities, the longer of the two as rows; each figure beside the ceiling and the best peer."""
     variants = {series.variant.name: series.variant for series in group.series}
     quantities = dict.fromkeys(series.quantity for series in group.series)
-    table = _table(group)
+    table = _table()
     table.add_column("")
     if len(variants) > len(quantities):
         for quantity in quantities:
@@ -51,15 +51,20 @@ def print_figures(console: Console, group: Group) -> None:
             table.add_column(escape(variant.name), justify="right", style=_STYLES[variant.role])
         for quantity in quantities:
             table.add_row(_title(quantity), *(_cell(group, variant, quantity) for variant in variants.values()))
-    table.caption = "\n".join(escape(note) for note in group.notes)
+    _print(console, group, table, group.notes)
+
+
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, header_style="dim")
+
+
+def _print(console: Console, group: Group, table: Table, captions: Sequence[str]) -> None:
+    console.print(f"[bold]{group.benchmark} · {escape(group.state)}[/]  {escape(group.title)}")
     console.print(table)
-
-
-def _table(group: Group) -> Table:
-    title = escape(f"{group.benchmark} · {group.state}  {group.title}")
-    return Table(
-        title=title, title_justify="left", caption_justify="left", box=None, pad_edge=False, header_style="dim"
-    )
+    for caption in captions:
+        if caption:
+            console.print(escape(caption), style="dim")
+    console.print()
 
 
 def _verdict_cells(verdict: Verdict) -> list[str]:

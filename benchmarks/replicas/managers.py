@@ -30,12 +30,14 @@ class ManagerVariant:
     Attributes:
         make: Makes it for a training: name of the replica and address of the Lighthouse follow.
         record: Has the parts of its healing noted.
+        needs_lighthouse: Whether its quorums come from one.
     """
 
     name: str
     role: Role
     make: Callable[[Training, str, str], Loop]
     record: Callable[[PartRecorder], None]
+    needs_lighthouse: bool = True
 
 
 class _NoManager:
@@ -115,4 +117,6 @@ def _record_nothing(_recorder: PartRecorder) -> None:
 
 OURS: Final = ManagerVariant(name="ft_transport", role="ours", make=_ours, record=record_ours)
 TORCHFT: Final = ManagerVariant(name="torchft", role="peer", make=_torchft, record=record_torchft)
-NO_MANAGER: Final = ManagerVariant(name="no manager", role="ceiling", make=_none, record=_record_nothing)
+NO_MANAGER: Final = ManagerVariant(
+    name="no manager", role="ceiling", make=_none, record=_record_nothing, needs_lighthouse=False
+)
