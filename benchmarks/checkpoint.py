@@ -12,32 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from benchmarks import savers
 from benchmarks.machine import file_system_of
 from benchmarks.options import Benchmark, Options, Size
 from benchmarks.processes import in_fresh_process
 from benchmarks.report import Group, Sample, Verdict, ratio
-from benchmarks.savers import (
-    BARE,
-    CLONE,
-    COPY,
-    DCP_LOAD,
-    DURABLE,
-    LOAD,
-    MEMMOVE,
-    OURS,
-    PAUSE,
-    PROCESSES,
-    THREADS,
-    TORCH_CLONE,
-    Job,
-    Outcome,
-    SaverVariant,
-    save,
-)
+from benchmarks.savers import BARE, CLONE, DURABLE, LOAD, OURS, PAUSE, PROCESSES, THREADS, Job, Outcome, SaverVariant
 from benchmarks.states import CHECKPOINT_STATE_NAMES, StateSpec
 
 _NUM_REPEATS: Final = 2
-_ORDER: Final = (OURS, CLONE, MEMMOVE, COPY, TORCH_CLONE, BARE, *THREADS, *PROCESSES, DCP_LOAD)
+_COPIES: Final = (savers.MEMMOVE, savers.COPY)
+_ORDER: Final = (OURS, CLONE, *_COPIES, savers.TORCH_CLONE, BARE, *THREADS, *PROCESSES, savers.DCP_LOAD)
 
 
 def run(options: Options) -> Iterator[Group]:
@@ -49,8 +34,8 @@ def run(options: Options) -> Iterator[Group]:
 def _run_state(spec: StateSpec, options: Options) -> Group:
     group = Group("checkpoint", spec.name, spec.title)
     failures: dict[SaverVariant, str] = {}
-    savers = tuple(saver for saver in (OURS, *THREADS, *PROCESSES) if options.is_full or saver.is_judged)
-    for round_number, saver in options.rounds(f"checkpoint {spec.name}", savers):
+    measured = tuple(saver for saver in (OURS, *THREADS, *PROCESSES) if options.is_full or saver.is_judged)
+    for round_number, saver in options.rounds(f"checkpoint {spec.name}", measured):
         if saver in failures:
             continue
         try:
@@ -82,7 +67,7 @@ def _save(saver: SaverVariant, spec: StateSpec, turn: int, directory: Path) -> O
     place = tempfile.mkdtemp(prefix=".checkpoint-benchmark-", dir=directory)
     job = Job(variant=saver, spec=spec, directory=Path(place), num_repeats=_NUM_REPEATS, turn=turn)
     try:
-        return in_fresh_process(save, job)
+        return in_fresh_process(savers.save, job)
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
@@ -90,7 +75,7 @@ def _save(saver: SaverVariant, spec: StateSpec, turn: int, directory: Path) -> O
 def judge(group: Group) -> list[Verdict]:
     """The targets: the pause against a clone, the write against a bare one, many tensors against DCP."""
     pause, durable = group.find(OURS, PAUSE), group.find(OURS, DURABLE)
-    copy = group.best((MEMMOVE, COPY), PAUSE)
+    copy = group.best(_COPIES, PAUSE)
     return [
         Verdict.at_most("save() holds the trainer / the transport's clone", group.ratio(OURS, CLONE, PAUSE), 1.2),
         Verdict.at_most("save() holds the trainer / copy into warm memory", ratio(pause, copy), 1.2),
@@ -101,7 +86,7 @@ def judge(group: Group) -> list[Verdict]:
             )
             for name, variants in (("thread", THREADS), ("process", PROCESSES))
         ),
-        Verdict.at_least("time to load, DCP / ours", group.ratio(DCP_LOAD, OURS, LOAD), 1.0),
+        Verdict.at_least("time to load, DCP / ours", group.ratio(savers.DCP_LOAD, OURS, LOAD), 1.0),
     ]
 
 
