@@ -97,7 +97,9 @@ def _cell(group: Group, variant: Variant, quantity: Quantity) -> str:
 
 
 def _beside(group: Group, series: Series) -> list[str]:
-    """The ratio of ours to the ceiling and to the best peer, of a peer to the ceiling."""
+    """The ratio of ours to the ceiling and to the best peer, of a peer to the ceiling; of rates and times only."""
+    if not series.quantity.unit.endswith("s"):
+        return []
     roles: tuple[Role, ...] = {"ours": ("ceiling", "peer"), "peer": ("ceiling",)}.get(series.variant.role, ())  # type: ignore[assignment]
     found = [(role, ratio(series, group.best_of(role, series.quantity))) for role in roles]
     return [f"\n{figure.value:.2f} of {role}" for role, figure in found if figure is not None]
