@@ -3,46 +3,65 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from functools import partial
+from typing import Final
 
 import torch
 
-from benchmarks import peers
+from benchmarks import transports
 from benchmarks.ceilings import MemoryCopy
-from benchmarks.machine import Watch, is_busy, return_free_memory
-from benchmarks.options import Benchmark, Options, Size, turns
-from benchmarks.report import Group, Phase, Role, Sample, Verdict
+from benchmarks.machine import Watch, return_free_memory
+from benchmarks.options import Benchmark, Options, Size
+from benchmarks.report import Group, Named, Quantity, Role, Verdict, ratio
 from benchmarks.states import STATE_NAMES, State, StateSpec, build_source, num_bytes_of, tensors_of
-from ft_transport import HTTPTransport, SnapshotInProgress, TransportSettings
 
 _WARM_PER_ROUND: Final = 2
+_THREADS: Final = torch.get_num_threads()
+COLD: Final = Quantity("new arena", "GB/s")
+WARM: Final = Quantity("warm", "GB/s")
+_SEND: Final = Quantity("send_checkpoint", "ms")
+OURS: Final = Named("ft_transport, under the lock", "ours")
+_PUBLISH: Final = Named("ft_transport, digests and header", "other")
+_WHOLE: Final = Named("ft_transport, the whole snapshot", "other")
+_COPIES: Final = (
+    Named(f"Tensor.copy_ into warm memory, {_THREADS} threads", "ceiling"),
+    Named(f"memmove into warm memory, {_THREADS} threads", "ceiling"),
+)
+_FRESH: Final = Named("Tensor.clone() into fresh memory", "other")
+_TORCHFT: Final = Named("torchft HTTPTransport.send_checkpoint", "other")
 
-RATE: Final = "GB/s"
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Clock:
-    """Times one action and puts it in the group."""
+@dataclass(slots=True, kw_only=True)
+class _Cloning:
+    """What is cloned, and where the figures go."""
 
     group: Group
-    num_bytes: int
-    round_number: int
+    state: State
+    plain: MemoryCopy
+    is_full: bool
+    round_number: int = 0
 
-    def measure(self, action: Callable[[], T], key: str, label: str, role: Role, phase: Phase = "warm") -> T:
-        watch = Watch([os.getpid()])
-        watch.start()
-        started_s = time.perf_counter()
-        outcome = action()
-        seconds = time.perf_counter() - started_s
-        share = watch.stop()
-        rate = Sample(self.round_number, self.num_bytes / seconds / 1e9, is_busy(share), share)
-        self.group.add(key, rate, label=label, role=role, phase=phase, unit=RATE)
-        return outcome
+    def add(self, variant: Named, quantity: Quantity, action: Callable[[], object]) -> Watch:
+        with Watch([os.getpid()]) as watch:
+            action()
+        self.add_seconds(variant, quantity, watch, watch.seconds)
+        return watch
+
+    def add_seconds(self, variant: Named, quantity: Quantity, watch: Watch, seconds: float) -> None:
+        value = num_bytes_of(self.state) / seconds / 1e9 if quantity.is_rate else seconds * 1e3
+        self.group.add(variant, quantity, watch.sample(self.round_number, value))
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What is measured in one turn of a round."""
+
+    name: str
+    role: Role
+    measure: Callable[[_Cloning], None]
+    is_judged: bool = True
 
 
 def run(options: Options) -> Iterator[Group]:
@@ -54,105 +73,80 @@ def run(options: Options) -> Iterator[Group]:
 def _run_state(spec: StateSpec, options: Options) -> Group:
     state = build_source(spec)
     tensors = list(tensors_of(state))
-    num_bytes = num_bytes_of(state)
-    group = Group("clone", spec.name, f"{spec.title}, {num_bytes / 1e9:.2f} GB, {len(tensors)} tensors")
+    group = Group("clone", spec.name, f"{spec.title}, {num_bytes_of(state) / 1e9:.2f} GB, {len(tensors)} tensors")
     plain = MemoryCopy(tensors)
+    cloning = _Cloning(group=group, state=state, plain=plain, is_full=options.is_full)
     try:
-        measured: tuple[Callable[[_Clock], None], ...] = (
-            lambda clock: _measure_ours(clock, state, is_full=options.is_full),
-            lambda clock: _measure_plain(clock, plain),
-        )
-        if options.is_full:
-            measured += (
-                lambda clock: _measure_fresh(clock, tensors),
-                lambda clock: _measure_torchft(clock, state),
-            )
-        for round_number, measure in turns(measured, options.num_samples):
-            options.settle()
-            measure(_Clock(group, num_bytes, round_number))
-            options.say(f"clone {spec.name} {round_number + 1}/{options.num_samples}")
+        measured = tuple(turn for turn in _TURNS if options.is_full or turn.is_judged)
+        for cloning.round_number, turn in options.rounds(f"clone {spec.name}", measured):
+            turn.measure(cloning)
     finally:
         plain.close()
-    torchft = group.find("torchft", "warm", "ms")
-    if torchft is not None:
-        group.notes.append(
-            f"torchft's HTTPTransport.send_checkpoint takes {torchft.summary.median:.2f} ms, because it copies no CPU "
-            "tensor: it serves the live ones, and so states torn between steps"
-        )
-    elif options.is_full:
-        group.notes.append("torchft is not installed, so its row is missing")
     group.notes.append("under the lock: flatten and copy; digests and header follow without it")
+    if options.is_full and not transports.torchft_is_installed():
+        group.notes.append(transports.NO_TORCHFT)
+    elif options.is_full:
+        group.notes.append("torchft copies no CPU tensor: it serves the live ones, and so states torn between steps")
+    group.sort([OURS, _PUBLISH, _WHOLE, *_COPIES, _FRESH, _TORCHFT])
     group.verdicts = judge(group)
     return group
 
 
-def _measure_ours(clock: _Clock, state: State, *, is_full: bool) -> None:
+def _measure_ours(cloning: _Cloning) -> None:
     """One snapshot into an arena that has to be made, and some into the same arena."""
-    transport: HTTPTransport[State] = HTTPTransport(
-        settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1", max_snapshots=1)
-    )
+    transport = transports.our_transport(max_snapshots=1)
     try:
-        for index in range(1 + _WARM_PER_ROUND):
-            phase: Phase = "warm" if index else "cold"
-            began_s = time.perf_counter()
-            snapshot = clock.measure(
-                lambda: _clone(transport, state), "ours_lock", "ft_transport, under the lock", "ours", phase
-            )
-            if not is_full:
+        for quantity in (COLD, *[WARM] * _WARM_PER_ROUND):
+            with Watch([os.getpid()]) as watch:
+                snapshot = transports.clone(transport, cloning.state)
+            cloning.add_seconds(OURS, quantity, watch, watch.seconds)
+            if cloning.is_full:
+                publishing = cloning.add(_PUBLISH, quantity, snapshot.publish)
+                cloning.add_seconds(_WHOLE, quantity, watch, watch.seconds + publishing.seconds)
+            else:
                 snapshot.abandon()
-                continue
-            clock.measure(snapshot.publish, "ours_publish", "ft_transport, digests and header", "other", phase)
-            seconds = time.perf_counter() - began_s
-            whole = Sample(clock.round_number, clock.num_bytes / seconds / 1e9)
-            label = "ft_transport, the whole snapshot"
-            clock.group.add("ours_whole", whole, label=label, role="other", phase=phase, unit=RATE)
     finally:
         transport.shutdown()
 
 
-def _clone(transport: HTTPTransport[State], state: State) -> SnapshotInProgress:
-    """What ``HTTPTransport.send_checkpoint`` does under the read lock."""
-    snapshot = transport.begin_snapshot(peers.STEP, state)
-    snapshot.copy_deferred()
-    return snapshot
-
-
-def _measure_plain(clock: _Clock, plain: MemoryCopy) -> None:
-    num_threads = torch.get_num_threads()
+def _measure_copies(cloning: _Cloning) -> None:
     for _ in range(_WARM_PER_ROUND):
-        clock.measure(plain.torch_copy, "copy", f"Tensor.copy_ into warm memory, {num_threads} threads", "ceiling")
-        clock.measure(plain.memmove, "memmove", f"memmove into warm memory, {num_threads} threads", "ceiling")
+        for variant, action in zip(_COPIES, (cloning.plain.torch_copy, cloning.plain.memmove), strict=True):
+            cloning.add(variant, WARM, action)
 
 
-def _measure_fresh(clock: _Clock, tensors: Sequence[torch.Tensor]) -> None:
-    def clone_all() -> list[torch.Tensor]:
-        return [tensor.clone() for tensor in tensors]
-
+def _measure_fresh(cloning: _Cloning) -> None:
+    tensors = list(tensors_of(cloning.state))
     # Memory that the allocator kept from the last time would be warm.
     return_free_memory()
-    clock.measure(clone_all, "torch_clone", "Tensor.clone() into fresh memory", "other", "cold")
+    with Watch([os.getpid()]) as watch:
+        clones = [tensor.clone() for tensor in tensors]
+    del clones
+    cloning.add_seconds(_FRESH, COLD, watch, watch.seconds)
 
 
-def _measure_torchft(clock: _Clock, state: State) -> None:
-    if not peers.torchft_is_installed():
-        return
-    transport = peers.torchft_http_transport(0)
-    try:
-        started_s = time.perf_counter()
-        transport.send_checkpoint([1], peers.STEP, state, peers.TIMEOUT)
-        milliseconds = (time.perf_counter() - started_s) * 1e3
-    finally:
-        transport.shutdown()
-    label = "torchft HTTPTransport.send_checkpoint"
-    sample = Sample(clock.round_number, milliseconds)
-    clock.group.add("torchft", sample, label=label, role="other", phase="warm", unit="ms")
+def _measure_torchft(cloning: _Cloning) -> None:
+    if transports.torchft_is_installed():
+        transport = transports.torchft_http_transport(0)
+        try:
+            send = partial(transport.send_checkpoint, [1], transports.STEP, cloning.state, transports.TIMEOUT)
+            cloning.add(_TORCHFT, _SEND, send)
+        finally:
+            transport.shutdown()
+
+
+_TURNS: Final = (
+    _Turn("ft_transport", "ours", _measure_ours),
+    _Turn("memory copies", "ceiling", _measure_copies),
+    _Turn("fresh memory", "other", _measure_fresh, is_judged=False),
+    _Turn("torchft", "other", _measure_torchft, is_judged=False),
+)
 
 
 def judge(group: Group) -> list[Verdict]:
     """The target of a clone."""
-    ours = group.find("ours_lock", "warm", RATE)
-    ceiling = group.best("ceiling", "warm", RATE)
-    return [Verdict.at_least("warm clone under the lock / memory copy", group.ratio(ours, ceiling), 0.8)]
+    figure = ratio(group.find(OURS, WARM), group.best_of("ceiling", WARM))
+    return [Verdict.at_least("warm clone under the lock / memory copy", figure, 0.8)]
 
 
 BENCHMARK: Final = Benchmark(name="clone", run=run, states=STATE_NAMES, default=Size(scale=1.0, num_samples=5))

@@ -1,32 +1,106 @@
 """Fetch: a state moves to a fresh process over loopback, by us, by torchft, and by a bare loop.
 
-All senders live in this process, which sleeps while a receiver runs. Rounds go through all variants, beginning with
-another one each time, so that what the machine does meanwhile befalls all of them alike. A verdict needs a receiver's
-first fetch only; a full run repeats it, which shows it with everything warm.
+All senders live in this process, which sleeps while a receiver runs. A verdict needs a receiver's first fetch only, as
+a recovering replica makes it; a full run repeats it, which shows it with everything warm.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
-from benchmarks import fetch_variants as variants
-from benchmarks import peers
-from benchmarks.fetch_variants import Address, FetchVariant, Receiver, Sender
-from benchmarks.machine import is_busy
-from benchmarks.options import Benchmark, Options, Size, turns
-from benchmarks.receiver import Fetched, receive
-from benchmarks.replicas.processes import Child
-from benchmarks.report import Group, Phase, Sample, Series, Verdict
-from benchmarks.states import STATE_NAMES, State, StateSpec, build_source, digest_of, num_bytes_of
+from benchmarks import transports
+from benchmarks.ceilings import NUM_CONNECTIONS
+from benchmarks.machine import PeakMemory, Watch, back_free_memory, busy_interpreter
+from benchmarks.options import Benchmark, Options, Size
+from benchmarks.processes import in_fresh_process
+from benchmarks.report import Group, Quantity, Role, Sample, Verdict, ratio
+from benchmarks.states import STATE_NAMES, StateSpec, build_source, digest_of, num_bytes_of
+from benchmarks.transports import Address, Fetch, Receiver, Serve, prepare_ours, serve_ours
 
 _NUM_FULL_FETCHES: Final = 3
+_SETTLE_S: Final = 0.2
+"""A sender that takes part in the fetch is given this long to be ready."""
+COLD: Final = Quantity("first fetch", "GB/s")
+WARM: Final = Quantity("later fetches", "GB/s")
+MEMORY: Final = Quantity("peak memory", "MB")
 
-RATE: Final = "GB/s"
-MEMORY: Final = "MB"
+
+@dataclass(frozen=True, slots=True)
+class FetchVariant:
+    """One way to move the state.
+
+    Attributes:
+        serve: Serves the state; variants with the same one share a sender.
+        prepare: In the receiver: all that comes before a fetch.
+        fresh_times: How much memory a receiver touches for the first time while it fetches, in sizes of the state.
+        is_sender_busy: Whether another thread of the sender's process keeps Python busy, as a training loop may.
+        is_judged: Whether a verdict needs it.
+    """
+
+    name: str
+    role: Role
+    serve: Serve
+    prepare: Callable[[Receiver], Fetch]
+    fresh_times: float = 0.0
+    is_sender_busy: bool = False
+    is_judged: bool = True
+
+
+_CONNECTIONS: Final = f"{NUM_CONNECTIONS} connections"
+_HTTP: Final = "torchft HTTPTransport, fresh memory, num_chunks"
+_BUSY: Final = ", sender's Python busy"
+
+VERIFIED: Final = FetchVariant(f"ft_transport, in place, {_CONNECTIONS}, verified", "ours", serve_ours, prepare_ours)
+UNVERIFIED: Final = replace(
+    VERIFIED, name=f"ft_transport, in place, {_CONNECTIONS}, unverified", prepare=partial(prepare_ours, verify=False)
+)
+FRESH: Final = replace(
+    VERIFIED,
+    name=f"ft_transport, fresh memory, {_CONNECTIONS}, verified",
+    prepare=partial(prepare_ours, in_place=False),
+    fresh_times=1.25,
+)
+BUSY: Final = replace(VERIFIED, name=VERIFIED.name + _BUSY, is_sender_busy=True)
+HTTP_0: Final = FetchVariant(
+    f"{_HTTP}=0", "peer", transports.serve_torchft_http, transports.prepare_torchft_http, fresh_times=2.0
+)
+HTTP_8: Final = replace(
+    HTTP_0,
+    name=f"{_HTTP}=8",
+    serve=partial(transports.serve_torchft_http, num_chunks=8),
+    prepare=partial(transports.prepare_torchft_http, num_chunks=8),
+)
+HTTP_BUSY: Final = replace(HTTP_0, name=HTTP_0.name + _BUSY, is_sender_busy=True)
+GLOO: Final = FetchVariant(
+    "torchft PGTransport, in place, gloo", "peer", transports.serve_torchft_gloo, transports.prepare_torchft_gloo
+)
+BARE: Final = FetchVariant(
+    f"bare sendfile → recv_into, {_CONNECTIONS}", "ceiling", transports.serve_bare, transports.prepare_bare
+)
+BARE_FRESH: Final = replace(
+    BARE,
+    name=f"{BARE.name}, fresh memory",
+    prepare=transports.prepare_bare_fresh,
+    fresh_times=1.0,
+    is_judged=False,
+)
+VARIANTS: Final = (VERIFIED, UNVERIFIED, FRESH, BUSY, HTTP_0, HTTP_8, HTTP_BUSY, GLOO, BARE, BARE_FRESH)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """What one fetch was."""
+
+    seconds: float
+    others_share: float | None
+    peak_bytes: int | None
+    digest: str | None
 
 
 def run(options: Options) -> Iterator[Group]:
@@ -37,138 +111,87 @@ def run(options: Options) -> Iterator[Group]:
 
 def _run_state(spec: StateSpec, options: Options) -> Group:
     state = build_source(spec)
-    num_bytes = num_bytes_of(state)
-    digest = digest_of(state)
+    num_bytes, digest = num_bytes_of(state), digest_of(state)
     group = Group("fetch", spec.name, f"{spec.title}, {num_bytes / 1e9:.2f} GB over loopback, fresh receivers")
     measured = measured_variants(spec.name, is_full=options.is_full)
-    if not peers.torchft_is_installed():
-        group.notes.append("torchft is not installed, so its rows are missing")
+    if not transports.torchft_is_installed():
+        group.notes.append(transports.NO_TORCHFT)
     with contextlib.ExitStack() as stack:
-        addresses = _Addresses(state, num_bytes, stack)
-        for round_number, variant in turns(measured, options.num_samples):
-            options.settle()
+        addresses: dict[Serve, Address] = {}
+        for round_number, variant in options.rounds(f"fetch {spec.name}", measured):
+            if variant.serve not in addresses:
+                addresses[variant.serve] = variant.serve(state, num_bytes, stack)
             num_fetches = _NUM_FULL_FETCHES if options.is_full and not variant.is_sender_busy else 1
-            address = addresses.of(variant.sender)(num_fetches)
-            receiver = Receiver(spec=spec, num_bytes=num_bytes, address=address)
-            with _busy_interpreter() if variant.is_sender_busy else contextlib.nullcontext():
-                fetched = _receive(variant, receiver, num_fetches)
-            _check(variant, fetched, digest)
-            _take_note(group, variant, round_number, num_bytes, fetched)
-            rate = num_bytes / fetched[0].seconds / 1e9
-            options.say(f"fetch {spec.name} {round_number + 1}/{options.num_samples} {variant.label}: {rate:.2f} GB/s")
-    order = [variant.key for variant in measured]
-    group.series.sort(key=lambda series: order.index(series.key))
+            receiver = Receiver(spec=spec, num_bytes=num_bytes, address=addresses[variant.serve](num_fetches))
+            with busy_interpreter() if variant.is_sender_busy else contextlib.nullcontext():
+                fetched = in_fresh_process(_receive, variant, receiver, num_fetches, os.getpid())
+            for index, fetch in enumerate(fetched):
+                if fetch.digest not in (None, digest):  # A transfer that loses bytes is no faster one.
+                    raise RuntimeError(f"{variant.name!r} delivered another state than was sent")
+                rate = Sample(round_number, num_bytes / fetch.seconds / 1e9, fetch.others_share)
+                group.add(variant, WARM if index else COLD, rate)
+            if fetched[0].peak_bytes is not None:
+                memory = Sample(round_number, fetched[0].peak_bytes / 1e6, fetched[0].others_share)
+                group.add(variant, MEMORY, memory)
+    group.sort(measured)
     group.verdicts = judge(group)
     return group
 
 
 def measured_variants(state: str, *, is_full: bool) -> tuple[FetchVariant, ...]:
-    """What is measured of all variants."""
+    """The variants that are measured with a state."""
     return tuple(
         variant
-        for variant in variants.VARIANTS
-        if (is_full or variant.is_judged) and (variant.role != "peer" or peers.torchft_is_installed())
+        for variant in VARIANTS
+        if (is_full or variant.is_judged) and (variant.role != "peer" or transports.torchft_is_installed())
         # torchft sends so many tensors from a busy interpreter for minutes.
         if state != "small" or not variant.is_sender_busy
     )
 
 
-class _Addresses:
-    """Starts each sender when it is first needed; ``stack`` ends them."""
-
-    def __init__(self, state: State, num_bytes: int, stack: contextlib.ExitStack) -> None:
-        self._state = state
-        self._num_bytes = num_bytes
-        self._stack = stack
-        self._started: dict[Sender, Address] = {}
-
-    def of(self, sender: Sender) -> Address:
-        if sender not in self._started:
-            self._started[sender] = sender(self._state, self._num_bytes, self._stack)
-        return self._started[sender]
-
-
-@contextlib.contextmanager
-def _busy_interpreter() -> Iterator[None]:
-    """A thread that computes in Python and never waits."""
-    stopping = threading.Event()
-
-    def compute() -> None:
-        number = 0
-        while not stopping.is_set():
-            for _ in range(1000):
-                number = (number * 5 + 1) % 1009
-
-    thread = threading.Thread(target=compute, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopping.set()
-        thread.join()
-
-
-def _receive(variant: FetchVariant, receiver: Receiver, num_fetches: int) -> list[Fetched]:
-    """Runs one fresh receiver and returns what it measured."""
-    child = Child(receive, variant.key, receiver, num_fetches, os.getpid())
-    try:
-        return child.receive()  # type: ignore[no-any-return]
-    finally:
-        child.close()
-
-
-def _check(variant: FetchVariant, fetched: list[Fetched], digest: str) -> None:
-    """A transfer that loses bytes is no faster one."""
-    for fetch in fetched:
-        if fetch.digest not in (None, digest):
-            raise RuntimeError(f"{variant.label!r} delivered another state than was sent")
-
-
-def _take_note(group: Group, variant: FetchVariant, round_number: int, num_bytes: int, fetched: list[Fetched]) -> None:
-    for index, fetch in enumerate(fetched):
-        busy, share = is_busy(fetch.others_share), fetch.others_share
-        rate = Sample(round_number, num_bytes / fetch.seconds / 1e9, busy, share)
-        phase: Phase = "warm" if index else "cold"
-        group.add(variant.key, rate, label=variant.label, role=variant.role, phase=phase, unit=RATE)
-        if not index and fetch.peak_bytes is not None:
-            memory = Sample(round_number, fetch.peak_bytes / 1e6, busy, share)
-            group.add(variant.key, memory, label=variant.label, role=variant.role, phase=phase, unit=MEMORY)
+def _receive(variant: FetchVariant, receiver: Receiver, num_fetches: int, sender_id: int) -> list[Fetched]:
+    """In the receiver's process. Imports, its own memory and the transport come before anything is measured."""
+    fetch = variant.prepare(receiver)
+    fetched = []
+    for _ in range(num_fetches):
+        time.sleep(_SETTLE_S)
+        back_free_memory(int(variant.fresh_times * receiver.num_bytes))
+        memory = PeakMemory.start()
+        with Watch([os.getpid(), sender_id]) as watch:
+            state = fetch()
+        fetched.append(
+            Fetched(
+                seconds=watch.seconds,
+                others_share=watch.others_share,
+                peak_bytes=memory.growth_bytes() if memory is not None else None,
+                digest=digest_of(state) if state is not None else None,
+            )
+        )
+        del state
+    return fetched
 
 
 def judge(group: Group) -> list[Verdict]:
-    """The targets of a cold fetch. With many small tensors, all that is asked towards peers is to be no slower."""
+    """The targets of a first fetch. With many small tensors, all that is asked towards peers is to be no slower."""
     is_small = group.state == "small"
-
-    def cold(variant: FetchVariant) -> Series | None:
-        return group.find(variant.key, "cold", RATE)
-
-    verified, unverified, fresh = cold(variants.VERIFIED), cold(variants.UNVERIFIED), cold(variants.FRESH)
-    bare, process_group = cold(variants.BARE), cold(variants.PROCESS_GROUP)
-    http = group.best("peer", "cold", RATE, [variants.HTTP_0.key, variants.HTTP_8.key])
-    memory = group.find(variants.VERIFIED.key, "cold", MEMORY)
-    to_process_group, to_http, fresh_to_http = (1.0, 1.0, 1.0) if is_small else (1.25, 2.0, 1.5)
-    verdicts = [
-        Verdict.at_least("in place, verified / socket ceiling", group.ratio(verified, bare), 0.75),
-        Verdict.at_least("in place, unverified / socket ceiling", group.ratio(unverified, bare), 0.9),
-        Verdict.at_least(
-            "in place, verified / torchft PGTransport in place", group.ratio(verified, process_group), to_process_group
-        ),
-        Verdict.at_least(
-            "in place, verified / torchft HTTPTransport at its best", group.ratio(verified, http), to_http
-        ),
-        Verdict.at_least("fresh memory / torchft HTTPTransport at its best", group.ratio(fresh, http), fresh_to_http),
-        Verdict(
-            "peak memory above the receiver's own tensors, in place",
-            memory.summary.high if memory is not None else None,
-            64.0,
-            "at most",
-            MEMORY,
-        ),
+    to_gloo, to_http, fresh_to_http = (1.0, 1.0, 1.0) if is_small else (1.25, 2.0, 1.5)
+    verified, fresh = group.find(VERIFIED, COLD), group.find(FRESH, COLD)
+    http = group.best((HTTP_0, HTTP_8), COLD)
+    memory = group.figure(VERIFIED, MEMORY)
+    highest = replace(memory, value=memory.high) if memory is not None else None
+    targets = [
+        ("in place, verified / socket ceiling", group.ratio(VERIFIED, BARE, COLD), 0.75),
+        ("in place, unverified / socket ceiling", group.ratio(UNVERIFIED, BARE, COLD), 0.9),
+        ("in place, verified / torchft PGTransport in place", group.ratio(VERIFIED, GLOO, COLD), to_gloo),
+        ("in place, verified / torchft HTTPTransport at its best", ratio(verified, http), to_http),
+        ("fresh memory / torchft HTTPTransport at its best", ratio(fresh, http), fresh_to_http),
     ]
     if not is_small:
-        busy = group.ratio(cold(variants.BUSY), cold(variants.HTTP_BUSY))
-        verdicts.append(Verdict.at_least("sender's Python busy: ours / torchft HTTPTransport", busy, 1.0))
-    return verdicts
+        targets.append(("sender's Python busy: ours / torchft HTTPTransport", group.ratio(BUSY, HTTP_BUSY, COLD), 1.0))
+    return [
+        *(Verdict.at_least(*target) for target in targets),
+        Verdict.at_most("peak memory above the receiver's own tensors, in place", highest, 64.0),
+    ]
 
 
 BENCHMARK: Final = Benchmark(name="fetch", run=run, states=STATE_NAMES, default=Size(scale=0.5, num_samples=3))

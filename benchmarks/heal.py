@@ -12,18 +12,17 @@ import statistics
 from collections.abc import Iterator
 from typing import Final
 
-from benchmarks import peers
-from benchmarks.machine import Watch, is_busy
-from benchmarks.options import Benchmark, Options, Size, turns
+from benchmarks.machine import Watch
+from benchmarks.options import Benchmark, Options, Size
+from benchmarks.processes import Child
 from benchmarks.replicas.healing import Report, Step, join, train
 from benchmarks.replicas.lighthouse import lighthouse
 from benchmarks.replicas.managers import OURS, TORCHFT, ManagerVariant
-from benchmarks.replicas.processes import Child
 from benchmarks.replicas.training import Model
-from benchmarks.report import Group, Sample, Verdict
+from benchmarks.report import Group, Quantity, Verdict
+from benchmarks.transports import torchft_is_installed
 
-MS: Final = "ms"
-HEALED: Final = "quorum to first commit"
+HEALED: Final = Quantity("quorum to first commit", "ms")
 _LIMIT: Final = 0.9
 _VARIANTS: Final = (OURS, TORCHFT)
 _NUM_TENSORS: Final = 16
@@ -38,7 +37,7 @@ _NUM_STEPS_AFTER: Final = 1
 
 def run(options: Options) -> Iterator[Group]:
     """Measures one state after the other. In a full run the replica that trains makes more steps alone."""
-    if not peers.torchft_is_installed():
+    if not torchft_is_installed():
         group = Group("heal", "replica", "a replica joins")
         group.notes.append("it needs the Lighthouse of torchft, which is not installed")
         yield group
@@ -46,9 +45,7 @@ def run(options: Options) -> Iterator[Group]:
     for name in options.states:
         model = _model(name, options.scale)
         group = Group("heal", name, f"a replica of {model.state_bytes / 1e6:.0f} MB joins, {_TITLES[name]}")
-        for round_number, variant in turns(_VARIANTS, options.num_samples):
-            options.settle()
-            options.say(f"heal {name} {round_number + 1}/{options.num_samples} {variant.label}")
+        for round_number, variant in options.rounds(f"heal {name}", _VARIANTS):
             _measure(group, model, variant, round_number, num_steps_before=_NUM_STEPS_BEFORE[options.is_full])
         group.verdicts = [judge(group)]
         group.notes.append("ours compares every bit of the loaded state with the source's, and torchft does not")
@@ -73,34 +70,31 @@ def _measure(group: Group, model: Model, variant: ManagerVariant, round_number: 
     """Takes one sample."""
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(lighthouse(1))
-        training = Child(train, variant.key, model, address, num_steps_before)
+        training = Child(train, variant, model, address, num_steps_before)
         stack.callback(training.close)
-        joining = Child(join, variant.key, model, address, _NUM_STEPS_AFTER)
+        joining = Child(join, variant, model, address, _NUM_STEPS_AFTER)
         stack.callback(joining.close)
-        watch = Watch([os.getpid(), training.process_id, joining.process_id])
         joining.receive()
-        for answer in ("fill", "go", "stays"):
+        for answer in ("fill", "go"):
             training.receive()
-            if answer != "stays":
-                training.say(answer)
+            training.say(answer)
+        training.receive()
         joining.say("fill")
         joining.receive()
-        watch.start()
-        joining.say("go")
-        joined: Report = joining.receive()
-        training.say("stop")
-        trained: Report = training.receive()
-        share = watch.stop()
-    for label, seconds in quantities(trained, joined).items():
-        sample = Sample(round_number, seconds * 1e3, is_busy(share), share)
-        group.add(f"{variant.key}, {label}", sample, label=label, role=variant.role, phase="warm", unit=MS)
+        with Watch([os.getpid(), training.process_id, joining.process_id]) as watch:
+            joining.say("go")
+            joined: Report = joining.receive()
+            training.say("stop")
+            trained: Report = training.receive()
+    for name, seconds in quantities(trained, joined).items():
+        group.add(variant, Quantity(name, "ms"), watch.sample(round_number, seconds * 1e3))
 
 
 def quantities(trained: Report, joined: Report) -> dict[str, float]:
     """What took how long, in seconds."""
     first = joined.committed[0]
     quorum_s = first_common_quorum(trained, joined)
-    found = {HEALED: first.ended_s - quorum_s}
+    found = {HEALED.name: first.ended_s - quorum_s}
     parts = [part for part in joined.parts if quorum_s <= part.ended_s and part.began_s <= first.ended_s]
     if parts:
         found["of it: before the first part"] = max(0.0, min(part.began_s for part in parts) - quorum_s)
@@ -129,8 +123,7 @@ def first_common_quorum(trained: Report, joined: Report) -> float:
 
 def judge(group: Group) -> Verdict:
     """The target."""
-    ours, theirs = (group.find(f"{variant.key}, {HEALED}", "warm", MS) for variant in _VARIANTS)
-    return Verdict.at_most(f"{HEALED}: ours / torchft", Group.ratio(ours, theirs), _LIMIT)
+    return Verdict.at_most(f"{HEALED.name}: ours / torchft", group.ratio(OURS, TORCHFT, HEALED), _LIMIT)
 
 
 BENCHMARK: Final = Benchmark(name="heal", run=run, states=tuple(_TITLES), default=Size(scale=1.0, num_samples=3))

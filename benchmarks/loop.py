@@ -14,22 +14,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks import peers
-from benchmarks.machine import Watch, is_busy
-from benchmarks.options import Benchmark, Options, Size, turns
+from benchmarks.machine import Watch
+from benchmarks.options import Benchmark, Options, Size
+from benchmarks.processes import Child
 from benchmarks.replicas.lighthouse import lighthouse
 from benchmarks.replicas.managers import NO_MANAGER, OURS, TORCHFT, ManagerVariant
-from benchmarks.replicas.processes import Child
-from benchmarks.replicas.stepping import Plan, StepTimes, step_replica
+from benchmarks.replicas.steps import Plan, StepTimes, step_replica
 from benchmarks.replicas.training import Model
-from benchmarks.report import Group, Sample, Series, Verdict
+from benchmarks.report import Group, Quantity, Sample, Verdict
+from benchmarks.transports import torchft_is_installed
 
-MS: Final = "ms"
-START_QUORUM: Final = "start_quorum"
-STEP: Final = "a step, gradients one by one"
-BUCKET_STEP: Final = "a step, gradients in one bucket"
+START_QUORUM: Final = Quantity("start_quorum", "ms")
+STEP: Final = Quantity("a step, gradients one by one", "ms")
+BUCKET_STEP: Final = Quantity("a step, gradients in one bucket", "ms")
 _STEPS: Final = (STEP, BUCKET_STEP)
-OVER: Final = ", over no manager"
 _START_QUORUM_LIMIT_MS: Final = 1.0
 _VARIANTS: Final = (OURS, TORCHFT, NO_MANAGER)
 
@@ -57,115 +55,103 @@ _FULL_TIMES: Final = 4
 
 def run(options: Options) -> Iterator[Group]:
     """Measures one model after the other. A full run adds two replicas that train together, and the parts of a step."""
-    if not peers.torchft_is_installed():
+    if not torchft_is_installed():
         group = Group("loop", "steps", "the fault-tolerant loop")
         group.notes.append("it needs the Lighthouse of torchft, which is not installed")
         yield group
         return
-    sizes = [size for size in _SIZES if size.model.name in options.states]
     for num_replicas in (1, 2) if options.is_full else (1,):
-        for size in sizes:
-            sampling = _Sampling(size, num_replicas, is_full=options.is_full)
-            group = sampling.group
-            for round_number, variant in turns(_VARIANTS, options.num_samples):
-                options.settle()
-                options.say(f"loop {group.state} {round_number + 1}/{options.num_samples} {variant.label}")
-                sampling.measure(variant, round_number)
-            group.series.sort(key=lambda series: _VARIANTS.index(_variant_of(series)))
-            note_overheads(group)
-            group.notes.append("the allocator keeps what is freed, so that no page fault is taken for a manager's cost")
-            group.verdicts = judge(group, is_start_quorum_judged=size.is_start_quorum_judged)
-            yield group
+        for size in _SIZES:
+            if size.model.name in options.states:
+                yield _run_size(size, num_replicas, options)
 
 
-class _Sampling:
-    """Takes samples of one model, with one replica or more."""
+def _run_size(size: _ModelSize, num_replicas: int, options: Options) -> Group:
+    plan = Plan(
+        model=size.model,
+        num_threads=max(1, (os.cpu_count() or 1) // num_replicas),
+        num_warmup_pairs=_NUM_WARMUP_PAIRS,
+        num_pairs=size.num_pairs * (_FULL_TIMES if options.is_full else 1),
+    )
+    replicas = "one replica" if num_replicas == 1 else f"{num_replicas} replicas, each"
+    state = size.model.name if num_replicas == 1 else f"{size.model.name}, {num_replicas} replicas"
+    group = Group("loop", state, f"{replicas} of {size.model.title}, asynchronous quorum, {2 * plan.num_pairs} steps")
+    for round_number, variant in options.rounds(f"loop {state}", _VARIANTS):
+        times, others_share = _measure(plan, variant, num_replicas)
+        for quantity, seconds in quantities(times, is_full=options.is_full).items():
+            group.add(variant, quantity, Sample(round_number, seconds * 1e3, others_share))
+    note_overheads(group)
+    group.sort(_VARIANTS)
+    group.notes.append("the allocator keeps what is freed, so that no page fault is taken for a manager's cost")
+    group.verdicts = judge(group, is_start_quorum_judged=size.is_start_quorum_judged)
+    return group
 
-    def __init__(self, size: _ModelSize, num_replicas: int, *, is_full: bool) -> None:
-        self._num_replicas = num_replicas
-        self._is_full = is_full
-        self._plan = Plan(
-            model=size.model,
-            num_threads=max(1, (os.cpu_count() or 1) // num_replicas),
-            num_warmup_pairs=_NUM_WARMUP_PAIRS,
-            num_pairs=size.num_pairs * (_FULL_TIMES if is_full else 1),
-        )
-        replicas = "one replica" if num_replicas == 1 else f"{num_replicas} replicas, each"
-        state = size.model.name if num_replicas == 1 else f"{size.model.name}, {num_replicas} replicas"
-        steps = f"{2 * self._plan.num_pairs} steps"
-        self.group = Group("loop", state, f"{replicas} of {size.model.title}, asynchronous quorum, {steps}")
 
-    def measure(self, variant: ManagerVariant, round_number: int) -> None:
-        """Takes one sample: fresh replicas under a Lighthouse of their own."""
-        with contextlib.ExitStack() as stack:
-            address = stack.enter_context(lighthouse(self._num_replicas))
-            children: list[Child] = []
-            for number in range(self._num_replicas):
-                child = Child(step_replica, variant.key, f"replica_{number}", address, self._plan)
-                stack.callback(child.close)
-                children.append(child)
-            for child in children:
-                child.receive()
-            watch = Watch([os.getpid(), *(child.process_id for child in children)])
-            watch.start()
+def _measure(plan: Plan, variant: ManagerVariant, num_replicas: int) -> tuple[list[StepTimes], float | None]:
+    """Takes one sample, of the first of fresh replicas under a Lighthouse of their own; and the others' share."""
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(lighthouse(num_replicas)) if variant.needs_lighthouse else ""
+        children: list[Child] = []
+        for number in range(num_replicas):
+            child = Child(step_replica, variant, f"replica_{number}", address, plan)
+            stack.callback(child.close)
+            children.append(child)
+        for child in children:
+            child.receive()
+        with Watch([os.getpid(), *(child.process_id for child in children)]) as watch:
             for child in children:
                 child.say("go")
-            # Of the first replica; the watch ends when the last one has stepped.
+            # The watch ends when the last one has stepped.
             times, *_ = [child.receive() for child in children]
-            share = watch.stop()
-        for label, seconds in quantities(times, is_full=self._is_full).items():
-            _note(self.group, variant, label, Sample(round_number, seconds * 1e3, is_busy(share), share))
+        return times, watch.others_share
 
 
-def quantities(times: Sequence[StepTimes], *, is_full: bool) -> dict[str, float]:
+def quantities(times: Sequence[StepTimes], *, is_full: bool) -> dict[Quantity, float]:
     """What is shown of the steps of one sample, in seconds."""
     found = {START_QUORUM: statistics.median(each.start_quorum_s for each in times)}
-    for label, is_bucketed in zip(_STEPS, (False, True), strict=True):
+    for step, is_bucketed in zip(_STEPS, (False, True), strict=True):
         chosen = [each for each in times if each.is_bucketed == is_bucketed]
-        found[label] = statistics.median(each.whole_s for each in chosen)
+        whole = [each.whole_s for each in chosen]
+        found[step] = statistics.median(whole)
         if is_full:
-            found[f"{label}, 95th percentile"] = statistics.quantiles(
-                [each.whole_s for each in chosen], n=20, method="inclusive"
-            )[-1]
+            found[_part(step, ", 95th percentile")] = statistics.quantiles(whole, n=20, method="inclusive")[-1]
             for name in ("backward", "allreduce", "should_commit", "optimizer"):
-                found[f"{label}: {name}"] = statistics.median(getattr(each, f"{name}_s") for each in chosen)
+                found[_part(step, f": {name}")] = statistics.median(getattr(each, f"{name}_s") for each in chosen)
     return found
 
 
-def _note(group: Group, variant: ManagerVariant, label: str, sample: Sample) -> None:
-    group.add(f"{variant.key}, {label}", sample, label=label, role=variant.role, phase="warm", unit=MS)
+def _part(step: Quantity, name: str) -> Quantity:
+    return Quantity(step.name + name, step.unit)
 
 
-def _variant_of(series: Series) -> ManagerVariant:
-    return next(variant for variant in _VARIANTS if series.key.startswith(f"{variant.key}, "))
+def overhead(step: Quantity) -> Quantity:
+    return _part(step, ", over no manager")
 
 
 def note_overheads(group: Group) -> None:
     """Adds how much longer a step took than the one without a manager, round by round."""
-    for label in _STEPS:
-        without = _found(group, NO_MANAGER, label)
-        by_round = {sample.round: sample.value for sample in without.samples} if without is not None else {}
+    for step in _STEPS:
+        without = group.find(NO_MANAGER, step)
         for variant in (OURS, TORCHFT):
-            series = _found(group, variant, label)
-            for sample in series.samples if series is not None and by_round else []:
-                over = sample.value - by_round[sample.round]
-                _note(group, variant, label + OVER, Sample(sample.round, over, sample.busy, sample.others_share))
+            series = group.find(variant, step)
+            if series is not None and without is not None:
+                by_round = {sample.round: sample.value for sample in without.samples}
+                for sample in series.samples:
+                    over = sample.value - by_round[sample.round]
+                    group.add(variant, overhead(step), Sample(sample.round, over, sample.others_share))
 
 
 def judge(group: Group, *, is_start_quorum_judged: bool) -> list[Verdict]:
     """The targets. The smaller overhead is the shorter step, whose ratio stays sound where an overhead is about 0."""
-    verdicts = []
+    verdicts = [
+        Verdict.at_most(
+            f"overhead less than torchft's: {step.name}, ours / torchft", group.ratio(OURS, TORCHFT, step), 1.0
+        )
+        for step in _STEPS
+    ]
     if is_start_quorum_judged:
-        series = _found(group, OURS, START_QUORUM)
-        verdicts.append(Verdict.of_series("start_quorum", series, _START_QUORUM_LIMIT_MS, "at most"))
-    for label in _STEPS:
-        ratio = Group.ratio(_found(group, OURS, label), _found(group, TORCHFT, label))
-        verdicts.append(Verdict.at_most(f"overhead less than torchft's: {label}, ours / torchft", ratio, 1.0))
+        verdicts.insert(0, Verdict.at_most("start_quorum", group.figure(OURS, START_QUORUM), _START_QUORUM_LIMIT_MS))
     return verdicts
-
-
-def _found(group: Group, variant: ManagerVariant, label: str) -> Series | None:
-    return group.find(f"{variant.key}, {label}", "warm", MS)
 
 
 BENCHMARK: Final = Benchmark(

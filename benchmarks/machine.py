@@ -8,17 +8,17 @@ import importlib.metadata
 import mmap
 import os
 import platform
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from benchmarks.report import Sample
 from ft_transport.state.host_memory import available_bytes
 
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
-_BUSY_SHARE: Final = 0.1
-"""Above this share of the cores, taken by others, a sample is marked."""
 _QUIET_SHARE: Final = 0.05
 _QUIET_WINDOW_S: Final = 0.25
 _NUM_QUIET_WINDOWS: Final = 4
@@ -28,6 +28,9 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _MAX_INT: Final = (1 << 31) - 1
 _MAX_MMAP_THRESHOLD_BYTES: Final = 32 << 20
+_KERNEL: Final = 2
+"""Parent of all threads of the kernel, some of which write to the disk what a benchmark has written."""
+_IN_MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 _SHORTEST_WINDOW_S: Final = 0.1
 """The kernel counts in ticks of 10 ms: over less than this, one foreign tick would look like a busy machine."""
 
@@ -45,52 +48,62 @@ def describe() -> dict[str, object]:
     }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Ticks:
-    """CPU time so far: of everybody, of ours, and what the hypervisor took away."""
+    """CPU time so far: of all processes, of ours, and what the hypervisor took away."""
 
-    wall_s: float
     everybody: int
     ours: int
     stolen: int
 
 
 class Watch:
-    """Measures what share of the cores others took between ``start`` and ``stop``.
+    """Times a ``with`` block, and the share of the cores that other processes took meanwhile.
 
     Args:
         process_ids: The processes that belong to the measurement.
+
+    Attributes:
+        seconds: The duration of the block.
+        others_share: 0 to 1, of all cores; ``None`` if the system does not tell or the block was too short.
     """
 
     def __init__(self, process_ids: Sequence[int]) -> None:
         self._process_ids = process_ids
-        self._begun: _Ticks | None = None
+        self.seconds = 0.0
+        self.others_share: float | None = None
 
-    def start(self) -> None:
+    def __enter__(self) -> Watch:
         self._begun = self._read()
+        self._started_s = time.perf_counter()
+        return self
 
-    def stop(self) -> float | None:
-        """The others' share of all cores, 0 to 1; ``None`` if the system does not tell or too little time passed."""
-        end, begun = self._read(), self._begun
-        if end is None or begun is None or end.wall_s - begun.wall_s < _SHORTEST_WINDOW_S:
+    def __exit__(self, *_error: object) -> None:
+        self.seconds = self.elapsed_s()
+        self.others_share = self._share(self._begun, self._read())
+
+    def elapsed_s(self) -> float:
+        """The time since the block began."""
+        return time.perf_counter() - self._started_s
+
+    def sample(self, round_number: int, value: float) -> Sample:
+        return Sample(round_number, value, self.others_share)
+
+    def _share(self, begun: _Ticks | None, end: _Ticks | None) -> float | None:
+        if begun is None or end is None or self.seconds < _SHORTEST_WINDOW_S:
             return None
         others = max(0, (end.everybody - begun.everybody) - (end.ours - begun.ours)) + (end.stolen - begun.stolen)
-        return others / ((end.wall_s - begun.wall_s) * _TICKS_PER_S * (os.cpu_count() or 1))
+        return others / (self.seconds * _TICKS_PER_S * (os.cpu_count() or 1))
 
     def _read(self) -> _Ticks | None:
         try:
             # man 5 proc: user nice system idle iowait irq softirq steal. Interrupts are left out: those of the
-            # loopback device belong to the measurement, whoever is running when they come.
+            # loopback device belong to the measurement, whichever process runs when they come.
             fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
             ours = sum(_process_ticks(process_id) for process_id in self._process_ids)
         except (OSError, ValueError):
             return None
-        return _Ticks(wall_s=time.monotonic(), everybody=sum(fields[:3]), ours=ours, stolen=fields[7])
-
-
-def is_busy(others_share: float | None) -> bool:
-    """Whether a sample has to be marked."""
-    return others_share is not None and others_share > _BUSY_SHARE
+        return _Ticks(everybody=sum(fields[:3]), ours=ours, stolen=fields[7])
 
 
 def wait_until_quiet(limit_s: float) -> None:
@@ -98,11 +111,42 @@ def wait_until_quiet(limit_s: float) -> None:
     give_up_s = time.monotonic() + limit_s
     num_quiet = 0
     while num_quiet < _NUM_QUIET_WINDOWS and time.monotonic() < give_up_s:
-        watch = Watch([os.getpid()])
-        watch.start()
-        time.sleep(_QUIET_WINDOW_S)
-        others_share = watch.stop()
-        num_quiet = 0 if others_share is not None and others_share > _QUIET_SHARE else num_quiet + 1
+        with Watch([os.getpid()]) as watch:
+            time.sleep(_QUIET_WINDOW_S)
+        num_quiet = 0 if (watch.others_share or 0.0) > _QUIET_SHARE else num_quiet + 1
+
+
+def own_processes() -> list[int]:
+    """This process, all that descend from it, and the kernel's threads."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError, ValueError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    ours = {os.getpid()}
+    while found := {child for child, parent in parents.items() if parent in ours} - ours:
+        ours |= found
+    return [*ours, *(child for child, parent in parents.items() if parent == _KERNEL)]
+
+
+def file_system_of(directory: Path) -> str:
+    """The type of the file system that a directory is on, ``unknown`` where it cannot be told."""
+    best = ("", "unknown")
+    try:
+        for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
+            _, mounted, kind, *_ = line.split()
+            at = mounted.encode().decode("unicode_escape")
+            # Of several on one place, the last one hides the others.
+            if directory.resolve().is_relative_to(at) and len(at) >= len(best[0]):
+                best = (at, kind)
+    except (OSError, ValueError):
+        return "unknown"
+    return best[1]
+
+
+def is_on_disk(directory: Path) -> bool:
+    """Whether what is written there is written to a disk."""
+    return file_system_of(directory) not in _IN_MEMORY
 
 
 @dataclass(frozen=True)
@@ -160,6 +204,26 @@ def back_free_memory(num_bytes: int) -> None:
         block = bytes(1 << 20)
         for start in range(0, num_bytes, len(block)):
             memory[start : start + len(block)] = block[: num_bytes - start]
+
+
+@contextlib.contextmanager
+def busy_interpreter() -> Iterator[None]:
+    """A thread that computes in Python and never waits."""
+    stopping = threading.Event()
+
+    def compute() -> None:
+        number = 0
+        while not stopping.is_set():
+            for _ in range(1000):
+                number = (number * 5 + 1) % 1009
+
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
 
 
 def _process_ticks(process_id: int) -> int:

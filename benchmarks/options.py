@@ -1,39 +1,47 @@
-"""How long and how large a run is, and what all benchmarks of it share."""
+"""How large a run is, and what all benchmarks of it share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
-from benchmarks.report import Group
+from benchmarks.report import Group, Variant
+
+T = TypeVar("T", bound=Variant)
+U = TypeVar("U")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large states are, as a part of their full size, and how many samples are taken of each kind."""
+    """The size of states, as a part of their full size, and the number of samples of each kind."""
 
     scale: float
     num_samples: int
 
 
-T = TypeVar("T")
-
 QUICK: Final = Size(scale=0.1, num_samples=1)
+FULL: Final = Size(scale=1.0, num_samples=5)
+
+
+def rotated(items: Sequence[U], turn: int) -> list[U]:
+    """All items, beginning with another one each turn."""
+    first = turn % len(items)
+    return [*items[first:], *items[:first]]
 
 
 def _nothing(_text: str = "") -> None:
     pass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What a benchmark is run with.
 
     Attributes:
         size: How large and how often.
-        is_full: Whether what no verdict needs is measured, too.
+        is_full: Whether to measure also what no verdict needs.
         states: Which of the benchmark's states or models.
         directory: Where files are written, and removed again.
         say: Takes a line about the progress.
@@ -42,7 +50,7 @@ class Options:
 
     size: Size
     is_full: bool = False
-    states: tuple[str, ...]
+    states: tuple[str, ...] = ()
     directory: Path = field(default_factory=Path)
     say: Callable[[str], None] = _nothing
     settle: Callable[[], None] = _nothing
@@ -51,12 +59,20 @@ class Options:
     def scale(self) -> float:
         return self.size.scale
 
-    @property
-    def num_samples(self) -> int:
-        return self.size.num_samples
+    def rounds(self, title: str, variants: tuple[T, ...]) -> Iterator[tuple[int, T]]:
+        """Rounds through all variants, each beginning with another one; yields the round's number and the variant.
+
+        What the machine does meanwhile then befalls all variants alike.
+        """
+        num_rounds = self.size.num_samples
+        for number in range(num_rounds):
+            for variant in rotated(variants, number):
+                self.settle()
+                self.say(f"{title} {number + 1}/{num_rounds} {variant.name}")
+                yield number, variant
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
     """A question by name.
 
@@ -64,20 +80,10 @@ class Benchmark:
         name: Names it on the command line.
         run: Measures one group after the other.
         states: What it can be asked of; empty where it has one state only.
-        default: So that the verdict is there within two minutes on two cores.
-        full: So that the figures can be published.
+        default: The size that gives the verdict within two minutes on two cores.
     """
 
     name: str
     run: Callable[[Options], Iterable[Group]]
     states: tuple[str, ...] = ()
     default: Size
-    full: Size = field(default_factory=lambda: Size(scale=1.0, num_samples=5))
-
-
-def turns(variants: tuple[T, ...], num_rounds: int) -> Iterator[tuple[int, T]]:
-    """Rounds through all variants, each beginning with another one; yields the round's number and the variant."""
-    for number in range(num_rounds):
-        first = number % len(variants)
-        for variant in variants[first:] + variants[:first]:
-            yield number, variant

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.layouts import ensure_process_group
+from benchmarks.options import Options
+from benchmarks.report import Group, Quantity, Role, Sample, Verdict
 from ft_transport.state.resharding import reshard
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.layouts import LayoutTable, Mesh, Placement, region_of, shape_of
@@ -30,28 +32,41 @@ NUM_RANKS: Final = 64
 _SHAPES: Final = ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336), (4096,), (128_256, 4096))
 _REPLICATE: Final = Placement("replicate")
 _SHARD_0: Final = Placement("shard", 0)
+_SECONDS: Final = Quantity("plan", "s")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Change:
     """From one layout of all sources to another of one receiver."""
 
-    key: str
-    label: str
+    name: str
     source_mesh: tuple[int, ...]
     source_at: tuple[Placement, ...]
     receiver_mesh: tuple[int, ...]
     receiver_dims: tuple[int, ...]
+    role: Role = "ours"
 
 
 CHANGES: Final = (
-    Change("plan_fewer", "64 ranks to 48, dimension 0", (64,), (_SHARD_0,), (48,), (0,)),
-    Change("plan_hsdp", "HSDP 4 x 16 to 32 ranks", (4, 16), (_REPLICATE, _SHARD_0), (32,), (0,)),
-    Change("plan_dims", "64 ranks on dimension 0 to 8 x 8 on both", (64,), (_SHARD_0,), (8, 8), (0, 1)),
+    Change("64 ranks to 48, dimension 0", (64,), (_SHARD_0,), (48,), (0,)),
+    Change("HSDP 4 x 16 to 32 ranks", (4, 16), (_REPLICATE, _SHARD_0), (32,), (0,)),
+    Change("64 ranks on dimension 0 to 8 x 8 on both", (64,), (_SHARD_0,), (8, 8), (0, 1)),
 )
 
 
-def seconds_of(change: Change) -> float:
+def measure(options: Options) -> Group:
+    """Measures one change after the other."""
+    group = Group("reshard", "planning", f"{NUM_TENSORS} tensors over {NUM_RANKS} ranks")
+    for change, number in itertools.product(CHANGES, range(options.size.num_samples)):
+        options.settle()
+        options.say(f"reshard plan {change.name}")
+        group.add(change, _SECONDS, Sample(number, _seconds_of(change)))
+    slowest = max((series.figure for series in group.series), key=lambda figure: figure.value)
+    group.verdicts = [Verdict.at_most(f"planning {group.title}, the slowest median", slowest, 1.0)]
+    return group
+
+
+def _seconds_of(change: Change) -> float:
     """How long one receiver plans."""
     manifests, into = _inputs(change)
     started_s = time.perf_counter()
@@ -61,7 +76,7 @@ def seconds_of(change: Change) -> float:
 
 @functools.lru_cache(maxsize=1)
 def _inputs(change: Change) -> tuple[list[Manifest], dict[str, object]]:
-    """What a receiver plans with; to make it takes ten times as long as to plan."""
+    """What a receiver plans with; to make it takes several times as long as to plan."""
     ensure_process_group()
     shapes = [_SHAPES[number % len(_SHAPES)] for number in range(NUM_TENSORS)]
     manifests = [
@@ -73,13 +88,18 @@ def _inputs(change: Change) -> tuple[list[Manifest], dict[str, object]]:
 def _manifest(shapes: Sequence[tuple[int, ...]], change: Change, coordinate: tuple[int, ...]) -> Manifest:
     mesh = Mesh("cpu", change.source_mesh, tuple(range(NUM_RANKS)), None, coordinate)
     table = LayoutTable()
+    # Few shapes and many tensors: what only depends on the shape is computed once.
+    layouts = {
+        shape: table.add(mesh, change.source_at, global_shape=shape, global_stride=(1,) * len(shape))
+        for shape in dict.fromkeys(shapes)
+    }
+    local_shapes = {shape: shape_of(region_of(mesh, change.source_at, shape) or ()) for shape in layouts}
     entries, items, end = [], list[Node](), 0
     for number, shape in enumerate(shapes):
-        layout = table.add(mesh, change.source_at, global_shape=shape, global_stride=(1,) * len(shape))
-        local_shape = shape_of(region_of(mesh, change.source_at, shape) or ())
+        local_shape = local_shapes[shape]
         start, end = end, end + 4 * math.prod(local_shape)
         entries.append(TensorEntry(f"model.layer.{number}", "F32", local_shape, start, end))
-        items += (f"layer.{number}", LeafNode(DTensorNode(TensorNode(number), layout), True, True))
+        items += (f"layer.{number}", LeafNode(DTensorNode(TensorNode(number), layouts[shape]), True, True))
     return Manifest(
         step=1,
         snapshot_id=SnapshotId("0" * 32),

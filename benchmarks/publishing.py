@@ -1,77 +1,81 @@
-"""How long until so many engines use a new adapter: ``python -m benchmarks.publishing [--load-seconds S]``.
+"""Publishing: how long until so many engines use a new adapter.
 
-The engines are stand-ins (``tests/engine_servers.py``) that take a while for each load, in a process of their own. Told
-one after the other, 64 of them would take 64 times as long as one.
+The engines are stand-ins (``tests/support/engine_servers.py``) that take a second for each load, in a process of their
+own. Told one after the other, 64 of them would take 64 times as long as one.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Final
 
 import torch
 
+from benchmarks.options import Benchmark, Options, Size
+from benchmarks.report import Group, Quantity, Role, Sample, Verdict
 from ft_transport import LoRAAdapter, Publisher, VLLMEngine
 
-NUMBERS = (1, 4, 16, 64)
-_SERVERS = Path(__file__).resolve().parent.parent / "tests" / "engine_servers.py"
-_TARGET = 1.3
+_SERVERS: Final = Path(__file__).resolve().parent.parent / "tests" / "support" / "engine_servers.py"
+_LOAD_S: Final = 1.0
+_TIMEOUT: Final = timedelta(seconds=60)
+_CONFIRMED: Final = Quantity("until all have confirmed", "s")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load-seconds", type=float, default=1.0)
-    parser.add_argument("--samples", type=int, default=5)
-    arguments = parser.parse_args()
-    command = [sys.executable, str(_SERVERS), str(sum(NUMBERS)), str(arguments.load_seconds)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as servers:
-        assert servers.stdin is not None
-        assert servers.stdout is not None
-        urls = json.loads(servers.stdout.readline())
-        with tempfile.TemporaryDirectory() as directory:
-            seconds = _measure(urls, Path(directory), arguments.samples)
-        servers.stdin.close()
-    first = statistics.median(seconds[1])
-    for number, times in seconds.items():
-        middle = statistics.median(times)
-        print(
-            f"{number:3} engines: {middle:.3f} s ({min(times):.3f} to {max(times):.3f}) until all have confirmed, "
-            f"{middle / first:.2f} x of one"
-        )
-    worst = statistics.median(seconds[NUMBERS[-1]]) / first
-    print(f"flat within {_TARGET} x: {'met' if worst <= _TARGET else 'missed'} ({worst:.2f})")
+@dataclass(frozen=True, slots=True)
+class FleetVariant:
+    """So many engines that are told of one version."""
+
+    num_engines: int
+    role: Role = "ours"
+
+    @property
+    def name(self) -> str:
+        return f"{self.num_engines} engines"
 
 
-def _measure(urls: list[str], directory: Path, num_samples: int) -> dict[int, list[float]]:
-    """Each number of engines in turn, sample by sample; the time of the slowest engine, from when it was told."""
+_FLEETS: Final = tuple(FleetVariant(number) for number in (1, 4, 16, 64))
+
+
+def run(options: Options) -> Iterator[Group]:
+    """Measures each number of engines in turn: the time of the slowest engine, from when it was told."""
+    group = Group("publishing", "adapter", f"stand-ins of vLLM that load for {_LOAD_S:.0f} s")
     adapter = LoRAAdapter(
         {"base_model.model.q.lora_A.weight": torch.rand(8, 512)}, {"r": 8, "lora_alpha": 16, "target_modules": ["q"]}
     )
-    publishers = {}
-    for number in NUMBERS:
-        mine, urls = urls[:number], urls[number:]
-        publishers[number] = Publisher(
-            [VLLMEngine(url) for url in mine], directory / str(number), engine_timeout=timedelta(seconds=60)
+    command = [sys.executable, str(_SERVERS), str(sum(fleet.num_engines for fleet in _FLEETS)), str(_LOAD_S)]
+    with ExitStack() as stack:
+        servers = stack.enter_context(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
-    seconds: dict[int, list[float]] = {number: [] for number in NUMBERS}
-    for sample in range(num_samples + 1):
-        for number, publisher in publishers.items():
-            handle = publisher.publish(sample, adapter)
+        assert servers.stdin is not None
+        assert servers.stdout is not None
+        stack.callback(servers.stdin.close)
+        urls = iter(json.loads(servers.stdout.readline()))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        publishers = {}
+        for fleet in _FLEETS:
+            engines = [VLLMEngine(next(urls)) for _ in range(fleet.num_engines)]
+            publishers[fleet] = Publisher(engines, directory / str(fleet.num_engines), engine_timeout=_TIMEOUT)
+            stack.callback(publishers[fleet].close)
+            publishers[fleet].publish(0, adapter).result()  # The first makes connections.
+        for round_number, fleet in options.rounds("publishing", _FLEETS):
+            handle = publishers[fleet].publish(round_number + 1, adapter)
             started_s = time.perf_counter()
             handle.result()
-            if sample:  # The first makes connections.
-                seconds[number].append(time.perf_counter() - started_s)
-    for publisher in publishers.values():
-        publisher.close()
-    return seconds
+            group.add(fleet, _CONFIRMED, Sample(round_number, time.perf_counter() - started_s))
+    group.sort(_FLEETS)
+    most, one = _FLEETS[-1], _FLEETS[0]
+    group.verdicts = [Verdict.at_most(f"{most.name} / 1 engine", group.ratio(most, one, _CONFIRMED), 1.3)]
+    yield group
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK: Final = Benchmark(name="publishing", run=run, default=Size(scale=1.0, num_samples=3))

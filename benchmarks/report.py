@@ -1,6 +1,6 @@
-"""From samples to figures: medians and spread, ratios to the ceiling and to peers, verdicts on the targets.
+"""From samples to figures: medians with their spread, ratios to ceilings and peers, verdicts on targets.
 
-Everything here is computed from the samples of one run; nothing is known in advance but the targets.
+Everything is computed from the samples of one run; only the targets are known in advance.
 """
 
 from __future__ import annotations
@@ -8,109 +8,107 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 Role = Literal["ours", "peer", "ceiling", "other"]
-Phase = Literal["cold", "warm"]
 Direction = Literal["at least", "at most"]
 
+_BUSY_SHARE = 0.1
+"""Above this share of the cores, taken by others, a sample is marked."""
 
-@dataclass(frozen=True)
+
+class Variant(Protocol):
+    """One of the things that a benchmark compares."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def role(self) -> Role: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A variant that is measured in passing, and needs nothing but its name."""
+
+    name: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """What is measured of a variant; rates end in ``/s``, and the highest is the best of them."""
+
+    name: str
+    unit: str
+
+    @property
+    def is_rate(self) -> bool:
+        return self.unit.endswith("/s")
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One measured value.
 
     Attributes:
         round: Samples of different series with the same round were taken one after the other.
-        value: In the unit of its series.
-        busy: Whether others used the machine meanwhile.
-        others_share: The share of the cores that they took, if known.
+        value: In the unit of its quantity.
+        others_share: The share of the cores that other processes took meanwhile, if known.
     """
 
     round: int
     value: float
-    busy: bool = False
     others_share: float | None = None
 
+    @property
+    def is_busy(self) -> bool:
+        return self.others_share is not None and self.others_share > _BUSY_SHARE
 
-@dataclass(frozen=True)
-class Summary:
-    """The middle of a series, and how far it spreads."""
 
-    median: float
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A value to judge, and the lowest and highest of single rounds."""
+
+    value: float
     low: float
     high: float
-    lower_quartile: float
-    upper_quartile: float
-    num_samples: int
-    num_busy: int
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Summary:
-        values = sorted(sample.value for sample in samples)
-        if len(values) > 1:
-            lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
-        else:
-            lower = upper = values[0]
-        return cls(
-            median=statistics.median(values),
-            low=values[0],
-            high=values[-1],
-            lower_quartile=lower,
-            upper_quartile=upper,
-            num_samples=len(values),
-            num_busy=sum(sample.busy for sample in samples),
-        )
+    unit: str = "×"
 
 
-@dataclass
+@dataclass(slots=True)
 class Series:
-    """Samples of one quantity.
+    """Samples of one quantity of one variant, in the order in which they were taken."""
 
-    Attributes:
-        key: Names what was measured; the same in ``cold`` and ``warm``.
-        label: The same for people.
-        role: Whose it is.
-        phase: A process's or arena's first use, or a later one.
-        unit: Of the values.
-        samples: In the order in which they were taken.
-    """
-
-    key: str
-    label: str
-    role: Role
-    phase: Phase
-    unit: str
+    variant: Variant
+    quantity: Quantity
     samples: list[Sample] = field(default_factory=list)
 
     @property
-    def summary(self) -> Summary:
-        return Summary.of(self.samples)
+    def figure(self) -> Figure:
+        """The median and the extremes."""
+        values = [sample.value for sample in self.samples]
+        return Figure(statistics.median(values), min(values), max(values), self.quantity.unit)
+
+    @property
+    def num_busy(self) -> int:
+        return sum(sample.is_busy for sample in self.samples)
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """One series against another: the ratio of the medians, and the spread over pairs from the same round."""
-
-    of_medians: float
-    paired_median: float
-    paired_low: float
-    paired_high: float
-
-    @classmethod
-    def between(cls, numerator: Series, denominator: Series) -> Ratio:
-        pairs = paired_ratios(numerator.samples, denominator.samples)
-        of_medians = numerator.summary.median / denominator.summary.median
-        if not pairs:
-            return cls(of_medians, of_medians, of_medians, of_medians)
-        return cls(of_medians, statistics.median(pairs), min(pairs), max(pairs))
+def ratio(numerator: Series | None, denominator: Series | None) -> Figure | None:
+    """The ratio of the medians, and the spread over single rounds; ``None`` where one side was not measured."""
+    if numerator is None or denominator is None:
+        return None
+    value = numerator.figure.value / denominator.figure.value
+    pairs = paired_ratios(numerator.samples, denominator.samples) or [value]
+    return Figure(value, min(pairs), max(pairs))
 
 
 def paired_ratios(numerators: Iterable[Sample], denominators: Iterable[Sample]) -> list[float]:
     """Ratios of samples of the same round; several of one round are averaged first.
 
-    A machine that was slow for a while was so for both, which a ratio of the medians does not see.
+    A machine that is slow for a while is slow for both sides, which a ratio of the medians does not show.
     """
     above, below = _means_by_round(numerators), _means_by_round(denominators)
     return [above[number] / below[number] for number in sorted(above.keys() & below.keys())]
@@ -123,67 +121,46 @@ def _means_by_round(samples: Iterable[Sample]) -> dict[int, float]:
     return {number: statistics.fmean(values) for number, values in by_round.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """A target and what was measured.
 
     Attributes:
         text: What is compared.
-        value: The ratio of the medians, or another figure; ``None`` where it could not be measured.
-        limit: The target.
-        direction: On which side of it ``value`` should be.
-        unit: Of value and limit.
-        spread: The lowest and the highest of single rounds.
+        figure: What was measured; ``None`` where it could not be.
+        limit: The target; ``None`` where the figure is only shown.
+        direction: On which side of ``limit`` the value should be.
     """
 
     text: str
-    value: float | None
-    limit: float
+    figure: Figure | None
+    limit: float | None
     direction: Direction
-    unit: str = "×"
-    spread: tuple[float, float] | None = None
 
     @classmethod
-    def of_ratio(cls, text: str, ratio: Ratio | None, limit: float, direction: Direction) -> Verdict:
-        """A target for a ratio: of the medians, with the spread of single rounds."""
-        if ratio is None:
-            return cls(text, None, limit, direction)
-        return cls(text, ratio.of_medians, limit, direction, spread=(ratio.paired_low, ratio.paired_high))
+    def at_least(cls, text: str, figure: Figure | None, limit: float) -> Verdict:
+        return cls(text, figure, limit, "at least")
 
     @classmethod
-    def of_series(cls, text: str, series: Series | None, limit: float, direction: Direction) -> Verdict:
-        """A target for a quantity: its median, with its spread."""
-        if series is None:
-            return cls(text, None, limit, direction)
-        summary = series.summary
-        return cls(text, summary.median, limit, direction, series.unit, spread=(summary.low, summary.high))
-
-    @classmethod
-    def at_least(cls, text: str, ratio: Ratio | None, limit: float) -> Verdict:
-        """A target for a ratio, from which on it is met."""
-        return cls.of_ratio(text, ratio, limit, "at least")
-
-    @classmethod
-    def at_most(cls, text: str, ratio: Ratio | None, limit: float) -> Verdict:
-        """A target for a ratio, up to which it is met."""
-        return cls.of_ratio(text, ratio, limit, "at most")
+    def at_most(cls, text: str, figure: Figure | None, limit: float) -> Verdict:
+        return cls(text, figure, limit, "at most")
 
     @property
     def met(self) -> bool | None:
-        if self.value is None:
+        if self.figure is None or self.limit is None:
             return None
-        return self.value >= self.limit if self.direction == "at least" else self.value <= self.limit
+        return self.figure.value >= self.limit if self.direction == "at least" else self.figure.value <= self.limit
 
 
-@dataclass
+@dataclass(slots=True)
 class Group:
-    """One benchmark with one state.
+    """The figures of one benchmark with one state.
 
     Attributes:
-        benchmark: ``clone``, ``fetch``, ``reshard``, ``stall``, ``loop``, ``heal`` or ``checkpoint``.
+        benchmark: Its name.
         state: Name of the state.
         title: What was moved, with its size.
-        series: The figures.
+        series: One for each quantity of each variant, in the order in which they are shown.
         verdicts: The targets.
         notes: What a reader has to know.
     """
@@ -195,67 +172,63 @@ class Group:
     verdicts: list[Verdict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, key: str, sample: Sample, *, label: str, role: Role, phase: Phase, unit: str) -> None:
-        """Appends a sample to its series, which is made with the first one."""
-        series = self.find(key, phase, unit)
+    def add(self, variant: Variant, quantity: Quantity, sample: Sample) -> None:
+        series = self.find(variant, quantity)
         if series is None:
-            series = Series(key, label, role, phase, unit)
+            series = Series(variant, quantity)
             self.series.append(series)
         series.samples.append(sample)
 
-    def find(self, key: str, phase: Phase, unit: str) -> Series | None:
+    def find(self, variant: Variant, quantity: Quantity) -> Series | None:
         for series in self.series:
-            if (series.key, series.phase, series.unit) == (key, phase, unit):
+            if (series.variant.name, series.quantity) == (variant.name, quantity):
                 return series
         return None
 
-    def best(self, role: Role, phase: Phase, unit: str, keys: Sequence[str] = ()) -> Series | None:
-        """The series of a role (only ``keys`` if given) with the highest median."""
-        candidates = [
-            series
-            for series in self.series
-            if series.role == role and series.phase == phase and series.unit == unit
-            if not keys or series.key in keys
-        ]
-        return max(candidates, key=lambda series: series.summary.median, default=None)
+    def ratio(self, numerator: Variant, denominator: Variant, quantity: Quantity) -> Figure | None:
+        """One variant's quantity against another's."""
+        return ratio(self.find(numerator, quantity), self.find(denominator, quantity))
 
-    @staticmethod
-    def ratio(numerator: Series | None, denominator: Series | None) -> Ratio | None:
-        """One series against another, ``None`` if one of them was not measured."""
-        if numerator is None or denominator is None:
-            return None
-        return Ratio.between(numerator, denominator)
+    def figure(self, variant: Variant, quantity: Quantity) -> Figure | None:
+        series = self.find(variant, quantity)
+        return series.figure if series is not None else None
 
+    def best(self, variants: Iterable[Variant], quantity: Quantity) -> Series | None:
+        """The highest median of a rate, the lowest of anything else."""
+        found = [series for variant in variants if (series := self.find(variant, quantity)) is not None]
+        sign = 1 if quantity.is_rate else -1
+        return max(found, key=lambda series: sign * series.figure.value, default=None)
 
-def as_json(groups: Sequence[Group], machine: dict[str, object], arguments: dict[str, object]) -> dict[str, object]:
-    """Everything, raw samples included."""
-    return {
-        "machine": machine,
-        "arguments": arguments,
-        "results": [
-            {
-                "benchmark": group.benchmark,
-                "state": group.state,
-                "title": group.title,
-                "series": [
-                    {
-                        "key": series.key,
-                        "label": series.label,
-                        "role": series.role,
-                        "phase": series.phase,
-                        "unit": series.unit,
-                        **vars(series.summary),
-                        "samples": [vars(sample) for sample in series.samples],
-                    }
-                    for series in group.series
-                ],
-                "verdicts": [{**vars(verdict), "met": verdict.met} for verdict in group.verdicts],
-                "notes": group.notes,
-            }
-            for group in groups
-        ],
-    }
+    def best_of(self, role: Role, quantity: Quantity) -> Series | None:
+        return self.best([series.variant for series in self.series if series.variant.role == role], quantity)
+
+    def sort(self, variants: Sequence[Variant]) -> None:
+        """Shows ``variants`` in this order, however the rounds began."""
+        names = [variant.name for variant in variants]
+        self.series.sort(key=lambda series: names.index(series.variant.name))
 
 
-def write_json(path: Path, content: dict[str, object]) -> None:
+def write_json(path: Path, groups: Sequence[Group], about: dict[str, object]) -> None:
+    """Writes everything, raw samples included; ``about`` comes first."""
+    content = {**about, "results": [_as_json(group) for group in groups]}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _as_json(group: Group) -> dict[str, object]:
+    return {
+        "benchmark": group.benchmark,
+        "state": group.state,
+        "title": group.title,
+        "series": [
+            {
+                "variant": series.variant.name,
+                "role": series.variant.role,
+                "quantity": series.quantity.name,
+                **asdict(series.figure),
+                "samples": [asdict(sample) for sample in series.samples],
+            }
+            for series in group.series
+        ],
+        "verdicts": [{**asdict(verdict), "met": verdict.met} for verdict in group.verdicts],
+        "notes": group.notes,
+    }

@@ -1,164 +1,113 @@
-"""The report on the terminal."""
+"""The report on the terminal: verdicts, and all figures where they are asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.checkpoint import MS, QUANTITIES, RATE
-from benchmarks.report import Group, Phase, Ratio, Role, Series, Summary
+from benchmarks.report import Figure, Group, Quantity, Role, Series, Variant, Verdict, ratio
 
-_PHASES: Final[tuple[Phase, ...]] = ("cold", "warm")
-_TIMES: Final[dict[str, list[tuple[Role, Phase, str]]]] = {
-    "stall": [
-        ("ours", "cold", "ft_transport, new arena"),
-        ("ours", "warm", "ft_transport, warm arena"),
-        ("peer", "cold", "torchft"),
-    ],
-    "loop": [("ours", "warm", "ft_transport"), ("peer", "warm", "torchft"), ("ceiling", "warm", "no manager")],
-    "heal": [("ours", "warm", "ft_transport"), ("peer", "warm", "torchft")],
-}
-"""Benchmarks whose figures are milliseconds, with their columns."""
 _WIDTH: Final = 150
 """Of a report that goes to a file; a terminal has its own."""
+_STYLES: Final[dict[Role, str]] = {"ours": "bold", "peer": "", "ceiling": "cyan", "other": "dim"}
 
 
 def make_console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=_WIDTH, highlight=False)
 
 
-def print_machine(console: Console, machine: dict[str, object]) -> None:
-    parts = [f"{name} {value}" for name, value in machine.items() if value is not None]
-    console.print(", ".join(parts), style="dim", highlight=False)
-
-
-def print_group(console: Console, group: Group) -> None:
-    """A table of the figures, the targets, and the notes."""
-    console.print(f"\n[bold]{group.benchmark} · {group.state}[/]  {group.title}", highlight=False)
-    if group.benchmark in _TIMES:
-        _print_times(console, group)
-    elif group.benchmark == "checkpoint":
-        _print_quantities(console, group)
-    else:
-        _print_rates(console, group)
-    _print_verdicts(console, group)
-    for note in group.notes:
-        console.print(f"  note: {note}", style="dim", highlight=False)
-    if any(sample.busy for series in group.series for sample in series.samples):
-        console.print("  * that many samples ran while others used the machine", style="dim", highlight=False)
-
-
-def _print_rates(console: Console, group: Group) -> None:
-    """Rows are what was measured, columns cold and warm, each beside the ceiling and the best peer."""
-    has_peers = any(series.role == "peer" for series in group.series)
-    has_memory = any(series.unit == "MB" for series in group.series)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("")
-    for phase in _PHASES:
-        table.add_column(f"{phase} GB/s", justify="right", no_wrap=True)
-        table.add_column("min–max", justify="right", style="dim", no_wrap=True)
-        table.add_column("/ ceiling", justify="right", no_wrap=True)
-        if has_peers:
-            table.add_column("/ best peer", justify="right", no_wrap=True)
-    if has_memory:
-        table.add_column("peak MB", justify="right", no_wrap=True)
-    rows = dict.fromkeys((s.key, s.label, s.role) for s in group.series if s.unit == "GB/s")
-    for key, label, role in rows:
-        cells = []
-        for phase in _PHASES:
-            cells += _rate_cells(group, key, phase, has_peers)
-        if has_memory:
-            memory = group.find(key, "cold", "MB")
-            cells.append(f"{memory.summary.high:.0f}" if memory is not None else "")
-        table.add_row(label, *cells, style="bold" if role == "ours" else "cyan" if role == "ceiling" else "")
-    console.print(table)
-
-
-def _rate_cells(group: Group, key: str, phase: Phase, has_peers: bool) -> list[str]:
-    series = group.find(key, phase, "GB/s")
-    if series is None:
-        return [""] * (4 if has_peers else 3)
-    summary = series.summary
-    cells = [_number(summary.median) + _busy_mark(summary), f"{_number(summary.low)}–{_number(summary.high)}"]
-    # A warm clone's ceiling is a warm copy, and so is a cold one's: there is no cold ceiling to compare it with.
-    ceiling = group.best("ceiling", phase, "GB/s") or group.best("ceiling", "warm", "GB/s")
-    cells.append(_ratio(series, ceiling))
-    if has_peers:
-        cells.append(_ratio(series, group.best("peer", phase, "GB/s")) if series.role == "ours" else "")
-    return cells
-
-
-def _ratio(series: Series, other: Series | None) -> str:
-    if other is None or other is series:
-        return ""
-    return f"{Ratio.between(series, other).of_medians:.2f}"
-
-
-def _print_times(console: Console, group: Group) -> None:
-    """Rows are quantities, columns are ours and the peer."""
-    columns = _TIMES[group.benchmark]
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("ms")
-    for _, _, title in columns:
-        table.add_column(title, justify="right", no_wrap=True)
-        table.add_column("min–max", justify="right", style="dim", no_wrap=True)
-    for label in dict.fromkeys(series.label for series in group.series):
-        cells = []
-        for role, phase, _ in columns:
-            found = [s for s in group.series if (s.label, s.role, s.phase) == (label, role, phase)]
-            cells += _time_cells(found[0]) if found else ["", ""]
-        table.add_row(label, *cells)
-    console.print(table)
-
-
-def _print_quantities(console: Console, group: Group) -> None:
-    """Rows are who or what was measured, columns are quantities, each as time and as rate."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("")
-    for quantity in QUANTITIES:
-        table.add_column(f"{quantity} ms", justify="right", no_wrap=True)
-        table.add_column("min–max", justify="right", style="dim", no_wrap=True)
-        table.add_column("GB/s", justify="right", no_wrap=True)
-    for name, label, role in dict.fromkeys((s.key.rpartition("_")[0], s.label, s.role) for s in group.series):
-        cells = []
-        for quantity in QUANTITIES:
-            time, rate = (group.find(f"{name}_{quantity}", "warm", unit) for unit in (MS, RATE))
-            cells += ["", "", ""] if time is None or rate is None else [*_time_cells(time), _time_cells(rate)[0]]
-        table.add_row(label, *cells, style="bold" if role == "ours" else "cyan" if role == "ceiling" else "")
-    console.print(table)
-
-
-def _time_cells(series: Series) -> list[str]:
-    summary = series.summary
-    return [_number(summary.median) + _busy_mark(summary), f"{_number(summary.low)}–{_number(summary.high)}"]
-
-
-def _busy_mark(summary: Summary) -> str:
-    return f"*{summary.num_busy}" if summary.num_busy else ""
-
-
-def _print_verdicts(console: Console, group: Group) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
+def print_verdicts(console: Console, group: Group) -> None:
+    """One row for each target; the notes only where one of them could not be measured."""
+    table = _table()
+    for title in ("target", "measured", "single rounds", "limit", ""):
+        table.add_column(title, justify="left" if title in ("target", "") else "right", no_wrap=title != "target")
     for verdict in group.verdicts:
-        if verdict.value is None:
-            word, style, value = "not measured", "dim", "–"
-        else:
-            word, style = ("met", "green") if verdict.met else ("missed", "red")
-            value = f"{verdict.value:.2f} {verdict.unit}"
-        sign = "≥" if verdict.direction == "at least" else "≤"
-        spread = f"{verdict.spread[0]:.2f}–{verdict.spread[1]:.2f} in single rounds" if verdict.spread else ""
-        table.add_row(
-            f"  {verdict.text}",
-            value,
-            f"[dim]{spread}[/]",
-            f"{sign} {verdict.limit:.2f} {verdict.unit}",
-            f"[{style}]{word}[/]",
-        )
+        table.add_row(escape(verdict.text), *_verdict_cells(verdict))
+    captions = [_busy(group)]
+    if not group.verdicts or any(verdict.figure is None for verdict in group.verdicts):
+        captions += group.notes
+    _print(console, group, table, captions)
+
+
+def print_figures(console: Console, group: Group) -> None:
+    """Variants and quantities, the longer of the two as rows; each figure beside the ceiling and the best peer."""
+    variants = {series.variant.name: series.variant for series in group.series}
+    quantities = dict.fromkeys(series.quantity for series in group.series)
+    table = _table()
+    table.add_column("")
+    if len(variants) > len(quantities):
+        for quantity in quantities:
+            table.add_column(_title(quantity), justify="right")
+        for variant in variants.values():
+            cells = [_cell(group, variant, quantity) for quantity in quantities]
+            table.add_row(escape(variant.name), *cells, style=_STYLES[variant.role])
+    else:
+        for variant in variants.values():
+            table.add_column(escape(variant.name), justify="right", style=_STYLES[variant.role])
+        for quantity in quantities:
+            table.add_row(_title(quantity), *(_cell(group, variant, quantity) for variant in variants.values()))
+    _print(console, group, table, group.notes)
+
+
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, header_style="dim")
+
+
+def _print(console: Console, group: Group, table: Table, captions: Sequence[str]) -> None:
+    console.print(f"[bold]{group.benchmark} · {escape(group.state)}[/]  {escape(group.title)}")
     console.print(table)
+    for caption in captions:
+        if caption:
+            console.print(escape(caption), style="dim")
+    console.print()
+
+
+def _verdict_cells(verdict: Verdict) -> list[str]:
+    sign = "≥" if verdict.direction == "at least" else "≤"
+    figure = verdict.figure
+    limit = f"{sign} {verdict.limit:.2f}" if verdict.limit is not None else "none"
+    if figure is None:
+        return ["–", "", limit, "[dim]not measured[/]"]
+    word = {True: "[green]met[/]", False: "[red]missed[/]", None: "[dim]shown only[/]"}[verdict.met]
+    return [f"{figure.value:.2f} {figure.unit}", _spread(figure), limit, word]
+
+
+def _busy(group: Group) -> str:
+    num_busy = sum(series.num_busy for series in group.series)
+    num_samples = sum(len(series.samples) for series in group.series)
+    return f"{num_busy} of {num_samples} samples ran while others used the machine" if num_busy else ""
+
+
+def _title(quantity: Quantity) -> str:
+    return escape(f"{quantity.name}, {quantity.unit}")
+
+
+def _cell(group: Group, variant: Variant, quantity: Quantity) -> str:
+    series = group.find(variant, quantity)
+    if series is None:
+        return ""
+    figure = series.figure
+    busy = f"*{series.num_busy}" if series.num_busy else ""
+    return f"{_number(figure.value)}{busy} ({_spread(figure)})" + "".join(_beside(group, series))
+
+
+def _beside(group: Group, series: Series) -> list[str]:
+    """The ratio of ours to the ceiling and to the best peer, of a peer to the ceiling; of rates and times only."""
+    if not series.quantity.unit.endswith("s"):
+        return []
+    roles: tuple[Role, ...] = {"ours": ("ceiling", "peer"), "peer": ("ceiling",)}.get(series.variant.role, ())  # type: ignore[assignment]
+    found = [(role, ratio(series, group.best_of(role, series.quantity))) for role in roles]
+    return [f"\n{figure.value:.2f} of {role}" for role, figure in found if figure is not None]
+
+
+def _spread(figure: Figure) -> str:
+    return f"{_number(figure.low)}–{_number(figure.high)}"
 
 
 def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.2f}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2f}"

@@ -9,10 +9,10 @@ from typing import Final
 import torch
 
 from benchmarks.machine import back_free_memory
-from benchmarks.replicas.managers import VARIANTS
+from benchmarks.processes import Channel
+from benchmarks.replicas.managers import ManagerVariant
 from benchmarks.replicas.parts import LOAD, Part, PartRecorder
-from benchmarks.replicas.processes import Channel
-from benchmarks.replicas.stepping import READY, StepTimes, step_once
+from benchmarks.replicas.steps import READY, StepTimes, step_once
 from benchmarks.replicas.training import Model, Training
 
 WARM: Final = "warm"
@@ -45,7 +45,7 @@ class Report:
         return [step for step in self.steps if step.committed_step is not None]
 
 
-def train(channel: Channel, variant: str, model: Model, lighthouse: str, num_steps: int) -> None:
+def train(channel: Channel, variant: ManagerVariant, model: Model, lighthouse: str, num_steps: int) -> None:
     """Steps without pause, says `WARM` after ``num_steps``, and its `Report` when it is told to."""
     replica = _Replica(channel, variant, model, "trains", lighthouse)
     replica.commit(num_steps)
@@ -56,7 +56,7 @@ def train(channel: Channel, variant: str, model: Model, lighthouse: str, num_ste
     channel.wait_for_end()
 
 
-def join(channel: Channel, variant: str, model: Model, lighthouse: str, num_steps: int) -> None:
+def join(channel: Channel, variant: ManagerVariant, model: Model, lighthouse: str, num_steps: int) -> None:
     """Steps, says its `Report` after ``num_steps`` were committed, and goes on."""
     replica = _Replica(channel, variant, model, "joins", lighthouse)
     replica.commit(num_steps)
@@ -68,10 +68,10 @@ def join(channel: Channel, variant: str, model: Model, lighthouse: str, num_step
 class _Replica:
     """Says `READY` twice: before it fills memory, and when only the manager is missing. With it others wait for it."""
 
-    def __init__(self, channel: Channel, variant: str, model: Model, name: str, lighthouse: str) -> None:
+    def __init__(self, channel: Channel, variant: ManagerVariant, model: Model, name: str, lighthouse: str) -> None:
         torch.set_num_threads(1)
         recorder = PartRecorder()
-        recorder.wrap_variant(variant)
+        variant.record(recorder)
         self._training = Training(model)
         for stateful in (self._training.model, self._training.optimizer):
             recorder.wrap(stateful, "load_state_dict", LOAD)
@@ -81,7 +81,7 @@ class _Replica:
         back_free_memory(_FILLED_TIMES * model.state_bytes)
         channel.say(READY)
         channel.wait()
-        self._loop = VARIANTS[variant].make(self._training, name, lighthouse)
+        self._loop = variant.make(self._training, name, lighthouse)
         self.report = Report(steps=[], parts=recorder.parts)
 
     def commit(self, num_steps: int) -> None:

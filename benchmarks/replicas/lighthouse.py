@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from benchmarks.replicas.processes import Channel, Child
+from benchmarks.processes import Channel, Child
 
 
 @contextlib.contextmanager

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Final, Protocol
 
 import torch
 
+from benchmarks.replicas.parts import PartRecorder, record_ours, record_torchft
 from benchmarks.replicas.training import Training
 from benchmarks.report import Role
-
-TIMEOUT: Final = timedelta(seconds=60)
+from benchmarks.transports import TIMEOUT, our_transport
 
 
 class Loop(Protocol):
@@ -24,25 +23,25 @@ class Loop(Protocol):
     def current_step(self) -> int: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerVariant:
     """One of the managers.
 
     Attributes:
-        key: Names it, also for a replica's process.
-        label: Names it for people.
-        role: Whose it is.
         make: Makes it for a training: name of the replica and address of the Lighthouse follow.
+        record: Has the parts of its healing noted.
+        needs_lighthouse: Whether its quorums come from one.
     """
 
-    key: str
-    label: str
+    name: str
     role: Role
     make: Callable[[Training, str, str], Loop]
+    record: Callable[[PartRecorder], None]
+    needs_lighthouse: bool = True
 
 
 class _NoManager:
-    """Nobody is asked, nothing is reduced, every step counts."""
+    """No quorum is asked for, nothing is reduced, every step counts."""
 
     _step = 0
 
@@ -64,14 +63,10 @@ class _NoManager:
 
 
 def _ours(training: Training, name: str, lighthouse: str) -> Loop:
-    from ft_transport import HTTPTransport, TransportSettings
     from manager import Manager, ManagerConfig
 
-    transport: HTTPTransport[Any] = HTTPTransport(
-        TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
-    )
     config = ManagerConfig(min_replica_size=1, replica_id=name, timeout=TIMEOUT, lighthouse_addr=lighthouse)
-    manager = Manager(config=config, checkpoint_transport=transport)
+    manager = Manager(config=config, checkpoint_transport=our_transport())
     # Nothing but the attached optimizer changes it, and that inside write sections.
     manager.register("model", training.model, is_stable=True)
     manager.register("optimizer", training.optimizer)
@@ -87,7 +82,7 @@ def _torchft(training: Training, name: str, lighthouse: str) -> Loop:
     from torchft.process_group import ProcessGroupGloo
 
     # A machine's own name need not lead to the loopback interface.
-    socket.gethostname = lambda: "localhost"  # type: ignore[assignment]
+    socket.gethostname = lambda: "localhost"
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def load(state: dict[str, Any]) -> None:
@@ -116,7 +111,12 @@ def _none(_training: Training, _name: str, _lighthouse: str) -> Loop:
     return _NoManager()
 
 
-OURS: Final = ManagerVariant(key="ours", label="ft_transport", role="ours", make=_ours)
-TORCHFT: Final = ManagerVariant(key="torchft", label="torchft", role="peer", make=_torchft)
-NO_MANAGER: Final = ManagerVariant(key="none", label="no manager", role="ceiling", make=_none)
-VARIANTS: Final = {variant.key: variant for variant in (OURS, TORCHFT, NO_MANAGER)}
+def _record_nothing(_recorder: PartRecorder) -> None:
+    pass
+
+
+OURS: Final = ManagerVariant(name="ft_transport", role="ours", make=_ours, record=record_ours)
+TORCHFT: Final = ManagerVariant(name="torchft", role="peer", make=_torchft, record=record_torchft)
+NO_MANAGER: Final = ManagerVariant(
+    name="no manager", role="ceiling", make=_none, record=_record_nothing, needs_lighthouse=False
+)

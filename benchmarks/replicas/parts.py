@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,19 +15,6 @@ LOAD: Final = "load"
 COMPARE: Final = "compare"
 MEET: Final = "process group is set up"
 SERVE: Final = "source serves"
-
-_METHODS: Final = {
-    "ours": (
-        ("manager", "GlooProcessGroup", "configure", MEET),
-        ("ft_transport", "Received", "differences", COMPARE),
-    ),
-    "torchft": (
-        ("torchft.process_group", "ProcessGroupGloo", "configure", MEET),
-        ("torchft.checkpointing.http_transport", "HTTPTransport", "send_checkpoint", SERVE),
-        ("torchft.checkpointing.http_transport", "HTTPTransport", "recv_checkpoint", TRANSFER),
-    ),
-    "none": (),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,35 +57,48 @@ class PartRecorder:
 
         setattr(owner, method, timed)
 
-    def wrap_variant(self, variant: str) -> None:
-        """Notes what a manager's healing consists of. Before anything of it is made."""
-        for module, owner, method, name in _METHODS[variant]:
-            with contextlib.suppress(ImportError, AttributeError):
-                self.wrap(getattr(importlib.import_module(module), owner), method, name)
-        if variant == "ours":
-            self._split_fetch()
 
-    def _split_fetch(self) -> None:
-        """A fetch checks what will come when the manifest is there: before it waits, after it bytes move."""
-        from ft_transport import HTTPTransport
+def record_ours(recorder: PartRecorder) -> None:
+    """Notes what healing with our manager consists of. Before anything of it is made."""
+    import ft_transport
+    import manager
 
-        fetch = HTTPTransport.fetch
+    recorder.wrap(manager.GlooProcessGroup, "configure", MEET)
+    recorder.wrap(ft_transport.Received, "differences", COMPARE)
+    _split_fetch(recorder)
 
-        @functools.wraps(fetch)
-        def timed(*arguments: Any, **keywords: Any) -> Any:
-            began_s = manifest_s = time.monotonic()
-            check = keywords.get("check")
 
-            def noting(*checked: Any, **check_keywords: Any) -> None:
-                nonlocal manifest_s
-                manifest_s = time.monotonic()
-                if check is not None:
-                    check(*checked, **check_keywords)
+def record_torchft(recorder: PartRecorder) -> None:
+    """The same for torchft's."""
+    from torchft.checkpointing.http_transport import HTTPTransport
+    from torchft.process_group import ProcessGroupGloo
 
-            try:
-                return fetch(*arguments, **{**keywords, "check": noting})
-            finally:
-                self.parts.append(Part(name=MANIFEST, began_s=began_s, ended_s=manifest_s))
-                self.parts.append(Part(name=TRANSFER, began_s=manifest_s, ended_s=time.monotonic()))
+    recorder.wrap(ProcessGroupGloo, "configure", MEET)
+    recorder.wrap(HTTPTransport, "send_checkpoint", SERVE)
+    recorder.wrap(HTTPTransport, "recv_checkpoint", TRANSFER)
 
-        HTTPTransport.fetch = timed  # type: ignore[method-assign]
+
+def _split_fetch(recorder: PartRecorder) -> None:
+    """A fetch calls ``check`` when the manifest is there: it waits before the call, and bytes move after it."""
+    from ft_transport import HTTPTransport
+
+    fetch = HTTPTransport.fetch
+
+    @functools.wraps(fetch)
+    def timed(*arguments: Any, **keywords: Any) -> Any:
+        began_s = manifest_s = time.monotonic()
+        check = keywords.get("check")
+
+        def noting(*checked: Any, **check_keywords: Any) -> None:
+            nonlocal manifest_s
+            manifest_s = time.monotonic()
+            if check is not None:
+                check(*checked, **check_keywords)
+
+        try:
+            return fetch(*arguments, **{**keywords, "check": noting})
+        finally:
+            recorder.parts.append(Part(name=MANIFEST, began_s=began_s, ended_s=manifest_s))
+            recorder.parts.append(Part(name=TRANSFER, began_s=manifest_s, ended_s=time.monotonic()))
+
+    HTTPTransport.fetch = timed  # type: ignore[method-assign]

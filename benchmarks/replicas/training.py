@@ -16,14 +16,14 @@ class Model:
         num_tensors: How many parameters are trained.
         num_items: Numbers in each.
         num_frozen_items: Numbers beside each that are not trained.
-        is_foreach: Whether the optimizer steps all tensors at once.
+        is_foreach: Whether the optimizer steps all tensors at once; ``None`` leaves it to torch.
     """
 
     name: str
     num_tensors: int
     num_items: int
     num_frozen_items: int = 0
-    is_foreach: bool = True
+    is_foreach: bool | None = True
 
     @property
     def state_bytes(self) -> int:

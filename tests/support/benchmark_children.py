@@ -1,11 +1,12 @@
-"""What the processes of the tests of ``benchmarks.replicas.processes`` run."""
+"""What the processes of the tests of ``benchmarks.processes`` run."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
-from benchmarks.replicas.processes import Channel
+from benchmarks.processes import Channel
 
 
 def repeat(channel: Channel, what: str) -> None:
@@ -16,3 +17,11 @@ def repeat(channel: Channel, what: str) -> None:
 def fail(_channel: Channel) -> None:
     print("said before the end", file=sys.stderr, flush=True)
     raise ValueError("the reason")
+
+
+def with_a_child() -> int:
+    """Leaves a process behind that waits for ever; returns its id."""
+    child = os.fork()
+    if not child:
+        signal.pause()
+    return child

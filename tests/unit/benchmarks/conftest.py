@@ -5,7 +5,7 @@ from multiprocessing import forkserver
 
 import pytest
 
-from benchmarks.replicas import processes
+from benchmarks import processes
 
 
 @pytest.fixture

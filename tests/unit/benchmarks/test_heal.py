@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.heal import BENCHMARK, HEALED, MS, first_common_quorum, judge, quantities
+from benchmarks.heal import BENCHMARK, HEALED, first_common_quorum, judge, quantities
 from benchmarks.options import Options, Size
 from benchmarks.replicas.healing import Report, Step
+from benchmarks.replicas.managers import OURS, TORCHFT
 from benchmarks.replicas.parts import Part, PartRecorder
-from benchmarks.replicas.stepping import StepTimes
-from benchmarks.report import Group, Sample
+from benchmarks.replicas.steps import StepTimes
+from benchmarks.report import Group, Quantity, Sample
 
 
 def step(began_s: float, committed_step: int | None, seconds: float = 1.0) -> Step:
@@ -42,7 +43,7 @@ class TestQuantities:
         load = Part(name="load", began_s=2.5, ended_s=3.0)
         early, late = Part(name="early", began_s=1.5, ended_s=1.9), Part(name="late", began_s=7.0, ended_s=8.0)
         found = quantities(trained, report(step(1.5, 3, 4.5), step(6.0, 4), parts=(early, load, late)))
-        assert found[HEALED] == pytest.approx(4.0)
+        assert found[HEALED.name] == pytest.approx(4.0)
         assert found["of it: load"] == 0.5
         assert found["of it: before the first part"] == 0.5
         assert not {"of it: early", "of it: late"} & found.keys()
@@ -72,8 +73,8 @@ class TestPartRecorder:
 @pytest.mark.parametrize(("ours", "met"), [(0.89, True), (0.91, False)])
 def test_verdict(ours: float, met: bool) -> None:
     group = Group("heal", "adamw", "title")
-    for key, value in (("ours", ours), ("torchft", 1.0)):
-        group.add(f"{key}, {HEALED}", Sample(0, value), label=HEALED, role="ours", phase="warm", unit=MS)
+    for variant, value in ((OURS, ours), (TORCHFT, 1.0)):
+        group.add(variant, HEALED, Sample(0, value))
     assert judge(group).met is met
 
 
@@ -82,9 +83,9 @@ def test_verdict(ours: float, met: bool) -> None:
 def test_measures_both_and_what_it_consists_of() -> None:
     pytest.importorskip("torchft")
     (group,) = BENCHMARK.run(Options(size=Size(scale=0.01, num_samples=1), states=BENCHMARK.states[:1]))
-    assert group.verdicts[0].value is not None
-    for key in ("ours", "torchft"):
+    assert group.verdicts[0].figure is not None
+    for variant in (OURS, TORCHFT):
         for part in ("transfer", "process group is set up", "first optimizer"):
-            series = group.find(f"{key}, of it: {part}", "warm", MS)
-            assert series is not None
-            assert series.summary.median > 0
+            figure = group.figure(variant, Quantity(f"of it: {part}", "ms"))
+            assert figure is not None
+            assert figure.value > 0

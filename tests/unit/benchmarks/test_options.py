@@ -6,11 +6,10 @@ import sys
 import pytest
 
 from benchmarks import clone, fetch
-from benchmarks import fetch_variants as variants
 from benchmarks.__main__ import BENCHMARKS, _parse, chosen, states_of
-from benchmarks.fetch import MEMORY, RATE, judge
-from benchmarks.options import Options, Size, turns
-from benchmarks.report import Group, Sample
+from benchmarks.fetch import BARE_FRESH, COLD, HTTP_BUSY, MEMORY, judge
+from benchmarks.options import Options, Size
+from benchmarks.report import Group, Named, Sample
 
 
 def parse(monkeypatch: pytest.MonkeyPatch, *words: str) -> argparse.Namespace:
@@ -18,14 +17,18 @@ def parse(monkeypatch: pytest.MonkeyPatch, *words: str) -> argparse.Namespace:
     return _parse()
 
 
-class TestTurns:
-    def test_each_round_begins_with_another_variant(self) -> None:
-        assert list(turns(("a", "b", "c"), 4)) == [
+class TestRounds:
+    def test_each_begins_with_another_variant(self) -> None:
+        said: list[str] = []
+        options = Options(size=Size(scale=1.0, num_samples=4), say=said.append, settle=lambda: said.append("settled"))
+        variants = tuple(Named(name, "ours") for name in "abc")
+        assert [(number, variant.name) for number, variant in options.rounds("title", variants)] == [
             *((0, each) for each in "abc"),
             *((1, each) for each in "bca"),
             *((2, each) for each in "cab"),
             *((3, each) for each in "abc"),
         ]
+        assert said[:4] == ["settled", "title 1/4 a", "settled", "title 1/4 b"]
 
 
 class TestCommandLine:
@@ -54,14 +57,14 @@ class TestDefaultRun:
         measured = fetch.measured_variants(state, is_full=False)
         group = Group("fetch", state, "title")
         for variant in measured:
-            for unit in (RATE, MEMORY):
-                group.add(variant.key, Sample(0, 1.0), label="", role=variant.role, phase="cold", unit=unit)
+            for quantity in (COLD, MEMORY):
+                group.add(variant, quantity, Sample(0, 1.0))
         assert None not in [verdict.met for verdict in judge(group)]
-        assert variants.BARE_FRESH not in measured
-        assert (variants.HTTP_BUSY in measured) is (state != "small")
+        assert BARE_FRESH not in measured
+        assert (HTTP_BUSY in measured) is (state != "small")
 
     def test_of_clone(self) -> None:
         options = Options(size=Size(scale=0.005, num_samples=2), states=("big",))
         (group,) = clone.BENCHMARK.run(options)
-        assert [verdict.value for verdict in group.verdicts] != [None]
-        assert {series.role for series in group.series} == {"ours", "ceiling"}
+        assert None not in [verdict.met for verdict in group.verdicts]
+        assert {series.variant.role for series in group.series} == {"ours", "ceiling"}

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import os
+import select
 
 import pytest
-from benchmark_children import fail, repeat
+from benchmark_children import fail, repeat, with_a_child
 
-from benchmarks.replicas.processes import Child
+from benchmarks.processes import Child, in_fresh_process
 
 pytestmark = pytest.mark.usefixtures("bare_fork_server")
 
@@ -47,3 +48,16 @@ class TestChild:
             assert child._process.exitcode == 0
         finally:
             child.close()
+
+
+class TestInFreshProcess:
+    def test_returns_what_the_function_returns(self) -> None:
+        assert in_fresh_process(max, 1, 2) == 2
+
+    def test_ends_what_the_process_has_started(self) -> None:
+        descriptor = os.pidfd_open(in_fresh_process(with_a_child))
+        try:
+            # Readable when the process has ended.
+            assert select.select([descriptor], [], [], 10)[0]
+        finally:
+            os.close(descriptor)

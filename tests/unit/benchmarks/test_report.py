@@ -2,10 +2,15 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
-from benchmarks.report import Group, Ratio, Sample, Series, Summary, Verdict, as_json, paired_ratios
+from benchmarks.report import Figure, Group, Named, Quantity, Sample, Series, Verdict, paired_ratios, ratio, write_json
+
+RATE = Quantity("fetch", "GB/s")
+MEMORY = Quantity("memory", "MB")
+SLOW, FAST = Named("slow", "peer"), Named("fast", "peer")
 
 
 def samples(*values: float) -> list[Sample]:
@@ -13,25 +18,22 @@ def samples(*values: float) -> list[Sample]:
 
 
 def series(*values: float) -> Series:
-    return Series("key", "label", "ours", "cold", "GB/s", samples(*values))
+    return Series(Named("ours", "ours"), RATE, samples(*values))
 
 
-class TestSummary:
+class TestFigures:
     def test_odd_number_of_samples(self) -> None:
-        summary = Summary.of(samples(5.0, 1.0, 3.0))
-        assert (summary.low, summary.median, summary.high) == (1.0, 3.0, 5.0)
-        assert (summary.lower_quartile, summary.upper_quartile) == (2.0, 4.0)
+        assert series(5.0, 1.0, 3.0).figure == Figure(3.0, 1.0, 5.0, "GB/s")
 
     def test_even_number_of_samples_takes_the_middle_of_two(self) -> None:
-        assert Summary.of(samples(4.0, 1.0, 2.0, 100.0)).median == 3.0
+        assert series(4.0, 1.0, 2.0, 100.0).figure.value == 3.0
 
     def test_one_sample_is_its_own_spread(self) -> None:
-        summary = Summary.of(samples(2.0))
-        assert {summary.low, summary.lower_quartile, summary.median, summary.upper_quartile, summary.high} == {2.0}
+        assert series(2.0).figure == Figure(2.0, 2.0, 2.0, "GB/s")
 
     def test_busy_samples_are_counted_and_not_left_out(self) -> None:
-        summary = Summary.of([Sample(0, 1.0, busy=True), Sample(1, 2.0), Sample(2, 3.0, busy=True)])
-        assert (summary.num_samples, summary.num_busy, summary.median) == (3, 2, 2.0)
+        busy = Series(SLOW, RATE, [Sample(0, 1.0, 0.2), Sample(1, 2.0, 0.05), Sample(2, 3.0, 0.9), Sample(3, 4.0)])
+        assert (len(busy.samples), busy.num_busy, busy.figure.value) == (4, 2, 2.5)
 
 
 class TestRatios:
@@ -48,13 +50,14 @@ class TestRatios:
 
     def test_pairs_see_a_slow_phase_of_the_machine_for_what_it_is(self) -> None:
         # Both were half as fast in the second half; the ratio was 0.8 all the time.
-        ratio = Ratio.between(series(8.0, 8.0, 4.0, 4.0), series(10.0, 10.0, 5.0, 5.0))
-        assert ratio.paired_low == ratio.paired_median == ratio.paired_high == 0.8
-        assert math.isclose(ratio.of_medians, 0.8)
+        figure = ratio(series(8.0, 8.0, 4.0, 4.0), series(10.0, 10.0, 5.0, 5.0))
+        assert figure is not None
+        assert figure.low == figure.high == 0.8
+        assert math.isclose(figure.value, 0.8)
 
     def test_without_pairs_the_medians_remain(self) -> None:
-        other = Series("other", "", "peer", "cold", "GB/s", [Sample(7, 2.0)])
-        assert Ratio.between(series(1.0), other) == Ratio(0.5, 0.5, 0.5, 0.5)
+        other = Series(SLOW, RATE, [Sample(7, 2.0)])
+        assert ratio(series(1.0), other) == Figure(0.5, 0.5, 0.5)
 
 
 class TestVerdicts:
@@ -70,47 +73,56 @@ class TestVerdicts:
     )
     def test_met(self, value: float | None, direction: str, met: bool | None) -> None:
         limit = 0.75 if direction == "at least" else 64.0
-        assert Verdict("", value, limit, direction).met is met
+        figure = Figure(value, value, value) if value is not None else None
+        assert Verdict("", figure, limit, direction).met is met
 
     def test_of_a_ratio_judges_the_medians_and_keeps_the_spread(self) -> None:
-        verdict = Verdict.at_least("", Ratio.between(series(3.0, 4.0, 5.0), series(4.0, 4.0, 4.0)), 1.0)
-        assert (verdict.value, verdict.spread, verdict.met) == (1.0, (0.75, 1.25), True)
+        verdict = Verdict.at_least("", ratio(series(3.0, 4.0, 5.0), series(4.0, 4.0, 4.0)), 1.0)
+        assert (verdict.figure, verdict.met) == (Figure(1.0, 0.75, 1.25), True)
 
     def test_of_what_was_not_measured(self) -> None:
-        assert Verdict.at_least("", Group.ratio(series(1.0), None), 1.0).met is None
+        assert Verdict.at_least("", ratio(series(1.0), None), 1.0).met is None
+
+    def test_a_figure_without_a_target_is_only_shown(self) -> None:
+        assert Verdict("", Figure(1.0, 1.0, 1.0), None, "at most").met is None
 
 
 class TestGroup:
     @pytest.fixture
     def group(self) -> Group:
         group = Group("fetch", "big", "title")
-        for key, value in (("slow", 1.0), ("fast", 2.0)):
-            group.add(key, Sample(0, value), label=key, role="peer", phase="cold", unit="GB/s")
-        group.add("slow", Sample(0, 9.0), label="slow", role="peer", phase="cold", unit="MB")
+        for variant, value in ((SLOW, 1.0), (FAST, 2.0)):
+            group.add(variant, RATE, Sample(0, value))
+        group.add(SLOW, MEMORY, Sample(0, 9.0))
+        group.add(FAST, MEMORY, Sample(0, 8.0))
         return group
 
     def test_samples_of_one_quantity_make_one_series(self, group: Group) -> None:
-        group.add("slow", Sample(1, 3.0), label="slow", role="peer", phase="cold", unit="GB/s")
-        found = group.find("slow", "cold", "GB/s")
+        group.add(SLOW, RATE, Sample(1, 3.0))
+        found = group.find(SLOW, RATE)
         assert found is not None
         assert [sample.value for sample in found.samples] == [1.0, 3.0]
-        assert group.find("slow", "warm", "GB/s") is None
+        assert group.find(SLOW, Quantity("later fetch", "GB/s")) is None
 
-    def test_best_has_the_highest_median_of_its_unit(self, group: Group) -> None:
-        best = group.best("peer", "cold", "GB/s")
+    def test_best_has_the_highest_rate_and_the_least_of_the_rest(self, group: Group) -> None:
+        group.add(Named("ours", "ours"), RATE, Sample(0, 7.0))
+        for quantity in (RATE, MEMORY):
+            best = group.best_of("peer", quantity)
+            assert best is not None
+            assert best.variant == FAST
+
+    def test_best_of_given_variants(self, group: Group) -> None:
+        best = group.best([SLOW], RATE)
         assert best is not None
-        assert best.key == "fast"
+        assert best.variant == SLOW
+        assert group.best_of("ceiling", RATE) is None
 
-    def test_best_of_given_keys(self, group: Group) -> None:
-        best = group.best("peer", "cold", "GB/s", ["slow"])
-        assert best is not None
-        assert best.key == "slow"
-        assert group.best("ceiling", "cold", "GB/s") is None
-
-    def test_json_holds_every_sample_and_the_verdicts(self, group: Group) -> None:
+    def test_json_holds_every_sample_and_the_verdicts(self, group: Group, tmp_path: Path) -> None:
         group.verdicts.append(Verdict("target", None, 1.0, "at least"))
-        content = json.loads(json.dumps(as_json([group], {"cores": 2}, {"quick": True})))
+        write_json(tmp_path / "figures.json", [group], {"machine": {"cores": 2}})
+        content = json.loads((tmp_path / "figures.json").read_text())
         (result,) = content["results"]
-        assert [len(entry["samples"]) for entry in result["series"]] == [1, 1, 1]
-        assert result["series"][0]["median"] == 1.0
+        assert [len(entry["samples"]) for entry in result["series"]] == [1, 1, 1, 1]
+        assert result["series"][0]["value"] == 1.0
         assert result["verdicts"][0]["met"] is None
+        assert content["machine"] == {"cores": 2}

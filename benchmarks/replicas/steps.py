@@ -10,8 +10,8 @@ from typing import Final
 import torch
 
 from benchmarks.machine import keep_free_memory
-from benchmarks.replicas.managers import VARIANTS, Loop
-from benchmarks.replicas.processes import Channel
+from benchmarks.processes import Channel
+from benchmarks.replicas.managers import Loop, ManagerVariant
 from benchmarks.replicas.training import Model, Training
 
 READY: Final = "ready"
@@ -50,12 +50,12 @@ class Plan:
     num_pairs: int
 
 
-def step_replica(channel: Channel, variant: str, name: str, lighthouse: str, plan: Plan) -> None:
+def step_replica(channel: Channel, variant: ManagerVariant, name: str, lighthouse: str, plan: Plan) -> None:
     """Says `READY`, waits for a word, steps, says the times of the steps that count, and waits for its end."""
     torch.set_num_threads(plan.num_threads)
     keep_free_memory()
     training = Training(plan.model)
-    loop = VARIANTS[variant].make(training, name, lighthouse)
+    loop = variant.make(training, name, lighthouse)
     channel.say(READY)
     channel.wait()
     num_steps = 2 * (plan.num_warmup_pairs + plan.num_pairs)

@@ -7,15 +7,18 @@ import importlib.util
 import multiprocessing
 import os
 import queue
+import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-TIMEOUT_S: Final = 300.0
+T = TypeVar("T")
+
+TIMEOUT_S: Final = 900.0
 _POLL_S: Final = 0.2
 _SHOWN_LOG_CHARACTERS: Final = 4000
 # What is missing is left out, as torchft on most platforms.
@@ -23,9 +26,13 @@ _PRELOADED: Final = (
     "manager.manager",
     "ft_transport.transport",
     "torchft.manager",
-    "benchmarks.replicas.healing",
-    "benchmarks.receiver",
-    "benchmarks.reshard_receiver",
+    "benchmarks.checkpoint",
+    "benchmarks.fetch",
+    "benchmarks.heal",
+    "benchmarks.loop",
+    "benchmarks.reading",
+    "benchmarks.reshard",
+    "benchmarks.stall",
 )
 
 
@@ -49,7 +56,7 @@ class Channel:
             self._connection.send(message)
 
     def wait(self) -> Any:
-        """Returns the next message of the parent's."""
+        """Returns the parent's next message."""
         return self._received.get()
 
     def wait_for_end(self) -> None:
@@ -81,7 +88,8 @@ class Child:
         descriptor, log = tempfile.mkstemp(prefix="benchmark-", suffix=".log")
         os.close(descriptor)
         self._log = Path(log)
-        self._process = context.Process(target=_run, args=(theirs, log, target, arguments), daemon=True)
+        # Not a daemon: DCP's writers are processes of a child.
+        self._process = context.Process(target=_run, args=(theirs, log, target, arguments))
         self._process.start()
         theirs.close()
 
@@ -92,6 +100,10 @@ class Child:
 
     def say(self, message: object) -> None:
         self._connection.send(message)
+
+    def has_message(self) -> bool:
+        """Whether `receive` returns, or raises, at once."""
+        return self._connection.poll()
 
     def receive(self, timeout_s: float = TIMEOUT_S) -> Any:
         """Returns the child's next message.
@@ -109,12 +121,17 @@ class Child:
 
     def close(self) -> None:
         self._connection.close()
+        if self._process.is_alive():
+            # Its session too, so that what it has started ends with it; the number is its own as long as it lives.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process_id, signal.SIGKILL)
         self._process.kill()
         self._process.join()
         self._log.unlink(missing_ok=True)
 
 
 def _run(connection: Connection, log: str, target: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -122,3 +139,17 @@ def _run(connection: Connection, log: str, target: Callable[..., None], argument
     # The Lighthouse and torchft's manager log every request.
     os.environ.update(RUST_LOG="error", GLOO_SOCKET_IFNAME="lo")
     target(Channel(connection), *arguments)
+
+
+def in_fresh_process(function: Callable[..., T], *arguments: object) -> T:
+    """Runs ``function`` in a fresh process, ends it with all that it has started, and returns what it returned."""
+    child = Child(_answer, function, *arguments)
+    try:
+        return child.receive()  # type: ignore[no-any-return]
+    finally:
+        child.close()
+
+
+def _answer(channel: Channel, function: Callable[..., object], *arguments: object) -> None:
+    channel.say(function(*arguments))
+    channel.wait_for_end()
