@@ -147,14 +147,14 @@ class HTTPTransport(Generic[T]):
         Raises:
             ConfigurationError: Another owner was set before; two would replace each other's snapshots.
         """
-        if fresh_snapshot is not None and self._server.http.fresh_snapshot is not None:
+        if fresh_snapshot is not None and self._server.http.requests.fresh_snapshot is not None:
             raise ConfigurationError("expected a transport that serves nobody's snapshots yet, got one with an owner")
-        self._server.http.fresh_snapshot = fresh_snapshot
+        self._server.http.requests.fresh_snapshot = fresh_snapshot
 
     @property
     def is_owned(self) -> bool:
         """Whether somebody's state is served (`serve_fresh`)."""
-        return self._server.http.fresh_snapshot is not None
+        return self._server.http.requests.fresh_snapshot is not None
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
         """Receives the state of ``step`` from the peer that ``metadata`` names.

@@ -70,6 +70,9 @@ class SnapshotServer:
         max_wait_s: The longest that a request is held until its step is there, in seconds.
         stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
         fresh_snapshot: Asks for a new snapshot when ``latest`` is requested.
+
+    Attributes:
+        requests: Finds what requests are for; its ``fresh_snapshot`` may be exchanged at any time.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class SnapshotServer:
             self.address = f"http://{advertised_host(advertise, bound=host)}:{self.port}"
             # The class by name: a policy that the process has set may make loops without sendfile (uvloop).
             self._loop = asyncio.SelectorEventLoop()
-            self._requests = SnapshotRequests(cache, max_wait_s=max_wait_s, fresh_snapshot=fresh_snapshot)
+            self.requests = SnapshotRequests(cache, max_wait_s=max_wait_s, fresh_snapshot=fresh_snapshot)
             self._closing = False
             self._handlers: set[asyncio.Task[object]] = set()
             started: Future[None] = Future()
@@ -108,15 +111,6 @@ class SnapshotServer:
             raise
         cache.listen(self._on_change)
         close_in_children(self)
-
-    @property
-    def fresh_snapshot(self) -> FreshSnapshot | None:
-        """Asks for a new snapshot when ``latest`` is requested; anything that is there will do without one."""
-        return self._requests.fresh_snapshot
-
-    @fresh_snapshot.setter
-    def fresh_snapshot(self, fresh_snapshot: FreshSnapshot | None) -> None:
-        self._requests.fresh_snapshot = fresh_snapshot
 
     def is_mine(self, candidate: socket.socket) -> bool:
         """See ``http.fork_safety``. Whatever was accepted has the port of the listener, until that is given up."""
@@ -190,7 +184,7 @@ class SnapshotServer:
 
     def _on_change(self) -> None:
         with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown at the same moment.
-            self._loop.call_soon_threadsafe(self._requests.wake)
+            self._loop.call_soon_threadsafe(self.requests.wake)
 
     @web.middleware
     async def _guard(
@@ -238,7 +232,7 @@ class SnapshotServer:
         return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
     async def _metadata(self, request: web.Request) -> web.StreamResponse:
-        reading = await self._requests.read(request)
+        reading = await self.requests.read(request)
         with reading as snapshot:
             headers = {
                 "Content-Type": "application/json",
@@ -250,7 +244,7 @@ class SnapshotServer:
             return await self._send(request, reading, web.StreamResponse(headers=headers), 8, len(snapshot.header))
 
     async def _full(self, request: web.Request) -> web.StreamResponse:
-        reading = await self._requests.read(request)
+        reading = await self.requests.read(request)
         with reading as snapshot:
             total = snapshot.total_bytes
             etag = f'"{snapshot.snapshot_id}"'
@@ -271,7 +265,7 @@ class SnapshotServer:
             return await self._send(request, reading, web.StreamResponse(status=206, headers=headers), start, end)
 
     async def _digests(self, request: web.Request) -> web.StreamResponse:
-        reading = await self._requests.read(request)
+        reading = await self.requests.read(request)
         with reading as snapshot:
             memory = snapshot.memory
             if isinstance(memory, MemoryFile):
@@ -281,7 +275,7 @@ class SnapshotServer:
             return web.Response(text=await computing)
 
     async def _slices(self, request: web.Request) -> web.StreamResponse:
-        reading = await self._requests.read(request)
+        reading = await self.requests.read(request)
         with reading as snapshot:
             try:
                 body = await asyncio.wait_for(request.read(), self._stall_timeout_s)

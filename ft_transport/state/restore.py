@@ -118,11 +118,6 @@ class Restore:
         self._plan = DestinationPlan([start for start, _ in filled], manifest.data_bytes)
 
     @property
-    def in_place_bytes(self) -> int:
-        """How many bytes land directly in the receiver's own tensors."""
-        return sum(self._manifest.tensors[index].end - self._manifest.tensors[index].start for index in self._direct)
-
-    @property
     def destination_touched(self) -> bool:
         """Whether bytes may have landed in the receiver's own tensors."""
         return self._touched.is_set()

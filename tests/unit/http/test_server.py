@@ -192,7 +192,7 @@ def test_a_receiver_is_told_why_the_last_attempt_failed(served: Serving) -> None
     assert "the last attempt failed: step 3: UnsupportedLeafError" in served.ask(path).body.decode()
     served.put(4)
     assert served.ask(path).status == 200
-    served.server.fresh_snapshot = lambda _step: 1
+    served.server.requests.fresh_snapshot = lambda _step: 1
     assert "being fetched (step latest)" in served.ask(path).body.decode()
     served.cache.note_failure("step 5: OSError: no memory")
     assert "; the last attempt failed: step 5: OSError" in served.ask(path).body.decode()
@@ -260,14 +260,14 @@ def test_latest_waits_for_a_snapshot_that_is_new_enough() -> None:
             new = served.put(2, b"new")
             assert http.getresponse().read() == new.content
         # Nobody took a newer one in time: an old state must not pass for the latest.
-        served.server.fresh_snapshot = lambda _step: 2
+        served.server.requests.fresh_snapshot = lambda _step: 2
         late = served.ask("/checkpoint/latest/full?wait=0")
         assert late.status == 503
         assert b"one of an earlier state (step 2)" in late.body
         # Asked again, with the state changed once more meanwhile: what was new enough at first still is.
         after = late.headers["FT-After"]
         third = served.put(3, b"third")
-        served.server.fresh_snapshot = lambda _step: 3
+        served.server.requests.fresh_snapshot = lambda _step: 3
         assert served.ask("/checkpoint/latest/full?wait=0").status == 503
         assert served.ask(f"/checkpoint/latest/full?wait=0&after={after}").body == third.content
         # What another server said, or nobody, changes nothing.
