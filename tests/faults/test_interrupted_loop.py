@@ -196,7 +196,7 @@ def test_a_replica_goes_on_exactly_wherever_a_handler_raised(replicas: Replicas,
             raise AssertionError(f"after an interruption at place {place} of {length} in {name}: {error!r}") from error
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600 if NUM_SAMPLES < 100 else 3600)
 def test_shutdown_can_be_interrupted_and_called_again() -> None:
     with lighthouse() as address:
         for place in range(1, 2000, max(1, 2000 // NUM_SAMPLES)):
