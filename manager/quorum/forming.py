@@ -214,7 +214,10 @@ class QuorumFormer:
             yield
         except StatesDivergedError as error:
             table = self._comparison.table(self._state.timeout)
-            error.tensors = self._participant.membership.differing_tensors(error, table or {})
+            membership = self._participant.membership
+            error.tensors = membership.differences.differing_tensors(
+                error, table or {}, replica_id=membership.replica_id, timeout=self._config.connect_timeout
+            )
             logger.error("%s: %s", self._participant.name, error)
             raise
 

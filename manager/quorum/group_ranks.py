@@ -16,7 +16,6 @@ from enum import Enum
 from typing import Final
 
 import msgspec
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, undeclared
 
 from ft_transport.coordination.store_channel import StoreChannel
 from ft_transport.errors import TransportError
@@ -31,11 +30,6 @@ _LONGEST: Final = timedelta(days=1)
 _LOOK_AGAIN_S: Final = 0.02
 _PARTING: Final = timedelta(milliseconds=200)
 """For what is said after a timeout is over, or to a rank that may be gone."""
-
-
-def own_store(timeout: timedelta) -> TCPStore:
-    """Start a store inside this process, for a replica of one rank without a launcher."""
-    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
 
 
 class Incarnation:

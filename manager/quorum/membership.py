@@ -7,37 +7,34 @@ and the thread that forms quorums call it, never both at once; `abort` may be ca
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, cast
-from urllib.parse import urlsplit
 
 import msgspec
 import torch
-from torch.distributed import AllreduceOptions, TCPStore  # type: ignore[attr-defined] # exported, undeclared
+from torch.distributed import AllreduceOptions
 
 from ft_transport.coordination.rendezvous import nobody_listens, rendezvous
-from ft_transport.coordination.store_channel import StoreChannel
 from ft_transport.coordination.store_connections import StoreConnections
-from ft_transport.errors import TransportError
 from ft_transport.runtime.deadline import Deadline
 from manager.collectives.gloo import GlooProcessGroup, ReplicaProcessGroup
 from manager.collectives.reconfigurable import Reconfigurable, ReconfigurableGroup
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig
-from manager.errors import QuorumError, StatesDivergedError, quorum_errors
+from manager.errors import QuorumError, quorum_errors
 from manager.quorum.decision import Decision, Member, Rules, decide
 from manager.quorum.divergence import Claim
-from manager.quorum.group_ranks import Exchange, GroupRanks, Incarnation, own_store
+from manager.quorum.group_ranks import Exchange, GroupRanks, Incarnation
 from manager.quorum.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse, name_of
 from manager.quorum.rank_report import RankReport, report_of_group
 from manager.quorum.replica_ids import ReplicaId, give_back_id, take_id
-from manager.quorum.structure import Structure, Tables
+from manager.quorum.replica_store import ReplicaStore, find_store
+from manager.quorum.structure import Structure
+from manager.quorum.told_differences import ToldDifferences
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +43,6 @@ _GRACE: Final = timedelta(milliseconds=200)
 """By how much the other ranks wait longer than rank 0, so that they hear its reason."""
 _NO_DEADLINE: Final = Deadline()
 _PROBE_S: Final = 0.2
-_TELLING: Final = timedelta(seconds=1)
 
 
 class Membership:
@@ -59,6 +55,8 @@ class Membership:
 
     Attributes:
         replica_id: ``name:`` and a random part. Unique among those that live (`replica_ids`).
+        group_rank: This rank within its replica.
+        differences: What replicas tell each other of states that differ.
 
     Raises:
         QuorumError: The Lighthouse or the replica's store cannot be reached.
@@ -73,6 +71,7 @@ class Membership:
         self._address = address
         self.group_rank = config.rank
         self._stores = StoreConnections()
+        self.differences = ToldDifferences(self._stores, self.group_rank)
         self._process_group = self._wrap(process_group)
         self._mutex = threading.Lock()
         self._held = ""
@@ -85,8 +84,7 @@ class Membership:
         self._group = GroupRanks(None, "", 0, 1)
         self._own_id: ReplicaId | None = None
         self._is_asking = False
-        # A store in this process lives as long as it is referred to.
-        self._own_store: TCPStore | None = None
+        self._store: ReplicaStore | None = None
         try:
             self._start(config)
         except BaseException:
@@ -105,7 +103,8 @@ class Membership:
 
     def _start(self, config: ManagerConfig) -> None:
         assert config.world_size is not None, "the environment has been asked"
-        store, self._store_address = self._find_store()
+        self._store = find_store(config, self._stores, state_address=self._address)
+        self._store_address, store = self._store.address, self._store.channel
         name = config.replica_id or NAMELESS
         lighthouse = self._find_lighthouse(config) if self.group_rank == 0 else ""
         prefix = ""
@@ -261,43 +260,6 @@ class Membership:
                     member.process or f"at {member.addresses[0]}",
                 )
 
-    def tell_tables(self, decision: Decision, tables: Tables) -> None:
-        """Tell replicas that do not fit what the state looks like that everybody holds; for their messages."""
-        with suppress(TransportError):
-            store = self._stores.at_address(decision.store_address)
-            store.set(self._tables_key(), msgspec.json.encode(tables), _TELLING)
-
-    def told_tables(self, decision: Decision) -> Tables | None:
-        """Return what a holder of the state has published with `tell_tables`; ``None`` if it has not."""
-        with suppress(TransportError):
-            store = self._stores.at_address(decision.store_address)
-            if (told := store.get([self._tables_key()], _GRACE)) is not None:
-                return msgspec.json.decode(told[0], type=dict[str, dict[str, str]])
-        return None
-
-    def _tables_key(self) -> str:
-        return f"{_PREFIX}/structure/{self.group_rank}"
-
-    def differing_tensors(self, error: StatesDivergedError, table: dict[str, int]) -> tuple[str, ...]:
-        """Tell the other replicas the digest of each tensor, and return the paths of those that differ.
-
-        Args:
-            error: Which replicas differ; all of them call this.
-            table: Digests by path, of this rank.
-        """
-        prefix = f"{_PREFIX}/diverged/{error.step}/{self.group_rank}"
-        timeout = self._config.connect_timeout
-        try:
-            store = self._stores.at_address(error.store_address)
-            store.set(f"{prefix}/{self.replica_id}", msgspec.json.encode(table), timeout)
-            told = store.get([f"{prefix}/{replica}" for replica in error.replicas], timeout)
-        except TransportError as unanswered:
-            logger.warning("replica %s: which tensors differ is not known: %s", self.replica_id, unanswered)
-            return ()
-        tables = [msgspec.json.decode(each, type=dict[str, int]) for each in told or ()]
-        paths = dict.fromkeys(path for each in tables for path in each)
-        return tuple(path for path in paths if len({each.get(path) for each in tables}) > 1)
-
     def configure(self, decision: Decision, deadline: Deadline) -> float:
         """Meet the members of the process group, if this rank does not hold it already.
 
@@ -437,53 +399,9 @@ class Membership:
         if self._incarnation is not None:
             self._incarnation.close()
         self._stores.close()
-        self._own_store = None
-
-    def _find_store(self) -> tuple[StoreChannel, str]:
-        config = self._config
-        if config.store_addr is not None and config.store_port is not None:
-            try:
-                self._probe(config.store_addr, config.store_port)
-            except OSError as error:
-                raise QuorumError(
-                    f"expected a store at {config.store_addr}:{config.store_port} (store_addr and store_port of the "
-                    f"configuration, or MASTER_ADDR and MASTER_PORT): {error}"
-                ) from error
-            host = self._host_for_peers(config.store_addr, config.store_port)
-            return self._stores.own(config.store_addr, config.store_port), _join(host, config.store_port)
-        self._own_store = own_store(config.connect_timeout)
-        # Peers reach this host where they fetch its state.
-        host, port = config.hostname or urlsplit(self._address).hostname or "localhost", self._own_store.port
-        try:
-            self._probe(host, port)
-        except OSError as error:
-            raise QuorumError(
-                f"expected peers to reach this replica's own store at {host}:{port}, where they fetch its state: "
-                f"{error}; set hostname"
-            ) from error
-        return self._stores.own(host, port, self._own_store), _join(host, port)
-
-    def _host_for_peers(self, host: str, port: int) -> str:
-        """A launcher may name its store by the loopback interface, where peers on other machines find their own."""
-        own = self._config.hostname or urlsplit(self._address).hostname or host
-        if not (host == "localhost" or host.startswith("127.") or host == "::1") or own == host:
-            return host
-        try:
-            self._probe(own, port)
-        except OSError as error:
-            logger.warning("replicas on other machines will not find the store at %s:%d: %s", host, port, error)
-            return host
-        return own
-
-    def _probe(self, host: str, port: int) -> None:
-        """Raise OSError unless somebody listens. A client of the store would look names up, which may take seconds."""
-        socket.create_connection((host, port), self._config.connect_timeout.total_seconds()).close()
+        self._store = None
 
 
 def group_number(group: str) -> int:
     """Return a number for the key of a process group: torchft's use it in names and logs as the id of a quorum."""
     return int(group.rpartition("-")[2], 16) >> 1
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -56,7 +56,8 @@ class StructureWatch:
         decision = self._unfit_decision
         if decision is not None:
             self.look()
-            self._executor.submit(self._participant.membership.tell_tables, decision, self._tables)
+            differences = self._participant.membership.differences
+            self._executor.submit(differences.tell_tables, decision.store_address, self._tables)
             self._unfit_decision = None
 
     def look(self) -> None:
@@ -82,7 +83,7 @@ class StructureWatch:
     def error(self, decision: Decision, role: DoesNotFit) -> HealFailedError:
         """Return the error for a replica whose own state does not fit, with what differs."""
         membership = self._participant.membership
-        differing = describe(role.parts, self._tables, membership.told_tables(decision))
+        differing = describe(role.parts, self._tables, membership.differences.told_tables(decision.store_address))
         holder = f"{role.holder.replica_id} at {role.holder.addresses[membership.group_rank]}"
         reason = f"no further attempt can succeed: the state of {holder} differs from this replica's: {differing}"
         return HealFailedError(step=decision.step, reasons=(reason,))

@@ -1,0 +1,96 @@
+"""The key-value store of one replica: its launcher's, or one in this process, and the address that peers are told."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, undeclared
+
+from ft_transport.coordination.store_channel import StoreChannel
+from ft_transport.coordination.store_connections import StoreConnections
+from manager.config import ManagerConfig
+from manager.errors import QuorumError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStore:
+    """Where the ranks of a replica agree, and where its process groups may meet.
+
+    Attributes:
+        channel: To the store.
+        address: ``host:port``, as peers are told.
+        store: The store, where it lies in this process; it lives as long as it is referred to.
+    """
+
+    channel: StoreChannel
+    address: str
+    store: TCPStore | None = None
+
+
+def find_store(config: ManagerConfig, connections: StoreConnections, *, state_address: str) -> ReplicaStore:
+    """Return the store that the launcher gave, or make one.
+
+    Args:
+        config: With everything filled in that the environment says.
+        connections: Keep the connection.
+        state_address: Where this rank serves its state, as peers are told.
+
+    Raises:
+        QuorumError: The store cannot be reached.
+    """
+    own_host = config.hostname or urlsplit(state_address).hostname
+    if config.store_addr is not None and config.store_port is not None:
+        try:
+            _probe(config.store_addr, config.store_port, config.connect_timeout)
+        except OSError as error:
+            raise QuorumError(
+                f"expected a store at {config.store_addr}:{config.store_port} (store_addr and store_port of the "
+                f"configuration, or MASTER_ADDR and MASTER_PORT): {error}"
+            ) from error
+        host = _host_for_peers(config.store_addr, config.store_port, own_host, config.connect_timeout)
+        channel = connections.own(config.store_addr, config.store_port)
+        return ReplicaStore(channel=channel, address=_join(host, config.store_port))
+    store = own_store(config.connect_timeout)
+    # Peers reach this host where they fetch its state.
+    host, port = own_host or "localhost", store.port
+    try:
+        _probe(host, port, config.connect_timeout)
+    except OSError as error:
+        raise QuorumError(
+            f"expected peers to reach this replica's own store at {host}:{port}, where they fetch its state: "
+            f"{error}; set hostname"
+        ) from error
+    return ReplicaStore(channel=connections.own(host, port, store), address=_join(host, port), store=store)
+
+
+def own_store(timeout: timedelta) -> TCPStore:
+    """Start a store inside this process, for a replica of one rank without a launcher."""
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
+def _host_for_peers(host: str, port: int, own_host: str | None, timeout: timedelta) -> str:
+    """A launcher may name its store by the loopback interface, where peers on other machines find their own."""
+    own = own_host or host
+    if not (host == "localhost" or host.startswith("127.") or host == "::1") or own == host:
+        return host
+    try:
+        _probe(own, port, timeout)
+    except OSError as error:
+        logger.warning("replicas on other machines will not find the store at %s:%d: %s", host, port, error)
+        return host
+    return own
+
+
+def _probe(host: str, port: int, timeout: timedelta) -> None:
+    """Raise OSError unless somebody listens. A client of the store would look names up, which may take seconds."""
+    socket.create_connection((host, port), timeout.total_seconds()).close()
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
