@@ -44,7 +44,7 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
     """The manifest of the snapshot that a peer serves for ``step``, waiting for it until the deadline.
 
     Args:
-        connection: To the peer. As long as the caller leaves it open, the peer keeps the snapshot for it.
+        connection: To the peer. While it is open, the peer keeps the snapshot for its lease after each request.
         step: A step or ``latest``.
         settings: How to fetch.
 

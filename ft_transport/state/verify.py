@@ -141,7 +141,7 @@ def _differing_tensors(
             hasher.update(piece)
         return hasher.intdigest() == digests[chunk]
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-agreement") as pool:
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-verify") as pool:
         for chunk, is_equal in enumerate(pool.map(agrees, range(manifest.chunks.num_chunks))):
             if not is_equal:
                 start, end = manifest.chunks.range_of(chunk, chunk + 1)

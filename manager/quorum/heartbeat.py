@@ -1,4 +1,4 @@
-"""Signs of life to the Lighthouse, and whether it may have missed them.
+"""Heartbeats to the Lighthouse, and whether it may have missed some.
 
 Native threads send them (torchft's ``ManagerServer``), so that code which holds the GIL for longer than the Lighthouse
 is patient does not cost this replica its place. A slow thread of Python sends a few more, whose answers show that the

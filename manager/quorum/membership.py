@@ -159,16 +159,16 @@ class Membership:
         """Ask for a quorum and decide what this rank does in it.
 
         Args:
-            step: The committed step that this rank holds, or ``quorum.NO_WHOLE_STATE``.
+            step: The committed step that this rank holds, or ``quorum.decision.NO_WHOLE_STATE``.
             lineage: Its lineage.
-            rules: See ``quorum.decide``.
-            can_serve: See ``quorum.Member``.
-            may_heal: See ``quorum.Member``; the replica heals only if all of its ranks may.
-            is_irregular: See ``quorum.Member``.
-            claim: See ``quorum.Member``.
-            structure: See ``quorum.Member``.
-            announced_to: See ``quorum.Member``.
-            num_failed_heals: See ``quorum.decide``.
+            rules: See ``quorum.decision.decide``.
+            can_serve: See ``quorum.decision.Member``.
+            may_heal: See ``quorum.decision.Member``; the replica heals only if all of its ranks may.
+            is_irregular: See ``quorum.decision.Member``.
+            claim: See ``quorum.decision.Member``.
+            structure: See ``quorum.decision.Member``.
+            announced_to: See ``quorum.decision.Member``.
+            num_failed_heals: See ``quorum.decision.decide``.
             deadline: For everything. Without one each wait has a timeout of the configuration.
             shrink_only: Whether new replicas have to wait.
 

@@ -16,7 +16,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank says before the replica asks for a quorum, or after a step.
 
     Attributes:
-        step: The committed step that it holds, or ``quorum.NO_WHOLE_STATE``.
+        step: The committed step that it holds, or ``quorum.decision.NO_WHOLE_STATE``.
         lineage: The lineage of that step.
         group: Key of the process group that it holds and that works; empty if there is none.
         num_groups: How many process groups it has begun to set up.

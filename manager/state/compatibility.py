@@ -31,7 +31,7 @@ def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[st
     Args:
         incoming: What a peer is about to send.
         registry: What is registered here.
-        own_state: What ``Manager.replica_state`` returned.
+        own_state: What ``ReplicaState.content`` returned.
         note: Added to what is said of tensors that differ: where they come from, or what would help.
 
     Raises:

@@ -77,7 +77,7 @@ class Unclosed:
 
 
 def weak_request(method: SnapshotRequest) -> SnapshotRequest:
-    """Return the method of a snapshot_scheduler for a server, which must not keep the state alive."""
+    """Return the method of a `SnapshotScheduler` for a server, which must not keep the state alive."""
     reference = weakref.WeakMethod(method)
 
     def request(step: int | None) -> int | None:

@@ -188,7 +188,7 @@ def test_a_snapshot_that_is_lost_before_anybody_knows_it_is_not_served(
     assert transport.newest_step() is None
 
 
-def test_who_attaches_an_optimizer_to_what_is_lent_gets_it_back_first(
+def test_attaching_an_optimizer_materializes_what_it_will_change(
     training: Training, fetch: Callable[[], Fetch]
 ) -> None:
     expected = training.lend_boundary(1)
@@ -200,7 +200,7 @@ def test_who_attaches_an_optimizer_to_what_is_lent_gets_it_back_first(
     assert exact(reading.result().state) == expected
 
 
-def test_a_state_without_a_byte_can_be_lent(new_transport: Callable[..., HTTPTransport[Any]]) -> None:
+def test_a_state_without_a_byte_can_be_shared(new_transport: Callable[..., HTTPTransport[Any]]) -> None:
     transport, receiver = new_transport(), new_transport()
     manager = StateManager(checkpoint_transport=transport, prefault=False)
     manager.register_state_dict_fn("numbers", lambda state: None, lambda: {"a": 1})
