@@ -46,7 +46,7 @@ class Fuse:
 
     def install_phases(self) -> None:
         """A rank that touches no file can be killed between two phases."""
-        Agreement.together = self._counted("phase", Agreement.together)  # type: ignore[method-assign]
+        Agreement.run_on_all_ranks = self._counted("phase", Agreement.run_on_all_ranks)  # type: ignore[method-assign]
 
     def arm(self, fatal: int | None, *, is_after: bool = False) -> None:
         self.steps.clear()
