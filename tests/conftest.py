@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from programs import SERVER, fork_writers
 
 pytest_plugins = ["pytester"]
 
@@ -60,14 +61,16 @@ def _threads() -> Iterator[str]:
 
 
 def _processes() -> Iterator[str]:
-    own = str(os.getpid())
+    # What the server of programs has forked is this process's as well; the server stays.
+    server = str(SERVER.process.pid) if SERVER.process is not None else None
+    parents = {str(os.getpid()), server}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             head, _, tail = entry.read_text(errors="replace").rpartition(")")
         except OSError:  # gone in the meantime
             continue
         _state, parent, *_ = tail.split()
-        if parent == own:
+        if parent in parents and not head.startswith(f"{server} "):
             yield f"process {head})"
 
 
@@ -77,7 +80,7 @@ def _descriptors() -> Iterator[str]:
             target = os.readlink(entry)
         except OSError:  # the one that listed the folder
             continue
-        if not target.startswith(_TOLERATED_FILES):
+        if not target.startswith(_TOLERATED_FILES) and target != SERVER.descriptor():
             yield f"descriptor {target}"
 
 
@@ -89,6 +92,13 @@ def _alive() -> Counter[str]:
 def _helper_processes() -> None:
     """Starts what multiprocessing starts once and keeps, so that it is no test's leak."""
     resource_tracker.ensure_running()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_writers() -> None:
+    """Checkpoint stores fork their writers, unless a test says `programs.start_writers`."""
+    if "ft_transport.checkpoint.writer_process" in sys.modules:
+        fork_writers()
 
 
 @pytest.fixture(autouse=True)
