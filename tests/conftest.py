@@ -7,8 +7,10 @@ something on first use and keeps it for good is used once before anything is cou
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import shutil
 import sys
 import threading
 import time
@@ -16,10 +18,12 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import resource_sharer, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from programs import SERVER, fork_writers
+from property_examples import num_examples
 
 pytest_plugins = ["pytester"]
 
@@ -30,14 +34,17 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 ).rstrip(os.pathsep)
 
 settings.register_profile(
-    "ci",
+    "small",
     deadline=None,  # a shared machine is slow at times; pytest-timeout bounds the whole test
     derandomize=False,
-    max_examples=100,
+    max_examples=num_examples(100),
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],  # for the same reason as the deadline
 )
-settings.load_profile("ci")
+settings.load_profile("small")
+
+_MEMORY_DIRECTORY = Path("/dev/shm")
+_MEMORY_BYTES = 4 << 30
 
 _POLL_S = 0.02
 
@@ -50,6 +57,12 @@ _TOLERATED_FILES = (sys.prefix, sys.base_prefix, "/usr/", "/dev/urandom", "/dev/
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("leak_grace_s", "seconds for which leftovers of a test may still go away", default="10")
+
+
+def pytest_configure() -> None:
+    """Puts temporary directories into memory if there is room, where a sync costs nothing; a death loses no more."""
+    if _MEMORY_DIRECTORY.is_dir() and shutil.disk_usage(_MEMORY_DIRECTORY).free > _MEMORY_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY_DIRECTORY))
 
 
 def _threads() -> Iterator[str]:
@@ -86,6 +99,25 @@ def _descriptors() -> Iterator[str]:
 
 def _alive() -> Counter[str]:
     return Counter([*_threads(), *_processes(), *_descriptors()])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Has xdist keep together the tests of a file that share a fixture, and no others: files differ much in length."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = nodeid.partition("::")[0]
+            return name if _shares_a_fixture(name) else nodeid
+
+    return Scheduling(config, log)
+
+
+@functools.cache
+def _shares_a_fixture(name: str) -> bool:
+    text = (_ROOT / name).read_text()
+    return 'scope="module"' in text or 'scope="class"' in text
 
 
 @pytest.fixture(scope="session", autouse=True)
