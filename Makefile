@@ -7,6 +7,9 @@ ARGS ?=
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 STAMP := $(VENV)/.installed
 
+# In two processes, in the order of the files; tests/conftest.py says which tests stay together.
+SHARED := -n 2 --dist loadscope --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo test test-slow torchft-tests soak check format bench bench-quick clean
@@ -33,12 +36,13 @@ demo: $(STAMP) ## watch a replica recover while the others train
 	@$(VENV)/bin/python -m manager.demo $(ARGS)
 
 test: $(STAMP) ## run the tests (ARGS="-k name" to choose)
-	@$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-		-m "not slow and not gpu and not alone" $(ARGS) || [ $$? -eq 5 ]
+	@$(VENV)/bin/python -m pytest $(SHARED) -m "not slow and not gpu and not alone" $(ARGS) || [ $$? -eq 5 ]
 	@$(VENV)/bin/python -m pytest -m "alone and not slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
 
-test-slow: $(STAMP) ## run the tests marked slow
-	@$(VENV)/bin/python -m pytest -m "slow and not gpu" $(ARGS)
+test-slow: $(STAMP) ## run the tests marked slow, and the properties with all examples
+	@$(VENV)/bin/python -m pytest $(SHARED) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
+	@HYPOTHESIS_PROFILE=full $(VENV)/bin/python -m pytest $(SHARED) tests/property $(ARGS) || \
+		[ $$? -eq 5 ]
 
 torchft-tests: $(STAMP) ## time the tests that torchft ships with our Manager and with theirs (by hand: minutes)
 	@PYTHONPATH=tests/support:tests/workers $(VENV)/bin/python tests/workers/torchft_upstream.py compare $(ARGS)

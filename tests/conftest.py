@@ -7,8 +7,10 @@ something on first use and keeps it for good is used once before anything is cou
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import shutil
 import sys
 import threading
 import time
@@ -16,9 +18,12 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import resource_sharer, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from programs import SERVER, fork_writers
+from property_examples import num_examples
 
 pytest_plugins = ["pytester"]
 
@@ -29,14 +34,17 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 ).rstrip(os.pathsep)
 
 settings.register_profile(
-    "ci",
+    "small",
     deadline=None,  # a shared machine is slow at times; pytest-timeout bounds the whole test
     derandomize=False,
-    max_examples=100,
+    max_examples=num_examples(100),
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],  # for the same reason as the deadline
 )
-settings.load_profile("ci")
+settings.load_profile("small")
+
+_MEMORY_DIRECTORY = Path("/dev/shm")
+_MEMORY_BYTES = 4 << 30
 
 _POLL_S = 0.02
 
@@ -51,6 +59,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("leak_grace_s", "seconds for which leftovers of a test may still go away", default="10")
 
 
+def pytest_configure() -> None:
+    """Puts temporary directories into memory if there is room, where a sync costs nothing; a death loses no more."""
+    if _MEMORY_DIRECTORY.is_dir() and shutil.disk_usage(_MEMORY_DIRECTORY).free > _MEMORY_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY_DIRECTORY))
+
+
 def _threads() -> Iterator[str]:
     for thread in threading.enumerate():
         # A dummy stands for a thread that Python did not start (torch's autograd and OpenMP pools).
@@ -60,14 +74,16 @@ def _threads() -> Iterator[str]:
 
 
 def _processes() -> Iterator[str]:
-    own = str(os.getpid())
+    # What the server of programs has forked is this process's as well; the server stays.
+    server = str(SERVER.process.pid) if SERVER.process is not None else None
+    parents = {str(os.getpid()), server}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             head, _, tail = entry.read_text(errors="replace").rpartition(")")
         except OSError:  # gone in the meantime
             continue
         _state, parent, *_ = tail.split()
-        if parent == own:
+        if parent in parents and not head.startswith(f"{server} "):
             yield f"process {head})"
 
 
@@ -77,7 +93,7 @@ def _descriptors() -> Iterator[str]:
             target = os.readlink(entry)
         except OSError:  # the one that listed the folder
             continue
-        if not target.startswith(_TOLERATED_FILES):
+        if not target.startswith(_TOLERATED_FILES) and target != SERVER.descriptor():
             yield f"descriptor {target}"
 
 
@@ -85,10 +101,36 @@ def _alive() -> Counter[str]:
     return Counter([*_threads(), *_processes(), *_descriptors()])
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Has xdist keep together the tests of a file that share a fixture, and no others: files differ much in length."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = nodeid.partition("::")[0]
+            return name if _shares_a_fixture(name) else nodeid
+
+    return Scheduling(config, log)
+
+
+@functools.cache
+def _shares_a_fixture(name: str) -> bool:
+    text = (_ROOT / name).read_text()
+    return 'scope="module"' in text or 'scope="class"' in text
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _helper_processes() -> None:
     """Starts what multiprocessing starts once and keeps, so that it is no test's leak."""
     resource_tracker.ensure_running()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_writers() -> None:
+    """Checkpoint stores fork their writers, unless a test says `programs.start_writers`."""
+    if "ft_transport.checkpoint.writer_process" in sys.modules:
+        fork_writers()
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from typing import Any
 import checkpoint_process
 import checkpoint_ranks as script
 import pytest
+from programs import Program
 
 _NUM_RANKS = 3
 _TIMEOUT_S = 150
@@ -41,7 +42,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(scenario: str) -> list[Any]:
         if scenario not in reports:
             directory = tmp_path_factory.mktemp(scenario)
-            found = script.run_ranks(directory, _NUM_RANKS, scenario, timeout_s=_TIMEOUT_S)
+            found = script.run_scenarios(directory, _NUM_RANKS, scenario, timeout_s=_TIMEOUT_S)
             reports[scenario] = [report.get(scenario) for report in found]
         return reports[scenario]
 
@@ -234,7 +235,7 @@ def test_what_an_earlier_save_has_left_is_not_in_a_later_one(ran: Any) -> None:
 @contextmanager
 def _process(role: str, root: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """A process in a role, and the first line that it said; it is ended by the end of its input."""
-    with subprocess.Popen(
+    with Program(
         [sys.executable, checkpoint_process.__file__, role, str(root)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import checkpoint_crashes as script
 import pytest
+from programs import run as run_program
 
 _TIMEOUT_S = 240
 _SAVING = {"mkdir", "open", "fsync", "unlink"}
@@ -22,14 +22,8 @@ pytestmark = pytest.mark.timeout(_TIMEOUT_S + 30)
 
 def run(name: str, directory: Path) -> list[dict[str, Any]]:
     """The cases of a scenario in which somebody was killed."""
-    ended = subprocess.run(
-        [sys.executable, script.__file__, name, str(directory)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+    command = [sys.executable, script.__file__, name, str(directory)]
+    ended = run_program(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=_TIMEOUT_S)
     assert ended.returncode == 0, ended.stderr[-5000:]
     cases = json.loads(ended.stdout)
     scenario = script.SCENARIOS[name]

@@ -7,8 +7,6 @@ import math
 import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +16,7 @@ import checkpoint_damage as script
 import pytest
 import torch
 from damage import append, flip_bit, truncate
+from ranks import run_ranks
 from state_equality import exact
 
 from ft_transport import CheckpointDamagedError, CheckpointNotFoundError, CheckpointStore
@@ -281,16 +280,7 @@ def test_what_was_just_saved_is_kept_though_a_later_step_is_there(root: Path) ->
 @pytest.mark.parametrize("read", ["once", pytest.param("each", marks=pytest.mark.slow)])
 def test_what_one_rank_finds_is_one_error_on_all_of_them(tmp_path: Path, read: str) -> None:
     root = tmp_path / "root"
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(script.NUM_RANKS), script.__file__]
-    ended = subprocess.run(
-        [sys.executable, "-m", *command, str(root), str(tmp_path), read],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-5000:]
+    run_ranks(script.__file__, script.NUM_RANKS, str(root), str(tmp_path), read, timeout_s=_TIMEOUT_S)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(script.NUM_RANKS))
     assert first.pop() == second.pop() == {"whole_again": [script.NEW]}
     # Some chunks are needed by both ranks, some by one; each was flipped.

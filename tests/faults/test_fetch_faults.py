@@ -29,6 +29,7 @@ from faulty_transports import (
     network,
     transport,
 )
+from programs import Program, run
 from proxy import Fault, Link, corrupt, cut, delay, lie, stall, trickle
 
 from ft_transport import (
@@ -274,7 +275,7 @@ def test_no_time_at_all_is_a_timeout() -> None:
 @contextmanager
 def serving_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
     script = Path(__file__).parents[1] / "workers" / "serving_process.py"
-    process = subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = Program([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
@@ -326,13 +327,8 @@ def test_a_peer_that_is_killed_is_missed_at_once_also_where_it_leaves_a_child() 
 @pytest.mark.parametrize("arguments", [["150"], ["3", "full"]], ids=["sending and receiving", "no descriptor left"])
 def test_no_forked_child_is_left_a_socket(arguments: list[str]) -> None:
     script = Path(__file__).parents[1] / "workers" / "forking_process.py"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore:This process:DeprecationWarning", str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", str(script), *arguments]
+    done = run(command, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import publish_ranks as script
 import pytest
 import torch
-from checkpoint_ranks import run_ranks
+from checkpoint_ranks import run_scenarios
 from engine_servers import BASE_MODEL, StandIn, VLLMStandIn, serving
 
 _NUM_RANKS = 4
@@ -33,7 +33,7 @@ def run(directory: Path, engines: dict[str, list[StandIn]]) -> dict[str, list[di
     with serving(*(each for several in engines.values() for each in several)):
         for scenario, several in engines.items():
             (directory / f"{scenario}.json").write_text(json.dumps([each.url for each in several]))
-        found = run_ranks(directory, _NUM_RANKS, *engines, script=script.__file__)
+        found = run_scenarios(directory, _NUM_RANKS, *engines, script=script.__file__)
     return {scenario: [report.get(scenario, {}) for report in found] for scenario in engines}
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
 import checkpoint_layouts as script
 import pytest
+from programs import run
+from ranks import run_ranks
 
 _TIMEOUT_S = 240
 
@@ -20,17 +21,11 @@ pytestmark = pytest.mark.timeout(2 * _TIMEOUT_S + 30)
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """By rank; and of a process that knows of no group, and loads what four have saved."""
     directory = tmp_path_factory.mktemp("reports")
-    group = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(script.NUM_RANKS)]
-    for command in (group, []):
-        ended = subprocess.run(
-            [sys.executable, *command, script.__file__, str(directory / "root"), str(directory)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr[-5000:]
+    arguments = (str(directory / "root"), str(directory))
+    run_ranks(script.__file__, script.NUM_RANKS, *arguments, timeout_s=_TIMEOUT_S)
+    alone = [sys.executable, script.__file__, *arguments]
+    ended = run(alone, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=_TIMEOUT_S)
+    assert ended.returncode == 0, ended.stderr[-5000:]
     names = [*map(str, range(script.NUM_RANKS)), "one"]
     return {name: json.loads((directory / f"{name}.json").read_text()) for name in names}
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import checkpoint_race
 import pytest
-from checkpoint_ranks import run_ranks
+from checkpoint_ranks import run_scenarios
+from ranks import run_ranks
 
 _TIMEOUT_S = 150
 _NUM_PROCESSES = 8
@@ -19,16 +17,7 @@ _NUM_ITERATIONS = 50
 
 
 def _race(directory: Path) -> list[dict[str, Any]]:
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(_NUM_PROCESSES)]
-    ended = subprocess.run(
-        [sys.executable, "-m", *command, checkpoint_race.__file__, str(directory), str(_NUM_ITERATIONS)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-5000:]
+    run_ranks(checkpoint_race.__file__, _NUM_PROCESSES, str(directory), str(_NUM_ITERATIONS), timeout_s=_TIMEOUT_S)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(_NUM_PROCESSES)]
 
 
@@ -47,7 +36,7 @@ def test_no_rank_clears_what_another_has_written_after_set_up(tmp_path: Path) ->
 
 @pytest.mark.timeout(_TIMEOUT_S + 30)
 def test_two_groups_that_save_to_one_place_are_refused(tmp_path: Path) -> None:
-    reports = [report["two_groups"] for report in run_ranks(tmp_path, 4, "two_groups")]
+    reports = [report["two_groups"] for report in run_scenarios(tmp_path, 4, "two_groups")]
     first, second = reports[:2], reports[2:]
     for report in second:
         assert report["error"]["type"] == "CheckpointInUseError"

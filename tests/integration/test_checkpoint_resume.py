@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import checkpoint_resume as script
 import pytest
+from programs import run as run_program
 
 _TIMEOUT_S = 100
 _NUM_STEPS = 25
@@ -18,14 +18,8 @@ _SAVE_EVERY = 3
 
 
 def run(root: Path, loader: str, *, killed_in: int = -1) -> tuple[int, list[str]]:
-    ended = subprocess.run(
-        [sys.executable, script.__file__, str(root), str(_NUM_STEPS), str(killed_in), str(_SAVE_EVERY), loader],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+    command = [sys.executable, script.__file__, str(root), str(_NUM_STEPS), str(killed_in), str(_SAVE_EVERY), loader]
+    ended = run_program(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=_TIMEOUT_S)
     assert ended.returncode in (0, -signal.SIGKILL), ended.stderr[-5000:]
     return ended.returncode, ended.stdout.splitlines()
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
@@ -23,11 +22,7 @@ _RANKS = Path(__file__).parents[1] / "workers" / "consolidated_ranks.py"
 
 @pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_put_their_parts_in_place(tmp_path: Path, dim: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    ran = subprocess.run(
-        [*command, str(_RANKS), str(tmp_path), str(dim)], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    run_ranks(str(_RANKS), 4, str(tmp_path), str(dim), timeout_s=100)
 
 
 def test_a_tied_tensor_is_there_once_and_other_parts_are_not(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from programs import Program
 from quorum_threads import lighthouse, make_manager, run_replicas
 
 from manager import Manager
@@ -91,7 +92,7 @@ session.close()
 def test_a_stopped_process_has_lapsed_and_one_whose_gil_is_held_has_not() -> None:
     with (
         lighthouse(heartbeat_timeout_ms=1000) as address,
-        subprocess.Popen(
+        Program(
             [sys.executable, "-c", _CHILD, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as child,
     ):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import layout_matrix as worker
 import pytest
 import torch
+from ranks import run_ranks
 
 _NUM_PROCESSES = 8
 _TIMEOUT_S = 240
@@ -19,16 +17,8 @@ _TIMEOUT_S = 240
 @pytest.mark.timeout(_TIMEOUT_S + 30)
 def test_every_layout_is_received_in_every_other(tmp_path: Path) -> None:
     torch.save(worker.train_reference(), tmp_path / "reference.pt")
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(_NUM_PROCESSES), worker.__file__]
-    ended = subprocess.run(
-        [sys.executable, "-m", *command, str(tmp_path / "reference.pt"), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-5000:]
+    arguments = (str(tmp_path / "reference.pt"), str(tmp_path))
+    run_ranks(worker.__file__, _NUM_PROCESSES, *arguments, timeout_s=_TIMEOUT_S)
     reports = [report for file in tmp_path.glob("*.json") for report in json.loads(file.read_text())]
 
     pairs = {(report["source"], report["receiver"]) for report in reports}

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import manager_checkpoint_ranks
 import pytest
 import torch
+from ranks import run_torchrun
 from torch import nn
 
 from ft_transport import (
@@ -256,7 +256,5 @@ def _flip(path: Path, position: int) -> None:
 
 
 def test_ranks_of_a_replica_save_resume_and_recover_together(tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "workers" / "manager_checkpoint_ranks.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    ran = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=110, check=False)
-    assert ran.returncode == 0, ran.stderr[-5000:]
+    """By torchrun itself, as trainers are."""
+    run_torchrun(manager_checkpoint_ranks.__file__, 2, str(tmp_path), timeout_s=110)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import sharded_managers as script
+from ranks import run_ranks
 
 _TIMEOUT_S = 150
 
@@ -18,16 +16,7 @@ _TIMEOUT_S = 150
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("reports")
     num_processes = script.NUM_TRAINING + script.NUM_RECOVERING
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes), script.__file__]
-    ended = subprocess.run(
-        [sys.executable, "-m", *command, str(directory)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-5000:]
+    run_ranks(script.__file__, num_processes, str(directory), timeout_s=_TIMEOUT_S)
     return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(num_processes)]
 
 

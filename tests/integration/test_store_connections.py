@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import Program
 from quorum_threads import lighthouse, make_manager, run_replicas
 from torch.distributed import TCPStore
 
@@ -53,7 +54,7 @@ def servers() -> Iterator[list[TCPStore]]:
 def test_a_stopped_store_is_not_waited_for_longer_than_asked(stores: StoreConnections) -> None:
     brief = timedelta(milliseconds=50)
     command = [sys.executable, "-c", _SERVE]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with Program(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
         connection = stores.at("127.0.0.1", port)

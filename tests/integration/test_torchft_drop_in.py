@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import run as run_program
 
 WORKERS = Path(__file__).parents[1] / "workers"
 
@@ -33,7 +33,7 @@ print("passed")
 
 def run(*arguments: str) -> str:
     """Runs Python in a process of its own: torchft and torch.distributed keep threads, sockets and groups."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    done = run_program([sys.executable, *arguments], timeout=100)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return done.stdout
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run
 from quorum_threads import lighthouse, make_manager, run_replicas
 from torchft_records import LOGGERS, fields, train
 
@@ -25,7 +25,7 @@ _PROGRAM = Path(__file__).parents[1] / "workers" / "torchft_records.py"
 def test_quorums_commits_and_errors_are_logged_as_torchft_does(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upstream = subprocess.run([sys.executable, _PROGRAM], capture_output=True, text=True, timeout=100, check=False)
+    upstream = run([sys.executable, str(_PROGRAM)], timeout=100)
     assert upstream.returncode == 0, upstream.stderr[-4000:]
 
     monkeypatch.setenv("JOB_ID", "job 1")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import Program
 
 WORKERS = Path(__file__).parents[1] / "workers"
 FETCHES_PER_RECEIVER = 25
@@ -20,9 +21,7 @@ class Script:
     """A script in a process of its own that answers lines with lines."""
 
     def __init__(self, *arguments: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._process = Program([sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def send(self, line: str) -> None:
         assert self._process.stdin is not None

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 import safetensors.torch
 import torch
+from programs import run
 
 from ft_transport import (
     ConfigurationError,
@@ -84,19 +85,8 @@ def test_another_process_receives_in_place_and_needs_no_memory_for_it(
 ) -> None:
     state = {f"w{index}": torch.randn(bytes_per_tensor // 4) for index in range(num_tensors)}
     sender.send_checkpoint([1], 7, state, TIMEOUT)
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(WORKERS / "fetching_process.py"),
-            sender.metadata(),
-            str(num_tensors),
-            str(bytes_per_tensor),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    script = str(WORKERS / "fetching_process.py")
+    done = run([sys.executable, script, sender.metadata(), str(num_tensors), str(bytes_per_tensor)], timeout=60)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
 

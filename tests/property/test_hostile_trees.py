@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from property_examples import num_examples
 from state_tools import manifest_with, receive
 
 from ft_transport.errors import ManifestError, RestoreError
@@ -180,7 +181,7 @@ def _gives_a_state_or_a_typed_error(tree: Node, own: object, layouts: LayoutTabl
 
 
 @given(_trees, _own)
-@settings(max_examples=1500, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=num_examples(1500), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @example(MappingNode("dict", [BigIntNode("f" * 9000), 1]), {})
 @example(SequenceNode("size", [BigIntNode("f" * 40)]), None)
 @example(SequenceNode("size", [2**62, 2**62]), None)
@@ -194,7 +195,7 @@ def test_any_tree_gives_a_state_or_a_typed_error(tree: Node, own: object) -> Non
 
 
 @given(_trees, _tables, _own)
-@settings(max_examples=500, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=num_examples(500), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @example(DTensorNode(TensorNode(1), 0), LayoutTable([_ONE_RANK], [Layout(0, (), (2, 3), (3, 1), (0, 0))]), None)
 def test_so_it_does_where_torch_distributed_runs(
     one_rank_group: None, tree: Node, layouts: LayoutTable, own: object

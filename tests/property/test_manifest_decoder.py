@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from property_examples import num_examples
 from state_tools import file_of_state, manifest_of
 
 from ft_transport.errors import ManifestError
@@ -66,7 +67,7 @@ def test_any_bytes_give_a_typed_error(encoded: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=400)
+@settings(max_examples=num_examples(400))
 def test_a_mutated_header_gives_a_consistent_manifest_or_a_typed_error(data: st.DataObject) -> None:
     header = bytearray(_HEADER)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -105,7 +106,7 @@ def _set_somewhere(value: Any, data: st.DataObject, replacement: Any) -> Any:
 
 
 @given(st.data(), _json | st.integers(-(2**70), 2**70) | st.sampled_from([2**31, 2**62, 2**63, 10**400, "latest"]))
-@settings(max_examples=400)
+@settings(max_examples=num_examples(400))
 def test_a_header_with_one_wrong_part_gives_a_consistent_manifest_or_a_typed_error(
     data: st.DataObject, replacement: Any
 ) -> None:

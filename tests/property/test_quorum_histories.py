@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from property_examples import num_examples
 
 from manager.errors import QuorumError
 from manager.quorum.decision import (
@@ -213,5 +214,5 @@ class QuorumHistory(RuleBasedStateMachine):
                 assert held.setdefault(key, replica.contents) == replica.contents
 
 
-QuorumHistory.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+QuorumHistory.TestCase.settings = settings(max_examples=num_examples(150), stateful_step_count=40, deadline=None)
 TestQuorumHistory = QuorumHistory.TestCase

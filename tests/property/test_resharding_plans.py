@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import num_examples
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -115,7 +116,7 @@ _shapes = st.tuples(st.integers(0, 11), st.integers(1, 7), st.integers(1, 5))
 
 
 @given(_divisions(_placements), _divisions(_placements), _shapes, st.randoms(use_true_random=False))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 def test_every_wanted_byte_is_read_once_and_is_the_right_one(
     source: _Division, receiver: _Division, shape: tuple[int, int, int], random: object
 ) -> None:
@@ -180,7 +181,7 @@ def _as_ours(source: _Division, places: list[tuple[int, ...]], reads: list[Read]
 
 
 @given(_divisions(_plain_placements), _divisions(_plain_placements), _shapes)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 def test_it_is_what_dcp_would_read(source: _Division, receiver: _Division, shape: tuple[int, int, int]) -> None:
     places = _coordinates(source[0])
     manifests = [_manifest(source, at, shape, start=0) for at in places]
@@ -193,7 +194,7 @@ def test_it_is_what_dcp_would_read(source: _Division, receiver: _Division, shape
 
 
 @given(_divisions(_placements), _shapes, st.integers(0, 63))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 def test_a_source_too_few_is_found_before_anything_is_read(
     source: _Division, shape: tuple[int, int, int], which: int
 ) -> None:

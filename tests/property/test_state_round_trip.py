@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from property_examples import num_examples
 from state_equality import exact
 from state_tools import file_of_state, manifest_of, receive
 
@@ -155,7 +156,7 @@ _states = st.recursive(_leaves, _containers, max_leaves=12)
 
 
 @given(_tensors())
-@settings(max_examples=400)
+@settings(max_examples=num_examples(400))
 def test_any_tensor_round_trips_and_is_received_in_place(tensor: torch.Tensor) -> None:
     file = file_of_state(tensor)
     received = receive(file)
@@ -176,7 +177,7 @@ def test_any_tensor_round_trips_and_is_received_in_place(tensor: torch.Tensor) -
 @example(
     {np.float64("nan"): np.datetime64("NaT", "s"), np.int8(-3): np.array(["a\0b", ""]), np.str_("x"): np.void(b"\0\1")}
 )
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 def test_any_state_round_trips(state: object) -> None:
     file = file_of_state(state)
     received = receive(file)
@@ -185,7 +186,7 @@ def test_any_state_round_trips(state: object) -> None:
 
 
 @given(_states)
-@settings(max_examples=100)
+@settings(max_examples=num_examples(100))
 def test_any_state_is_received_into_any_receiver_of_the_same_form(state: object) -> None:
     file = file_of_state(state)
     # The receiver is the state itself, ties, overlaps and all, after its tensors were overwritten.
@@ -196,14 +197,14 @@ def test_any_state_is_received_into_any_receiver_of_the_same_form(state: object)
 
 
 @given(_states, _states)
-@settings(max_examples=100)
+@settings(max_examples=num_examples(100))
 def test_a_receiver_of_another_form_changes_nothing(state: object, own: object) -> None:
     file = file_of_state(state)
     assert exact(receive(file, into=own)) == exact(state)
 
 
 @given(_states)
-@settings(max_examples=50)
+@settings(max_examples=num_examples(50))
 def test_two_snapshots_of_one_state_are_the_same_bytes_but_for_their_id(state: object) -> None:
     first, second = file_of_state(state), file_of_state(state)
     one, other = manifest_of(first), manifest_of(second)

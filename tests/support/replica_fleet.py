@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from programs import Program
+
 TRAINING_REPLICA = Path(__file__).parents[1] / "workers" / "training_replica.py"
 
 
@@ -56,7 +58,7 @@ class ReplicaFleet:
         self._num_starts += 1
         start = f"{name}-{self._num_starts}"
         log = (self._directory / f"{start}.log").open("w")
-        process = subprocess.Popen(
+        process = Program(
             [sys.executable, str(self._script), name, *self._arguments, *arguments],
             env=self._environment,
             stdout=subprocess.PIPE,

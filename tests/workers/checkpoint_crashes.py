@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -303,6 +304,8 @@ def main() -> None:
     scenario, directory = SCENARIOS[sys.argv[1]], Path(sys.argv[2])
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     assert threading.active_count() == 1, "a fork copies no thread"
+    # Else each child collects, and thereby copies, what was imported: more than all the rest that it does.
+    gc.freeze()
     make_template(scenario, directory / "template")
     reports = []
     for fatal in scenario.chosen if scenario.chosen is not None else itertools.count():

@@ -1,4 +1,4 @@
-"""Two ranks load checkpoints of which one file was changed by one bit; started by torchrun.
+"""Two ranks load checkpoints of which one file was changed by one bit; started by `ranks`.
 
 Usage: ``checkpoint_damage.py ROOT REPORTS once|each``.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from damage import flip_bit
+from programs import fork_writers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -68,6 +69,7 @@ def attempt(store: CheckpointStore, step: int) -> dict[str, Any]:
 
 def main() -> None:
     root, reports, read = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    fork_writers()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     report: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Checkpoints of a model and AdamW's states, saved in HSDP and loaded in other layouts; started by torchrun.
+"""Checkpoints of a model and AdamW's states, saved in HSDP and loaded in other layouts; started by `ranks`.
 
 Usage: ``checkpoint_layouts.py ROOT REPORTS``: in four processes it saves to ROOT, in one it loads from there. Each
 writes a report to the directory REPORTS.
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from layout_matrix import LAYOUTS, Layout, Replica, differences, local_bytes, replaced, scramble
+from programs import fork_writers
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -233,6 +234,7 @@ def run_one(root: Path) -> dict[str, Any]:
 
 def main() -> None:
     root, reports = Path(sys.argv[1]), Path(sys.argv[2])
+    fork_writers()
     is_one = "RANK" not in os.environ
     report = run_one(root) if is_one else run_four(root)
     (reports / f"{'one' if is_one else os.environ['RANK']}.json").write_text(json.dumps(report))

@@ -1,4 +1,4 @@
-"""All ranks set one directory up at once and write a file of their own into it; started by torchrun.
+"""All ranks set one directory up at once and write a file of their own into it; started by `ranks`.
 
 Usage: ``checkpoint_race.py DIRECTORY NUM_ITERATIONS``. Each iteration begins anew over what the one before has left:
 once through a store that clears, once by the pattern of openpi before its PR 969, in which each rank clears and makes

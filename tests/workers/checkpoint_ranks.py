@@ -1,4 +1,4 @@
-"""What the ranks of a group do with a checkpoint store while one of them fails; started by torchrun.
+"""What the ranks of a group do with a checkpoint store while one of them fails; started by `ranks`.
 
 Usage: ``checkpoint_ranks.py DIRECTORY SCENARIO...``: the scenarios run one after the other, and each rank leaves what
 it saw of them in ``DIRECTORY/RANK.json``.
@@ -12,18 +12,19 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from programs import fork_writers, start_writers
+from ranks import run_ranks
 from state_equality import exact
 
 from ft_transport import CheckpointStore, StoreSettings, TransportError
@@ -31,8 +32,6 @@ from ft_transport.checkpoint import writer_messages
 from ft_transport.checkpoint.manifest import data_file_name
 from ft_transport.checkpoint.verify import read_manifest
 from ft_transport.state.snapshot import PendingSnapshot
-
-_KILLED_STATUS = 128 + signal.SIGKILL
 
 TIMEOUT_S = 60.0
 GONE_TIMEOUT_S = 3.0
@@ -56,27 +55,11 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 # --------------------------------------------------------------------------------------------------------- starting it
 
 
-def run_ranks(
+def run_scenarios(
     directory: Path, num_ranks: int, *scenarios: str, timeout_s: float = 150, script: str = __file__
 ) -> list[dict[str, Any]]:
     """Runs scenarios on so many ranks, and returns what each rank reported, by scenario; nothing of a killed rank."""
-    # The shell hides from torchrun that a rank was killed: torchrun would end the others before they notice.
-    shell = f'"{sys.executable}" "{script}" "$@" || {{ status=$?; test $status -eq {_KILLED_STATUS}; }}'
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    with subprocess.Popen(
-        [*command, "--no-python", "bash", "-c", shell, "rank", str(directory), *scenarios],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            _, output = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends the ranks then.
-            _, output = process.communicate()
-            raise AssertionError(f"{scenarios} took longer than {timeout_s} s: {output[-5000:]}") from None
-    assert process.returncode == 0, output[-10000:]
+    run_ranks(script, num_ranks, str(directory), *scenarios, timeout_s=timeout_s)
     paths = [directory / f"{rank}.json" for rank in range(num_ranks)]
     return [json.loads(path.read_text()) if path.exists() else {} for path in paths]
 
@@ -425,8 +408,9 @@ def poisoned(ranks: Ranks) -> dict[str, Any]:
         if ranks.rank == 1:
             os.environ.update(variables)
         dist.barrier()
-        started_s = time.monotonic()
-        error = raised(ranks.store)
+        with start_writers() if ranks.rank == 1 else nullcontext():  # a fork would find what was imported before
+            started_s = time.monotonic()
+            error = raised(ranks.store)
         report[name] = {"error": error, "took_s": error["at_s"] - started_s}
         os.environ.clear()
         os.environ.update(before)
@@ -763,11 +747,12 @@ SCENARIOS: dict[str, Callable[[Ranks], dict[str, Any]]] = {
 
 def main() -> None:
     directory = Path(sys.argv[1])
+    fork_writers()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     report: dict[str, Any] = {}
     path = directory / f"{dist.get_rank()}.json"
     for name in sys.argv[2:]:
-        # One that raises ends all of them: torchrun sees to it.
+        # One that raises ends all of them.
         report[name] = SCENARIOS[name](Ranks(directory, name))
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(report))

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from programs import fork_writers
 from state_equality import exact
 from torch import nn
 
@@ -122,6 +123,7 @@ class Run:
 
 def main() -> None:
     root, num_steps, killed_in, save_every = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+    fork_writers()
     torch.manual_seed(1)
     random.seed(2)
     np.random.seed(3)

@@ -1,4 +1,4 @@
-"""Four ranks, HSDP 2 x 2, save a model with a consolidated copy; started by torchrun. Usage: ``... ROOT DIM``."""
+"""Four ranks, HSDP 2 x 2, save a model with a consolidated copy; started by `ranks`. Usage: ``... ROOT DIM``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from programs import fork_writers
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +20,7 @@ from ft_transport import CheckpointStore
 
 def main() -> None:
     root, dim = Path(sys.argv[1]), int(sys.argv[2])
+    fork_writers()
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""One of eight processes that send and receive a model and AdamW's states in every layout; started by torchrun.
+"""One of eight processes that send and receive a model and AdamW's states in every layout; started by `ranks`.
 
 Usage: ``layout_matrix.py REFERENCE REPORTS``: the state to send, as ``torch.save`` wrote it, and a directory to
 write a report to.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from programs import fork_writers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -65,6 +66,7 @@ class Replica:
 
 def main() -> None:
     root = Path(sys.argv[1])
+    fork_writers()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 

@@ -1,4 +1,4 @@
-"""What four ranks do when they publish, in our order and in the two others; started by torchrun.
+"""What four ranks do when they publish, in our order and in the two others; started by `ranks`.
 
 Usage: ``publish_ranks.py DIRECTORY SCENARIO...``: ``DIRECTORY/SCENARIO.json`` has the URLs of the engines, and each
 rank leaves what it saw in ``DIRECTORY/RANK.json``.

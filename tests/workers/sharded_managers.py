@@ -1,4 +1,4 @@
-"""Three ranks train without a pause, two others, divided in another way, recover from them; started by torchrun.
+"""Three ranks train without a pause, two others, divided in another way, recover from them; started by `ranks`.
 
 Usage: ``sharded_managers.py REPORTS``: a directory to write a report to. Every element of every tensor of the state is
 the number of committed steps, so that two steps mixed, on one rank or on several, would show.

@@ -129,7 +129,7 @@ _LEAVES = [
     0.0, -0.0, float("inf"), float("-inf"), float("nan"), 5e-324, complex("-nan+infj"), complex(-0.0, 0.0),
     "", "\0", "☃", "\ud800", "a\udfffb", b"", b"\0\xff", bytearray(b"x"), b"x" * 4096, b"x" * 4097, bytearray(9999),
     torch.Size([]), torch.Size([2, 3]), torch.float16, torch.device("cpu"), torch.device("cuda:1"), torch.strided,
-    torch.sparse_coo, torch.preserve_format, (), [], {}, set(), frozenset({1, (2, "x")}), deque([1], 3), deque(),
+    torch.sparse_coo, torch.preserve_format, (), [], {}, set(), frozenset({1, (2, 3)}), deque([1], 3), deque(),
     np.float16(1.5), np.bool_(True), np.datetime64("2026-01-02T03:04", "m"), np.timedelta64(3, "D"), np.str_("x"),
     np.longdouble(1) / 3, np.void(b"ab"), np.datetime64("NaT", "s"), np.array(3), np.array([], dtype="<M8[ns]"),
     np.array(["a", "bc\0d"]), np.arange(6, dtype=">i4").reshape(2, 3).T, np.zeros((0, 3), np.complex64),

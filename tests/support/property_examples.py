@@ -1,0 +1,12 @@
+"""How many examples hypothesis tries: all with ``HYPOTHESIS_PROFILE=full`` (`make test-slow`), else a fifth."""
+
+from __future__ import annotations
+
+import os
+
+_IS_FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
+_DIVISOR = 5
+
+
+def num_examples(of_full: int) -> int:
+    return of_full if _IS_FULL else of_full // _DIVISOR
