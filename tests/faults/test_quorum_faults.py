@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from programs import Program
 from replica_fleet import Event, ReplicaFleet
 
 pytest.importorskip("torchft")
@@ -22,49 +23,45 @@ NAMES = ("a", "b", "c")
 LONG_S = 60.0
 
 
+_SERVE = """
+import sys
+from torchft.coordination import LighthouseServer
+server = LighthouseServer(
+    bind=sys.argv[1], min_replicas=1, quorum_tick_ms=20, join_timeout_ms=10_000, heartbeat_timeout_ms=1000
+)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
 class LighthouseProcess:
     """torchft's own server, at one address however often it is started."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._bind = f"127.0.0.1:{probe.getsockname()[1]}"
-        self._log = directory / "lighthouse.txt"
         self._process: subprocess.Popen[bytes] | None = None
         self.address = f"http://{self._bind}"
 
     def start(self) -> None:
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    str(Path(sys.executable).with_name("torchft_lighthouse")),
-                    *("--bind", self._bind, "--min_replicas", "1", "--quorum_tick_ms", "20"),
-                    *("--join_timeout_ms", "10000", "--heartbeat_timeout_ms", "1000"),
-                ],
-                stdout=log,
-                stderr=log,
-            )
+        self._process = Program(
+            [sys.executable, "-c", _SERVE, self._bind], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         # A replica takes less time to start, and would not wait as long.
-        host, _, port = self._bind.rpartition(":")
-        deadline_s = time.monotonic() + LONG_S
-        while True:
-            try:
-                socket.create_connection((host, int(port)), timeout=1).close()
-                return
-            except OSError:
-                assert time.monotonic() < deadline_s, self._log.read_text()
-                time.sleep(0.02)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"ready\n"
 
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            self._process.communicate()
             self._process = None
 
 
 @pytest.fixture
-def lighthouse(tmp_path: Path) -> Iterator[LighthouseProcess]:
-    server = LighthouseProcess(tmp_path)
+def lighthouse() -> Iterator[LighthouseProcess]:
+    server = LighthouseProcess()
     server.start()
     yield server
     server.kill()
