@@ -6,8 +6,11 @@ import argparse
 import io
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+from programs import run
 from rich.console import Console
 
 pytest.importorskip("torchft")
@@ -15,12 +18,20 @@ pytest.importorskip("torchft")
 from manager.demo.__main__ import Demo
 from manager.demo.replica_process import ReplicaProcess
 
+_SMALL = ["--steps", "3", "--width", "64", "--num-layers", "1"]
+_FORKING = Path(__file__).parents[1] / "workers" / "forking_demo.py"
+
 
 @pytest.mark.timeout(180)
-def test_the_demo_heals_killed_replicas_and_exits_with_zero() -> None:
-    command = [sys.executable, "-m", "manager.demo", "--steps", "3", "--width", "64", "--num-layers", "1"]
+@pytest.mark.parametrize(
+    ("start", "demo"),
+    [(run, [str(_FORKING)]), pytest.param(subprocess.run, ["-m", "manager.demo"], marks=pytest.mark.slow)],
+    ids=["forked", "as it is"],
+)
+def test_the_demo_heals_killed_replicas_and_exits_with_zero(start: Any, demo: list[str]) -> None:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    finished = start([sys.executable, *demo, *_SMALL], timeout=150, check=False, **pipes)
 
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "3 replicas killed and healed" in finished.stdout
@@ -30,9 +41,7 @@ def test_the_demo_heals_killed_replicas_and_exits_with_zero() -> None:
 
 @pytest.mark.timeout(180)
 def test_a_killed_replica_of_two_fsdp_ranks_heals_rank_by_rank() -> None:
-    command = [sys.executable, "-m", "manager.demo", "--sharded", "--steps", "3", "--width", "64", "--num-layers", "1"]
-
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    finished = run([sys.executable, str(_FORKING), "--sharded", *_SMALL], timeout=150)
 
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "1 replica killed and healed" in finished.stdout
