@@ -643,7 +643,9 @@ def _gone(ranks: Ranks, victim: int, number: signal.Signals) -> dict[str, Any]:
     dist.barrier()
     # Only now: several processes that import torch at once take longer than this on a small machine.
     for agreement in (store._agreement, store._background._agreement):
-        agreement._timeout_s, agreement._tick_s = GONE_TIMEOUT_S, GONE_TIMEOUT_S / 4
+        agreement._timeout, agreement._beat_s = timedelta(seconds=GONE_TIMEOUT_S), GONE_TIMEOUT_S / 4
+        assert agreement._heartbeat is not None
+        agreement._heartbeat._interval_s = GONE_TIMEOUT_S / 4
     if is_victim:
         write = store._background._write
         find = write._find
