@@ -52,7 +52,7 @@ class TransportSettings:
         verify: Whether received chunks are compared with their digests.
         max_failures: Failures in a row after which a source is given up.
         connect_timeout: For one connection attempt.
-        stall_timeout: Longest time without progress, for sender and receiver.
+        stall_timeout: Longest silence of a sender; and the time in which a receiver has to take 4 MiB, or what is left.
         min_bytes_per_s: A connection that delivers less is given up, so that a trickle cannot defeat the deadlines.
         lease: How long after its last request a snapshot still counts as being fetched while that receiver stays
             connected. Where data was sent it is at least ``stall_timeout``: the receiver may not have read it yet.

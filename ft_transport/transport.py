@@ -160,7 +160,7 @@ class HTTPTransport(Generic[T]):
         """Receives the state of ``step`` from the peer that ``metadata`` names.
 
         Args:
-            src_rank: The peer's rank, for messages.
+            src_rank: Accepted as torchft has it; the address says which peer.
             metadata: What its ``metadata()`` returned.
             step: The step.
             timeout: For everything, from the first connection to the last byte.

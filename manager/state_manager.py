@@ -72,7 +72,7 @@ class StateManager:
             state_dict: See ``load_state_dict``.
             checkpoint_transport: Serves this replica's snapshots and receives others'. The manager owns it and shuts
                 it down, also where this constructor raises.
-            timeout: Deadline of every wait for the lock.
+            timeout: Deadline of every wait for the lock, and the default of `recover`.
             prefault: Whether host memory for as many snapshots as the transport may hold is made ready after
                 the first step: as much as the state, each time. Otherwise the first copy waits for its memory, inside
                 `start_step` or `save`. Turn it on where that pause matters: a manager without a quorum that is
@@ -167,7 +167,7 @@ class StateManager:
         return self._state.lock.read(what, timeout)
 
     def read_lock(self, timeout: timedelta) -> AbstractContextManager[Any]:
-        """Return what an ``HTTPTransport`` takes as ``read_lock``."""
+        """Return a context manager as `reading` does. An ``HTTPTransport`` takes this method as ``read_lock``."""
         return self._state.lock.read("taking a snapshot", timeout)
 
     # ---------------------------------------------------------------------------------------------- what the state is
@@ -305,7 +305,7 @@ class StateManager:
         self._state.load_counters(state_dict)
 
     def current_step(self) -> int:
-        """The committed step that the state shows; the last one that `start_step` was given."""
+        """Return the committed step that the state shows."""
         return self._state.step
 
     # ------------------------------------------------------------------------------------------------------ snapshots
@@ -387,6 +387,9 @@ class StateManager:
         From one address comes the state of a rank in the same layout; from the addresses of all ranks of a replica what
         this rank needs of it in its own, whichever that is (``HTTPTransport.fetch_sharded``).
 
+        With a ``checkpoint_store`` all ranks of the store's group call this. Where a peer fails one of them, all load
+        the newest good checkpoint instead.
+
         The lock is held for writing meanwhile: nobody is served what is only half there. If the transfer fails after
         bytes have landed, this replica refuses to step until a recovery succeeds.
 
@@ -404,9 +407,6 @@ class StateManager:
             process_group: All ranks of this replica, if it has several. Each of them calls this; the latest step is the
                 same for all then, and if one of them fails all do. They agree through its store; no collective runs.
             from_checkpoints: Whether a checkpoint will do if no peer has a state.
-
-        With a ``checkpoint_store`` all ranks of the store's group call this. Where a peer fails one of them, all load
-        the newest good checkpoint instead.
 
         Raises:
             RecoveryFailedError: No peer could be recovered from, and there is no checkpoint.

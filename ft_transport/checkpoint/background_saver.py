@@ -12,10 +12,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Final, NamedTuple
 
+from ft_transport.checkpoint.checkpoint_storage import MAX_TIMEOUTS, CheckpointStorage, SaveRequest
 from ft_transport.checkpoint.collective_write import CollectiveWrite
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.inventory import Inventory
-from ft_transport.checkpoint.save import MAX_TIMEOUTS, CheckpointStorage, SaveRequest
 from ft_transport.checkpoint.settings import StoreSettings
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.consensus import Agreement, RankGroup

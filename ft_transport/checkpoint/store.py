@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from ft_transport.checkpoint.background_saver import BackgroundSaver, SaveHandle
+from ft_transport.checkpoint.checkpoint_storage import SaveRequest
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.health import Health, StoreHealth
 from ft_transport.checkpoint.inventory import Inventory, load_newest_good
 from ft_transport.checkpoint.load import LoadedCheckpoint, LoadRequest, load
 from ft_transport.checkpoint.manifest import MANIFEST_NAME
-from ft_transport.checkpoint.save import SaveRequest
 from ft_transport.checkpoint.settings import (
     CheckpointSelector,
     Existing,

@@ -288,5 +288,5 @@ def _stalled(request: web.Request, num_bytes: int, stall_timeout_s: float) -> Co
     logger.warning(
         "receiver %s took less than %d bytes in %.0f s and was cut off", request.remote, num_bytes, stall_timeout_s
     )
-    # send_range aborts: only that frees the socket of a peer that does not read; a close would wait for it.
+    # `_answer` aborts: only that frees the socket of a peer that does not read; a close would wait for it.
     return ConnectionResetError("it stalled")

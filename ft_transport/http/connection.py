@@ -24,10 +24,10 @@ from ft_transport.errors import (
     StepNotServedError,
     TransportError,
 )
+from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.http.fork_safety import close_in_children, making_socket
 from ft_transport.http.peer_address import PeerAddress, look_up
 from ft_transport.http.timed_socket import TimedSocket
-from ft_transport.http.timeouts import Timeouts
 from ft_transport.http.token import TOKEN_VARIABLE, JobToken
 from ft_transport.wire.routes import AFTER_HEADER, SERVED_STEPS_HEADER, parse_after, parse_served_steps
 

@@ -15,8 +15,8 @@ from typing import Generic, Protocol
 
 from ft_transport.errors import DeadlineExceededError, TransportError
 from ft_transport.http.connection import Connection
+from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.timeouts import Timeouts
 from ft_transport.http.token import JobToken
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.settings import FetchProgress

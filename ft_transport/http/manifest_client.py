@@ -21,7 +21,7 @@ from ft_transport.errors import (
 )
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchSettings
-from ft_transport.http.timeouts import Timeouts
+from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_header
 from ft_transport.wire.routes import MANIFEST_DIGEST_HEADER, STATUS_ROUTE, StepSelector, metadata_path

@@ -15,10 +15,10 @@ from ft_transport.errors import ConfigurationError, FetchFailedError, SnapshotRe
 from ft_transport.http.chunk_client import fetch_data
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.fetch_timeouts import Progress, Timeouts
 from ft_transport.http.late_digests import digest_chunks, fetch_digests, find_damaged
 from ft_transport.http.manifest_client import fetch_manifest, fetch_server_id
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.timeouts import Progress, Timeouts
 from ft_transport.http.token import JobToken
 from ft_transport.settings import TransportSettings, check_duration, default_num_threads
 from ft_transport.state.matching import Incoming

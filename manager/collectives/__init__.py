@@ -1,4 +1,4 @@
 """The collectives between replicas: process groups that are configured anew when members change, and their ends.
 
-``quorum`` comes in. Nothing here knows the state.
+``quorum`` and ``Manager`` come in. Nothing here knows the state.
 """

@@ -1,4 +1,4 @@
-"""The demo: a replica that starts late receives the live state of one that never stops training.
+"""The demo: replicas that train a language model are killed, come back with other weights, and heal.
 
-``python -m manager.demo`` starts both as processes of their own and compares them, loss by loss and bit by bit.
+``python -m manager.demo`` starts them as processes of their own and compares every state that any of them held.
 """

@@ -95,7 +95,7 @@ class Heals:
     """The replica receives the state before it trains.
 
     Attributes:
-        sources: Who has it, the one to ask first first; the order spreads the replicas that heal over the sources.
+        sources: The holders, in the order in which they are asked; rotated, so that healing replicas spread over them.
     """
 
     sources: tuple[Member, ...]
@@ -139,7 +139,7 @@ class Decision:
         lineage: Its lineage.
         group: Key of the process group of this step. It is set up afresh unless the replica holds it already.
         group_members: Its members in the order of their ranks.
-        group_addresses: Where each of them serves the state of the asking rank's like.
+        group_addresses: For each member, the address of its rank that has the asking rank's number.
         store_address: Where the process group meets.
         rank: The replica's rank in it; ``None`` if it stands by.
         num_participants: How many replicas contribute.

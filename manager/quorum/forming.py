@@ -32,7 +32,7 @@ _MAX_MISFITS: Final = 1
 _NO_DEADLINE: Final = Deadline()
 
 
-class QuorumFormer:
+class QuorumForming:
     """Forms one quorum a round, heals this replica in it, and configures the process group that goes with it.
 
     Args:

@@ -25,7 +25,7 @@ from manager.errors import CommitFailedError, ManagerError, QuorumTimeoutError, 
 from manager.quorum import telemetry
 from manager.quorum.comparison import StateComparison
 from manager.quorum.decision import Decision, Rules, commit_refusals, next_lineage
-from manager.quorum.forming import QuorumFormer
+from manager.quorum.forming import QuorumForming
 from manager.quorum.group_ranks import Exchange
 from manager.quorum.membership import Membership
 from manager.quorum.round import Participant, QuorumRequest, QuorumRound, format_error
@@ -83,7 +83,7 @@ class QuorumLoop(StateObserver):
         self._comparison = StateComparison(lock=self._state.lock, keeper=snapshots.keeper, state=self._state.content)
         self._structures = StructureWatch(self._participant, transport.token_proof, self._executor)
         healer = Healer(config, recover=peers.recover, lineage=lambda: replica.state.lineage, watch=stall_watch)
-        self._former = QuorumFormer(
+        self._forming = QuorumForming(
             config,
             self._participant,
             replica,
@@ -94,7 +94,7 @@ class QuorumLoop(StateObserver):
             healer=healer,
             stall_watch=stall_watch,
         )
-        self._has_participated = False
+        self._participated_last_round = False
         self._num_refused_commits = 0
         self._state.add_observer(self)
 
@@ -108,7 +108,7 @@ class QuorumLoop(StateObserver):
         warn_of_unguarded(state.optimizers())
         participant.note_irregular_steps()
         self._structures.check_registered()
-        self._has_participated = self.is_participating()
+        self._participated_last_round = self.is_participating()
         state.note_training_thread()
         config = self._config
         request = QuorumRequest(
@@ -127,14 +127,14 @@ class QuorumLoop(StateObserver):
             participant.round = current
             if participant.is_settled and is_async and state.partial is None:
                 # The quorum tells only later who needs a snapshot of this boundary.
-                can_serve = self._former.begin_step(hold=True)
-                self._executor.submit(self._former.form_in_background, current, request, can_serve)
+                can_serve = self._forming.begin_step(hold=True)
+                self._executor.submit(self._forming.form_in_background, current, request, can_serve)
             else:
-                self._former.form_and_heal(current, request)
+                self._forming.form_and_heal(current, request)
         except BaseException as error:
             self._snapshots.scheduler.settle()
-            # Where a handler raised, frames hold sections of the lock, and the error is kept: by the round, which
-            # this frame must not keep in turn, and perhaps by the caller.
+            # The round keeps the error. Its frames may hold sections of the lock, so they are cleared; and this frame
+            # must not keep the round, or error and frame would form a cycle.
             traceback.clear_frames(error.__traceback__)
             current.end_quorum(error)
             del current
@@ -149,7 +149,7 @@ class QuorumLoop(StateObserver):
         is_average = reduce_op == ReduceOp.AVG
         current = self._current_round()
         self._wait_for(current)
-        # Registered before it begins: what is interrupted from here on, is known not to be reduced.
+        # Appended before it begins, so that `commit` finds an interrupted reduction and refuses the step.
         managed = ManagedWork(tensor, self._participant.report_error)
         current.works.append(managed)
         if current.error is not None:
@@ -201,10 +201,11 @@ class QuorumLoop(StateObserver):
         if refusals:
             self._refuse_commit(current, refusals)
             return False
-        # First of all: where a signal handler raises below, the state goes by another name than the others'.
+        # First: if a handler raises below, the ledger still expects this step of every optimizer, so the lineage will
+        # differ from the others', and this replica heals.
         state.ledger.committed()
         # From here on the caller may change what a newcomer is being served, also where no lock is taken for it.
-        state.before_change(True)
+        state.before_change(is_optimizer_step=True)
         decision = current.decision
         assert decision is not None, "a replica without a decision has an error"
         state.lineage = next_lineage(state.lineage, decision.group, state.step + 1)
@@ -258,7 +259,7 @@ class QuorumLoop(StateObserver):
             return False
         decision = current.decision
         if decision is None:
-            return self._has_participated and not current.quorum.done()
+            return self._participated_last_round and not current.quorum.done()
         return decision.participating_rank is not None
 
     # ------------------------------------------------------------------------------------- what the optimizers may do

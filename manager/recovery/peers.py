@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ft_transport import TransportError, spans_ranks
 from ft_transport.coordination.consensus import RankGroup
 from manager.errors import ManagerError, RegistryError, StateMismatchError
-from manager.recovery.sources import RecoveringRanks, checked_addresses
+from manager.recovery.rank_agreement import RecoveringRanks, checked_addresses
 from manager.recovery.values import PeerOptions, Recovery, shown
 from manager.state.compatibility import check_fit
 from manager.state.replica_state import ReplicaState, checked_step
@@ -146,7 +146,7 @@ class PeerRecovery:
             "check": partial(self._check_incoming, into=into, step=step),
         }
         if isinstance(source, str):
-            # Comparing it afterwards reads every byte, too.
+            # `verify` compares every byte after loading, so the transfer need not verify late digests as well.
             return self._transport.fetch(source, asked, verify_late=not options.verify, **keywords)
         return self._transport.fetch_sharded(
             source,

@@ -14,8 +14,8 @@ _MAX_WANTED_STEPS: Final = 16
 class SnapshotDemand:
     """The requests that no snapshot has met yet. Not thread-safe: the scheduler's mutex protects it.
 
-    A request is kept as the number that it was given, until as many snapshots have been published: so one that fails or
-    comes too early cannot make it forgotten.
+    A request is kept as the number that it was given, until more snapshots than that have been published: so one that
+    fails or comes too early cannot make it forgotten.
 
     Attributes:
         step: The committed step that the state shows; ``None`` before the first boundary.

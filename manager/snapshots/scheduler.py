@@ -70,11 +70,13 @@ class _HeldBoundary:
 
 
 class SnapshotScheduler:
-    """Takes snapshots of one replica's state. ``request`` may be called by any thread, the rest by the training thread.
+    """Takes snapshots of one replica's state.
+
+    Any thread may call ``request``, ``settle`` and ``shows_present_state``; the rest belongs to the training thread.
 
     Args:
         lock: The lock around the state.
-        sink: Where snapshots go. Those of the replica's state come from here alone.
+        sink: Where snapshots go. Nothing else gives it snapshots of this state.
         state: Calls the state functions.
         keeper: Knows what only optimizers and write sections change.
         prefault: Whether the memory for snapshots is made ready before the first is asked for.
@@ -372,7 +374,8 @@ class SnapshotScheduler:
     def _forget_if_interrupted(self) -> None:
         """Let a snapshot be begun again where a handler raised while one was. Under the mutex, on the training thread.
 
-        A snapshot that was begun is under way on the pool's thread; what that thread does next finds it there no more.
+        The pool has one thread, so `_forget` runs after every snapshot that was handed to it: one that is still in
+        ``_run`` by then was never handed over.
         """
         run = self._run
         if run is not None and self._held is None and not self._is_closed:

@@ -120,7 +120,8 @@ class StateLock:
         # Reentrant: the collector may run a finalizer, which releases a section, in the midst of a release.
         self._mutex = threading.RLock()
         self._record: dict[_Entry, None] = {}
-        # No thread waits in it, so that the record alone can prefer writers; this one prefers neither.
+        # It is only tried, never waited in. `_try_open` prefers writers by the record; RWLockFair itself prefers
+        # neither.
         self._library = RWLockFair()
         self._agrees = True
         # What `disallow` opened last; it is in force while the section is open.

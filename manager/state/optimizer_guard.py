@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from manager.state.lock import Section, StateLock
 
-# Enough for percentiles over any window that a benchmark looks at, and a bound for a run of a year.
+# Enough for percentiles over a window of steps, and a bound for a run of a year.
 _MAX_WAITS = 10_000
 
 

@@ -87,7 +87,7 @@ class ReplicaState:
         if not every_commit:
             self.ledger.let_step_freely(optimizers)
         # What is shared as something that no optimizer's step changes, may be theirs.
-        self.before_change(False)
+        self.before_change(is_optimizer_step=False)
         self._attachments = [*(earlier for earlier in self._attachments if earlier.optimizers), attachment]
         return attachment
 

@@ -24,8 +24,8 @@ from ft_transport.errors import (
     TransportError,
 )
 from ft_transport.http.connection import Connection
+from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.timeouts import Timeouts
 from ft_transport.http.token import JobToken
 
 BODY = bytes(range(256)) * 64

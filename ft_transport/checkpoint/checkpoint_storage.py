@@ -42,7 +42,7 @@ from ft_transport.errors import CheckpointExistsError, WriterFailedError
 A = TypeVar("A", bound=WriterAnswer)
 
 MAX_TIMEOUTS: Final = 10
-"""So many timeouts may it take to read what was written, or to delete what is old."""
+"""Rereading what was written, or deleting old checkpoints, may take this many times ``timeout``."""
 _LEAST_BYTES_PER_S: Final = 1 << 20
 """A disk that takes less is taken for one that hangs."""
 

@@ -36,7 +36,7 @@ class Timeouts:
     Attributes:
         deadline_s: When all has to be done, on the monotonic clock.
         connect_timeout_s: For one connection attempt, in seconds.
-        stall_timeout_s: Without a single byte, and on top of what ``min_bytes_per_s`` allows, in seconds.
+        stall_timeout_s: The longest silence, and the head start that a slow body has before ``min_bytes_per_s`` counts.
         min_bytes_per_s: A body that comes slower than this, averaged over the request, is given up.
         progress: Ends everything where no data comes for too long, however many requests are tried.
     """
