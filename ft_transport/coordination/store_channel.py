@@ -147,17 +147,22 @@ class StoreChannel:
         Args:
             keys: What to wait for; at least one.
             timeout: For the keys to be set; `AT_ONCE` to look once.
-            unless: If one of these is set, nothing is waited for.
+            unless: If one of these is set, nothing is waited for. What was set before it is still found.
             answer_timeout: For the store to answer, where that is longer: a busy machine may need more than a short
             timeout.
         """
         deadline = Deadline.after(timeout)
         pacing = Pacing()
 
+        def values(store: Any) -> list[bytes] | None:
+            return [bytes(store.get(key)) for key in keys] if store.check(list(keys)) else None
+
         def look(store: Any) -> list[bytes] | None:
-            if store.check(list(keys)):
-                return [bytes(store.get(key)) for key in keys]
-            return [] if any(store.check([key]) for key in unless) else None
+            found = values(store)
+            if found is None and any(store.check([key]) for key in unless):
+                # Since the first look, the keys may have been set, and then what ends the wait.
+                found = values(store) or []
+            return found
 
         while True:
             found = self.call(look, max(answer_timeout, deadline.cap(timeout)))

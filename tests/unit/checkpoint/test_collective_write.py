@@ -91,7 +91,7 @@ def storage() -> RecordingStorage:
 @pytest.fixture
 def write(tmp_path: Path, storage: RecordingStorage, monkeypatch: pytest.MonkeyPatch) -> CollectiveWrite[str]:
     monkeypatch.setattr(collective_write, "_FIRST_PAUSE_S", 0.0)
-    group = RankGroup(None)
+    group = RankGroup.of(None)
     return CollectiveWrite(
         agreement=Agreement(group, "test", _TIMEOUT),
         exchange=Exchange(group, "test", _TIMEOUT),

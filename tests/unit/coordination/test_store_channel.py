@@ -133,3 +133,30 @@ def test_heartbeats_that_come_too_often_are_left_out(channel: StoreChannel) -> N
     for _ in range(10):
         heartbeat.beat()
     assert channel.get(["alive/0"], AT_ONCE) == [b"1"]
+
+
+class _AnswersBetweenTwoLooks:
+    """A store in which another rank answers and leaves, right after the first look for its answer."""
+
+    def __init__(self) -> None:
+        self._store = HashStore()
+
+    def check(self, keys: list[str]) -> bool:
+        found = self._store.check(keys)
+        if keys == ["answer"]:
+            self._store.set("answer", "yes")
+            self._store.set("left", "")
+        return bool(found)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(key))
+
+
+def test_an_answer_is_found_though_the_rank_that_gave_it_has_left() -> None:
+    channel = StoreChannel(DirectStore(_AnswersBetweenTwoLooks()))  # type: ignore[arg-type]
+    assert channel.get(["answer"], LONG, unless=["left"]) == [b"yes"]
+
+
+def test_a_wait_ends_without_an_answer_of_a_rank_that_has_left(channel: StoreChannel) -> None:
+    channel.set("left", "", LONG)
+    assert channel.get(["answer"], LONG, unless=["left"]) is None
