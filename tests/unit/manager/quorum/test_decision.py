@@ -166,6 +166,24 @@ def test_a_process_group_is_kept_exactly_as_long_as_its_members_hold_it() -> Non
     assert decide(again, "a", RULES).group not in seen
 
 
+def test_members_that_hold_different_groups_of_their_number_get_a_new_one() -> None:
+    found = decisions([member("a", group="2-one"), member("b", group="2-other")])
+    (group,) = {each.group for each in found.values()}
+    assert group not in ("2-one", "2-other")
+
+
+def test_a_group_of_more_members_is_not_taken_for_one_of_fewer() -> None:
+    found = decisions([member("a", group="21-one"), member("b", group="21-one")])
+    assert all(each.group.startswith("2-") for each in found.values())
+
+
+def test_of_two_histories_with_as_many_holders_the_one_that_stepped_as_it_committed_counts() -> None:
+    for regular, irregular in (("k", "l"), ("l", "k")):
+        found = decisions([member("a", lineage=regular), member("b", lineage=irregular, is_irregular=True)])
+        assert {each.lineage for each in found.values()} == {regular}
+        assert isinstance(found["b"].role, Heals)
+
+
 def test_spares_hold_the_state_and_contribute_nothing() -> None:
     rules = Rules(min_replica_size=2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
     found = decisions([member(name) for name in "abc"], rules)
