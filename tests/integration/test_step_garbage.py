@@ -18,7 +18,7 @@ _NAME = "test_gradients_and_works_go_away_with_the_collector_off"
 _TESTS = Path(__file__).parents[1] / "workers" / "step_garbage.py"
 
 
-# A process for each: DDP keeps its manager in C++, and what an earlier case left would be found in a later one.
+# A process for each: in one, half of the runs found what an earlier case left (DDP keeps its manager in C++).
 @pytest.mark.alone
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("use_async_quorum", [True, False])
