@@ -1,4 +1,4 @@
-"""Nothing on the path of a step waits for the cyclic collector: see ``tests/step_garbage.py``.
+"""Nothing on the path of a step waits for the cyclic collector: see ``tests/workers/step_garbage.py``.
 
 Those tests look at every object of their process and turn its collector off, so they get a process of their own.
 """
@@ -18,8 +18,7 @@ _NAME = "test_gradients_and_works_go_away_with_the_collector_off"
 _TESTS = Path(__file__).parents[1] / "workers" / "step_garbage.py"
 
 
-# A process for each: in one, half of the runs found what an earlier case left (DDP keeps its manager in C++).
-@pytest.mark.alone
+# A process for each: in one, some runs find the manager of an earlier case, which torchft's DDP keeps in C++.
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("use_async_quorum", [True, False])
 @pytest.mark.parametrize("kind", ["own", "own, failing", "ddp"])
