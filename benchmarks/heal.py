@@ -30,7 +30,7 @@ _STATE_BYTES: Final = 1_000_000_000
 _ADAPTER_SHARE: Final = 0.01
 """About as much as low-rank adapters train of a model (Hu et al., LoRA, 2021)."""
 _TITLES: Final = {"adapter": "frozen weights and an adapter under AdamW", "adamw": "all under AdamW"}
-_NUM_STEPS_BEFORE: Final = {False: 4, True: 30}
+_NUM_STEPS_BEFORE: Final = {False: 2, True: 30}
 """Of the replica that trains, by whether the run is a full one."""
 _NUM_STEPS_AFTER: Final = 1
 

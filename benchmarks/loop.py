@@ -43,10 +43,10 @@ class _ModelSize:
 
 _SIZES: Final = (
     _ModelSize(model=Model(name="4", num_tensors=4, num_items=1000), num_pairs=60),
-    _ModelSize(model=Model(name="300", num_tensors=300, num_items=1000), num_pairs=12),
-    _ModelSize(model=Model(name="1000", num_tensors=1000, num_items=1000), num_pairs=6, is_start_quorum_judged=True),
-    _ModelSize(model=Model(name="3000", num_tensors=3000, num_items=1000), num_pairs=3),
-    _ModelSize(model=Model(name="20x16MB", num_tensors=20, num_items=4_000_000), num_pairs=3),
+    _ModelSize(model=Model(name="300", num_tensors=300, num_items=1000), num_pairs=8),
+    _ModelSize(model=Model(name="1000", num_tensors=1000, num_items=1000), num_pairs=4, is_start_quorum_judged=True),
+    _ModelSize(model=Model(name="3000", num_tensors=3000, num_items=1000), num_pairs=2),
+    _ModelSize(model=Model(name="20x16MB", num_tensors=20, num_items=4_000_000), num_pairs=2),
 )
 _NUM_WARMUP_PAIRS: Final = 1
 _FULL_TIMES: Final = 4

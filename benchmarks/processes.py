@@ -23,6 +23,8 @@ _POLL_S: Final = 0.2
 _SHOWN_LOG_CHARACTERS: Final = 4000
 # What is missing is left out, as torchft on most platforms.
 _PRELOADED: Final = (
+    # The first optimizer of a process imports it, for half a second and more.
+    "torch._dynamo",
     "manager.manager",
     "ft_transport.transport",
     "torchft.manager",
