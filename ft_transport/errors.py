@@ -35,10 +35,10 @@ TransportError
 │   └── EngineUnreachableError  no connection to an engine, or it broke
 └── DeadlineExceededError       a wait ran out (also a TimeoutError)
 
-``retryable`` says whether the same request may succeed later or elsewhere; ``http_status`` is the status that the
-server answers when the error is the cause; ``destination_touched`` is set where bytes had landed in the receiver's own
-tensors, which were then overwritten with a pattern that reads as NaN. All of them pickle, so they can cross a process
-boundary.
+``retryable`` says whether the same request may succeed later or elsewhere: a fetch (``wire/fetch.py``) and a save
+(``coordination/votes.py``) are repeated then. ``http_status`` is the status that the server answers when the error is
+the cause; ``destination_touched`` is set where bytes had landed in the receiver's own tensors, which were then
+overwritten with a pattern that reads as NaN. All of them pickle, so they can cross a process boundary.
 """
 
 from __future__ import annotations

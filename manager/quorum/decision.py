@@ -364,7 +364,7 @@ def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
 
 
 def _sources(member: Member, holders: Sequence[Member]) -> tuple[Member, ...]:
-    """Who can serve ``member`` right now: it must not have begun to train, and neither must they."""
+    """Who can serve ``member`` right now, by replica id: it must not have begun to train, and neither must they."""
     if not member.may_heal:
         return ()
     return tuple(holder for holder in holders if holder.can_serve or holder.replica_id in member.announced_to)
