@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ft_transport.runtime.handler_safety import SafeEnd
 from manager.errors import ManagerError
 from manager.recovery.checkpoints import Checkpoints, check_store
 from manager.recovery.peers import PeerRecovery
@@ -116,6 +117,7 @@ class StateManager:
             checkpoints=checkpoints,
         )
         self._unclosed = Unclosed(self)
+        self._end = SafeEnd()
         if checkpoint_transport is not None:
             self._unclosed.add(checkpoint_transport.shutdown)
         if checkpoint_store is not None:
@@ -479,10 +481,7 @@ class StateManager:
         Args:
             wait: Whether to return only when the server has ended.
         """
-        if interrupts_own_call():
-            threading.Thread(target=self._shut_down, args=(wait,), name="ft-transport-shutdown").start()
-        else:
-            self._shut_down(wait)
+        self._end(lambda: self._shut_down(wait), wait=wait and not interrupts_own_call())
 
     def _shut_down(self, wait: bool) -> None:
         self._unclosed.forget()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +30,7 @@ from ft_transport.checkpoint.staging import StagedState, State, StateStager
 from ft_transport.coordination.consensus import Agreement, RankGroup
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import CheckpointError, ConfigurationError
+from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import check_number
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
@@ -94,7 +94,7 @@ class CheckpointStore:
         self._stager = StateStager(self._settings.num_copy_threads)
         self._background = BackgroundSaver(group, self._directory, self._inventory, consolidate, self._settings)
         self._health = Health(self._agreement, Exchange(group, "health", timeout), self._background)
-        self._closing = threading.Lock()
+        self._end = SafeEnd()
         self._is_closed = False
 
         def check() -> Mapping[str, object]:
@@ -316,12 +316,14 @@ class CheckpointStore:
     def close(self) -> None:
         """Finishes what is being saved, and ends the thread, the writer and the claim. May be called twice."""
         self._is_closed = True
-        with self._closing:
-            self._background.close()
-            self._health.close()
-            self._exchange.close()
-            self._stager.close()
-            self._claim.release()
+        self._end(self._close)
+
+    def _close(self) -> None:
+        self._background.close()
+        self._health.close()
+        self._exchange.close()
+        self._stager.close()
+        self._claim.release()
 
     def __enter__(self) -> CheckpointStore:
         return self

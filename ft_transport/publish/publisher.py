@@ -36,6 +36,7 @@ from ft_transport.publish.notify import EngineNotifier
 from ft_transport.publish.report import POLICIES, Policy, PublishReport
 from ft_transport.publish.report_store import ReportStore
 from ft_transport.runtime.at_exit import at_exit
+from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import check_duration, check_number, default_num_threads
 from ft_transport.transport import HTTPTransport
 
@@ -148,6 +149,7 @@ class Publisher:
         self._transport = transport
         self._notifying: dict[int, Future[PublishReport]] = {}
         self._mutex = threading.Lock()
+        self._end = SafeEnd()
         self._is_closed = False
         self._process_id = os.getpid()
         _publishers.add(self)
@@ -224,6 +226,9 @@ class Publisher:
         """
         self._is_closed = True
         deadline_s = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
+        self._end(lambda: self._close(deadline_s))
+
+    def _close(self, deadline_s: float) -> None:
         with self._mutex:
             under_way = list(self._notifying.values())
         for notifying in under_way:

@@ -19,6 +19,7 @@ from ft_transport.errors import RestoreError, TransportError
 from ft_transport.http.own_address import advertised_host, listen
 from ft_transport.http.token import JobToken
 from ft_transport.publish.engines.pulling import ROUTE
+from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import TransportSettings, check_duration
 from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import overlaps_itself
@@ -74,6 +75,7 @@ class WeightReceiver:
         self._newest = -1
         self.num_bytes_fetched = 0
         self._mutex = threading.Lock()
+        self._end = SafeEnd()
         self._socket = listen(host, port)
         self.url = f"http://{advertised_host(advertise, bound=host)}:{self._socket.getsockname()[1]}"
         settings = TransportSettings(token=token) if token is not None else None
@@ -93,6 +95,9 @@ class WeightReceiver:
 
     def close(self) -> None:
         """Stops answering. May be called twice."""
+        self._end(self._close)
+
+    def _close(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

@@ -8,6 +8,7 @@ the lock is taken by its own method, which is C and no place for a handler.
 
 from __future__ import annotations
 
+import _thread
 import threading
 import weakref
 from collections.abc import Callable
@@ -77,6 +78,63 @@ def _outcome(function: Callable[[], T]) -> T | Exception:
         return error
 
 
+class SafeEnd:
+    """The end of an object, made once and on a thread of its own, where no handler can raise in the middle of it.
+
+    A handler that raises in a call ends the caller's wait alone: the end goes on, and the next call waits for it, as
+    the interpreter does before it ends.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._is_made = False
+        self._error: BaseException | None = None
+        # Held until the end is made: waiting for a lock is a call in C, and no place for a handler.
+        self._pending = threading.Lock()
+        self._pending.acquire()
+
+    def __call__(self, end: Callable[[], None], *, wait: bool = True) -> None:
+        """Make the end, unless it has been made or is being made.
+
+        Args:
+            end: Makes it.
+            wait: Whether to return only when it is made.
+
+        Raises:
+            BaseException: What ``end`` raised, if it was waited for.
+        """
+        if not self._is_made:
+            try:
+                # A call in C: a handler can interrupt Thread.start such that the thread waits for ever as it begins.
+                _thread.start_new_thread(self._start, (end,))
+            except RuntimeError:  # The interpreter is about to end, or there is no thread left.
+                self._run(end)
+        if wait:
+            with self._pending:
+                pass
+            if self._error is not None:
+                raise self._error
+
+    def _start(self, end: Callable[[], None]) -> None:
+        try:
+            # threading, and with it logging, makes up a thread for one that it does not know, and keeps it.
+            threading.Thread(target=self._run, args=(end,), name="ft-transport-end", daemon=False).start()
+        except RuntimeError:
+            self._run(end)
+
+    def _run(self, end: Callable[[], None]) -> None:
+        with self._mutex:
+            if self._is_made:
+                return
+            try:
+                end()
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._is_made = True
+                self._pending.release()
+
+
 class SafeExecutor(Executor):
     """A few threads, started with the first job, that do one job after the other.
 
@@ -95,7 +153,7 @@ class SafeExecutor(Executor):
         self._mutex = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
-        self._end = weakref.finalize(self, _end, self._jobs, num_threads)
+        weakref.finalize(self, _end, self._jobs, num_threads)
         _living.add(self)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
@@ -128,7 +186,8 @@ class SafeExecutor(Executor):
             while not self._jobs.empty():
                 if (job := self._jobs.get()) is not None:
                     job[0].cancel()
-        self._end()
+        # Once more in a further call: a signal handler may have raised in this one. A thread ends with the first.
+        _end(self._jobs, self._num_threads)
         if wait:
             for thread in self._threads:
                 if thread.ident is not None:

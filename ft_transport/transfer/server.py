@@ -15,6 +15,7 @@ from ft_transport.errors import SnapshotError, TransportError
 from ft_transport.http.server import SnapshotServer
 from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.token import JobToken
+from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import TransportSettings, check_number
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.snapshot import HeldState, PendingSnapshot
@@ -140,8 +141,7 @@ class StateServer:
             raise
         self._sharings: list[_Sharing] = []
         self._sharings_mutex = threading.Lock()
-        self._shutdown_lock = threading.Lock()
-        self._is_shut_down = False
+        self._end = SafeEnd()
 
     def prefault(self, state: object) -> None:
         """Makes memory for snapshots of ``state`` ready; see ``HTTPTransport.prefault``."""
@@ -339,10 +339,9 @@ class StateServer:
         Args:
             wait: Whether to return only when the server's thread has ended.
         """
-        with self._shutdown_lock:
-            is_first = not self._is_shut_down
-            self._is_shut_down = True
-        self.http.close(wait=wait)
-        if is_first:
-            self._cache.clear()
-            self._stager.close()
+        self._end(self._close, wait=wait)
+
+    def _close(self) -> None:
+        self.http.close(wait=True)
+        self._cache.clear()
+        self._stager.close()
