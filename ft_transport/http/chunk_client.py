@@ -14,10 +14,10 @@ from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import Destination, FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.wire.chunk_work import ChunkWork
-from ft_transport.wire.chunks import Hasher
+from ft_transport.wire.chunks import digest_of
 from ft_transport.wire.fetch import FetchMachine, Request
 from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.routes import full_path
+from ft_transport.wire.routes import FULL_ROUTE, bound_path
 
 _IN_FLIGHT_BYTES: Final = 16 << 20
 """More than the buffers of both sockets grow to by Linux's defaults (``tcp_rmem``, ``tcp_wmem``)."""
@@ -89,7 +89,7 @@ class _ChunkWire:
         start, stop = manifest.chunks.range_of(request.units[0], request.units[-1] + 1)
         position = manifest.header_bytes
         response = connection.get(
-            full_path(manifest.step, manifest.snapshot_id),
+            bound_path(FULL_ROUTE, manifest.step, manifest.snapshot_id),
             headers={"Range": f"bytes={position + start}-{position + stop - 1}"},
             expected_status=206,
             answer_within_s=0.0,
@@ -114,15 +114,13 @@ class _ChunkWire:
         connection.read_into(views)
         if self._digests is None:
             return stop - start
-        hasher = Hasher()
-        for view in views:
-            hasher.update(view)
-        if hasher.intdigest() != self._digests[chunk]:
+        actual = digest_of(views)
+        if actual != self._digests[chunk]:
             raise IntegrityError(
                 f"chunk {chunk} (data bytes [{start}, {stop})) was damaged",
                 chunk=chunk,
                 expected=self._digests[chunk],
-                actual=hasher.intdigest(),
+                actual=actual,
                 peer=str(connection.peer),
                 step=self._manifest.step,
             )

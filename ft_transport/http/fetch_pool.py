@@ -21,13 +21,10 @@ from ft_transport.http.token import JobToken
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.settings import FetchProgress
 from ft_transport.wire.fetch import (
-    Aborted,
     FetchMachine,
     Request,
-    RequestFailed,
     Stop,
     Unit,
-    UnitVerified,
     Wait,
     WorkerIndex,
 )
@@ -220,7 +217,7 @@ class FetchPool(Generic[Unit]):
                 self._abort(self._out_of_time(error))
                 return
             with self._changed:
-                self._machine.receive(RequestFailed(worker, error))
+                self._machine.request_failed(worker, error)
                 self._changed.notify_all()
                 stopped = self._machine.stopped
             if stopped is not None:
@@ -232,7 +229,6 @@ class FetchPool(Generic[Unit]):
             self._abort(failure)
 
     def _receive(self, worker: WorkerIndex, connection: Connection, request: Request[Unit]) -> None:
-        verified = UnitVerified(worker)
         num_left = len(request.units)
         for num_bytes in self._wire.receive(connection, request):
             num_left -= 1
@@ -242,7 +238,7 @@ class FetchPool(Generic[Unit]):
                     return
                 # First, because an error of the caller's own must end a fetch also at its last unit.
                 self._report_progress(num_bytes)
-                self._machine.receive(verified)
+                self._machine.unit_landed(worker)
                 if self._machine.stopped is not None:
                     self._changed.notify_all()
                 is_cut_short = num_left > 0 and not self._machine.has_request(worker)
@@ -264,7 +260,7 @@ class FetchPool(Generic[Unit]):
     def _abort(self, error: TransportError) -> None:
         """Stops the machine and wakes every worker, also those that are reading."""
         with self._changed:
-            self._machine.receive(Aborted(error))
+            self._machine.abort(error)
             self._changed.notify_all()
         self._interrupt_connections()
 

@@ -9,9 +9,9 @@ from typing import Final
 from ft_transport.errors import PeerProtocolError, PeerUnreachableError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import Destination
-from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, Hasher
+from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, digest_of
 from ft_transport.wire.manifest import Manifest, decode_digests
-from ft_transport.wire.routes import digests_path
+from ft_transport.wire.routes import DIGESTS_ROUTE, bound_path
 
 _RETRY_PAUSE_S: Final = 0.1
 
@@ -42,7 +42,10 @@ def fetch_digests(connection: Connection, manifest: Manifest, *, max_failures: i
 
 def _ask(connection: Connection, manifest: Manifest) -> tuple[int, ...]:
     response = connection.get(
-        digests_path(manifest.step, manifest.snapshot_id), headers={}, expected_status=200, answer_within_s=0.0
+        bound_path(DIGESTS_ROUTE, manifest.step, manifest.snapshot_id),
+        headers={},
+        expected_status=200,
+        answer_within_s=0.0,
     )
     expected_bytes = DIGEST_HEX_DIGITS * manifest.chunks.num_chunks
     if response.length != expected_bytes:
@@ -75,10 +78,7 @@ def digest_chunks(manifest: Manifest, destination: Destination, *, num_threads: 
     """The digests of all chunks of what lies in ``destination``."""
 
     def digest(chunk: int) -> int:
-        hasher = Hasher()
-        for view in destination.buffers(*manifest.chunks.range_of(chunk, chunk + 1)):
-            hasher.update(view)
-        return hasher.intdigest()
+        return digest_of(destination.buffers(*manifest.chunks.range_of(chunk, chunk + 1)))
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-verify") as pool:
         return list(pool.map(digest, range(manifest.chunks.num_chunks)))

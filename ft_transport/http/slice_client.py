@@ -13,12 +13,12 @@ from ft_transport.errors import IntegrityError, PeerProtocolError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import Destination, FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.wire.chunks import CHUNK_BYTES, Hasher
+from ft_transport.wire.chunks import CHUNK_BYTES, digest_of
 from ft_transport.wire.fetch import FetchMachine, Request
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.read_work import FrameOfReads, ReadWork
 from ft_transport.wire.reshard import Planner, Wanted
-from ft_transport.wire.routes import slices_path
+from ft_transport.wire.routes import SLICES_ROUTE, bound_path
 from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, answer_bytes, encode_request, joined
 from ft_transport.wire.strided import put
 
@@ -85,7 +85,7 @@ class _SliceWire:
         manifest = self._manifests[request.source]
         frames = [joined([self._planner.held(read, request.source) for read in frame]) for frame in request.units]
         response = connection.get(
-            slices_path(manifest.step, manifest.snapshot_id),
+            bound_path(SLICES_ROUTE, manifest.step, manifest.snapshot_id),
             headers={"Content-Type": "application/json"},
             expected_status=200,
             answer_within_s=0.0,
@@ -122,15 +122,13 @@ class _SliceWire:
         digest = bytearray(FRAME_DIGEST_BYTES)
         connection.read_into([*views, memoryview(digest)])
         if self._is_verified:
-            hasher = Hasher()
-            for view in views:
-                hasher.update(view)
-            if hasher.digest() != bytes(digest):
+            expected, actual = int.from_bytes(digest, "big"), digest_of(views)
+            if actual != expected:
                 raise IntegrityError(
                     f"a frame with parts of {frame[0].wanted.path} was damaged",
                     chunk=None,
-                    expected=int.from_bytes(digest, "big"),
-                    actual=hasher.intdigest(),
+                    expected=expected,
+                    actual=actual,
                     peer=str(connection.peer),
                     step=step,
                 )

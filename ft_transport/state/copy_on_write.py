@@ -25,7 +25,7 @@ from ft_transport.errors import SnapshotError
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.state.arena import Arena
 from ft_transport.state.copying import Column, HostCopier, HostCopies
-from ft_transport.wire.chunks import ChunkTable, Hasher
+from ft_transport.wire.chunks import ChunkTable, digest_of
 from ft_transport.wire.manifest import encode_digests
 
 logger = logging.getLogger(__name__)
@@ -252,10 +252,7 @@ class CopyOnWriteMemory:
         chunk_bytes = self._chunks.chunk_bytes
         for chunk in range(-(-start // chunk_bytes), -(-end // chunk_bytes)):
             if self._digests[chunk] is None:
-                hasher = Hasher()
-                for view in self._views(*self._chunks.range_of(chunk, chunk + 1)):
-                    hasher.update(view)
-                self._digests[chunk] = hasher.intdigest()
+                self._digests[chunk] = digest_of(self._views(*self._chunks.range_of(chunk, chunk + 1)))
 
     def _views(self, start: int, end: int) -> list[memoryview]:
         blocks, starts = self._blocks, self._block_starts

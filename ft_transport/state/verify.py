@@ -18,7 +18,7 @@ from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.dtypes import carrier_of
 from ft_transport.state.flatten import flatten
-from ft_transport.wire.chunks import Hasher
+from ft_transport.wire.chunks import digest_of
 from ft_transport.wire.layouts import Layout
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import MappingNode
@@ -135,11 +135,7 @@ def _differing_tensors(
     assert digests is not None, "whoever has received the data has asked for them"
 
     def agrees(chunk: int) -> bool:
-        start, end = manifest.chunks.range_of(chunk, chunk + 1)
-        hasher = Hasher()
-        for piece in _pieces(sources, starts, start, end):
-            hasher.update(piece)
-        return hasher.intdigest() == digests[chunk]
+        return digest_of(_pieces(sources, starts, *manifest.chunks.range_of(chunk, chunk + 1))) == digests[chunk]
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-verify") as pool:
         for chunk, is_equal in enumerate(pool.map(agrees, range(manifest.chunks.num_chunks))):

@@ -1,14 +1,14 @@
 """The fetch machine: what each connection does next, decided without any input or output.
 
-Workers (one connection each) ask ``next`` for an instruction, perform it, and report events with ``receive``. What is
+Workers (one connection each) ask ``next`` for an instruction, perform it, and report what came of it. What is
 fetched consists of units, which land, or fail, one by one: chunks of a file (``wire.chunk_work``) or frames of planned
 reads (``wire.read_work``). The work knows which units are missing and who may deliver them. The machine knows the
 workers and the sources: it drops sources that keep failing, lets others pause before they are asked again, and says
 when all is done or nothing can be.
 
-             ┌──────── RequestFailed: the rest of the request returns ────────┐
-             ▼                                                                │
-    the work's units ── Request ──► assigned to a worker ── UnitVerified ──► landed
+             ┌── request_failed: the rest of the request returns ──┐
+             ▼                                                     │
+    the work's units ── Request ──► assigned to a worker ── unit_landed ──► landed
 """
 
 from __future__ import annotations
@@ -50,31 +50,6 @@ class Stop:
 
 
 Instruction: TypeAlias = Request[Unit] | Wait | Stop
-
-
-@dataclass(frozen=True, slots=True)
-class UnitVerified:
-    """The next unit of the worker's request landed, and its digest is right (or was not asked for)."""
-
-    worker: WorkerIndex
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFailed:
-    """The worker's request ended early; the unit it was at, and those behind it, did not land."""
-
-    worker: WorkerIndex
-    error: TransportError
-
-
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    """The whole fetch has to end: its deadline passed, or the receiver itself failed."""
-
-    error: TransportError
-
-
-Event: TypeAlias = UnitVerified | RequestFailed | Aborted
 
 
 @dataclass(slots=True)
@@ -173,19 +148,10 @@ class FetchMachine(Generic[Unit]):
         state.num_active += 1
         return Request(source, units, _retry_delay_s(state.failures))
 
-    def receive(self, event: Event) -> None:
-        """Takes note of what happened."""
+    def unit_landed(self, worker: WorkerIndex) -> None:
+        """The next unit of the worker's request landed, and its digest is right (or was not asked for)."""
         if self._stop is not None:
             return
-        match event:
-            case UnitVerified():
-                self._unit_verified(event.worker)
-            case RequestFailed():
-                self._request_failed(event.worker, event.error)
-            case Aborted():
-                self._stop = Stop(event.error)
-
-    def _unit_verified(self, worker: WorkerIndex) -> None:
         assignment = self._assignments[worker]
         source, at = assignment.source, assignment.next
         assignment.next = at + 1
@@ -198,9 +164,11 @@ class FetchMachine(Generic[Unit]):
         elif not self._work.num_left:
             self._stop = Stop(None)
 
-    def _request_failed(self, worker: WorkerIndex, error: TransportError) -> None:
-        if worker not in self._assignments:
-            return  # All its units had landed: what broke behind them costs nothing.
+    def request_failed(self, worker: WorkerIndex, error: TransportError) -> None:
+        """The worker's request ended early; the unit it was at, and those behind it, did not land."""
+        # Where all its units had landed, what broke behind them costs nothing.
+        if self._stop is not None or worker not in self._assignments:
+            return
         assignment = self._release(worker)
         self._failures.append(error)
         source = self._sources[assignment.source]
@@ -212,6 +180,11 @@ class FetchMachine(Generic[Unit]):
         undeliverable = self._work.put_back(assignment.source, rest, self._sources)
         if undeliverable is not None:
             self._stop = self._outcome(undeliverable)
+
+    def abort(self, error: TransportError) -> None:
+        """The whole fetch has to end: its deadline passed, or the receiver itself failed."""
+        if self._stop is None:
+            self._stop = Stop(error)
 
     def _release(self, worker: WorkerIndex) -> Assignment[Unit]:
         assignment = self._assignments.pop(worker)

@@ -15,7 +15,7 @@ begun since the first request is then new enough, however long it takes.
 from __future__ import annotations
 
 from typing import Final, Literal, TypeAlias
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 from ft_transport.wire.manifest import SnapshotId
 
@@ -52,7 +52,7 @@ def metadata_path(step: StepSelector, *, wait_s: float, after: int | None = None
     query = {WAIT_PARAMETER: f"{wait_s:.3f}"}
     if after is not None:
         query[AFTER_PARAMETER] = str(after)
-    return f"/checkpoint/{quote(str(step))}/metadata?{urlencode(query)}"
+    return f"{METADATA_ROUTE.format(step=step)}?{urlencode(query)}"
 
 
 def parse_after(text: str | None) -> int | None:
@@ -61,19 +61,9 @@ def parse_after(text: str | None) -> int | None:
     return number if isinstance(number, int) else None
 
 
-def full_path(step: int, snapshot_id: SnapshotId) -> str:
-    """Path and query of the file, bound to one snapshot."""
-    return f"/checkpoint/{step}/full?{urlencode({SNAPSHOT_PARAMETER: snapshot_id})}"
-
-
-def slices_path(step: int, snapshot_id: SnapshotId) -> str:
-    """Path and query for parts of tensors, bound to one snapshot."""
-    return f"/checkpoint/{step}/slices?{urlencode({SNAPSHOT_PARAMETER: snapshot_id})}"
-
-
-def digests_path(step: int, snapshot_id: SnapshotId) -> str:
-    """Path and query of the digests, bound to one snapshot."""
-    return f"/checkpoint/{step}/digests?{urlencode({SNAPSHOT_PARAMETER: snapshot_id})}"
+def bound_path(route: str, step: int, snapshot_id: SnapshotId) -> str:
+    """Path and query of a route, bound to one snapshot."""
+    return f"{route.format(step=step)}?{urlencode({SNAPSHOT_PARAMETER: snapshot_id})}"
 
 
 def parse_served_steps(text: str | None) -> tuple[int, ...]:

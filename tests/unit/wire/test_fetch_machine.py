@@ -19,12 +19,9 @@ from ft_transport.errors import (
 )
 from ft_transport.wire.chunk_work import MAX_CHUNKS_PER_REQUEST, ChunkWork
 from ft_transport.wire.fetch import (
-    Aborted,
     FetchMachine,
     Request,
-    RequestFailed,
     Stop,
-    UnitVerified,
     Wait,
     WorkerIndex,
 )
@@ -58,11 +55,11 @@ def _fetch(machine: FetchMachine[int], worker: int = 0) -> Request[int]:
 
 def _verify(machine: FetchMachine[int], worker: int, request: Request[int]) -> None:
     for _ in request.units:
-        machine.receive(UnitVerified(WorkerIndex(worker)))
+        machine.unit_landed(WorkerIndex(worker))
 
 
 def _fail(machine: FetchMachine[int], worker: int, error: TransportError) -> None:
-    machine.receive(RequestFailed(WorkerIndex(worker), error))
+    machine.request_failed(WorkerIndex(worker), error)
 
 
 def test_without_data_it_is_done_at_once() -> None:
@@ -115,7 +112,7 @@ def test_a_broken_request_keeps_what_was_verified() -> None:
     request = _fetch(machine)
     assert _fetch_range(request) == (0, 64)
     for _ in range(5):
-        machine.receive(UnitVerified(WorkerIndex(0)))
+        machine.unit_landed(WorkerIndex(0))
     _fail(machine, 0, _lost())
     assert _fetch_range(_fetch(machine)) == (5, 64)
 
@@ -133,12 +130,12 @@ def _fetch_all_but_the_first(machine: FetchMachine[int], num_chunks: int) -> Req
 def test_an_idle_worker_takes_over_half_of_what_a_slow_one_has_not_begun() -> None:
     machine = _machine(20, workers=2)
     assert _fetch_range(_fetch_all_but_the_first(machine, 20)) == (0, 10)
-    machine.receive(UnitVerified(WorkerIndex(0)))
+    machine.unit_landed(WorkerIndex(0))
     # Chunk 1 is on its way to the slow one.
     assert _fetch_range(_fetch(machine, 1)) == (6, 10)
     for _ in range(1, 6):
         assert machine.has_request(WorkerIndex(0))
-        machine.receive(UnitVerified(WorkerIndex(0)))
+        machine.unit_landed(WorkerIndex(0))
     assert not machine.has_request(WorkerIndex(0))
     assert machine.has_request(WorkerIndex(1))
 
@@ -157,7 +154,7 @@ def test_little_is_left_to_the_one_that_has_it() -> None:
     machine = _machine(128, workers=2, num_in_flight=4)
     slow = _fetch_all_but_the_first(machine, 128)
     for _ in range(len(slow.units) - 8):
-        machine.receive(UnitVerified(WorkerIndex(0)))
+        machine.unit_landed(WorkerIndex(0))
     assert machine.next(WorkerIndex(1)) == Wait()
 
 
@@ -177,7 +174,7 @@ def test_progress_makes_a_source_trusted_again() -> None:
     machine = _machine(100, max_failures=2)
     for _ in range(30):
         assert _fetch(machine).delay_s <= 0.05
-        machine.receive(UnitVerified(WorkerIndex(0)))
+        machine.unit_landed(WorkerIndex(0))
         _fail(machine, 0, _lost())
     assert machine.stopped is None
 
@@ -203,7 +200,7 @@ def test_of_very_many_failures_the_last_are_kept() -> None:
     machine = _machine(1000, max_failures=2)
     for number in range(200):
         _fetch(machine)
-        machine.receive(UnitVerified(WorkerIndex(0)))
+        machine.unit_landed(WorkerIndex(0))
         _fail(machine, 0, PeerUnreachableError(f"number {number}"))
     _fetch(machine)
     _fail(machine, 0, PeerUnreachableError("the last"))
@@ -255,7 +252,7 @@ def test_a_source_that_always_damages_one_chunk_ends_the_fetch() -> None:
                 if chunk == 7:
                     _fail(machine, worker, _damaged(7))
                     break
-                machine.receive(UnitVerified(WorkerIndex(worker)))
+                machine.unit_landed(WorkerIndex(worker))
     assert isinstance(machine.stopped.error, FetchFailedError)
     assert all(isinstance(failure, IntegrityError) for failure in machine.stopped.error.failures)
 
@@ -291,8 +288,8 @@ def test_abort_stops_every_worker_with_its_error() -> None:
     machine = _machine(100, workers=2)
     request = _fetch(machine, 0)
     error = DeadlineExceededError("too late")
-    machine.receive(Aborted(error))
-    machine.receive(Aborted(TransportError("a second one")))
+    machine.abort(error)
+    machine.abort(TransportError("a second one"))
     _verify(machine, 0, request)
     _fail(machine, 0, _lost())
     assert machine.next(WorkerIndex(0)) == Stop(error)
@@ -328,7 +325,7 @@ class _Model:
 
     def verify(self, worker: int) -> None:
         self.verified.append(self.held[worker].pop(0))
-        self.machine.receive(UnitVerified(WorkerIndex(worker)))
+        self.machine.unit_landed(WorkerIndex(worker))
         assert self.machine.has_request(WorkerIndex(worker)) == bool(self.held[worker])
 
     def fail(self, worker: int, error: TransportError) -> None:

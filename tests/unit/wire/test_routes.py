@@ -35,7 +35,7 @@ def test_a_metadata_path_says_how_long_the_server_may_wait(step: int) -> None:
 
 def test_a_data_path_is_bound_to_its_snapshot() -> None:
     snapshot_id = SnapshotId("0123456789abcdef" * 2)
-    url = urlsplit(routes.full_path(7, snapshot_id))
+    url = urlsplit(routes.bound_path(routes.FULL_ROUTE, 7, snapshot_id))
     assert url.path == routes.FULL_ROUTE.format(step=7)
     assert parse_qs(url.query) == {routes.SNAPSHOT_PARAMETER: [snapshot_id]}
 

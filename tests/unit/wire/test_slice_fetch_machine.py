@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ft_transport.errors import FetchFailedError, PeerProtocolError, PeerUnreachableError, TransportError
 from ft_transport.wire.boxes import Box
 from ft_transport.wire.chunks import CHUNK_BYTES
-from ft_transport.wire.fetch import Aborted, FetchMachine, Request, RequestFailed, Stop, UnitVerified, Wait, WorkerIndex
+from ft_transport.wire.fetch import FetchMachine, Request, Stop, Wait, WorkerIndex
 from ft_transport.wire.nodes import TensorNode
 from ft_transport.wire.read_work import FrameOfReads, ReadWork
 from ft_transport.wire.reshard import Read, Wanted
@@ -38,9 +38,9 @@ def _machine(reads: list[list[Read]], num_workers: int = 2, max_failures: int = 
     return FetchMachine(ReadWork(reads, num_workers=num_workers), sources=names, max_failures=max_failures)
 
 
-def _failed(worker: int, *, retryable: bool = True) -> RequestFailed:
+def _fail(machine: FetchMachine[FrameOfReads], worker: int, *, retryable: bool = True) -> None:
     error: TransportError = PeerUnreachableError("gone") if retryable else PeerProtocolError("nonsense")
-    return RequestFailed(WorkerIndex(worker), error)
+    machine.request_failed(WorkerIndex(worker), error)
 
 
 def test_nothing_to_read_is_done_at_once() -> None:
@@ -53,7 +53,7 @@ def test_small_reads_share_a_frame_and_frames_a_request() -> None:
     assert isinstance(request, Request)
     assert [len(frame) for frame in request.units] == [10]
     assert machine.next(WorkerIndex(1)) == Wait()
-    machine.receive(UnitVerified(WorkerIndex(0)))
+    machine.unit_landed(WorkerIndex(0))
     assert machine.stopped == Stop(None)
 
 
@@ -72,21 +72,21 @@ def test_another_holder_takes_over_what_a_source_has_not_delivered() -> None:
     assert isinstance(first, Request)
     assert first.source == 0
     assert len(first.units) == 3
-    machine.receive(UnitVerified(worker))
-    machine.receive(_failed(0, retryable=False))
+    machine.unit_landed(worker)
+    _fail(machine, 0, retryable=False)
     second = machine.next(worker)
     assert isinstance(second, Request)
     assert second.source == 1
     assert [read.wanted.path for frame in second.units for read in frame] == ["w1", "w2"]
     for _ in second.units:
-        machine.receive(UnitVerified(worker))
+        machine.unit_landed(worker)
     assert machine.stopped == Stop(None)
 
 
 def test_after_a_first_failure_another_is_asked_at_once() -> None:
     machine = _machine([[_read(0, 10, 0, 1), _read(1, 10, 0)], []], num_workers=2, max_failures=3)
     assert machine.next(WorkerIndex(0)).source == 0  # type: ignore[union-attr]
-    machine.receive(_failed(0))
+    _fail(machine, 0)
     requests = [machine.next(WorkerIndex(worker)) for worker in (0, 1)]
     by_source = {request.source: request for request in requests if isinstance(request, Request)}
     assert [read.wanted.path for frame in by_source[1].units for read in frame] == ["w0"]  # type: ignore[index]
@@ -100,7 +100,7 @@ def test_who_has_nothing_to_do_relieves_who_has_much() -> None:
     asked = [machine.next(WorkerIndex(worker)) for worker in (0, 1)]
     assert [request.source for request in asked] == [0, 0]  # type: ignore[union-attr]
     for _ in asked[1].units:  # type: ignore[union-attr]
-        machine.receive(UnitVerified(WorkerIndex(1)))
+        machine.unit_landed(WorkerIndex(1))
     assert machine.next(WorkerIndex(1)).source == 1  # type: ignore[union-attr]
 
 
@@ -109,8 +109,8 @@ def test_what_is_not_sharded_comes_from_one_source_as_a_whole() -> None:
     machine = _machine([reads, []], num_workers=1)
     worker = WorkerIndex(0)
     machine.next(worker)
-    machine.receive(UnitVerified(worker))
-    machine.receive(_failed(0, retryable=False))
+    machine.unit_landed(worker)
+    _fail(machine, 0, retryable=False)
     request = machine.next(worker)
     assert isinstance(request, Request)
     assert request.source == 1
@@ -121,8 +121,8 @@ def test_what_had_landed_as_a_whole_needs_nobody_to_stand_in() -> None:
     machine = _machine([[_read(0, CHUNK_BYTES, 0, is_whole=True), _read(1, CHUNK_BYTES, 0, 1)], []], num_workers=1)
     worker = WorkerIndex(0)
     machine.next(worker)
-    machine.receive(UnitVerified(worker))
-    machine.receive(_failed(0, retryable=False))
+    machine.unit_landed(worker)
+    _fail(machine, 0, retryable=False)
     request = machine.next(worker)
     assert isinstance(request, Request)
     assert [read.wanted.path for frame in request.units for read in frame] == ["w1"]
@@ -132,11 +132,11 @@ def test_a_source_is_asked_again_after_a_pause_before_it_is_dropped() -> None:
     machine = _machine([[_read(0, 10, 0)]], max_failures=2)
     worker = WorkerIndex(0)
     assert machine.next(worker).delay_s == 0.0  # type: ignore[union-attr]
-    machine.receive(_failed(0))
+    _fail(machine, 0)
     again = machine.next(worker)
     assert isinstance(again, Request)
     assert again.delay_s > 0
-    machine.receive(_failed(0))
+    _fail(machine, 0)
     assert machine.stopped is not None
     assert isinstance(machine.stopped.error, FetchFailedError)
     assert "host:0 failed" in str(machine.stopped.error)
@@ -147,7 +147,7 @@ def test_a_source_is_asked_again_after_a_pause_before_it_is_dropped() -> None:
 def test_it_can_be_aborted() -> None:
     machine = _machine([[_read(0, 10, 0)]])
     error = TransportError("enough")
-    machine.receive(Aborted(error))
+    machine.abort(error)
     assert machine.next(WorkerIndex(0)) == Stop(error)
 
 
@@ -186,12 +186,12 @@ def test_whatever_fails_every_read_is_delivered_once_or_the_fetch_ends(data: st.
             for read in busy[worker].pop(0):
                 delivered[read.wanted.path] += 1
                 last[read.wanted.path] = sources[worker]
-            machine.receive(UnitVerified(WorkerIndex(worker)))
+            machine.unit_landed(WorkerIndex(worker))
             if not busy[worker]:
                 del busy[worker]
         else:
             del busy[worker]
-            machine.receive(_failed(worker, retryable=data.draw(st.booleans(), "may pass")))
+            _fail(machine, worker, retryable=data.draw(st.booleans(), "may pass"))
     else:
         pytest.fail("the machine does not come to an end")
     assert all(count == 1 for path, count in delivered.items() if path not in home)
