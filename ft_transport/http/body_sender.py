@@ -44,39 +44,14 @@ _FLUSH_TICK_S: Final = 0.005
 _DROP_UNSENT: Final = struct.pack("ii", 1, 0)
 
 
-async def send_range(
-    request: web.Request,
-    reading: Reading,
-    response: web.StreamResponse,
-    start: int,
-    end: int,
-    *,
-    stall_timeout_s: float,
+async def send(
+    request: web.Request, reading: Reading, response: web.StreamResponse, content: Content, *, stall_timeout_s: float
 ) -> web.StreamResponse:
-    """Answers with bytes ``[start, end)`` of the file, or with the head alone if that was asked for.
+    """Answers with a part of the snapshot that is read, or with the head alone if that was asked for.
 
     A receiver that goes away or stalls ends its connection; that is its own affair and no error of the server.
     """
-    response.content_length = end - start
-    return await _answer(request, reading, response, _Range(reading.snapshot.memory, start, end), stall_timeout_s)
-
-
-async def send_slices(
-    request: web.Request,
-    reading: Reading,
-    response: web.StreamResponse,
-    frames: Sequence[SliceFrame],
-    *,
-    stall_timeout_s: float,
-) -> web.StreamResponse:
-    """Answers with the frames that were asked for (``wire.slices``); otherwise as `send_range`."""
-    response.content_length = answer_bytes(frames)
-    return await _answer(request, reading, response, _Slices(reading.snapshot.memory, frames), stall_timeout_s)
-
-
-async def _answer(
-    request: web.Request, reading: Reading, response: web.StreamResponse, content: _Content, stall_timeout_s: float
-) -> web.StreamResponse:
+    response.content_length = content.end - content.position
     try:
         await response.prepare(request)
         if request.method != "HEAD":
@@ -89,14 +64,14 @@ async def _answer(
     return response
 
 
-async def _send_body(request: web.Request, reading: Reading, content: _Content, stall_timeout_s: float) -> None:
+async def _send_body(request: web.Request, reading: Reading, content: Content, stall_timeout_s: float) -> None:
     transport = request.transport
     if transport is None or transport.is_closing():
         raise ConnectionResetError("it closed the connection")
     # The kernel holds pages of a memory file until the receiver has read them.
     reading.unread_s = stall_timeout_s
     memory = reading.snapshot.memory
-    if isinstance(content, _Range) and isinstance(memory, MemoryFile):
+    if isinstance(content, FileRange) and isinstance(memory, MemoryFile):
         start, end = content.position, content.end
         num_first = min(_FIRST_BYTES, end - start)
         with open(memory.descriptor, "rb", buffering=0, closefd=False) as file:
@@ -131,7 +106,7 @@ async def _send_body(request: web.Request, reading: Reading, content: _Content, 
             transport.resume_reading()
 
 
-class _Content(Protocol):
+class Content(Protocol):
     """What a thread sends. ``position`` and ``end`` count bytes of it; the first ones may have been sent before."""
 
     position: int
@@ -141,7 +116,7 @@ class _Content(Protocol):
         """Sends what is left; blocks. Counts ``position`` up."""
 
 
-class _Range:
+class FileRange:
     """Bytes ``[position, end)`` of the file."""
 
     def __init__(self, memory: ServedMemory, position: int, end: int) -> None:
@@ -150,6 +125,7 @@ class _Range:
         self.end = end
 
     def send_to(self, connected: socket.socket) -> None:
+        """See `Content`."""
         if isinstance(self._memory, MemoryFile):
             self._send_file(connected, self._memory)
         else:
@@ -180,8 +156,8 @@ class _Range:
                 raise ConnectionAbortedError(str(error)) from error
 
 
-class _Slices:
-    """The frames of a request for slices, each with its digest."""
+class Slices:
+    """The frames of a request for slices (``wire.slices``), each with its digest."""
 
     def __init__(self, memory: ServedMemory, frames: Sequence[SliceFrame]) -> None:
         self._memory = memory
@@ -190,6 +166,7 @@ class _Slices:
         self.end = answer_bytes(frames)
 
     def send_to(self, connected: socket.socket) -> None:
+        """See `Content`."""
         try:
             for sent in send_frames(connected, self._memory, self._frames):
                 self.position += sent
@@ -200,7 +177,7 @@ class _Slices:
 class _Body:
     """What one thread sends, and how far the receiver is."""
 
-    def __init__(self, connected: socket.socket, content: _Content) -> None:
+    def __init__(self, connected: socket.socket, content: Content) -> None:
         self.connected = connected
         self._content = content
         self._num_acked_before = _acked_bytes(connected)
@@ -288,5 +265,5 @@ def _stalled(request: web.Request, num_bytes: int, stall_timeout_s: float) -> Co
     logger.warning(
         "receiver %s took less than %d bytes in %.0f s and was cut off", request.remote, num_bytes, stall_timeout_s
     )
-    # `_answer` aborts: only that frees the socket of a peer that does not read; a close would wait for it.
+    # `send` aborts: only that frees the socket of a peer that does not read; a close would wait for it.
     return ConnectionResetError("it stalled")

@@ -28,11 +28,11 @@ from ft_transport.errors import (
     StepNotServedError,
     TransportError,
 )
-from ft_transport.http.body_sender import send_range, send_slices
+from ft_transport.http.body_sender import Content, FileRange, Slices, send
 from ft_transport.http.fork_safety import close_in_children
 from ft_transport.http.own_address import LISTEN_BACKLOG, advertised_host, listen
 from ft_transport.http.snapshot_cache import Reading, SnapshotCache
-from ft_transport.http.snapshot_requests import FreshSnapshot, SnapshotRequests
+from ft_transport.http.snapshot_requests import SnapshotRequests
 from ft_transport.http.token import JobToken
 from ft_transport.wire.routes import (
     AFTER_HEADER,
@@ -69,7 +69,6 @@ class SnapshotServer:
         token: Required on every route if given.
         max_wait_s: The longest that a request is held until its step is there, in seconds.
         stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
-        fresh_snapshot: Asks for a new snapshot when ``latest`` is requested.
 
     Attributes:
         requests: Finds what requests are for; its ``fresh_snapshot`` may be exchanged at any time.
@@ -86,7 +85,6 @@ class SnapshotServer:
         token: JobToken | None,
         max_wait_s: float,
         stall_timeout_s: float,
-        fresh_snapshot: FreshSnapshot | None,
     ) -> None:
         self._cache = cache
         self._replica = replica
@@ -99,7 +97,7 @@ class SnapshotServer:
             self.address = f"http://{advertised_host(advertise, bound=host)}:{self.port}"
             # The class by name: a policy that the process has set may make loops without sendfile (uvloop).
             self._loop = asyncio.SelectorEventLoop()
-            self.requests = SnapshotRequests(cache, max_wait_s=max_wait_s, fresh_snapshot=fresh_snapshot)
+            self.requests = SnapshotRequests(cache, max_wait_s=max_wait_s)
             self._closing = False
             self._handlers: set[asyncio.Task[object]] = set()
             started: Future[None] = Future()
@@ -236,12 +234,11 @@ class SnapshotServer:
         with reading as snapshot:
             headers = {
                 "Content-Type": "application/json",
-                "Cache-Control": "no-store",
                 "ETag": f'"{snapshot.snapshot_id}"',
                 MANIFEST_DIGEST_HEADER: f"{reading.manifest_digest:016x}",
             }
             # All of the file's header but the length before it.
-            return await self._send(request, reading, web.StreamResponse(headers=headers), 8, len(snapshot.header))
+            return await self._send(request, reading, headers, FileRange(snapshot.memory, 8, len(snapshot.header)))
 
     async def _full(self, request: web.Request) -> web.StreamResponse:
         reading = await self.requests.read(request)
@@ -252,17 +249,16 @@ class SnapshotServer:
                 "Content-Type": "application/octet-stream",
                 "Content-Disposition": f'attachment; filename="step-{snapshot.step}.safetensors"',
                 "Accept-Ranges": "bytes",
-                "Cache-Control": "no-store",
                 "ETag": etag,
             }
             asked = _asked_range(request, total, etag)
             if asked is None:
-                return await self._send(request, reading, web.StreamResponse(headers=headers), 0, total)
+                return await self._send(request, reading, headers, FileRange(snapshot.memory, 0, total))
             start, end = asked
             if start >= end:
                 raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{total}"})
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{total}"
-            return await self._send(request, reading, web.StreamResponse(status=206, headers=headers), start, end)
+            return await self._send(request, reading, headers, FileRange(snapshot.memory, start, end), status=206)
 
     async def _digests(self, request: web.Request) -> web.StreamResponse:
         reading = await self.requests.read(request)
@@ -282,19 +278,14 @@ class SnapshotServer:
             except (asyncio.TimeoutError, ConnectionError, web.RequestPayloadError):
                 raise web.HTTPRequestTimeout(text="the body did not come") from None
             frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
-            headers = {"Content-Type": "application/octet-stream", "Cache-Control": "no-store"}
-            return await send_slices(
-                request,
-                reading,
-                web.StreamResponse(headers=headers),
-                frames,
-                stall_timeout_s=self._stall_timeout_s,
-            )
+            headers = {"Content-Type": "application/octet-stream"}
+            return await self._send(request, reading, headers, Slices(snapshot.memory, frames))
 
     async def _send(
-        self, request: web.Request, reading: Reading, response: web.StreamResponse, start: int, end: int
+        self, request: web.Request, reading: Reading, headers: dict[str, str], content: Content, *, status: int = 200
     ) -> web.StreamResponse:
-        return await send_range(request, reading, response, start, end, stall_timeout_s=self._stall_timeout_s)
+        response = web.StreamResponse(status=status, headers={**headers, "Cache-Control": "no-store"})
+        return await send(request, reading, response, content, stall_timeout_s=self._stall_timeout_s)
 
 
 class _Busy(asyncio.Protocol):

@@ -37,13 +37,15 @@ class SnapshotRequests:
     Args:
         cache: Where they are.
         max_wait_s: The longest that a request is held until its step is there, in seconds.
-        fresh_snapshot: Asks for a new snapshot when ``latest`` is requested.
+
+    Attributes:
+        fresh_snapshot: Asks for a new snapshot when ``latest`` is requested; ``None`` where nobody can.
     """
 
-    def __init__(self, cache: SnapshotCache, *, max_wait_s: float, fresh_snapshot: FreshSnapshot | None) -> None:
+    def __init__(self, cache: SnapshotCache, *, max_wait_s: float) -> None:
         self._cache = cache
         self._max_wait_s = max_wait_s
-        self.fresh_snapshot = fresh_snapshot
+        self.fresh_snapshot: FreshSnapshot | None = None
         self._changed = asyncio.Event()
 
     def wake(self) -> None:

@@ -134,7 +134,6 @@ class StateServer:
                 token=token,
                 max_wait_s=max_wait_s,
                 stall_timeout_s=settings.stall_timeout.total_seconds(),
-                fresh_snapshot=None,
             )
         except BaseException:
             self._stager.close()

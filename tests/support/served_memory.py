@@ -123,8 +123,8 @@ def serving(
         token=JobToken(token) if token is not None else None,
         max_wait_s=max_wait_s,
         stall_timeout_s=stall_timeout_s,
-        fresh_snapshot=fresh_snapshot,
     )
+    server.requests.fresh_snapshot = fresh_snapshot
     try:
         yield Serving(server, cache)
     finally:
