@@ -43,7 +43,17 @@ overwritten with a pattern that reads as NaN. All of them pickle, so they can cr
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
+
+from typing_extensions import Unpack
+
+
+class _Where(TypedDict, total=False):
+    """Where an error belongs; `TransportError` says what each is."""
+
+    peer: str | None
+    step: int | str | None
+    path: str | None
 
 
 def _rebuild(cls: type[TransportError], fields: dict[str, Any]) -> TransportError:
@@ -140,18 +150,13 @@ class IntegrityError(TransportError):
         chunk: Index of the chunk, or ``None`` for the manifest itself.
         expected: Digest that the manifest gives.
         actual: Digest of the bytes that came.
-        peer: ``host:port`` of the sender.
-        step: Step of the snapshot.
+        **where: As for `TransportError`.
     """
 
     retryable = True
 
-    def __init__(
-        self, message: str, *, chunk: int | None, expected: int, actual: int, peer: str | None, step: int | str | None
-    ) -> None:
-        super().__init__(
-            f"{message}: expected digest {expected:016x}, the bytes that came have {actual:016x}", peer=peer, step=step
-        )
+    def __init__(self, message: str, *, chunk: int | None, expected: int, actual: int, **where: Unpack[_Where]) -> None:
+        super().__init__(f"{message}: expected digest {expected:016x}, the bytes that came have {actual:016x}", **where)
         self.chunk = chunk
         self.expected = expected
         self.actual = actual
@@ -193,15 +198,9 @@ class PeerNotReadyError(PeerError):
     http_status = 503
 
     def __init__(
-        self,
-        message: str,
-        *,
-        retry_after_s: float = 1.0,
-        after: int | None = None,
-        peer: str | None = None,
-        step: int | str | None = None,
+        self, message: str, *, retry_after_s: float = 1.0, after: int | None = None, **where: Unpack[_Where]
     ) -> None:
-        super().__init__(message, peer=peer, step=step)
+        super().__init__(message, **where)
         self.retry_after_s = retry_after_s
         self.after = after
 
@@ -215,15 +214,9 @@ class StepNotServedError(PeerError):
     http_status = 404
 
     def __init__(
-        self,
-        message: str,
-        *,
-        served: tuple[int, ...] = (),
-        is_past: bool = False,
-        peer: str | None = None,
-        step: int | str | None = None,
+        self, message: str, *, served: tuple[int, ...] = (), is_past: bool = False, **where: Unpack[_Where]
     ) -> None:
-        super().__init__(message, peer=peer, step=step)
+        super().__init__(message, **where)
         self.served = served
         self.is_past = is_past
 
@@ -241,14 +234,8 @@ class FetchFailedError(TransportError):
     ``failures`` holds what went wrong, in order.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        failures: tuple[TransportError, ...],
-        step: int | str | None = None,
-    ) -> None:
-        super().__init__(message, step=step)
+    def __init__(self, message: str, *, failures: tuple[TransportError, ...], **where: Unpack[_Where]) -> None:
+        super().__init__(message, **where)
         self.failures = failures
 
     def __str__(self) -> str:
@@ -274,10 +261,8 @@ class CheckpointExistsError(CheckpointError):
 class CheckpointDamagedError(CheckpointError):
     """Files differ from what was written; ``files`` names them, each with what is wrong with it."""
 
-    def __init__(
-        self, message: str, *, files: tuple[str, ...] = (), step: int | str | None = None, path: str | None = None
-    ) -> None:
-        super().__init__(message, step=step, path=path)
+    def __init__(self, message: str, *, files: tuple[str, ...] = (), **where: Unpack[_Where]) -> None:
+        super().__init__(message, **where)
         self.files = files
 
 
@@ -304,9 +289,9 @@ class RankFailedError(CheckpointError):
         phase: str,
         cause_type: str,
         errno: int | None = None,
-        step: int | str | None = None,
+        **where: Unpack[_Where],
     ) -> None:
-        super().__init__(message, step=step)
+        super().__init__(message, **where)
         self.rank = rank
         self.phase = phase
         self.cause_type = cause_type
@@ -316,8 +301,8 @@ class RankFailedError(CheckpointError):
 class RankGoneError(CheckpointError, TimeoutError):
     """Ranks did not answer before the deadline; ``ranks`` lists them."""
 
-    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), step: int | str | None = None) -> None:
-        super().__init__(message, step=step)
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), **where: Unpack[_Where]) -> None:
+        super().__init__(message, **where)
         self.ranks = ranks
         self.rank = ranks[0] if ranks else None
 
@@ -351,17 +336,9 @@ class EngineRefusedError(PublishError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        status: int | None = None,
-        body: str = "",
-        request: str = "",
-        peer: str | None = None,
-        step: int | str | None = None,
-        path: str | None = None,
+        self, message: str, *, status: int | None = None, body: str = "", request: str = "", **where: Unpack[_Where]
     ) -> None:
-        super().__init__(message, peer=peer, step=step, path=path)
+        super().__init__(message, **where)
         self.status = status
         self.body = body
         self.request = request

@@ -194,9 +194,7 @@ class FetchMachine(Generic[Unit]):
     def _outcome(self, undeliverable: Undeliverable) -> Stop:
         # Of very many failures the last ones: about as many as it takes to drop every source, twice.
         last = self._failures[-2 * len(self._sources) * self._max_failures :]
-        error = FetchFailedError(undeliverable.reason, failures=tuple(last))
-        error.path = undeliverable.path
-        return Stop(error)
+        return Stop(FetchFailedError(undeliverable.reason, failures=tuple(last), path=undeliverable.path))
 
 
 def _retry_delay_s(num_failures: int) -> float:
