@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from ft_transport.errors import CheckpointError, SnapshotError
-from ft_transport.state.snapshot import PendingSnapshot, Snapshot
+from ft_transport.state.snapshot import PendingSnapshot
 from ft_transport.state.stager import Stager
 from ft_transport.transfer.server import SnapshotLease
 from ft_transport.wire.chunks import CHUNK_BYTES
@@ -16,15 +15,6 @@ from ft_transport.wire.served import MemoryFile
 
 State: TypeAlias = Mapping[str, object] | Callable[[], Mapping[str, object]]
 """A state, or a function that returns it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotFile:
-    """A snapshot as the writer needs it: ``num_bytes`` of a memory file, from ``start`` on, are a safetensors file."""
-
-    descriptor: int
-    start: int
-    num_bytes: int
 
 
 class StagedState:
@@ -38,8 +28,6 @@ class StagedState:
         self.local_keys: tuple[str, ...] = ()
         self._parts: list[PendingSnapshot | Callable[[], SnapshotLease]] = []
         self._failure: Exception | None = None
-        self._files: list[SnapshotFile] | None = None
-        self._snapshots: list[Snapshot] = []
         self._leases: list[SnapshotLease] = []
 
     @contextmanager
@@ -66,43 +54,31 @@ class StagedState:
         if error is not None and (is_of_state or isinstance(error, CheckpointError)):
             raise error
 
-    def files(self) -> list[SnapshotFile]:
-        """The snapshots, by part; finished by the first call.
+    def files(self) -> list[SnapshotLease]:
+        """The snapshots, by part; finished by the first call, and released by `release`.
 
         Raises:
             Exception: Something could not be copied; every call raises the same.
         """
-        if self._files is None and self._failure is None:
+        if self._failure is None:
             with self.noting_failure():
-                self._files = [self._finished(part) for part in self._parts]
+                for part in self._parts[len(self._leases) :]:
+                    self._leases.append(_finished(part) if isinstance(part, PendingSnapshot) else part())
         if self._failure is not None:
             raise self._failure
-        return self._files or []
+        return self._leases
 
     def release(self) -> None:
         """Gives all memory back."""
         for part in self._parts:
             if isinstance(part, PendingSnapshot):
                 part.abandon()
-        for snapshot in self._snapshots:
-            snapshot.close()
         for lease in self._leases:
             lease.release()
         # An error of a save keeps the frames that it came through, and with them this object.
         self._failure = None
-        for held in (self._parts, self._snapshots, self._leases):
-            held.clear()
-
-    def _finished(self, part: PendingSnapshot | Callable[[], SnapshotLease]) -> SnapshotFile:
-        if isinstance(part, PendingSnapshot):
-            snapshot = part.finish()
-            self._snapshots.append(snapshot)
-            memory = snapshot.memory
-            assert isinstance(memory, MemoryFile), "nothing of it is shared"
-            return SnapshotFile(descriptor=memory.descriptor, start=memory.start, num_bytes=snapshot.total_bytes)
-        lease = part()
-        self._leases.append(lease)
-        return SnapshotFile(descriptor=lease.descriptor, start=lease.start, num_bytes=lease.num_bytes)
+        self._parts.clear()
+        self._leases.clear()
 
 
 class StateStager:
@@ -156,6 +132,19 @@ class StateStager:
         """What all ranks share, and what each has for itself."""
         shared = {key: value for key, value in state.items() if key not in self.rank_local}
         return shared, {key: state[key] for key in self.rank_local if key in state}
+
+
+def _finished(pending: PendingSnapshot) -> SnapshotLease:
+    snapshot = pending.finish()
+    memory = snapshot.memory
+    assert isinstance(memory, MemoryFile), "nothing of it is shared"
+    return SnapshotLease(
+        step=snapshot.step,
+        descriptor=memory.descriptor,
+        start=memory.start,
+        num_bytes=snapshot.total_bytes,
+        release=snapshot.close,
+    )
 
 
 def _make_stager(num_threads: int) -> Stager:
