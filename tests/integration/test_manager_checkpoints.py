@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +16,7 @@ from typing import Any
 import manager_checkpoint_ranks
 import pytest
 import torch
+from made_objects import made
 from ranks import run_torchrun
 from torch import nn
 
@@ -24,6 +28,7 @@ from ft_transport import (
     TransportSettings,
     state_digest,
 )
+from ft_transport.checkpoint.writer_process import WriterProcess
 from manager import ConfigError, Manager, ManagerError, RandomState, RecoveryFailedError, StateManager
 
 _TIMEOUT = timedelta(seconds=30)
@@ -221,13 +226,15 @@ def test_without_a_store_there_is_nothing_to_save_to() -> None:
 
 
 def test_a_dead_writer_is_told_and_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with replica(tmp_path) as trainer:
+    with made(WriterProcess) as writers, replica(tmp_path) as trainer:
         trainer.train(0, 1)
         assert trainer.store is not None
-        process = trainer.store._background.writer._process
-        assert process is not None
-        process.kill()
-        process.wait(10)
+        (writer,) = writers
+        killed = writer.process_id
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        while writer.is_alive() and writer.process_id == killed:
+            time.sleep(0.005)
         trainer.manager.start_step(1)
         trainer.manager.start_step(1)
         assert "writer processes of ranks (0,) are dead" in caplog.text

@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from made_objects import made
 from programs import fork_writers
 from state_equality import exact
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ft_transport import CheckpointStore, StoreSettings, TransportError
+from ft_transport.checkpoint.writer_process import WriterProcess
 
 NUM_LEAVES = 3000
 MAX_DESCRIPTORS = 256
@@ -48,17 +50,17 @@ def sleeping_child() -> int:
 
 def hold(root: Path) -> None:
     """Has a store with a writer, until its standard input ends."""
-    with CheckpointStore(root) as store:
+    with made(WriterProcess) as writers, CheckpointStore(root) as store:
         store.save(1, {"weight": torch.ones(10)}, wait=True)
-        say(writer=store._background.writer.process_id)
+        say(writer=writers[0].process_id)
         sys.stdin.read()
 
 
 def hold_and_fork(root: Path) -> None:
     """The same, beside a child that lives on."""
-    with CheckpointStore(root) as store:
+    with made(WriterProcess) as writers, CheckpointStore(root) as store:
         store.save(1, {"weight": torch.ones(10)}, wait=True)
-        say(writer=store._background.writer.process_id, child=sleeping_child())
+        say(writer=writers[0].process_id, child=sleeping_child())
         sys.stdin.read()
 
 
@@ -140,8 +142,8 @@ def many_leaves(root: Path) -> None:
     state = nested_state()
     tensors = list(tensors_of(state))
     assert len(tensors) == NUM_LEAVES
-    with CheckpointStore(root) as store:
-        writer = store._background.writer.process_id
+    with made(WriterProcess) as writers, CheckpointStore(root) as store:
+        writer = writers[0].process_id
         assert writer is not None
         limits = Path(f"/proc/{writer}/limits").read_text()
         (limit,) = [line.split()[3] for line in limits.splitlines() if line.startswith("Max open files")]

@@ -23,14 +23,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from made_objects import made
 from programs import fork_writers, start_writers
 from ranks import run_ranks
 from state_equality import exact
 
 from ft_transport import CheckpointStore, StoreSettings, TransportError
-from ft_transport.checkpoint import writer_messages
+from ft_transport.checkpoint import collective_write, writer_messages
+from ft_transport.checkpoint.checkpoint_storage import CheckpointStorage
+from ft_transport.checkpoint.collective_write import CollectiveWrite
+from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.manifest import data_file_name
 from ft_transport.checkpoint.verify import read_manifest
+from ft_transport.checkpoint.writer_process import WriterProcess
+from ft_transport.coordination.exchange import Exchange
 from ft_transport.state.snapshot import PendingSnapshot
 
 TIMEOUT_S = 60.0
@@ -129,8 +135,22 @@ def raised(action: Callable[[], Any]) -> dict[str, Any]:
     return told(None)
 
 
+@contextmanager
+def replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """Calls ``by`` in place of a function of a class or a module, with the function and then what that is called with.
+
+    A rank is a process with one store, so that what a class does there is done for that store.
+    """
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: by(original, *args, **kwargs))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
 class Injected:
-    """Puts a failure in front of a method, so many times, and notes when it struck and how often it was passed."""
+    """Puts a failure in front of a function, as `replaced` does, so many times, and notes when it struck."""
 
     def __init__(self, owner: Any, name: str, error: Exception, times: int = 1, on: Callable[..., bool] | None = None):
         self.owner, self.name, self.error, self.times = owner, name, error, times
@@ -138,30 +158,23 @@ class Injected:
         self.at_s: float | None = None
 
     def __enter__(self) -> Injected:
-        original = getattr(self.owner, self.name)
-        self._own = vars(self.owner).get(self.name)
-
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            if self.times and self.on(*args, **kwargs):
-                self.times -= 1
-                self.at_s = time.monotonic()
-                raise self.error
-            return original(*args, **kwargs)
-
-        setattr(self.owner, self.name, replacement)
+        self._replaced = replaced(self.owner, self.name, self._strike)
+        self._replaced.__enter__()
         return self
 
-    def __exit__(self, *_exc_info: object) -> None:
-        if self._own is None:
-            delattr(self.owner, self.name)  # The method of its class shows again.
-        else:
-            setattr(self.owner, self.name, self._own)
+    def __exit__(self, *exc_info: Any) -> None:
+        self._replaced.__exit__(*exc_info)
+
+    def _strike(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.times and self.on(*args, **kwargs):
+            self.times -= 1
+            self.at_s = time.monotonic()
+            raise self.error
+        return original(*args, **kwargs)
 
 
-def failing_in(phase: str, store: CheckpointStore, error: Exception = FULL, times: int = 1) -> Injected:
+def failing_in(phase: str, error: Exception = FULL, times: int = 1) -> Injected:
     """A failure of this rank in a phase, at the place where it would arise."""
-    background = store._background
-    write, writer, exchange = background._write, background.writer, background._exchange
     requests = {
         "take the snapshot": writer_messages.Take,
         "read the headers": writer_messages.Headers,
@@ -173,34 +186,31 @@ def failing_in(phase: str, store: CheckpointStore, error: Exception = FULL, time
     }
     if phase in requests:
         kind = requests[phase]
-        return Injected(writer, "call", error, times, lambda request, *_args, **_kwargs: isinstance(request, kind))
+        return Injected(
+            WriterProcess, "call", error, times, lambda _writer, request, *_args, **_kwargs: isinstance(request, kind)
+        )
     if phase in EXCHANGES:
         if phase == "divide the work":
-            return Injected(exchange, "scatter", error, times)
+            return Injected(Exchange, "scatter", error, times)
         gathers = [each for each in EXCHANGES if each.startswith("gather")]
         numbers = iter(range(len(gathers)))
-        return Injected(exchange, "gather", error, times, lambda _data: gathers[next(numbers)] == phase)
+        return Injected(Exchange, "gather", error, times, lambda *_args: gathers[next(numbers)] == phase)
     return {
-        "set up the directory": Injected(store._directory, "begin", error, times),
-        "find the directory": Injected(write, "_find", error, times),
+        "set up the directory": Injected(NumberedDirectory, "begin", error, times),
+        "find the directory": Injected(collective_write, "wait_until_visible", error, times),
     }[phase]
 
 
 @contextmanager
-def counted_attempts(store: CheckpointStore) -> Iterator[list[int]]:
-    write = store._background._write
+def counted_attempts() -> Iterator[list[int]]:
     attempts: list[int] = []
-    original = write._attempt
 
-    def attempt(number: int, *args: Any, **kwargs: Any) -> Any:
-        attempts.append(number)
-        return original(number, *args, **kwargs)
+    def attempt(settings: Callable[..., Any], storage: CheckpointStorage, request: Any) -> Any:
+        attempts.append(request.step)  # Each attempt begins with what all ranks have to be told alike.
+        return settings(storage, request)
 
-    write._attempt = attempt  # type: ignore[method-assign]
-    try:
+    with replaced(CheckpointStorage, "settings", attempt):
         yield attempts
-    finally:
-        del write._attempt  # type: ignore[misc]
 
 
 # --------------------------------------------------------------------------------------- one rank fails in each phase
@@ -224,7 +234,7 @@ def _fail_and_save_again(ranks: Ranks, store: CheckpointStore, phase: str, victi
             handle.exception()
         failed_s = injected.at_s
     elif is_victim:
-        with failing_in(phase, store) as injected:
+        with failing_in(phase) as injected:
             handle = store.save(failing_step, state)
             handle.exception()
         failed_s = injected.at_s
@@ -271,12 +281,12 @@ def exchanges(ranks: Ranks) -> dict[str, Any]:
 def _differing(ranks: Ranks, store: CheckpointStore, step: int, errors: dict[int, Exception], times: int) -> Any:
     dist.barrier()
     error = errors.get(ranks.rank)
-    with counted_attempts(store) as attempts:
+    with counted_attempts() as attempts:
         if error is None:
             handle = store.save(step, state_of(step, ranks.rank))
             failure = handle.exception()
         else:
-            with failing_in("write", store, error, times) as injected:
+            with failing_in("write", error, times) as injected:
                 handle = store.save(step, state_of(step, ranks.rank))
                 failure = handle.exception()
             assert injected.times == max(0, times - len(attempts)), "each attempt had its failure"
@@ -373,15 +383,15 @@ def invisible_step(ranks: Ranks) -> dict[str, Any]:
     is_hidden = is_last and _in_a_namespace_of_its_own(ranks.root)
     dist.barrier()
     with ranks.store(settings=settings) as store:
-        if is_last and not is_hidden:
-            write = store._background._write
-            find = write._find
-            write._find = lambda marker: find(  # type: ignore[method-assign]
-                ranks.directory / "elsewhere" / marker.parent.name / marker.name
-            )
+
+        def look_elsewhere(wait: Callable[..., None], marker: Path, *args: Any) -> None:
+            wait(ranks.directory / "elsewhere" / marker.parent.name / marker.name, *args)
+
+        is_elsewhere = is_last and not is_hidden
         dist.barrier()
         started_s = time.monotonic()
-        error = told(store.save(1, state_of(1, ranks.rank)).exception())
+        with replaced(collective_write, "wait_until_visible", look_elsewhere) if is_elsewhere else nullcontext():
+            error = told(store.save(1, state_of(1, ranks.rank)).exception())
         return {"error": error, "took_s": error["at_s"] - started_s, "steps": list(store.steps())}
 
 
@@ -434,18 +444,15 @@ def stale(ranks: Ranks) -> dict[str, Any]:
         else:
             until((incomplete / ".metadata").exists, "the garbage")
         dist.barrier()
-        begin = store._directory.begin
         delayed_s = 2.0
-        if ranks.rank == 0:
-            waited = threading.Event()
 
-            def late(*args: Any, **kwargs: Any) -> Path:
-                waited.wait(delayed_s)  # Nobody sets it: the delay is the fault.
-                return begin(*args, **kwargs)
+        def late(begin: Callable[..., Path], *args: Any) -> Path:
+            threading.Event().wait(delayed_s)  # Nobody sets it: the delay is the fault.
+            return begin(*args)
 
-            store._directory.begin = late  # type: ignore[method-assign]
         started_s = time.monotonic()
-        store.save(5, state_of(5, ranks.rank), wait=True)
+        with replaced(NumberedDirectory, "begin", late):  # which the first rank alone calls
+            store.save(5, state_of(5, ranks.rank), wait=True)
         took_s = time.monotonic() - started_s
         dist.barrier()
         listed = {entry.name for entry in read_manifest(ranks.root / "step-5", 5).files}
@@ -568,15 +575,16 @@ def _healths(store: CheckpointStore, count: int) -> list[list[int]]:
 def killed_writer(ranks: Ranks) -> dict[str, Any]:
     report: dict[str, Any] = {}
     is_victim = ranks.rank == 1
-    with ranks.store() as store:
+    with made(WriterProcess) as writers, ranks.store() as store:
+        (writer,) = writers
         report["before"] = _healths(store, 3)
         # Once it is seen at once, once when another one has long taken its place: a step may take longer than that.
         for name in ("at once", "after it was replaced"):
-            killed = store._background.writer.process_id
+            killed = writer.process_id
             assert killed is not None
 
             def is_replaced(killed: int = killed) -> bool:
-                return store._background.writer.process_id not in (None, killed)
+                return writer.process_id not in (None, killed)
 
             dist.barrier()
             if is_victim:
@@ -600,8 +608,9 @@ def killed_while_writing(ranks: Ranks) -> dict[str, Any]:
     is_victim = ranks.rank == 1
     report: dict[str, Any] = {}
     large = torch.arange(LARGE_BYTES // 4, dtype=torch.int32)
-    with ranks.store() as store:
-        killed = store._background.writer.process_id
+    with made(WriterProcess) as writers, ranks.store() as store:
+        (writer,) = writers
+        killed = writer.process_id
         assert killed is not None
         sizes: list[int] = []
 
@@ -617,7 +626,7 @@ def killed_while_writing(ranks: Ranks) -> dict[str, Any]:
         if is_victim:
             state["own"]["large"] = large
             killer.start()
-        with counted_attempts(store) as attempts:
+        with counted_attempts() as attempts:
             handle = store.save(1, state)
             if is_victim:
                 killer.join()
@@ -626,7 +635,7 @@ def killed_while_writing(ranks: Ranks) -> dict[str, Any]:
         report["is_loaded"] = exact(loaded) == exact(state)
         report["sizes"] = sizes
         report["attempts"] = len(attempts)
-        report["is_replaced"] = store._background.writer.process_id != killed
+        report["is_replaced"] = writer.process_id != killed
     return report
 
 
@@ -638,26 +647,21 @@ def _gone(ranks: Ranks, victim: int, number: signal.Signals) -> dict[str, Any]:
     is_victim = ranks.rank == victim
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.size)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
-    store = ranks.store()
-    store.save(0, state_of(0, ranks.rank), wait=True)
+    # With patience: several processes that import torch at once take longer than the short one on a small machine.
+    with ranks.store() as patient:
+        patient.save(0, state_of(0, ranks.rank), wait=True)
     dist.barrier()
-    # Only now: several processes that import torch at once take longer than this on a small machine.
-    for agreement in (store._agreement, store._background._agreement):
-        agreement._timeout, agreement._beat_s = timedelta(seconds=GONE_TIMEOUT_S), GONE_TIMEOUT_S / 4
-        assert agreement._heartbeat is not None
-        agreement._heartbeat._interval_s = GONE_TIMEOUT_S / 4
-    if is_victim:
-        write = store._background._write
-        find = write._find
+    with made(WriterProcess) as writers:
+        store = ranks.store(settings={"timeout": timedelta(seconds=GONE_TIMEOUT_S)})
 
-        def strike(*args: Any) -> None:
-            os.kill(os.getpid(), number)
-            find(*args)
+    def strike(find: Callable[..., None], *args: Any) -> None:
+        os.kill(os.getpid(), number)
+        find(*args)
 
-        write._find = strike  # type: ignore[method-assign]
     dist.barrier()
     started_s = time.monotonic()
-    error = told(store.save(1, state_of(1, ranks.rank)).exception())
+    with replaced(collective_write, "wait_until_visible", strike) if is_victim else nullcontext():
+        error = told(store.save(1, state_of(1, ranks.rank)).exception())
     report = {"error": error, "took_s": error["at_s"] - started_s}
     if number == signal.SIGSTOP:
         # The one that was given up goes on when all others have noticed.
@@ -667,8 +671,6 @@ def _gone(ranks: Ranks, victim: int, number: signal.Signals) -> dict[str, Any]:
         if not is_victim:
             until(lambda: all((ranks.directory / f"noticed-{rank}").exists() for rank in others), "the others")
             os.kill(int(pids[victim].item()), signal.SIGCONT)
-        else:
-            del store._background._write._find  # type: ignore[misc]
         dist.barrier()
         report["later"] = []
         for step in (2, 3, 4):
@@ -677,7 +679,7 @@ def _gone(ranks: Ranks, victim: int, number: signal.Signals) -> dict[str, Any]:
     started_s = time.monotonic()
     store.close()
     report["close_s"] = time.monotonic() - started_s
-    report["writer_runs"] = store._background.writer.process_id is not None
+    report["writer_runs"] = writers[0].process_id is not None
     return report
 
 
@@ -703,17 +705,16 @@ def killed_rank_0(ranks: Ranks) -> dict[str, Any]:
 def _busy(ranks: Ranks, policy: str) -> dict[str, Any]:
     """One rank is not done with a save yet, the others are."""
     may_end = threading.Event()
-    with ranks.store(root=ranks.root / policy, settings={"busy": policy}) as store:
-        if ranks.rank == 1:
-            write = store._background._write
-            write_at_once = write.write
 
-            def linger(*args: Any, **kwargs: Any) -> Any:
-                final = write_at_once(*args, **kwargs)
-                assert may_end.wait(TIMEOUT_S)
-                return final
+    def linger(write: Callable[..., Path], *args: Any, **kwargs: Any) -> Path:
+        final = write(*args, **kwargs)
+        assert may_end.wait(TIMEOUT_S)
+        return final
 
-            write.write = linger  # type: ignore[method-assign]
+    with (
+        replaced(CollectiveWrite, "write", linger) if ranks.rank == 1 else nullcontext(),
+        ranks.store(root=ranks.root / policy, settings={"busy": policy}) as store,
+    ):
         first = store.save(1, state_of(1, ranks.rank))
         if ranks.rank != 1:
             first.result()
