@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import sys
+from pathlib import Path
 from typing import Final
 
 from ft_transport.errors import ConfigurationError
@@ -87,7 +88,11 @@ def interface_address(name: str) -> str:
                 return socket.inet_ntoa(answer[20:24])
             except OSError:
                 pass
-        for line in _read_lines("/proc/net/if_inet6"):
+        try:
+            lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        except OSError:  # IPv6 is switched off
+            lines = []
+        for line in lines:
             digits, _index, _prefix, scope, _flags, interface = line.split()
             if interface == name and scope in ("00", "10"):
                 return f"[{ipaddress.IPv6Address(int(digits, 16))}]"
@@ -108,11 +113,3 @@ def _resolves(name: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return True
-
-
-def _read_lines(path: str) -> list[str]:
-    try:
-        with open(path) as file:
-            return file.read().splitlines()
-    except OSError:
-        return []

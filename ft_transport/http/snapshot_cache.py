@@ -14,46 +14,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import LATEST, StepSelector
-from ft_transport.wire.served import ServedMemory
-
-
-class ServedSnapshot(Protocol):
-    """What the server needs of a snapshot; ``state.snapshot.Snapshot`` is one."""
-
-    @property
-    def step(self) -> int:
-        """The committed step."""
-
-    @property
-    def snapshot_id(self) -> SnapshotId:
-        """The snapshot's id."""
-
-    @property
-    def header(self) -> bytes:
-        """The file's first bytes, everything before the data."""
-
-    @property
-    def memory(self) -> ServedMemory:
-        """Where the safetensors file lies; stays there until ``close``."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Length of the safetensors file."""
-
-    @property
-    def close(self) -> Callable[[], None]:
-        """Frees the memory. The cache calls it exactly once, when the last reader is done."""
+from ft_transport.wire.served import Snapshot
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    snapshot: ServedSnapshot
+    snapshot: Snapshot
     sequence: int
     manifest_digest: int
     num_readers: int = 0
@@ -72,14 +43,14 @@ class Reading:
         unread_s: How long after the end some of it may still be on its way to the receiver, in seconds.
     """
 
-    snapshot: ServedSnapshot
+    snapshot: Snapshot
     manifest_digest: int
     _cache: SnapshotCache
     _entry: _Entry
     _is_closed: Callable[[], bool]
     unread_s: float = 0.0
 
-    def __enter__(self) -> ServedSnapshot:
+    def __enter__(self) -> Snapshot:
         return self.snapshot
 
     def __exit__(self, *_exc_info: object) -> None:
@@ -144,7 +115,7 @@ class SnapshotCache:
         with self._lock:
             self._num_reserved -= 1
 
-    def put(self, snapshot: ServedSnapshot) -> None:
+    def put(self, snapshot: Snapshot) -> None:
         """Puts a snapshot on the reserved place and tells the listeners. The cache owns it from now on.
 
         After ``clear`` it is freed at once: a shutdown may overtake a snapshot that is still being copied.
@@ -193,7 +164,7 @@ class SnapshotCache:
         with self._lock:
             return sum(entry.num_readers for entry in (*self._entries, *self._leaving))
 
-    def newest(self) -> ServedSnapshot | None:
+    def newest(self) -> Snapshot | None:
         """The newest snapshot, without reading it."""
         with self._lock:
             return self._entries[-1].snapshot if self._entries else None

@@ -27,12 +27,11 @@ from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import PublishError, StaleVersionError
 from ft_transport.publish.engines.engine import Kind
 from ft_transport.state.dtensors import is_dtensor
-from ft_transport.state.snapshot import Snapshot
 from ft_transport.state.stager import Stager
 from ft_transport.state.views import has_own_memory
 from ft_transport.wire.chunks import CHUNK_BYTES, digest
 from ft_transport.wire.manifest import Manifest, decode_header
-from ft_transport.wire.served import MemoryFile
+from ft_transport.wire.served import MemoryFile, Snapshot
 from ft_transport.wire.strided import gathered
 
 _ROOT: Final = "weights"

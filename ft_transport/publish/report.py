@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
 
-import msgspec
 from msgspec import Struct
 
 Outcome: TypeAlias = Literal["pending", "confirmed", "refused", "unreachable", "late", "superseded", "failed"]
@@ -101,13 +100,3 @@ def judge(engines: Sequence[EngineReport], policy: Policy) -> Verdict:
     if policy == "best_effort":
         return "open" if num_pending else "good"
     return "good" if num_confirmed >= num_needed else "open"
-
-
-def encode_report(report: PublishReport) -> bytes:
-    """For the store."""
-    return msgspec.msgpack.encode(report)
-
-
-def decode_report(data: bytes) -> PublishReport:
-    """The inverse of `encode_report`."""
-    return msgspec.msgpack.decode(data, type=PublishReport)

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Final
 
+import msgspec
+
 from ft_transport.coordination.heartbeat import Heartbeat, HeartbeatWatch
 from ft_transport.coordination.store_channel import AT_ONCE, Pacing, StoreChannel
 from ft_transport.errors import DeadlineExceededError, RankGoneError
-from ft_transport.publish.report import PublishReport, decode_report, encode_report
+from ft_transport.publish.report import PublishReport
 
 _LONGEST_PAUSE_S: Final = 0.25
 """A thousand ranks may wait, and one process holds the store."""
@@ -55,7 +57,7 @@ class ReportStore:
                 del self._here[version]
             self._changed.notify_all()
         if self._channel is not None:
-            self._channel.post(_key(report.version), encode_report(report).hex(), self._timeout)
+            self._channel.post(_key(report.version), msgspec.json.encode(report), self._timeout)
             for version in old:
                 self._channel.remove(_key(version), self._timeout)
 
@@ -93,7 +95,7 @@ class ReportStore:
         while True:
             found = self._channel.get([_key(version)], AT_ONCE)
             if found is not None:
-                report = decode_report(bytes.fromhex(found[0].decode()))
+                report = msgspec.json.decode(found[0], type=PublishReport)
                 if until(report):
                     return report
             now_s = time.monotonic()

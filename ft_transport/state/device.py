@@ -8,7 +8,7 @@ still writing, because those kernels were only queued when ``step()`` returned.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -21,32 +21,19 @@ Marks: TypeAlias = dict[torch.device, Any]
 """By device, the event after which its memory may be copied."""
 
 
-class Accelerator(Protocol):
-    """The part of torch's stream interface that a copy needs; tests put a recording fake in its place."""
+class Accelerator:
+    """The part of torch's device-neutral interface that a copy needs; tests put a recording fake in its place."""
 
     def current_stream(self, device: torch.device) -> Any:
         """The stream on which the calling thread queues work for ``device``."""
-
-    def new_stream(self, device: torch.device) -> Any:
-        """A stream of its own, usable as a context manager."""
-
-    def new_event(self, device: torch.device) -> Any:
-        """An event that streams record and wait for."""
-
-
-class TorchAccelerator:
-    """The accelerator that the running torch has, through its device-neutral interface."""
-
-    def current_stream(self, device: torch.device) -> Any:
-        """See ``Accelerator``."""
         return torch.accelerator.current_stream(device)
 
     def new_stream(self, device: torch.device) -> Any:
-        """See ``Accelerator``."""
+        """A stream of its own, usable as a context manager."""
         return torch.Stream(device=device)
 
     def new_event(self, device: torch.device) -> Any:
-        """See ``Accelerator``."""
+        """An event that streams record and wait for."""
         return torch.Event(device=device)
 
 

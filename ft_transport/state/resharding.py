@@ -336,8 +336,7 @@ class _Builder:
             mesh = self._meshes[where[0]][1]
             stride = global_stride if global_stride is not None else row_major_strides(shape, 1)
             region = region_of(mesh, where[1], shape) or ((),) * len(shape)
-            offset = [intervals[0][0] if intervals else 0 for intervals in region]
-            index = self.layouts.add(mesh, where[1], global_shape=shape, global_stride=stride, local_offset=offset)
+            index = self.layouts.add(mesh, where[1], global_shape=shape, global_stride=stride)
             place = self._places[key] = (index, region)
         return place
 

@@ -27,7 +27,7 @@ from ft_transport.state.device import DeviceCopier, Marks
 from ft_transport.state.dtypes import carrier_of
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
-from ft_transport.wire.served import MemoryFile
+from ft_transport.wire.served import MemoryFile, Snapshot
 
 
 def nothing_moved() -> None:
@@ -36,27 +36,6 @@ def nothing_moved() -> None:
 
 _DATA_ALIGN_BYTES: Final = 4096
 """The data begins on a page of the file, so that the kernel sends whole pages of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """A state at a step, as one safetensors file; a copy, or live memory that is copied before it changes.
-
-    Attributes:
-        step: The committed step that it shows.
-        snapshot_id: Tells it from every other snapshot.
-        header: The file's first bytes: length prefix, JSON header, padding.
-        memory: Where it lies: in the memory file of an arena, or in part in live memory that is shared.
-        total_bytes: Length of the safetensors file.
-        close: Gives the memory back. Called exactly once, when nobody reads any more.
-    """
-
-    step: int
-    snapshot_id: SnapshotId
-    header: bytes
-    memory: MemoryFile | CopyOnWriteMemory
-    total_bytes: int
-    close: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

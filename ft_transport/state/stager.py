@@ -10,7 +10,7 @@ from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state.arena import ArenaPool
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.copying import HostCopier
-from ft_transport.state.device import Accelerator, DeviceCopier, Marks, TorchAccelerator, pinning
+from ft_transport.state.device import Accelerator, DeviceCopier, Marks, pinning
 from ft_transport.state.flatten import flatten
 from ft_transport.state.snapshot import HeldState, PendingSnapshot, Workshop, data_bytes_of, nothing_moved
 
@@ -39,7 +39,7 @@ class Stager:
         self._workshop = Workshop(
             pool=self._pool,
             copier=HostCopier(num_threads),
-            device_copier=DeviceCopier(accelerator if accelerator is not None else TorchAccelerator()),
+            device_copier=DeviceCopier(accelerator if accelerator is not None else Accelerator()),
             chunk_bytes=chunk_bytes,
             is_digested=is_digested,
         )

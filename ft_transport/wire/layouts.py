@@ -90,7 +90,6 @@ class LayoutTable:
         *,
         global_shape: Sequence[int],
         global_stride: Sequence[int],
-        local_offset: Sequence[int] | None = None,
     ) -> int:
         """The index of a layout, which is added if it is new.
 
@@ -99,19 +98,15 @@ class LayoutTable:
             placements: One for each mesh dimension.
             global_shape: Of the whole tensor.
             global_stride: Of the whole tensor, in elements.
-            local_offset: Computed where it is not given.
         """
         index = self._mesh_indices.setdefault(mesh, len(self.meshes))
         if index == len(self.meshes):
             self.meshes.append(mesh)
         at = tuple(placements)
         shape = tuple(global_shape)
-        if local_offset is None:
-            region = region_of(mesh, at, shape)
-            local_offset = (
-                (0,) * len(shape) if region is None else [intervals[0][0] if intervals else 0 for intervals in region]
-            )
-        layout = Layout(index, at, shape, tuple(global_stride), tuple(local_offset))
+        region = region_of(mesh, at, shape) or ((),) * len(shape)
+        local_offset = tuple(intervals[0][0] if intervals else 0 for intervals in region)
+        layout = Layout(index, at, shape, tuple(global_stride), local_offset)
         position = self._indices.setdefault(layout, len(self.layouts))
         if position == len(self.layouts):
             self.layouts.append(layout)
@@ -160,16 +155,13 @@ def check(meshes: Sequence[Mesh], layouts: Iterable[Layout], *, peer: str | None
                 raise ManifestError(f"expected a strided shard of at least one piece, got {placement}", peer=peer)
 
 
-def region_of(
-    mesh: Mesh, placements: Sequence[Placement], global_shape: Sequence[int], coordinate: Sequence[int] | None = None
-) -> Region | None:
-    """The part that one process holds.
+def region_of(mesh: Mesh, placements: Sequence[Placement], global_shape: Sequence[int]) -> Region | None:
+    """The part that the process holds which ``mesh`` is described for.
 
     Args:
         mesh: The mesh.
         placements: One for each mesh dimension.
         global_shape: Of the whole tensor.
-        coordinate: Which process, by default the one that ``mesh`` is described for.
 
     Returns:
         Its region; ``None`` if it stands outside the mesh.
@@ -177,7 +169,7 @@ def region_of(
     Raises:
         ManifestError: A strided shard has more than `MAX_INTERVALS` pieces.
     """
-    at = mesh.coordinate if coordinate is None else coordinate
+    at = mesh.coordinate
     if at is None:
         return None
     return tuple(

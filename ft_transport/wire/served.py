@@ -1,11 +1,13 @@
-"""Where the server finds the bytes of a snapshot; ``state`` makes it, ``http`` sends it."""
+"""A snapshot as it is served, and where its bytes are found; ``state`` makes it, ``http`` sends it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
+
+from ft_transport.wire.manifest import SnapshotId
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +60,24 @@ class SharedFile(Protocol):
 
 
 ServedMemory: TypeAlias = MemoryFile | SharedFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A state at a step, as one safetensors file; a copy, or live memory that is copied before it changes.
+
+    Attributes:
+        step: The committed step that it shows.
+        snapshot_id: Tells it from every other snapshot.
+        header: The file's first bytes: length prefix, JSON header, padding.
+        memory: Where it lies until `close`: in a memory file, or in part in live memory that is shared.
+        total_bytes: Length of the safetensors file.
+        close: Gives the memory back. Called exactly once, when nobody reads any more.
+    """
+
+    step: int
+    snapshot_id: SnapshotId
+    header: bytes
+    memory: ServedMemory
+    total_bytes: int
+    close: Callable[[], None]

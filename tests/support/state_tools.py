@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from ft_transport.state.restore import Restore
-from ft_transport.state.snapshot import Snapshot
 from ft_transport.state.stager import Stager
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.layouts import LayoutTable
 from ft_transport.wire.manifest import Manifest, SnapshotId, TensorEntry, decode_header, encode_header
 from ft_transport.wire.nodes import Node
-from ft_transport.wire.served import MemoryFile
+from ft_transport.wire.served import MemoryFile, Snapshot
 
 CHUNK_BYTES = 1 << 16
 SNAPSHOT_ID = SnapshotId("0123456789abcdef" * 2)

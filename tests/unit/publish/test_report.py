@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed import HashStore
 
+from ft_transport.coordination.store_channel import DirectStore, StoreChannel
 from ft_transport.publish.engines.adapters import adapter_name, older_names, version_in
 from ft_transport.publish.report import (
     EngineReport,
@@ -9,10 +11,9 @@ from ft_transport.publish.report import (
     Policy,
     PublishReport,
     Verdict,
-    decode_report,
-    encode_report,
     judge,
 )
+from ft_transport.publish.report_store import ReportStore
 
 
 def reports(*outcomes: Outcome, left_out: int = 0) -> list[EngineReport]:
@@ -67,7 +68,9 @@ def test_a_report_survives_the_store_and_says_everything() -> None:
         version=3,
     )
     report = PublishReport(version=4, engines=(engine, *reports("confirmed")), verdict="bad", is_final=True)
-    assert decode_report(encode_report(report)) == report
+    channel = StoreChannel(DirectStore(HashStore()))
+    ReportStore(channel, silence_s=5.0).post(report)
+    assert ReportStore(channel, silence_s=5.0).wait_there(4, lambda _report: True, 5.0) == report
     assert str(report).splitlines() == [
         "version 4: 1 of 2 engines confirmed it",
         "  http://engine-0: refused after 1.25 s and 2 attempts, uses version 3; status 500 of POST "

@@ -19,7 +19,7 @@ from ft_transport.errors import SnapshotError
 from ft_transport.state import device as module
 from ft_transport.state import stager as stager_module
 from ft_transport.state.blocks import FlatState
-from ft_transport.state.device import DeviceCopier, TorchAccelerator, pinning
+from ft_transport.state.device import Accelerator, DeviceCopier, pinning
 from ft_transport.state.flatten import flatten
 
 _DEVICE = torch.device("cuda", 0)
@@ -279,7 +279,7 @@ def test_without_a_device_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_torchs_own_accelerator_has_what_the_stand_in_has() -> None:
-    public = {name for name in dir(TorchAccelerator) if not name.startswith("_")}
+    public = {name for name in dir(Accelerator) if not name.startswith("_")}
     assert public == {"current_stream", "new_stream", "new_event"}
     assert public <= set(dir(StandInAccelerator))
     for name in ("wait_event", "__enter__", "__exit__"):
