@@ -8,7 +8,8 @@ sglang/srt/entrypoints/http_server.py, ``available_models``).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Final
 
@@ -73,4 +74,38 @@ async def adapter_confirmed(connection: EngineConnection, name: str, delivery: D
             f"serves {served or 'none'}",
             peer=connection.url,
         )
+    return version
+
+
+async def deliver_adapter(
+    connection: EngineConnection,
+    delivery: Delivery,
+    template: str,
+    load: Callable[[str, bool], Awaitable[object]],
+    unload: Callable[[str], Awaitable[object]] | None = None,
+) -> int:
+    """Makes an engine serve an adapter, and no older ones beside it. Returns the version that it confirms.
+
+    Args:
+        connection: To the engine.
+        delivery: The version.
+        template: Under which name requests find the adapter; ``{version}`` in it stands for the version.
+        load: Has it loaded under a name; told whether the engine serves another one under that.
+        unload: Has the adapter of a name unloaded; ``None`` where that is not done.
+
+    Raises:
+        EngineRefusedError: It was not loaded, or the engine serves another version.
+        EngineUnreachableError: It did not answer.
+    """
+    name = adapter_name(template, delivery.version)
+    served = await adapters_served(connection)
+    if served.get(name) != str(delivery.directory):
+        await load(name, name in served)
+    version = await adapter_confirmed(connection, name, delivery)
+    if unload is None:
+        return version
+    for old in older_names(template, served, version):
+        with suppress(EngineRefusedError):  # It costs the engine memory, and is tried again with the next version.
+            await unload(old)
+            connection.serving -= {version_in(served[old])}
     return version

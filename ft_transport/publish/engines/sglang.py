@@ -7,18 +7,10 @@ as python/sglang/srt/entrypoints/http_server.py has them. Failures answer 400 wi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from ft_transport.errors import EngineRefusedError
-from ft_transport.publish.engines.adapters import (
-    adapter_confirmed,
-    adapter_name,
-    adapters_served,
-    older_names,
-    version_in,
-)
+from ft_transport.publish.engines.adapters import deliver_adapter
 from ft_transport.publish.engines.engine import Answer, Delivery, EngineConnection, checked_url
 
 _MAX_DIGITS: Final = 18
@@ -49,22 +41,17 @@ class SGLangEngine:
         """See `Engine`."""
         if delivery.kind == "weights":
             return await self._update(connection, delivery)
-        name = adapter_name(self.lora_name, delivery.version)
-        served = await adapters_served(connection)
-        if served.get(name) != str(delivery.directory):
-            if name in served:
-                _check(await connection.post("/unload_lora_adapter", {"lora_name": name}))
-            _check(
-                await connection.post(
-                    "/load_lora_adapter", {"lora_name": name, "lora_path": str(delivery.directory), "pinned": False}
-                )
-            )
-        version = await adapter_confirmed(connection, name, delivery)
-        for old in older_names(self.lora_name, served, version):
-            with suppress(EngineRefusedError):  # It costs the engine memory, and is tried again with the next version.
-                _check(await connection.post("/unload_lora_adapter", {"lora_name": old}))
-                connection.serving -= {version_in(served[old])}
-        return version
+
+        async def unload(name: str) -> None:
+            _check(await connection.post("/unload_lora_adapter", {"lora_name": name}))
+
+        async def load(name: str, is_taken: bool) -> None:
+            if is_taken:
+                await unload(name)
+            body = {"lora_name": name, "lora_path": str(delivery.directory), "pinned": False}
+            _check(await connection.post("/load_lora_adapter", body))
+
+        return await deliver_adapter(connection, delivery, self.lora_name, load, unload)
 
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
         async with connection.resuming(lambda: connection.post("/continue_generation", {})):

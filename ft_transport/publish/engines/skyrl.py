@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ft_transport.errors import EngineRefusedError
-from ft_transport.publish.engines.adapters import adapter_confirmed, adapter_name, adapters_served
+from ft_transport.publish.engines.adapters import deliver_adapter
 from ft_transport.publish.engines.engine import Delivery, EngineConnection, checked_url
 
 
@@ -35,12 +35,12 @@ class SkyRLEngine:
         """See `Engine`."""
         if delivery.kind != "adapter":
             raise EngineRefusedError("expected an adapter: SkyRL's server takes weights by NCCL alone", peer=self.url)
-        name = adapter_name(self.lora_name, delivery.version)
-        if (await adapters_served(connection)).get(name) != str(delivery.directory):
-            answer = await connection.post(
-                "/skyrl/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(delivery.directory)}
-            )
+
+        async def load(name: str, _is_taken: bool) -> None:
+            body = {"lora_name": name, "lora_path": str(delivery.directory)}
+            answer = await connection.post("/skyrl/v1/load_lora_adapter", body)
             fields = answer.json()
             if not isinstance(fields, dict) or fields.get("status") != "ok":
                 raise answer.refusal("expected the status ok")
-        return await adapter_confirmed(connection, name, delivery)
+
+        return await deliver_adapter(connection, delivery, self.lora_name, load)

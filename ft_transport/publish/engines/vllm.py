@@ -8,18 +8,10 @@ api_router.py and vllm/entrypoints/serve/rlhf/api_router.py have them. A success
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from ft_transport.errors import EngineRefusedError
-from ft_transport.publish.engines.adapters import (
-    adapter_confirmed,
-    adapter_name,
-    adapters_served,
-    older_names,
-    version_in,
-)
+from ft_transport.publish.engines.adapters import deliver_adapter
 from ft_transport.publish.engines.engine import Delivery, EngineConnection, checked_url
 
 _ADVICE: Final = (
@@ -60,19 +52,16 @@ class VLLMEngine:
         """See `Engine`."""
         if delivery.kind == "weights":
             return await self._update(connection, delivery)
-        name = adapter_name(self.lora_name, delivery.version)
-        served = await adapters_served(connection)
-        if served.get(name) != str(delivery.directory):
-            await connection.post(
-                "/v1/load_lora_adapter",
-                {"lora_name": name, "lora_path": str(delivery.directory), "load_inplace": name in served},
-            )
-        version = await adapter_confirmed(connection, name, delivery)
-        for old in older_names(self.lora_name, served, version):
-            with suppress(EngineRefusedError):  # It costs the engine memory, and is tried again with the next version.
-                await connection.post("/v1/unload_lora_adapter", {"lora_name": old})
-                connection.serving -= {version_in(served[old])}
-        return version
+        path = str(delivery.directory)
+        return await deliver_adapter(
+            connection,
+            delivery,
+            self.lora_name,
+            load=lambda name, is_taken: connection.post(
+                "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path, "load_inplace": is_taken}
+            ),
+            unload=lambda name: connection.post("/v1/unload_lora_adapter", {"lora_name": name}),
+        )
 
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
         async with connection.resuming(lambda: connection.post("/resume")):
