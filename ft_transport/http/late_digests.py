@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, TypeAlias
 
 from ft_transport.errors import PeerProtocolError, PeerUnreachableError
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_pool import Destination
 from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, digest_of
 from ft_transport.wire.manifest import Manifest, decode_digests
 from ft_transport.wire.routes import DIGESTS_ROUTE, bound_path
 
 _RETRY_PAUSE_S: Final = 0.1
+
+Views: TypeAlias = Callable[[int, int], Iterable[memoryview]]
+"""Returns views that cover bytes ``[start, end)`` of the data once, in order. Called by any thread."""
 
 
 def fetch_digests(connection: Connection, manifest: Manifest, *, max_failures: int) -> tuple[int, ...]:
@@ -60,25 +63,25 @@ def _ask(connection: Connection, manifest: Manifest) -> tuple[int, ...]:
     return decode_digests(body.decode("ascii", "replace"), manifest.chunks.num_chunks, peer=str(connection.peer))
 
 
-def find_damaged(manifest: Manifest, destination: Destination, *, num_threads: int) -> list[int]:
-    """The chunks whose bytes in ``destination`` do not have the digest of the manifest.
+def find_damaged(manifest: Manifest, views: Views, *, num_threads: int) -> list[int]:
+    """The chunks whose bytes do not have the digest of the manifest.
 
     Args:
         manifest: With digests.
-        destination: What was received, or lies there.
+        views: Of what was received, or lies there.
         num_threads: Threads that read it.
     """
     expected = manifest.digests
     assert expected is not None, "they have been asked for"
-    actual = digest_chunks(manifest, destination, num_threads=num_threads)
+    actual = digest_chunks(manifest, views, num_threads=num_threads)
     return [chunk for chunk, digest in enumerate(actual) if digest != expected[chunk]]
 
 
-def digest_chunks(manifest: Manifest, destination: Destination, *, num_threads: int) -> list[int]:
-    """The digests of all chunks of what lies in ``destination``."""
+def digest_chunks(manifest: Manifest, views: Views, *, num_threads: int) -> list[int]:
+    """The digests of all chunks of data."""
 
     def digest(chunk: int) -> int:
-        return digest_of(destination.buffers(*manifest.chunks.range_of(chunk, chunk + 1)))
+        return digest_of(views(*manifest.chunks.range_of(chunk, chunk + 1)))
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-verify") as pool:
         return list(pool.map(digest, range(manifest.chunks.num_chunks)))

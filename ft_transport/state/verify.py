@@ -6,18 +6,18 @@ reorder. The digests of the manifest's chunks are computed anew from the live te
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import msgspec
-import numpy as np
 import torch
 
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.dtypes import carrier_of
 from ft_transport.state.flatten import flatten
+from ft_transport.state.restore import DestinationPlan
 from ft_transport.wire.chunks import digest_of
 from ft_transport.wire.layouts import Layout
 from ft_transport.wire.manifest import Manifest
@@ -128,35 +128,23 @@ def _differing_tensors(
     """The chunks whose digest, over the live tensors, is another."""
     order = sorted(counterparts, key=lambda index: manifest.tensors[index].start)
     filled = [index for index in order if manifest.tensors[index].end > manifest.tensors[index].start]
-    starts = [manifest.tensors[index].start for index in filled]
+    plan = DestinationPlan([manifest.tensors[index].start for index in filled], manifest.data_bytes)
     sources = [_flat(flat.blocks.sources[counterparts[index]]) for index in filled]
 
     digests = manifest.digests
     assert digests is not None, "whoever has received the data has asked for them"
 
     def agrees(chunk: int) -> bool:
-        return digest_of(_pieces(sources, starts, *manifest.chunks.range_of(chunk, chunk + 1))) == digests[chunk]
+        pieces = plan.pieces(*manifest.chunks.range_of(chunk, chunk + 1))
+        parts = (sources[piece.slot][piece.offset : piece.offset + piece.num_bytes] for piece in pieces)
+        return digest_of(part.cpu().numpy().data for part in parts) == digests[chunk]
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-verify") as pool:
         for chunk, is_equal in enumerate(pool.map(agrees, range(manifest.chunks.num_chunks))):
             if not is_equal:
-                start, end = manifest.chunks.range_of(chunk, chunk + 1)
-                first, after = _covering(starts, start, end)
-                names = [manifest.tensors[index].name for index in filled[first:after]]
+                pieces = plan.pieces(*manifest.chunks.range_of(chunk, chunk + 1))
+                names = [manifest.tensors[filled[piece.slot]].name for piece in pieces]
                 yield f"expected other bytes in {', '.join(names[:5])}" + (" …" if len(names) > 5 else "")
-
-
-def _covering(starts: Sequence[int], start: int, end: int) -> tuple[int, int]:
-    """The range of tensors that ``[start, end)`` of the data touches."""
-    return int(np.searchsorted(starts, start, side="right")) - 1, int(np.searchsorted(starts, end, side="left"))
-
-
-def _pieces(sources: Sequence[torch.Tensor], starts: Sequence[int], start: int, end: int) -> Iterator[memoryview]:
-    first, after = _covering(starts, start, end)
-    for position in range(first, after):
-        data = sources[position]
-        piece = data[max(0, start - starts[position]) : min(len(data), end - starts[position])]
-        yield piece.cpu().numpy().data
 
 
 def _flat(source: torch.Tensor) -> torch.Tensor:

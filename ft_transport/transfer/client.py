@@ -73,17 +73,6 @@ class Received(Generic[T]):
         return find_differences(self._manifest, state, num_threads=default_num_threads())
 
 
-@dataclass(frozen=True, slots=True)
-class _Present:
-    """What lies in a destination before anything is received there."""
-
-    restore: Restore
-
-    def buffers(self, start: int, end: int) -> list[memoryview]:
-        """See ``http.fetch_pool.Destination``; only to be read."""
-        return self.restore.present(start, end)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchRequest:
     """What to receive from one peer, and how; ``HTTPTransport.fetch`` says what each means.
@@ -209,13 +198,13 @@ class StateClient(Generic[T]):
             chunks: Sequence[int] = range(manifest.chunks.num_chunks)
             if request.only_changed:
                 manifest = with_digests()
-                chunks = find_damaged(manifest, _Present(restore), num_threads=default_num_threads())
+                chunks = find_damaged(manifest, restore.present, num_threads=default_num_threads())
             settings.timeouts.note_progress()
             fetch_data([connection.peer], manifest, restore, settings, chunks=chunks)
             if manifest.digests is None:
                 manifest = with_digests()
                 if settings.verify and request.verify_late:
-                    damaged = find_damaged(manifest, restore, num_threads=default_num_threads())
+                    damaged = find_damaged(manifest, restore.buffers, num_threads=default_num_threads())
                     settings.timeouts.note_progress()
                     fetch_data([connection.peer], manifest, restore, settings, chunks=damaged)
             ranges = [manifest.chunks.range_of(chunk, chunk + 1) for chunk in chunks]
@@ -257,7 +246,7 @@ class StateClient(Generic[T]):
         self._warn_of_new_tensors(restore.incoming, ", ".join(map(str, request.sources)))
         try:
             if request.is_comparable:
-                digests = digest_chunks(manifest, restore, num_threads=default_num_threads())
+                digests = digest_chunks(manifest, restore.buffers, num_threads=default_num_threads())
                 manifest = dataclasses.replace(manifest, digests=tuple(digests))
             return Received(step=manifest.step, state=cast(T, restore.finish()), _manifest=manifest)
         except BaseException as error:
