@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Final
 
@@ -128,7 +128,8 @@ class Connection:
         asked["Accept-Encoding"] = "identity"
         if self._token is not None:
             asked["Authorization"] = self._token.header()
-        try:
+        self._received = 0
+        with self._closed_on_failure(f"waiting for the answer to {path}"):
             http = self._connected()
             assert self._socket is not None
             self._socket.read_until_s = min(
@@ -140,7 +141,6 @@ class Connection:
             response = http.getresponse()
             self._socket.in_head = False
             self._started_s = self._received_s = time.monotonic()
-            self._received = 0
             self._body_bytes = response.length or 0
             self._tick_s = 0.0
             if response.status != expected_status:
@@ -149,28 +149,6 @@ class Connection:
             self._socket.head_complete = True
             self._ahead = response.fp.peek()
             return response
-        except TimeoutError as error:
-            self.close()
-            if isinstance(error, TransportError):
-                raise
-            raise self._timed_out("waiting for the answer to", path) from error
-        except OSError as error:
-            self.close()
-            if isinstance(error, TransportError):
-                raise
-            raise PeerUnreachableError(
-                f"expected an answer to {path}, the connection failed: {type(error).__name__}: {error}",
-                peer=str(self.peer),
-            ) from error
-        except HTTPException as error:
-            self.close()
-            raise PeerProtocolError(
-                f"expected an HTTP answer to {path}, got {type(error).__name__}: {str(error)[:200]!r}",
-                peer=str(self.peer),
-            ) from error
-        except BaseException:
-            self.close()
-            raise
 
     def read_into(self, views: Sequence[memoryview]) -> None:
         """Fills all views, in order, with the next bytes of the body.
@@ -184,24 +162,11 @@ class Connection:
         self._received_s = time.monotonic()
         if self._received:
             self._timeouts.note_progress()
-        try:
+        with self._closed_on_failure("reading"):
             num_later = self._body_bytes - self._received - sum(map(len, views))
             self._socket.wake_at(_WAKE_BYTES if num_later >= _WAKE_BYTES else 1)
             for start in range(0, len(views), _MAX_VIEWS_PER_READ):
                 self._fill(list(views[start : start + _MAX_VIEWS_PER_READ]))
-        except TimeoutError as error:
-            self.close()
-            if isinstance(error, TransportError):
-                raise
-            raise self._timed_out("reading", f"after {self._received} bytes") from error
-        except OSError as error:
-            self.close()
-            if isinstance(error, TransportError):
-                raise
-            raise PeerUnreachableError(f"the connection broke: {error}", peer=str(self.peer)) from error
-        except BaseException:
-            self.close()
-            raise
 
     def end_response(self, response: HTTPResponse) -> None:
         """Frees the connection for the next request, once the body was read to its end."""
@@ -299,12 +264,34 @@ class Connection:
             self._socket.block(tick_s)
             self._tick_s = tick_s
 
-    def _timed_out(self, doing: str, what: str) -> TransportError:
+    @contextlib.contextmanager
+    def _closed_on_failure(self, doing: str) -> Iterator[None]:
+        """Whatever goes wrong inside closes the connection, and is raised as an error of ours where it has one."""
+        try:
+            yield
+        except BaseException as error:
+            self.close()
+            match error:
+                case TransportError():
+                    raise
+                case TimeoutError():
+                    raise self._timed_out(doing) from error
+                case OSError():
+                    what = f"the connection broke {doing} after {self._received} bytes: {type(error).__name__}: {error}"
+                    raise PeerUnreachableError(what, peer=str(self.peer)) from error
+                case HTTPException():
+                    what = f"expected an HTTP answer, got {type(error).__name__}: {str(error)[:200]!r}; {doing}"
+                    raise PeerProtocolError(what, peer=str(self.peer)) from error
+                case _:
+                    raise
+
+    def _timed_out(self, doing: str) -> TransportError:
         """The error after a wait: the whole deadline is over, or this peer is too slow and another try may help."""
+        doing = f"{doing} after {self._received} bytes"
         if self._timeouts.is_over():
-            return DeadlineExceededError(f"timed out {doing} {what}: {self._timeouts.reason()}", peer=str(self.peer))
+            return DeadlineExceededError(f"timed out {doing}: {self._timeouts.reason()}", peer=str(self.peer))
         return PeerUnreachableError(
-            f"timed out {doing} {what}: nothing came for {self._timeouts.stall_timeout_s:g} s, or less than "
+            f"timed out {doing}: nothing came for {self._timeouts.stall_timeout_s:g} s, or less than "
             f"{self._timeouts.min_bytes_per_s:.0f} bytes/s",
             peer=str(self.peer),
         )

@@ -53,6 +53,12 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def torch_name_of(safetensors_name: str) -> str:
+    """The canonical name of the dtype that safetensors calls so; that itself where this torch has no such dtype."""
+    dtype = DTYPES_BY_SAFETENSORS_NAME.get(safetensors_name)
+    return name_of(dtype) if dtype is not None else safetensors_name
+
+
 def carrier_of(dtype: torch.dtype) -> torch.dtype:
     """A dtype of the same item size whose copy kernel moves bits unchanged; many small dtypes have no kernel."""
     return _CARRIERS[dtype.itemsize]

@@ -11,7 +11,7 @@ import torch
 
 from ft_transport.state import placements
 from ft_transport.state.dtensors import is_dtensor
-from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, name_of, overlaps_itself
+from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, name_of, overlaps_itself, torch_name_of
 from ft_transport.state.unflatten import as_plain
 from ft_transport.state.views import ViewKey, extent_bytes, has_own_memory, view_key
 from ft_transport.wire.manifest import Manifest
@@ -178,9 +178,7 @@ class Matcher:
             and local.index < len(manifest.tensors)
         ):
             entry = manifest.tensors[local.index]
-            dtype = DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype)
-            name = name_of(dtype) if dtype is not None else entry.dtype
-            self._note_mismatch(entry.name, into, name, layout.global_shape)
+            self._note_mismatch(entry.name, into, torch_name_of(entry.dtype), layout.global_shape)
         elif into.shape == layout.global_shape:
             mesh = manifest.meshes[layout.mesh]
             at = placements.decode_placements(layout.placements)
@@ -237,11 +235,10 @@ class Matcher:
         if index >= len(self._manifest.tensors):
             return  # Reported with its path when the state is built.
         entry = self._manifest.tensors[index]
-        dtype = DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype)
-        if into.shape == entry.shape and dtype is into.dtype:
+        if into.shape == entry.shape and DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype) is into.dtype:
             self._offer(node, into, is_row_major=True)
         else:
-            self._note_mismatch(entry.name, into, name_of(dtype) if dtype is not None else entry.dtype, entry.shape)
+            self._note_mismatch(entry.name, into, torch_name_of(entry.dtype), entry.shape)
 
     def _consider_layout(self, node: LayoutNode, into: torch.Tensor) -> None:
         if node.index >= len(self._manifest.tensors):

@@ -20,10 +20,9 @@ from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import (
-    DTYPES_BY_SAFETENSORS_NAME,
     WHOLE_BYTE_DTYPES_BY_NAME,
     is_dense,
-    name_of,
+    torch_name_of,
 )
 from ft_transport.state.placements import describe_mesh, encode_placements
 from ft_transport.wire.chunks import CHUNK_BYTES, ChunkTable
@@ -226,20 +225,19 @@ class _Builder:
             raise ManifestError(f"expected a tensor of the table, got {node}", path=path_name(path))
         entry = tensors[node.index]
         item_bytes = ITEM_BITS[entry.dtype] // 8
-        if type(node) is LayoutNode:
-            dtype = WHOLE_BYTE_DTYPES_BY_NAME.get(node.dtype)
-            if dtype is None:
-                raise ManifestError(f"expected a dtype of this torch, got {node.dtype[:64]!r}", path=path_name(path))
-            is_carried = dtype.itemsize != item_bytes
-            if math.prod(node.shape) * dtype.itemsize != entry.end - entry.start or (is_carried and item_bytes != 1):
-                raise ManifestError(
-                    f"expected bytes for {node.dtype}{list(node.shape)}, got {entry.dtype}{list(entry.shape)}",
-                    path=path_name(path),
-                )
-            return _Described(entry.name, entry.start, entry.dtype, node.dtype, dtype.itemsize, node.shape, node.stride)
-        if type(node) is ViewNode:
-            return _Described(entry.name, entry.start, entry.dtype, None, item_bytes, node.shape, None)
-        return _Described(entry.name, entry.start, entry.dtype, None, item_bytes, entry.shape, None)
+        if not isinstance(node, LayoutNode):
+            shape = node.shape if isinstance(node, ViewNode) else entry.shape
+            return _Described(entry.name, entry.start, entry.dtype, None, item_bytes, shape, None)
+        dtype = WHOLE_BYTE_DTYPES_BY_NAME.get(node.dtype)
+        if dtype is None:
+            raise ManifestError(f"expected a dtype of this torch, got {node.dtype[:64]!r}", path=path_name(path))
+        is_carried = dtype.itemsize != item_bytes
+        if math.prod(node.shape) * dtype.itemsize != entry.end - entry.start or (is_carried and item_bytes != 1):
+            raise ManifestError(
+                f"expected bytes for {node.dtype}{list(node.shape)}, got {entry.dtype}{list(entry.shape)}",
+                path=path_name(path),
+            )
+        return _Described(entry.name, entry.start, entry.dtype, node.dtype, dtype.itemsize, node.shape, node.stride)
 
     def _has_bytes(self, source: int, node: Any) -> bool:
         tensors = self._manifests[source].tensors
@@ -375,15 +373,10 @@ class _Builder:
             local = own._local_tensor
             if tuple(local.shape) == shape and not local.is_contiguous() and is_dense(shape, local.stride()):
                 stride = tuple(local.stride())
-                dtype = dtype if dtype is not None else name_of(DTYPES_BY_SAFETENSORS_NAME[described.dtype])
+                dtype = dtype if dtype is not None else torch_name_of(described.dtype)
         # A carrier may have items of the same size.
-        is_plain = not is_carried and stride == row_major and dtype in (None, _dtype_name(described.dtype))
+        is_plain = not is_carried and stride == row_major and dtype in (None, torch_name_of(described.dtype))
         return TensorNode(index) if dtype is None or is_plain else LayoutNode(index, dtype, shape, stride)
-
-
-def _dtype_name(safetensors_name: str) -> str | None:
-    dtype = DTYPES_BY_SAFETENSORS_NAME.get(safetensors_name)
-    return name_of(dtype) if dtype is not None else None
 
 
 def _whole(shape: tuple[int, ...]) -> Region:

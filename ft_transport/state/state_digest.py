@@ -9,6 +9,7 @@ import torch
 
 from ft_transport.state.dtypes import carrier_of
 from ft_transport.state.flatten import flatten
+from ft_transport.state.views import as_bytes
 from ft_transport.wire.chunks import Hasher
 
 
@@ -84,6 +85,4 @@ def _event_on(device: torch.device) -> torch.Event:
 def _update(hasher: Hasher, source: torch.Tensor) -> None:
     if source.nbytes:
         host = source.detach().view(carrier_of(source.dtype)).cpu().contiguous()
-        # A single element may have any stride, which the view as bytes does not take.
-        flat_host = host.as_strided((host.numel(),), (1,))
-        hasher.update(flat_host.view(torch.uint8).numpy().data)
+        hasher.update(as_bytes(host).numpy().data)

@@ -15,7 +15,7 @@ from ft_transport.state import encodings
 from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import DTYPES_BY_NAME, QUANTIZED, WHOLE_BYTE_DTYPES_BY_NAME, carrier_of, is_dense
 from ft_transport.state.placements import MeshResolver, matches, rebuild
-from ft_transport.state.views import has_own_memory, view_key
+from ft_transport.state.views import as_bytes, has_own_memory, view_key
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import (
     BigIntNode,
@@ -141,9 +141,7 @@ class Unflattener:
         if math.prod(node.shape) * dtype.itemsize != stored.nbytes:
             raise ManifestError(f"expected bytes for {node.dtype}{list(node.shape)}, got {stored.nbytes}")
         try:
-            # Not reshape: a single element may have any stride, which the view as bytes does not take.
-            flat = stored.detach().as_strided((stored.numel(),), (1,))
-            return flat.view(torch.uint8).view(dtype).view(node.shape)
+            return as_bytes(stored.detach()).view(dtype).view(node.shape)
         except RuntimeError as error:  # an empty shape with sizes beyond what torch can count
             raise ManifestError(f"expected a shape that torch can count, got {list(node.shape)}") from error
 

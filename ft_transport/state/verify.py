@@ -18,6 +18,7 @@ from ft_transport.state.blocks import FlatState
 from ft_transport.state.dtypes import carrier_of
 from ft_transport.state.flatten import flatten
 from ft_transport.state.restore import DestinationPlan
+from ft_transport.state.views import as_bytes
 from ft_transport.wire.chunks import digest_of
 from ft_transport.wire.layouts import Layout
 from ft_transport.wire.manifest import Manifest
@@ -149,6 +150,4 @@ def _differing_tensors(
 
 def _flat(source: torch.Tensor) -> torch.Tensor:
     """The elements in row-major order as uint8, on the tensor's own device; without a copy if they lie so."""
-    items = source.detach().view(carrier_of(source.dtype)).contiguous()
-    # A single element may have any stride, which the view as bytes does not take.
-    return items.as_strided((items.numel(),), (1,)).view(torch.uint8)
+    return as_bytes(source.detach().view(carrier_of(source.dtype)).contiguous())

@@ -26,6 +26,12 @@ def has_own_memory(value: object) -> TypeGuard[torch.Tensor]:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta  # type: ignore[attr-defined]
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a row-major tensor as uint8 in one dimension; shares its memory."""
+    # A single element may have any stride, which the view as bytes does not take.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def extent_bytes(tensor: torch.Tensor) -> int:
     """Bytes from the tensor's first element to behind its last."""
     if tensor.is_contiguous():

@@ -200,10 +200,6 @@ def _answers(peer: PeerAddress, settings: FetchSettings) -> bool:
     return True
 
 
-def _is_past(error: BaseException) -> bool:
-    return isinstance(error, StepNotServedError) and error.is_past
-
-
 def _of_one_step(ask: Callable[[StepSelector], list[Source]], step: StepSelector) -> list[Source]:
     """Asks until all sources show one step.
 
@@ -218,7 +214,7 @@ def _of_one_step(ask: Callable[[StepSelector], list[Source]], step: StepSelector
         try:
             return ask(max(steps) + lead)
         except StepNotServedError as error:
-            if not _is_past(error):
+            if not error.is_past:
                 raise
             lead *= 2
             sources = ask(LATEST)
