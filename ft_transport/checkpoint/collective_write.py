@@ -183,18 +183,16 @@ class CollectiveWrite(Generic[R]):
     def _attempt(self, number: int, request: R, phases: Phases, *, is_retry: bool) -> Path:
         agreement, storage = self._agreement, self._storage
         compare_settings(agreement, phases.name("snapshot"), lambda: storage.settings(request))
-        encoded = agreement.on_first(
-            phases.name("set up the directory"), lambda: self._set_up(number, request, is_retry=is_retry)
+        place = agreement.value_of_first(
+            phases.name("set up the directory"), lambda: self._set_up(number, request, is_retry=is_retry), _Place
         )
-        place = msgspec.msgpack.decode(encoded, type=_Place)
         directory = Path(place.directory)
         if self._visible_s is not None:
             phases.run("find the directory", lambda: self._find(directory / place.marker))
-        taken = agreement.run_on_all_ranks(
-            phases.name("take the snapshot"),
-            lambda: msgspec.msgpack.encode(_Taken(storage.take(request), self._plan_key is not None)),
+        taken = agreement.values_of_all(
+            phases.name("take the snapshot"), lambda: _Taken(storage.take(request), self._plan_key is not None), _Taken
         )
-        self._plan(request, [msgspec.msgpack.decode(each, type=_Taken) for each in taken], phases)
+        self._plan(request, taken, phases)
         plan = self._assigned.plan
         if self._assigned.is_compared:
             digests = phases.run("digest", lambda: storage.digest(plan))
@@ -202,23 +200,23 @@ class CollectiveWrite(Generic[R]):
             phases.run_on_first("compare", lambda: storage.compare(gathered))
         finish = storage.write(request, directory, plan, phases)
 
-        def commit() -> bytes:
+        def commit() -> str:
             finish()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(directory / place.marker)
             final = self._directory.commit(number)
             storage.committed(request)
-            return str(final).encode()
+            return str(final)
 
-        return Path(agreement.on_first(phases.name("commit"), commit).decode())
+        return Path(agreement.value_of_first(phases.name("commit"), commit, str))
 
-    def _set_up(self, number: int, request: R, *, is_retry: bool) -> bytes:
+    def _set_up(self, number: int, request: R, *, is_retry: bool) -> _Place:
         # What there is of this number at a retry, this write may have made.
         self._storage.admit(request, is_retry=is_retry)
         directory = self._directory.begin(number)
         marker = f".set-up-{secrets.token_hex(8)}"
         (directory / marker).touch()
-        return msgspec.msgpack.encode(_Place(str(directory), marker))
+        return _Place(str(directory), marker)
 
     def _find(self, marker: Path) -> None:
         assert self._visible_s is not None, "all ranks write"

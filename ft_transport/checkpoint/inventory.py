@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
-import msgspec
 from msgspec import Struct
 
 from ft_transport.checkpoint.claim import RootClaim
@@ -112,8 +111,7 @@ class Inventory:
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, ascending."""
         self._agreement.step = None
-        encoded = self._on_directory("list the checkpoints", lambda: msgspec.msgpack.encode(self._directory.numbers()))
-        return tuple(msgspec.msgpack.decode(encoded, type=list[int]))
+        return tuple(self._on_directory("list the checkpoints", self._directory.numbers, list[int]))
 
     def agree_on_step(self, step: CheckpointSelector) -> CheckpointSelector:
         """Checks the step that a caller has asked for.
@@ -132,8 +130,7 @@ class Inventory:
             CheckpointNotFoundError: There is none.
         """
         self._agreement.step = step
-        encoded = self._on_directory("choose a checkpoint", lambda: msgspec.msgpack.encode(self._found(step)))
-        found = msgspec.msgpack.decode(encoded, type=FoundCheckpoint)
+        found = self._on_directory("choose a checkpoint", lambda: self._found(step), FoundCheckpoint)
         self._agreement.step = found.step
         return found
 
@@ -226,29 +223,23 @@ class Inventory:
     def _is_gone(self, found: FoundCheckpoint) -> bool:
         """Whether the name is not taken any more, or another checkpoint has it."""
         try:
-            answer = self._agreement.on_first(
-                "look whether it is still there",
-                lambda: b"" if _identity(found.directory) == found.identity else b"gone",
+            return self._agreement.value_of_first(
+                "look whether it is still there", lambda: _identity(found.directory) != found.identity, bool
             )
         except TransportError:
             return False
-        return bool(answer)
 
     def _verify(self, found: FoundCheckpoint) -> None:
         agreement = self._agreement
 
-        def find() -> bytes:
+        def find() -> list[str]:
             manifest = read_manifest(found.directory, found.step)
             by_size = sorted(manifest.files, key=lambda entry: -entry.num_bytes)
             own = by_size[agreement.rank :: agreement.size]
-            return msgspec.msgpack.encode(find_damage(found.directory, own, agreement.check_others))
+            return find_damage(found.directory, own, agreement.check_others)
 
         with self.reading(found):
-            damaged = [
-                text
-                for each in agreement.run_on_all_ranks("verify", find)
-                for text in msgspec.msgpack.decode(each, type=list[str])
-            ]
+            damaged = [text for each in agreement.values_of_all("verify", find, list[str]) for text in each]
             if damaged:
                 raise CheckpointDamagedError(
                     "; ".join(damaged), files=tuple(text.split(":")[0] for text in damaged), step=found.step
@@ -265,12 +256,12 @@ class Inventory:
             return False
         return True
 
-    def _on_directory(self, phase: str, action: Callable[[], bytes | None]) -> bytes:
-        def run() -> bytes | None:
+    def _on_directory(self, phase: str, action: Callable[[], T], kind: type[T]) -> T:
+        def run() -> T:
             with self._mutex:
                 return action()
 
-        return self._agreement.on_first(phase, run)
+        return self._agreement.value_of_first(phase, run, kind)
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:

@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-import msgspec
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.coordination.consensus import Agreement
@@ -84,11 +83,9 @@ def compare_settings(agreement: Agreement, phase: str, settings: Callable[[], Ma
         ConfigurationError: They differ; the same on all ranks.
         TransportError: What a rank's ``settings`` raised; the same on all ranks.
     """
-
-    def encoded() -> bytes:
-        return msgspec.msgpack.encode({name: repr(value) for name, value in settings().items()})
-
-    stated = [msgspec.msgpack.decode(each, type=dict[str, str]) for each in agreement.run_on_all_ranks(phase, encoded)]
+    stated = agreement.values_of_all(
+        phase, lambda: {name: repr(value) for name, value in settings().items()}, dict[str, str]
+    )
     for name, first in stated[0].items():
         for rank, each in enumerate(stated):
             if each.get(name) != first:

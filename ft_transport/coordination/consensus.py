@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported, undeclared
 
@@ -167,6 +168,15 @@ class Agreement:
         return self.run_on_all_ranks(
             phase, (lambda: self.showing_life(action, patience_s)) if self.is_first else lambda: None
         )[0]
+
+    def value_of_first(self, phase: str, action: Callable[[], T], kind: type[T]) -> T:
+        """As `on_first`, with a value of a kind that msgpack has in place of bytes."""
+        return msgspec.msgpack.decode(self.on_first(phase, lambda: msgspec.msgpack.encode(action())), type=kind)
+
+    def values_of_all(self, phase: str, action: Callable[[], T], kind: type[T]) -> list[T]:
+        """As `run_on_all_ranks`, with values of a kind that msgpack has in place of bytes."""
+        encoded = self.run_on_all_ranks(phase, lambda: msgspec.msgpack.encode(action()))
+        return [msgspec.msgpack.decode(each, type=kind) for each in encoded]
 
     def _outcome(self, phase: str, action: Callable[[], bytes | None]) -> Verdict:
         self.sequence += 1

@@ -213,10 +213,8 @@ class Publisher:
 
     def latest(self) -> int | None:
         """The newest version, also of earlier runs; ``None`` if there is none. Called by all ranks."""
-        versions = self._agreement.on_first(
-            "find the newest version", lambda: ",".join(map(str, self._directory.numbers())).encode()
-        )
-        return int(versions.split(b",")[-1]) if versions else None
+        versions = self._agreement.value_of_first("find the newest version", self._directory.numbers, list[int])
+        return versions[-1] if versions else None
 
     def close(self, timeout: timedelta | None = None) -> None:
         """Waits for the engines that are being notified, and ends the thread. May be called twice.
