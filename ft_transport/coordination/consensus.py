@@ -92,11 +92,6 @@ class RankGroup:
         shared = PrefixStore(f"ft_transport/{name}/{ranks}/{number}", default)
         return cls(rank=rank, size=size, global_ranks=global_ranks, shared=shared)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the rank that decides."""
-        return self.rank == 0
-
     def store(self, prefix: str) -> Any:
         """A part of the store, for one purpose; ``None`` where there is one rank."""
         return PrefixStore(prefix, self.shared) if self.shared is not None else None

@@ -11,13 +11,14 @@ from typing import Final
 
 from ft_transport.errors import IntegrityError, PeerProtocolError
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_pool import Destination, FetchPool, FetchSettings
+from ft_transport.http.fetch_pool import FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.wire.chunk_work import ChunkWork
 from ft_transport.wire.chunks import digest_of
 from ft_transport.wire.fetch import FetchMachine, Request
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import FULL_ROUTE, bound_path
+from ft_transport.wire.strided import Memory
 
 _IN_FLIGHT_BYTES: Final = 16 << 20
 """More than the buffers of both sockets grow to by Linux's defaults (``tcp_rmem``, ``tcp_wmem``)."""
@@ -26,7 +27,7 @@ _IN_FLIGHT_BYTES: Final = 16 << 20
 def fetch_data(
     sources: Sequence[PeerAddress],
     manifest: Manifest,
-    destination: Destination,
+    destination: Memory,
     settings: FetchSettings,
     *,
     chunks: Sequence[int] | None = None,
@@ -78,7 +79,7 @@ def _ranges_of(chunks: Sequence[int]) -> list[tuple[int, int]]:
 class _ChunkWire:
     """``Range`` requests for consecutive chunks of the file."""
 
-    def __init__(self, manifest: Manifest, destination: Destination, *, is_verified: bool) -> None:
+    def __init__(self, manifest: Manifest, destination: Memory, *, is_verified: bool) -> None:
         self._manifest = manifest
         self._destination = destination
         self._digests = manifest.digests if is_verified else None

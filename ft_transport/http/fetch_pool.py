@@ -57,13 +57,6 @@ class _ProgressError(Exception):
     """The caller's ``on_progress`` raised; never to be taken for a failure of a source."""
 
 
-class Destination(Protocol):
-    """Memory for the data of one snapshot."""
-
-    def buffers(self, start: int, end: int) -> list[memoryview]:
-        """Writable uint8 views that cover bytes ``[start, end)`` of the data once, in order. Called by any thread."""
-
-
 class Wire(Protocol[Unit]):
     """How units are asked for and received. Called by any thread, each with a connection of its own."""
 

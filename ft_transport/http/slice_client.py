@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from ft_transport.errors import IntegrityError, PeerProtocolError
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_pool import Destination, FetchPool, FetchSettings
+from ft_transport.http.fetch_pool import FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.wire.chunks import CHUNK_BYTES, digest_of
 from ft_transport.wire.fetch import FetchMachine, Request
@@ -20,7 +20,7 @@ from ft_transport.wire.read_work import FrameOfReads, ReadWork
 from ft_transport.wire.reshard import Planner, Wanted
 from ft_transport.wire.routes import SLICES_ROUTE, bound_path
 from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, answer_bytes, encode_request, joined
-from ft_transport.wire.strided import put
+from ft_transport.wire.strided import Memory, put
 
 _LEAST_DIRECT_BYTES: Final = 4 << 10
 """Smaller pieces are received together and copied: each piece of a read costs the system more than a copy of it."""
@@ -36,7 +36,7 @@ class Source(NamedTuple):
 def fetch_slices(
     sources: Sequence[Source],
     wanted: Iterable[Wanted],
-    destination: Destination,
+    destination: Memory,
     settings: FetchSettings,
 ) -> None:
     """Fetches what is wanted into ``destination``; returns when every byte landed, and was verified if that is asked.
@@ -73,7 +73,7 @@ class _SliceWire:
     """Requests for frames of slices, each of which is answered with its digest behind it."""
 
     def __init__(
-        self, manifests: Sequence[Manifest], planner: Planner, destination: Destination, *, is_verified: bool
+        self, manifests: Sequence[Manifest], planner: Planner, destination: Memory, *, is_verified: bool
     ) -> None:
         self._manifests = manifests
         self._planner = planner

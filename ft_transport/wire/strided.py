@@ -49,10 +49,10 @@ def copy_in(data: memoryview, memory: memoryview, piece: Slice) -> None:
 
 
 class Memory(Protocol):
-    """Where data belongs."""
+    """Where the data of one snapshot belongs."""
 
     def buffers(self, start: int, end: int) -> Sequence[memoryview]:
-        """Writable bytes that cover ``[start, end)`` of the data once, in order."""
+        """Writable uint8 views that cover bytes ``[start, end)`` of the data once, in order. Called by any thread."""
 
 
 def put(data: memoryview, destination: Memory, piece: Slice) -> None:
