@@ -125,16 +125,13 @@ class AbandonedError(Exception):
 
 def describe(error: BaseException) -> Failure:
     """What is told to the others. Whether it may pass is decided by type and errno, never by the text."""
-    number = error.errno if isinstance(error, OSError) else None
-    is_retryable = number in RETRYABLE_ERRNOS
+    message, is_retryable = str(error), False
+    number = filename = None
     if isinstance(error, TransportError):
-        is_retryable = error.retryable
-    filename = error.filename if isinstance(error, OSError) else None
-    message = str(error)
-    if isinstance(error, TransportError):
-        message = error.message
-    elif isinstance(error, OSError) and error.strerror:
-        message = error.strerror  # str() adds number and file to it, here and where it is raised again
+        message, is_retryable = error.message, error.retryable
+    elif isinstance(error, OSError):
+        number, filename, is_retryable = error.errno, error.filename, error.errno in RETRYABLE_ERRNOS
+        message = error.strerror or message  # str() adds number and file to it, here and where it is raised again
     return Failure(
         kind=type(error).__name__,
         message=message[:_MAX_MESSAGE_CHARACTERS],
