@@ -10,18 +10,25 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
 from ft_transport.errors import ConfigurationError
+from ft_transport.publish.names import parameters_by_name
 
 CONFIG_NAME: Final = "adapter_config.json"
 _REQUIRED: Final = ("r", "lora_alpha", "target_modules")
 _PREFIX: Final = "base_model.model."
 _KIND: Final = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)\.")
-_OTHER: Final = re.compile(r"\.(modules_to_save|trainable_tokens_delta)\.")
+
+
+class PEFTConfig(Protocol):
+    """PEFT's ``LoraConfig``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +65,31 @@ class LoRAAdapter:
             raise ConfigurationError(f"expected an adapter's tensors by name, got {what}")
 
     @classmethod
-    def of(cls, module: nn.Module, config: Mapping[str, Any], name: str = "default") -> LoRAAdapter:
+    def of(cls, module: nn.Module, config: Mapping[str, Any] | PEFTConfig, name: str = "default") -> LoRAAdapter:
         """The adapter in a module that PEFT, or something that names its parameters alike, has changed.
 
+        Wrappers are looked through: ``torch.compile``, activation checkpointing, FSDP, DistributedDataParallel.
+
         Args:
-            module: With parameters such as ``layer.lora_A.default.weight``.
-            config: See ``config``.
+            module: With parameters such as ``layer.lora_A.default.weight``. Nothing else in it is trained: engines
+                would serve the base model's value of it.
+            config: PEFT's ``LoraConfig``, or its fields; see ``config``.
             name: Of the adapter, if the module has several.
 
         Raises:
-            ConfigurationError: The module has no such parameters.
+            ConfigurationError: The module has no such parameters, or trains one that no engine applies.
         """
+        fields = config if isinstance(config, Mapping) else config.to_dict()
         tensors = {}
-        for parameter_name, parameter in module.named_parameters():
-            other = _OTHER.search(parameter_name)
-            if other is not None:
-                raise ConfigurationError(
-                    f"expected an adapter of LoRA's matrices alone, got {parameter_name}; pass the tensors by the "
-                    "names that PEFT gives them instead"
-                )
+        for parameter_name, parameter in parameters_by_name(module):
             match = _KIND.search(parameter_name)
             if match is None:
+                if parameter.requires_grad:
+                    raise ConfigurationError(
+                        f"expected LoRA's matrices alone to be trained, and {parameter_name} is as well, which no "
+                        "engine takes from an adapter; freeze it, pass the part of the model that engines serve, or "
+                        "publish all weights"
+                    )
                 continue
             rest = parameter_name[match.end() :].split(".")
             # Of another adapter, unless it has no names at all.
@@ -97,7 +108,7 @@ class LoRAAdapter:
                 f"expected parameters of the LoRA adapter {name!r}, such as layer.lora_A.{name}.weight, found none in "
                 f"{type(module).__name__}"
             )
-        return cls(tensors, config)
+        return cls(tensors, fields)
 
     def encoded_config(self) -> bytes:
         """The content of ``adapter_config.json``.

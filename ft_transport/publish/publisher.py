@@ -32,6 +32,7 @@ from ft_transport.errors import ConfigurationError, PublishError, SnapshotLimitE
 from ft_transport.publish.adapter import CONFIG_NAME, LoRAAdapter, is_adapter
 from ft_transport.publish.engines.engine import Delivery, Engine, Kind
 from ft_transport.publish.export import Content, Exporter, ExportRequest
+from ft_transport.publish.names import unwrapped
 from ft_transport.publish.notify import EngineNotifier
 from ft_transport.publish.report import POLICIES, Policy, PublishReport
 from ft_transport.publish.report_store import ReportStore
@@ -353,7 +354,7 @@ def _content_of(weights: Weights | Callable[[], Weights]) -> Content:
             "model; pass LoRAAdapter(tensors, config), or LoRAAdapter.of(module, config)",
             path=next(iter(value)),
         )
-    return Content("weights", value, {})
+    return Content("weights", unwrapped(value), {})
 
 
 def _failure(report: PublishReport) -> PublishError:
