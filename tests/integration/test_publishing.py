@@ -19,6 +19,7 @@ import torch
 from aiohttp import web
 from engine_servers import BASE_MODEL, SGLangStandIn, SkyRLStandIn, StandIn, VLLMStandIn, serving
 from safetensors.torch import load_file
+from served_memory import until
 from torch import nn
 
 from ft_transport import (
@@ -102,7 +103,7 @@ class TestAdapters:
         class Layer(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.base = nn.Linear(2, 2)
+                self.base = nn.Linear(2, 2).requires_grad_(False)
                 self.lora_A = nn.ModuleDict({"default": nn.Linear(2, 1, bias=False), "other": nn.Linear(2, 1)})
                 self.lora_B = nn.ModuleDict({"default": nn.Linear(1, 2, bias=False)})
 
@@ -403,7 +404,9 @@ class TestVersions:
     def test_of_several_that_wait_the_newest_is_told(self, tmp_path: Path) -> None:
         server = VLLMStandIn(load_s=3.0)
         with publishing(tmp_path, server) as publisher:
-            handles = [publisher.publish(version, adapter(version)) for version in range(1, 6)]
+            handles = [publisher.publish(1, adapter(1))]
+            until(lambda: "POST /v1/load_lora_adapter" in server.routes)
+            handles += [publisher.publish(version, adapter(version)) for version in range(2, 6)]
             server.load_s = 0.0
             outcomes = [handle.report(SOON).engines[0].outcome for handle in handles]
             assert outcomes == ["confirmed", *["superseded"] * 3, "confirmed"]
