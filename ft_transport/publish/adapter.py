@@ -21,7 +21,7 @@ from ft_transport.publish.names import parameters_by_name
 CONFIG_NAME: Final = "adapter_config.json"
 _REQUIRED: Final = ("r", "lora_alpha", "target_modules")
 _PREFIX: Final = "base_model.model."
-_KIND: Final = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)\.")
+_KIND: Final = re.compile(r"(?:^|\.)(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)\.")
 
 
 class PEFTConfig(Protocol):

@@ -15,6 +15,6 @@ def test_names_lose_what_wraps_their_modules() -> None:
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:
-    with pytest.raises(PublishError, match="layer.weight") as refused:
+    with pytest.raises(PublishError, match=r"layer\.weight") as refused:
         unwrapped({"layer.weight": 1, "_orig_mod.layer.weight": 2})
     assert refused.value.path == "_orig_mod.layer.weight"
