@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from ft_transport.errors import EngineRefusedError, EngineUnreachableError, TransportError
-from ft_transport.publish.engines.engine import Delivery, Engine, EngineConnection
+from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, Engine, EngineConnection
 from ft_transport.publish.report import EngineReport, Policy, PublishReport, judge
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class _Known:
         doubtful: Versions that it may have begun to load, and not confirmed; the latest few.
         serving: Versions that it lists as served, beside the one that it confirmed.
         newest: The newest version that it is to be notified of.
+        is_left_paused: See `EngineConnection`.
         mutex: It is notified of one version after the other.
         unfinished: What goes on beside the attempts, such as resuming it.
     """
@@ -48,8 +49,9 @@ class _Known:
     version: int | None = None
     is_counted: bool = True
     doubtful: tuple[int, ...] = ()
-    serving: frozenset[int] = frozenset()
+    serving: set[int] = field(default_factory=set)
     newest: int = -1
+    is_left_paused: bool = False
     mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
     unfinished: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -125,6 +127,9 @@ class EngineNotifier:
             others = asyncio.all_tasks() - {asyncio.current_task()}
             if others:
                 await asyncio.wait(others, timeout=_CLOSING_S)
+        for engine, known in zip(self._engines, self._known, strict=True):
+            if known.is_left_paused:
+                logger.warning("%s: %s", engine.url, LEFT_PAUSED)
         if self._session is not None:
             await self._session.close()
         self._loop.stop()
@@ -242,9 +247,11 @@ class EngineNotifier:
         finally:
             delivering.cancel()
         if not delivering.done():
+            # It has been given up, and does not know yet.
+            left_paused = f"; {LEFT_PAUSED}" if attempt.is_left_paused else ""
             if attempt.failure is not None:
-                return {"outcome": "unreachable", "body": str(attempt.failure)}
-            return late
+                return {"outcome": "unreachable", "body": f"{attempt.failure}{left_paused}"}
+            return {**late, "body": f"{late['body']}{left_paused}"}
         if delivering.cancelled():
             return {"outcome": "failed", "body": "the engine's deliver was cancelled"}
         error = delivering.exception()
@@ -277,6 +284,7 @@ class _Attempt:
         number: How often it was tried.
         failure: Why the last attempt did not get through.
         may_be_loading: Whether the engine may have heard of it.
+        connection: To the engine; ``None`` before the first try.
     """
 
     engine: Engine
@@ -285,6 +293,12 @@ class _Attempt:
     number: int = 0
     failure: EngineUnreachableError | None = None
     may_be_loading: bool = False
+    connection: EngineConnection | None = None
+
+    @property
+    def is_left_paused(self) -> bool:
+        """See `EngineConnection`."""
+        return self.connection is not None and self.connection.is_left_paused
 
     async def until_it_answers(self, session: aiohttp.ClientSession) -> int:
         """Tries again while no connection can be made, or it breaks.
@@ -293,8 +307,10 @@ class _Attempt:
             EngineRefusedError: It answered with an error, or uses another version.
             RuntimeError: The engine's own code wants to end the process.
         """
-        connection = EngineConnection(session, self.engine.url, self.engine.headers)
+        connection = self.connection = EngineConnection(session, self.engine.url, self.engine.headers)
         connection.unfinished = self.known.unfinished
+        connection.serving = self.known.serving
+        connection.is_left_paused = self.known.is_left_paused
         pause_s = _FIRST_PAUSE_S
         while True:
             if self.known.unfinished:
@@ -303,7 +319,10 @@ class _Attempt:
             self.number += 1
             was_heard, self.may_be_loading = self.may_be_loading, True
             try:
-                version = await self.engine.deliver(connection, self.delivery)
+                try:
+                    version = await self.engine.deliver(connection, self.delivery)
+                finally:
+                    self.known.is_left_paused = connection.is_left_paused
             except EngineUnreachableError as error:
                 self.failure = error
                 if isinstance(error.__cause__, aiohttp.ClientConnectorError):
@@ -316,7 +335,6 @@ class _Attempt:
                         f"expected the engine to use version {self.delivery.version}, it uses {version}",
                         peer=self.engine.url,
                     )
-                self.known.serving = connection.serving
                 return version
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

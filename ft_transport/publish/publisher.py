@@ -36,6 +36,7 @@ from ft_transport.publish.names import unwrapped
 from ft_transport.publish.notify import EngineNotifier
 from ft_transport.publish.report import POLICIES, Policy, PublishReport
 from ft_transport.publish.report_store import ReportStore
+from ft_transport.publish.retention import Retention, StoredVersion
 from ft_transport.runtime.at_exit import at_exit
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import check_duration, check_number, default_num_threads
@@ -110,6 +111,9 @@ class Publisher:
         num_copy_threads: That copy the weights.
         transport: Serves versions, from rank 0, to engines that pull them (`PullingEngine`); looked at on rank 0 alone.
             The publisher does not shut it down.
+        keep: So many of the newest versions are never deleted.
+        keep_for: How long an adapter is kept once the next version is there: longer than any request runs, because
+            engines may read it for as long, and vLLM ends where it is gone. Weights are read once.
 
     Raises:
         CheckpointInUseError: Another publisher writes to this root.
@@ -129,7 +133,11 @@ class Publisher:
         silence_timeout: timedelta = timedelta(seconds=5),
         num_copy_threads: int | None = None,
         transport: HTTPTransport[Any] | None = None,
+        keep: int = 2,
+        keep_for: timedelta = timedelta(hours=1),
     ) -> None:
+        check_duration("keep_for", keep_for, at_least=timedelta(0))
+        self._retention = Retention(check_number("keep", keep, at_least=1), keep_for.total_seconds())
         for name, duration in {
             "engine_timeout": engine_timeout,
             "timeout": timeout,
@@ -277,11 +285,14 @@ class Publisher:
         if used is None:
             return  # Of an engine that never confirmed one, it may be any.
         try:
-            # Never the newest, by which the next is known to be newer.
-            for older in self._directory.numbers()[:-1]:
-                if older not in used | pending:
-                    self._directory.delete(self._directory.retire(older))
-                    logger.debug("version %d is not used any more and was deleted", older)
+            stored = [
+                _stored(number, found)
+                for number in self._directory.numbers()
+                if (found := self._directory.find(number))
+            ]
+            for older in self._retention.expired(stored, used | pending):
+                self._directory.delete(self._directory.retire(older))
+                logger.debug("version %d is not used any more and was deleted", older)
         except OSError as error:
             logger.warning("old versions could not be deleted: %s", error)
 
@@ -355,6 +366,10 @@ def _content_of(weights: Weights | Callable[[], Weights]) -> Content:
             path=next(iter(value)),
         )
     return Content("weights", unwrapped(value), {})
+
+
+def _stored(number: int, directory: Path) -> StoredVersion:
+    return StoredVersion(number, (directory / CONFIG_NAME).exists(), directory.stat().st_mtime)
 
 
 def _failure(report: PublishReport) -> PublishError:

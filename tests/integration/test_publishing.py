@@ -57,7 +57,9 @@ def engine_of(stand_in: StandIn, **keywords: Any) -> Any:
 
 @contextmanager
 def publishing(root: Path, *stand_ins: StandIn, **keywords: Any) -> Iterator[Publisher]:
-    with serving(*stand_ins), Publisher([engine_of(each) for each in stand_ins], root, **keywords) as publisher:
+    """A publisher that keeps only what engines use."""
+    chosen: Any = {"keep": 1, "keep_for": timedelta(0), **keywords}
+    with serving(*stand_ins), Publisher([engine_of(each) for each in stand_ins], root, **chosen) as publisher:
         yield publisher
 
 
@@ -76,8 +78,12 @@ class TestAdapters:
                 report = publisher.publish(version, adapter(version)).report(SOON)
                 assert [each.outcome for each in report.engines] == ["confirmed"]
                 assert [each.version for each in report.engines] == [version]
-                assert value_of(server) == version
-        assert [path.name for path in tmp_path.glob("version-*")] == ["version-5"]
+                if kind is not SGLangStandIn:
+                    assert value_of(server) == version
+        left = {path.name for path in tmp_path.glob("version-*")}
+        # SGLang unloads the one before only when its requests are done, which nobody waits for.
+        assert left <= ({"version-5", "version-2"} if kind is SGLangStandIn else {"version-5"})
+        assert "version-5" in left
 
     def test_the_files_are_those_of_peft(self, tmp_path: Path) -> None:
         with publishing(tmp_path) as publisher:
@@ -97,7 +103,7 @@ class TestAdapters:
         with serving(server), Publisher([VLLMEngine(server.url, lora_name="policy-{version}")], tmp_path) as publisher:
             for version in (1, 2):
                 publisher.publish(version, adapter(version)).result(SOON)
-            assert list(server.adapters) == ["policy-2"]
+            until(lambda: list(server.adapters) == ["policy-2"])
 
     def test_an_adapter_is_found_in_a_module(self) -> None:
         class Layer(nn.Module):
@@ -130,15 +136,37 @@ class TestWeights:
 
     @pytest.mark.parametrize("kind", [VLLMStandIn, SGLangStandIn])
     @pytest.mark.parametrize("is_hanging", [False, True])
-    def test_an_engine_that_fails_while_it_is_paused_is_resumed(
+    def test_an_engine_whose_load_fails_is_resumed_with_whole_weights_alone(
         self, tmp_path: Path, kind: type[StandIn], is_hanging: bool
     ) -> None:
         server = kind(is_hanging=is_hanging, refusal=(500, "text/plain", "out of memory"))
-        with publishing(tmp_path, server, engine_timeout=timedelta(seconds=0.5 if is_hanging else 10)) as publisher:
-            with pytest.raises(PublishError, match="within 0.5 s" if is_hanging else "out of memory"):
-                publisher.publish(1, {"weight": torch.ones(3)}).result(SOON)
-            publisher.close()
+        expected = "within 0.5 s" if is_hanging else "out of memory"
+        is_vllm = kind is VLLMStandIn
+        with serving(server):
+            for attempt in (1, 2):
+                timeout = timedelta(seconds=0.5 if is_hanging else 10)
+                with (
+                    Publisher([engine_of(server)], tmp_path, engine_timeout=timeout) as publisher,
+                    pytest.raises(PublishError, match=f"{expected}.*stays paused" if is_vllm else expected),
+                ):
+                    publisher.publish(attempt, {"weight": torch.ones(3)}).result(SOON)
+                # Also where the first trainer is gone.
+                assert server.is_paused == is_vllm
+            server.is_hanging, server.refusal = False, None
+            with Publisher([engine_of(server)], tmp_path) as publisher:
+                publisher.publish(3, {"weight": torch.ones(3)}).result(SOON)
             assert not server.is_paused
+            assert not server.is_dead
+
+    @pytest.mark.parametrize("is_open", [False, True], ids=["closed", "left open"])
+    def test_a_backend_of_the_users_own_gets_the_directory(self, tmp_path: Path, is_open: bool) -> None:
+        server = VLLMStandIn(update=["started"] if is_open else [], is_half_replaced=is_open, is_paused=is_open)
+        with serving(server):
+            engine = VLLMEngine(server.url, update_info=lambda delivery: {"path": str(delivery.directory)})
+            with Publisher([engine], tmp_path) as publisher:
+                publisher.publish(7, {"weight": torch.full((3,), 7.0)}).result(SOON)
+        assert server.tensors[BASE_MODEL]["weight"].tolist() == [7.0] * 3
+        assert (server.weight_version, server.is_dead, server.is_paused) == ("7", False, False)
 
     def test_an_engine_whose_pause_and_resume_break_is_resumed_before_the_next_attempt(self, tmp_path: Path) -> None:
         server = FlakyPause(num_broken=1)
@@ -146,7 +174,7 @@ class TestWeights:
             report = publisher.publish(1, {"weight": torch.ones(3)}).result(SOON)
             assert [(each.outcome, each.num_attempts) for each in report.engines] == [("confirmed", 2)]
             assert not server.is_paused
-            changes = [route.split()[1] for route in server.routes if "pause" in route or "resume" in route]
+            changes = [route.split()[1] for route in server.routes if route in ("POST /pause", "POST /resume")]
             assert changes == ["/pause", "/resume", "/resume", "/pause", "/resume"]
 
     def test_something_else_than_a_tensor_is_refused_by_name(self, tmp_path: Path) -> None:
@@ -420,7 +448,8 @@ class TestVersions:
             with pytest.raises(PublishError, match="given up: the publisher was closed"):
                 handle.result(SOON)
             assert "POST /pause" in server.routes
-            assert not server.is_paused
+        # With weights that may be half replaced it would end at the next request.
+        assert server.is_paused
 
     def test_they_only_go_up_also_after_a_restart(self, tmp_path: Path) -> None:
         server = VLLMStandIn()

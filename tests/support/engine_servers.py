@@ -46,6 +46,8 @@ class StandIn:
         is_hanging: Loads never end.
         num_broken: So many connections end without an answer.
         routes: Requests so far, as method and path.
+        is_half_replaced: Its weights are.
+        is_dead: It was resumed with weights that are half replaced.
     """
 
     load_s: float = 0.0
@@ -58,6 +60,8 @@ class StandIn:
     is_paused: bool = False
     weight_version: str = "default"
     update: list[str] = field(default_factory=list)
+    is_half_replaced: bool = False
+    is_dead: bool = False
     routes: list[str] = field(default_factory=list)
     bodies: list[Any] = field(default_factory=list)
 
@@ -128,6 +132,11 @@ class VLLMStandIn(StandIn):
             web.post("/start_weight_update", self._start),
             web.post("/update_weights", self._update),
             web.post("/finish_weight_update", self._finish),
+            web.post("/collective_rpc", self._call),
+            web.post("/reset_prefix_cache", self._reset_cache),
+            web.post("/update_weight_version", self._name_version),
+            web.get("/weight_info", self._weight_info),
+            web.get("/is_paused", self._say_paused),
         ]
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -155,10 +164,41 @@ class VLLMStandIn(StandIn):
 
     async def _resume(self, _request: web.Request) -> web.Response:
         self.is_paused = False
+        # The next request would find parameters without memory, and end the engine.
+        self.is_dead = self.is_dead or self.is_half_replaced
         return web.json_response({"status": "resumed"})
 
+    async def _say_paused(self, _request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.is_paused})
+
+    async def _call(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["method"] == "reload_weights"
+        self.is_half_replaced = True
+        if (refused := await self.take_time(request)) is not None:
+            return refused
+        wrong = self.read_weights(body["kwargs"]["weights_path"])
+        if wrong is not None:
+            return web.json_response({"error": {"message": wrong}}, status=500)
+        self.is_half_replaced = False
+        return web.json_response({"results": [None]})
+
+    async def _reset_cache(self, request: web.Request) -> web.Response:
+        return web.json_response({"success": not self.is_paused or "reset_running_requests" in request.query})
+
+    async def _name_version(self, request: web.Request) -> web.Response:
+        self.weight_version = (await request.json())["new_version"]
+        return web.json_response({"success": True, "new_version": self.weight_version})
+
+    async def _weight_info(self, _request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.weight_version})
+
     async def _start(self, _request: web.Request) -> web.Response:
+        if self.update:
+            message = "start_weight_update called while a weight update is already active. Call finish_weight_update"
+            return web.json_response({"error": {"message": message}}, status=500)
         self.update = ["started"]
+        self.is_half_replaced = True
         return web.json_response({"message": "Weight update started"})
 
     async def _update(self, request: web.Request) -> web.Response:
@@ -174,8 +214,9 @@ class VLLMStandIn(StandIn):
         return web.json_response({"message": "Weights updated"})
 
     async def _finish(self, _request: web.Request) -> web.Response:
-        if self.update != ["started", "updated"]:
+        if not self.update:
             return web.json_response({"error": "no update"}, status=400)
+        self.is_half_replaced = self.update != ["started", "updated"]
         self.update = []
         return web.json_response({"message": "Weight update finished"})
 
@@ -210,7 +251,7 @@ class SGLangStandIn(StandIn):
             web.post("/pause_generation", self._pause),
             web.post("/continue_generation", self._continue),
             web.post("/flush_cache", self._flush),
-            web.get("/get_model_info", self._info),
+            web.get("/model_info", self._info),
         ]
 
     async def _load(self, request: web.Request) -> web.Response:

@@ -8,7 +8,7 @@ sglang/srt/entrypoints/http_server.py, ``available_models``).
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Final
@@ -54,7 +54,8 @@ async def adapters_served(connection: EngineConnection) -> dict[str, str]:
         served = {card["id"]: str(card["root"]) for card in models["data"] if card.get("parent") is not None}
     except (KeyError, TypeError, AttributeError):
         raise answer.refusal("expected a list of models") from None
-    connection.serving = frozenset(version for root in served.values() if (version := version_in(root)) is not None)
+    connection.serving.clear()
+    connection.serving.update(version for root in served.values() if (version := version_in(root)) is not None)
     return served
 
 
@@ -91,7 +92,7 @@ async def deliver_adapter(
         delivery: The version.
         template: Under which name requests find the adapter; ``{version}`` in it stands for the version.
         load: Has it loaded under a name; told whether the engine serves another one under that.
-        unload: Has the adapter of a name unloaded; ``None`` where that is not done.
+        unload: Has the adapter of a name unloaded, after this has returned; ``None`` where that is not done.
 
     Raises:
         EngineRefusedError: It was not loaded, or the engine serves another version.
@@ -104,8 +105,16 @@ async def deliver_adapter(
     version = await adapter_confirmed(connection, name, delivery)
     if unload is None:
         return version
-    for old in older_names(template, served, version):
-        with suppress(EngineRefusedError):  # It costs the engine memory, and is tried again with the next version.
-            await unload(old)
-            connection.serving -= {version_in(served[old])}
+    older = {old: version_in(served[old]) for old in older_names(template, served, version)}
+    # SGLang waits for the requests that use them.
+    connection.afterwards(_unload(connection, older, unload))
     return version
+
+
+async def _unload(
+    connection: EngineConnection, older: Mapping[str, int | None], unload: Callable[[str], Awaitable[object]]
+) -> None:
+    for name, version in older.items():
+        with suppress(EngineRefusedError):  # It costs the engine memory, and is tried again with the next version.
+            await unload(name)
+            connection.unloaded(version)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, runtime_checkable
@@ -24,9 +24,14 @@ _MAX_SHOWN_CHARACTERS: Final = 2000
 _RESUME_TIMEOUT_S: Final = 30.0
 _RESUME_PAUSE_S: Final = 0.2
 _REFUSAL_BODY_S: Final = 2.0
-_NO_ROUTE: Final = (404, 405)
+NO_ROUTE: Final = (404, 405)
+"""Statuses of a route that an engine does not have."""
 
 Kind = Literal["adapter", "weights"]
+
+LEFT_PAUSED: Final = (
+    "the engine stays paused, because its weights may be half replaced: the next version that arrives whole resumes it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,7 @@ class EngineConnection:
         url: The same.
         unfinished: What goes on beside the attempts, such as resuming.
         serving: Versions that the engine has said that it serves.
+        is_left_paused: Whether the engine was left paused, because its weights may be half replaced.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> None:
@@ -100,7 +106,8 @@ class EngineConnection:
         self._session = session
         self._headers = dict(headers)
         self.unfinished: set[asyncio.Task[None]] = set()
-        self.serving: frozenset[int] = frozenset()
+        self.serving: set[int] = set()
+        self.is_left_paused = False
 
     async def get(self, path: str, **params: str) -> Answer:
         """Asks.
@@ -127,7 +134,7 @@ class EngineConnection:
         try:
             return await self.post(path, body, **params)
         except EngineRefusedError as error:
-            if error.status not in _NO_ROUTE:
+            if error.status not in NO_ROUTE:
                 raise
             raise _NotPausedError(
                 f"expected the route {path}",
@@ -139,7 +146,7 @@ class EngineConnection:
 
     @contextlib.asynccontextmanager
     async def resuming(self, resume: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
-        """An engine that is paused inside is resumed, whatever happens; also after the deadline has run out.
+        """An engine that is paused inside is resumed, also after the deadline; unless `replacing` has not ended.
 
         Args:
             resume: Resumes it.
@@ -147,14 +154,48 @@ class EngineConnection:
         try:
             yield
             await resume()
+            self.is_left_paused = False
         except _NotPausedError:
             raise
-        except BaseException:
+        except BaseException as error:
+            if self.is_left_paused:
+                if isinstance(error, EngineRefusedError):
+                    error.body = f"{error.body}; {LEFT_PAUSED}"
+                raise
             # On its own: who is waiting for the outcome need not wait for this. The next attempt does.
             task = asyncio.get_running_loop().create_task(self._resume_late(resume))
             self.unfinished.add(task)
             task.add_done_callback(self.unfinished.discard)
             raise
+
+    def unloaded(self, version: int | None) -> None:
+        """Notes that the engine does not serve a version any more."""
+        if version is not None:
+            self.serving.discard(version)
+
+    def afterwards(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begins what nobody waits for; it is given up when the publisher is closed."""
+
+        async def run() -> None:
+            try:
+                await work
+            except (EngineRefusedError, EngineUnreachableError) as error:
+                logger.info("%s: %s", self.url, error)
+
+        task = asyncio.get_running_loop().create_task(run())
+        _afterwards.add(task)
+        task.add_done_callback(_afterwards.discard)
+
+    @contextlib.contextmanager
+    def replacing(self) -> Iterator[None]:
+        """The engine's weights are being replaced inside, and may be used only if that comes to its end.
+
+        vLLM's parameters have no memory meanwhile: the first request after a resume would end the engine
+        (vllm/model_executor/model_loader/reload/layerwise.py).
+        """
+        self.is_left_paused = True
+        yield
+        self.is_left_paused = False
 
     async def _resume_late(self, resume: Callable[[], Awaitable[object]]) -> None:
         deadline_s = time.monotonic() + _RESUME_TIMEOUT_S
@@ -195,6 +236,10 @@ class EngineConnection:
         if answer.status >= 300:
             raise answer.refusal("expected the engine to do it")
         return answer
+
+
+_afterwards: Final[set[asyncio.Task[None]]] = set()
+"""The loop itself refers to a task weakly alone."""
 
 
 class _NotPausedError(EngineRefusedError):

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engines.adapters import deliver_adapter
-from ft_transport.publish.engines.engine import Answer, Delivery, EngineConnection, checked_url
+from ft_transport.publish.engines.engine import NO_ROUTE, Answer, Delivery, EngineConnection, checked_url
 
 _MAX_DIGITS: Final = 18
 _ADVICE: Final = "this SGLang takes no weights at run time; publish a LoRA adapter as a LoRAAdapter"
@@ -59,12 +60,20 @@ class SGLangEngine:
             _check(
                 await connection.post(
                     "/update_weights_from_disk",
-                    {"model_path": str(delivery.directory), "weight_version": str(delivery.version)},
+                    {
+                        "model_path": str(delivery.directory),
+                        "weight_version": str(delivery.version),
+                        # Requests that are paused in place keep the cache; with them it could not be emptied.
+                        "flush_cache": self.pause != "in_place",
+                    },
                 )
             )
-            if self.pause != "in_place":  # Then running requests go on with the cache that they have.
-                await connection.post("/flush_cache")
-        answer = await connection.get("/get_model_info")
+        try:
+            answer = await connection.get("/model_info")
+        except EngineRefusedError as error:
+            if error.status not in NO_ROUTE:
+                raise
+            answer = await connection.get("/get_model_info")  # what older ones call it
         fields = answer.json()
         version = fields.get("weight_version") if isinstance(fields, dict) else None
         if not isinstance(version, str) or not version.isdecimal() or len(version) > _MAX_DIGITS:

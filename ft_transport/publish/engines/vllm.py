@@ -2,7 +2,7 @@
 
 Routes: https://docs.vllm.ai/en/latest/features/lora/ (``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``) and
 https://docs.vllm.ai/en/latest/training/weight_transfer/ (``VLLM_SERVER_DEV_MODE=1``), as vllm/entrypoints/serve/lora/
-api_router.py and vllm/entrypoints/serve/rlhf/api_router.py have them. A successful load answers in plain text.
+api_router.py and vllm/entrypoints/rl/online/api_router.py (0.32) have them. A successful load answers in plain text.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engines.adapters import deliver_adapter
-from ft_transport.publish.engines.engine import Delivery, EngineConnection, checked_url
+from ft_transport.publish.engines.engine import NO_ROUTE, Delivery, EngineConnection, checked_url
 
 _ADVICE: Final = (
     "vLLM takes all weights only where it was started with VLLM_SERVER_DEV_MODE=1; publish a LoRA adapter as a "
@@ -20,8 +21,9 @@ _ADVICE: Final = (
 )
 
 
-def _update_info(delivery: Delivery) -> Mapping[str, object]:
-    return {"path": str(delivery.directory), "version": delivery.version}
+_MAX_DIGITS: Final = 18
+_IS_OPEN: Final = "already active"
+"""What vLLM answers where a weight update was begun and not finished (``start_weight_update`` in gpu_worker.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +36,16 @@ class VLLMEngine:
             own, and the one before is unloaded; without, the adapter is replaced in place, between two forward passes,
             by a vLLM that knows ``load_inplace``.
         pause: What happens to requests while weights are replaced (vLLM's ``mode``).
-        update_info: Makes what the server's weight-transfer backend expects in ``update_info``. vLLM's own backends
-            (NCCL, IPC) carry the bytes themselves; this is for one that reads them from the directory.
+        update_info: Makes what the server's weight-transfer backend expects in ``update_info``; for a server that was
+            started with a backend of yours that reads the directory. By default vLLM itself reloads its weights from
+            the directory, as it loaded them when it started.
         headers: Sent with each request.
     """
 
     url: str
     lora_name: str = "policy"
     pause: Literal["abort", "wait", "keep"] = "keep"
-    update_info: Callable[[Delivery], Mapping[str, object]] = _update_info
+    update_info: Callable[[Delivery], Mapping[str, object]] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,10 +67,57 @@ class VLLMEngine:
         )
 
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
+        if await self._is_paused(connection):
+            # A trainer that is gone may have left it so in the middle of an update.
+            connection.is_left_paused = True
         async with connection.resuming(lambda: connection.post("/resume")):
             await connection.pause("/pause", advice=_ADVICE, mode=self.pause, clear_cache="true")
+            with connection.replacing():
+                if self.update_info is None:
+                    await connection.post(
+                        "/collective_rpc",
+                        {"method": "reload_weights", "kwargs": {"weights_path": str(delivery.directory)}},
+                    )
+                else:
+                    await self._transfer(connection, self.update_info(delivery))
+                # Of what was computed with the weights before, nothing is used any more; frozen requests begin again.
+                emptied = await connection.post("/reset_prefix_cache", reset_running_requests="true")
+                if emptied.body and emptied.json() != {"success": True}:
+                    raise emptied.refusal("expected the prefix cache to be emptied")
+            try:
+                await connection.post("/update_weight_version", {"new_version": str(delivery.version)})
+            except EngineRefusedError as error:
+                if error.status not in NO_ROUTE:
+                    raise
+                # Before 0.32 no route tells a version: each step has answered that it was done.
+                return delivery.version
+        answer = await connection.get("/weight_info")
+        fields = answer.json()
+        version = fields.get("weight_version") if isinstance(fields, dict) else None
+        if not isinstance(version, str) or not version.isdecimal() or len(version) > _MAX_DIGITS:
+            raise answer.refusal(f"expected weight_version {delivery.version}")
+        return int(version)
+
+    @staticmethod
+    async def _is_paused(connection: EngineConnection) -> bool:
+        try:
+            answer = await connection.get("/is_paused")
+        except EngineRefusedError as error:
+            if error.status in NO_ROUTE:
+                return False
+            raise
+        fields = answer.json()
+        return isinstance(fields, dict) and fields.get("is_paused") is True
+
+    @staticmethod
+    async def _transfer(connection: EngineConnection, update_info: Mapping[str, object]) -> None:
+        try:
             await connection.post("/start_weight_update", {"is_checkpoint_format": True})
-            await connection.post("/update_weights", {"update_info": dict(self.update_info(delivery))})
+        except EngineRefusedError as error:
+            if _IS_OPEN not in (error.body or ""):
+                raise
+            # A trainer that is gone has begun it. What it had replaced is replaced once more.
             await connection.post("/finish_weight_update", {})
-        # vLLM has no route that tells a version: each step has answered that it was done.
-        return delivery.version
+            await connection.post("/start_weight_update", {"is_checkpoint_format": True})
+        await connection.post("/update_weights", {"update_info": dict(update_info)})
+        await connection.post("/finish_weight_update", {})
