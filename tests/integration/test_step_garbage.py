@@ -6,11 +6,11 @@ Those tests look at every object of their process and turn its collector off, so
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import run
 
 pytest.importorskip("torchft")
 
@@ -24,23 +24,11 @@ _TESTS = Path(__file__).parents[1] / "workers" / "step_garbage.py"
 @pytest.mark.parametrize("kind", ["own", "own, failing", "ddp"])
 def test_gradients_and_works_go_away_with_the_collector_off(kind: str, use_async_quorum: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            f"{_TESTS}::{_NAME}[{kind}-{use_async_quorum}]",
-        ],
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = run(
+        [*command, f"{_TESTS}::{_NAME}[{kind}-{use_async_quorum}]"],
         cwd=_TESTS.parents[1],
         env=environment,
-        capture_output=True,
-        text=True,
         timeout=100,
-        check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
