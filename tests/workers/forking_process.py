@@ -21,6 +21,7 @@ import torch
 from ft_transport import HTTPTransport, TransportSettings
 
 _TIMEOUT = timedelta(seconds=30)
+_MAX_DESCRIPTORS = 1024
 
 
 def _has_sockets() -> bool:
@@ -38,6 +39,8 @@ def _has_sockets() -> bool:
 
 def main() -> None:
     num_children, is_full = int(sys.argv[1]), "full" in sys.argv
+    # Each child tries every number that a descriptor can have.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_DESCRIPTORS, _MAX_DESCRIPTORS))
     transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT, settings=TransportSettings(host="127.0.0.1"))
     transport.send_checkpoint([], 1, {"w": torch.ones(1 << 20)}, _TIMEOUT)
     stopping = threading.Event()
