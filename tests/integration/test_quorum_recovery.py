@@ -14,6 +14,7 @@ from state_equality import exact
 
 from ft_transport import HTTPTransport, TransportSettings
 from manager import Manager, QuorumError, StateTornError
+from manager.config import CONNECT_TIMEOUT_ENV
 
 pytest.importorskip("torchft")
 
@@ -42,7 +43,9 @@ def test_a_quorum_that_failed_can_be_asked_for_again() -> None:
         try:
             with pytest.raises(QuorumError):
                 first.start_quorum()
-            second = with_part(make_manager(address, "b", min_replica_size=2), {})
+            # gloo misses at times that the first one has ended the connections, and then waits for as long.
+            keywords = {"timeout": timedelta(seconds=2), "connect_timeout": timedelta(seconds=2)}
+            second = with_part(make_manager(address, "b", min_replica_size=2, **keywords), {})
 
             def step(manager: Manager) -> bool:
                 for _ in range(10):
@@ -66,7 +69,9 @@ def test_a_late_lighthouse_does_not_cost_the_transport() -> None:
     transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=settings)
     manager = with_part(Manager(checkpoint_transport=transport), {})
     try:
-        manager._config = manager._config.with_environment({"TORCHFT_LIGHTHOUSE": "http://127.0.0.1:9"})
+        manager._config = manager._config.with_environment(
+            {"TORCHFT_LIGHTHOUSE": "http://127.0.0.1:9", CONNECT_TIMEOUT_ENV: "1"}
+        )
         with pytest.raises(QuorumError, match=r"127\.0\.0\.1:9"):
             manager.start_quorum()
         with lighthouse() as address:
