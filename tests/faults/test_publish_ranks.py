@@ -18,6 +18,8 @@ from engine_servers import BASE_MODEL, StandIn, VLLMStandIn, serving
 
 _NUM_RANKS = 4
 _FAN_OUT_S = 2 * script.COLLECTIVE_TIMEOUT_S
+_BEYOND_S = 1.0
+"""Enough for those that wait to have died of the timeout before the engines answer."""
 _REFUSED_AFTER_S = 1.0
 REFUSAL = (500, "text/plain", "CUDA error: out of memory")
 _WITHIN_S = 2.0
@@ -37,8 +39,8 @@ def run(directory: Path, engines: dict[str, list[StandIn]]) -> dict[str, list[di
     return {scenario: [report.get(scenario, {}) for report in found] for scenario in engines}
 
 
-def slow() -> list[StandIn]:
-    return [VLLMStandIn(load_s=_FAN_OUT_S) for _ in range(4)]
+def slow(load_s: float = _FAN_OUT_S) -> list[StandIn]:
+    return [VLLMStandIn(load_s=load_s) for _ in range(4)]
 
 
 @dataclass
@@ -63,7 +65,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 def test_engines_may_take_longer_than_collectives_in_our_order_alone(tmp_path: Path) -> None:
-    engines = {name: slow() for name in ("all_good", "http_before_barrier", "barrier_before_http")}
+    too_long_s = script.COLLECTIVE_TIMEOUT_S + _BEYOND_S
+    engines = {
+        "all_good": slow(),
+        "http_before_barrier": slow(too_long_s),
+        "barrier_before_http": slow(too_long_s),
+    }
     reports = run(tmp_path, engines)
     ours = reports["all_good"]
     assert [each["outcome"]["type"] for each in ours] == [None] * _NUM_RANKS

@@ -41,6 +41,8 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.root = directory / scenario
         self.urls: list[str] = json.loads((directory / f"{scenario}.json").read_text())
+        # Making a group has the same timeout, and the scenario before may have held some ranks for longer.
+        dist.barrier()
         # Of each scenario its own: gloo closes a group in which an operation timed out.
         self.trainer = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
 
