@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Final, Protocol
 
 from ft_transport import PeerAuthenticationError, TransportError, UnknownHostError
+from ft_transport.coordination.rendezvous import nobody_listens
 from manager.config import ManagerConfig
 from manager.errors import HealFailedError, ManagerError, QuorumError, StateMismatchError
 from manager.quorum.decision import Decision, Member
@@ -20,6 +22,9 @@ logger = logging.getLogger(__name__)
 _SHARE_WITHOUT_PROGRESS: Final = 0.25
 """Of the time that is left: a source that sends nothing for as long is given up for the next one. One that sends keeps
 all of the time, or else more sources would leave each too little."""
+
+_PROBE_S: Final = 0.5
+"""How long a host may take to say that nobody listens there."""
 
 _PERMANENT: Final = (PeerAuthenticationError, StateMismatchError, UnknownHostError)
 _HOPELESS: Final = "no further attempt can succeed: "
@@ -61,6 +66,9 @@ class Healer:
     ) -> tuple[str, ...]:
         """Receive the state from the first of the sources that delivers it.
 
+        The quorum may name a replica that died within the last ``heartbeat_timeout``: a source at which nobody listens
+        any more is asked after the others.
+
         Args:
             decision: Which state it is.
             sources: Whom to ask, in order.
@@ -73,17 +81,23 @@ class Healer:
         deadline_s = time.monotonic() + self._config.timeout.total_seconds()
         failures: list[str] = []
         num_permanent = 0
-        for position, source in enumerate(sources):
+        waiting, postponed = deque(sources), set[str]()
+        while waiting:
+            source = waiting.popleft()
+            address = source.addresses[group_rank]
+            if waiting and address not in postponed and nobody_listens(address, _PROBE_S):
+                postponed.add(address)
+                waiting.append(source)
+                continue
             start_s = time.monotonic()
             left = timedelta(seconds=max(0.0, deadline_s - start_s))
-            is_last = position == len(sources) - 1
-            progress_timeout = None if is_last else left * _SHARE_WITHOUT_PROGRESS
+            progress_timeout = left * _SHARE_WITHOUT_PROGRESS if waiting else None
             try:
-                self._receive_from(source.addresses[group_rank], decision, left, progress_timeout, name)
+                self._receive_from(address, decision, left, progress_timeout, name)
             except (TransportError, ManagerError) as error:
                 reason = f"{type(error).__name__}: {error}"
                 num_permanent += isinstance(error, _PERMANENT)
-                failures.append(f"{source.replica_id} at {source.addresses[group_rank]}: {reason}")
+                failures.append(f"{source.replica_id} at {address}: {reason}")
                 logger.warning("%s: healing from %s failed: %s", name, source.replica_id, reason)
                 continue
             logger.info(

@@ -39,6 +39,12 @@ def throttled(link: Link, data: bytes) -> bool:
     return True
 
 
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
 class Sources:
     """Healthy replicas that serve one state, each behind a proxy, and one that heals from them."""
 
@@ -102,11 +108,20 @@ def test_a_source_that_hangs_leaves_the_others_the_time_they_need(sources: Sourc
     assert sources.heal(hanging, slow) == ()
 
 
+def test_a_source_whose_process_is_gone_is_asked_after_the_others(sources: Sources) -> None:
+    healthy, _ = sources.add()
+    gone, also_gone = (
+        replace(healthy, replica_id=name, addresses=(f"http://127.0.0.1:{closed_port()}/checkpoint/",))
+        for name in ("gone", "also gone")
+    )
+    started_s = time.monotonic()
+    assert sources.heal(gone, also_gone, healthy) == ()
+    assert time.monotonic() - started_s < TIMEOUT_S / 8
+
+
 def test_a_source_that_hangs_is_named_with_how_long_nothing_came(sources: Sources) -> None:
     first, proxy = sources.add(("/full", stall(after=STATE_BYTES // 2)))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    gone = replace(first, replica_id="gone", addresses=(f"http://127.0.0.1:{port}/checkpoint/",))
+    gone = replace(first, replica_id="gone", addresses=(f"http://127.0.0.1:{closed_port()}/checkpoint/",))
     hung, closed = sources.heal(first, gone)
     assert f"127.0.0.1:{proxy.port}" in hung
     assert "no data came for 1.5 s" in hung
@@ -120,7 +135,8 @@ def test_what_can_never_succeed_is_not_tried_again(sources: Sources) -> None:
     failures = sources.heal(barred, other)
     assert "PeerAuthenticationError" in failures[0]
     assert "StateMismatchError: expected replicated state with exactly the keys ['weight']" in failures[1]
-    assert len(barred_proxy.requests) == len(other_proxy.requests) == 1
+    # Whether somebody listens is asked with a connection that requests nothing.
+    assert [sum(map(bool, proxy.requests)) for proxy in (barred_proxy, other_proxy)] == [1, 1]
     assert sources.healer.num_failures == 0
     with pytest.raises(HealFailedError, match="no further attempt can succeed"):
         sources.healer.failed(3, failures, agreed=failures)
@@ -128,9 +144,7 @@ def test_what_can_never_succeed_is_not_tried_again(sources: Sources) -> None:
 
 def test_where_one_source_may_come_back_it_is_tried_again(sources: Sources) -> None:
     barred, _ = sources.add(token="secret")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    gone = replace(barred, replica_id="gone", addresses=(f"http://127.0.0.1:{port}/checkpoint/",))
+    gone = replace(barred, replica_id="gone", addresses=(f"http://127.0.0.1:{closed_port()}/checkpoint/",))
     failures = sources.heal(gone, barred)
     assert len(failures) == 2
     sources.healer.failed(3, failures, agreed=failures)
