@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Final
 
@@ -117,7 +117,8 @@ class QuorumForming:
             while True:
                 # What was served before is of an earlier attempt, though perhaps at the same step.
                 self._snapshots.replaced()
-                decision = self._ask(request, can_serve=True, is_waiting=True)
+                with self._serving():
+                    decision = self._ask(request, can_serve=True, is_waiting=True)
                 current.decision = decision
                 current.num_missed_heartbeats = self._participant.membership.num_missed_heartbeats()
                 match decision.role:
@@ -152,6 +153,17 @@ class QuorumForming:
             self._participant.is_settled = False
             raise
         current.end_quorum(None)
+
+    def _serving(self) -> AbstractContextManager[None]:
+        """Serve the state while others are waited for: one of them may still heal from it, in a step that was given up.
+
+        Only after a step that was not committed: a replica without a common state has nothing to serve, and where the
+        step before was committed, nobody has been told to heal from this one.
+        """
+        participant, state = self._participant, self._state
+        if participant.is_settled or state.partial is not None or not state.lineage:
+            return nullcontext()
+        return self._snapshots.serving()
 
     def _may_wait_for_snapshot(self, request: QuorumRequest, decision: Decision, role: StandsBy) -> bool:
         """Whether a replica that is behind asks once more; otherwise its step is reported as one that fails."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 
 # Not the builtin one before Python 3.11.
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
@@ -105,6 +105,7 @@ class SnapshotScheduler:
         self._when_published: tuple[_Run, Callable[[], None]] | None = None
         self._held: _HeldBoundary | None = None
         self._is_closed = False
+        self._is_serving = False
         self._is_postponed = False
         self._last_failure = ""
         self._pool = SafeExecutor(1, "ft-transport-snapshot")
@@ -138,6 +139,8 @@ class SnapshotScheduler:
                 # Whether it has been published at this very moment does not matter to these numbers.
                 after = run.num_before if run.epoch == demand.epoch else run.num_before + 1
             demand.want_after(after)
+            if self._is_serving and self._held is not None and not self._is_closed:
+                self._pool.submit(self.settle)
             return after
 
     def boundary(self, step: int, optimizers: Sequence[Optimizer], *, hold: bool = False) -> bool:
@@ -205,6 +208,38 @@ class SnapshotScheduler:
             return False
         self._is_postponed = False
         return True
+
+    @contextmanager
+    def serving(self, step: int, optimizers: Sequence[Optimizer], timeout: timedelta) -> Iterator[None]:
+        """Take a snapshot inside as soon as somebody asks: the training thread waits there, and changes nothing.
+
+        Args:
+            step: The committed step that the state shows.
+            optimizers: Those that are attached.
+            timeout: For a snapshot that is under way at the end.
+
+        Raises:
+            RegistryError: A state function runs a collective.
+        """
+        self._is_serving = True
+        try:
+            self.boundary(step, optimizers, hold=True)
+            with self._mutex:
+                held = self._held
+                is_asked_for = held is not None and self._demand.is_open(held.run.num_before)
+            if is_asked_for:
+                self.settle()
+            yield
+        finally:
+            self._is_serving = False
+            self.settle()
+            with self._mutex:
+                run = self._run
+            if run is not None:
+                with suppress(FutureTimeoutError):
+                    run.future.exception(timeout.total_seconds())
+            # Who asks from here on gets the state of the next boundary, which may be that of another state.
+            self.state_replaced()
 
     def shows_present_state(self) -> bool:
         """Whether a snapshot of the last step boundary is served, or under way."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ft_transport import SnapshotLimitError, TransportError
@@ -50,6 +51,10 @@ class StateSnapshots(StateObserver):
     def boundary(self, *, hold: bool) -> bool:
         """See `SnapshotScheduler.boundary`."""
         return self.scheduler.boundary(self._state.step, self._state.optimizers(), hold=hold)
+
+    def serving(self) -> AbstractContextManager[None]:
+        """See `SnapshotScheduler.serving`."""
+        return self.scheduler.serving(self._state.step, self._state.optimizers(), self._state.timeout)
 
     def take(self) -> Future[None]:
         """Begin a snapshot of the present step; the result is done when it can be fetched."""

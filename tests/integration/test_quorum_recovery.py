@@ -128,6 +128,50 @@ def test_what_forward_changed_in_a_failed_attempt_is_served_as_it_is_now(address
     assert step == second_step
 
 
+def test_a_replica_that_waits_for_a_quorum_serves_the_state_that_it_waits_with(address: str) -> None:
+    """Of two that gave up a step one waits for the other, which may still be healing from it: each for the other."""
+    gate = Gate()
+
+    def waiting(name: str) -> int:
+        part = parts[name]
+        manager = with_part(make_manager(address, name, min_replica_size=2), part)
+        while manager.current_step() == 0:
+            manager.start_quorum()
+            manager.should_commit()
+        manager.start_quorum()
+        # As forward does.
+        part["buffer"] = part["buffer"] + 1.0
+        manager.report_error(RuntimeError("a batch was bad"))
+        assert not manager.should_commit()
+        addresses[name] = manager.metadata()
+        gate.open(name)
+        gate.wait(f"{name} goes on")
+        while manager.current_step() == 1:
+            manager.start_quorum()
+            manager.should_commit()
+        manager.shutdown()
+        return manager.current_step()
+
+    addresses: dict[str, str] = {}
+    parts = {name: {"buffer": torch.zeros(4)} for name in ("a", "b")}
+    newcomer = with_part(Manager(checkpoint_transport=HTTPTransport(TIMEOUT)), received := {"buffer": torch.zeros(4)})
+
+    def heal() -> float:
+        gate.wait("a")
+        gate.wait("b")
+        gate.open("a goes on")
+        try:
+            newcomer.recover(addresses["a"], timeout=SHORT * 10)
+        finally:
+            gate.open("b goes on")
+        return float(received["buffer"][0])
+
+    first, second, healed = run_replicas(lambda: waiting("a"), lambda: waiting("b"), heal)
+    newcomer.shutdown()
+    assert (first, second) == (2, 2)
+    assert healed == parts["a"]["buffer"][0]
+
+
 def test_a_step_that_was_committed_and_not_made_has_to_be_healed(address: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
