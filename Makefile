@@ -7,8 +7,9 @@ ARGS ?=
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 STAMP := $(VENV)/.installed
 
-# In two processes, in the order of the files; tests/conftest.py says which tests stay together.
-SHARED := -n 2 --dist loadscope --no-loadscope-reorder
+# In three processes, for they wait half of the time, and in the order of the files; tests/conftest.py says which tests
+# stay together.
+SHARED := -n 3 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

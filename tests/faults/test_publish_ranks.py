@@ -1,4 +1,4 @@
-"""Four ranks whose collectives time out after three seconds publish to four engines that take twice as long.
+"""Four ranks whose collectives time out after two seconds publish to four engines that take twice as long.
 
 The scenarios run in ``tests/publish_ranks.py`` under torchrun; the engines are stand-ins (``tests/engine_servers.py``).
 """

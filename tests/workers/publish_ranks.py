@@ -26,10 +26,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ft_transport import LoRAAdapter, Publisher, TransportError, VLLMEngine
 
-COLLECTIVE_TIMEOUT_S = 3.0
+COLLECTIVE_TIMEOUT_S = 2.0
 """Of the trainer's process group."""
 ENGINE_TIMEOUT_S = 20.0
-HANGING_TIMEOUT_S = 4.0
+HANGING_TIMEOUT_S = 3.0
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": ["q"]}
 NAMES = ("base_model.model.q.lora_A.weight", "base_model.model.q.lora_B.weight")
 
