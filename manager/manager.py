@@ -292,7 +292,7 @@ class Manager(StateManager):
     def _joined(self) -> QuorumLoop:
         if self._loop is None:
             is_told = bool(self._config.lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV))
-            if not is_told or self._transport is None or self._state.training_thread is not None:
+            if not is_told or self._replica.transport is None or self._state.training_thread is not None:
                 raise ManagerError(
                     "expected a manager that takes part in a quorum, and this one was made without: give Manager "
                     "min_replica_size=... or a config, or set TORCHFT_LIGHTHOUSE, to use start_quorum and what belongs "

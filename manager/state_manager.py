@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -14,16 +13,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ft_transport.runtime.handler_safety import SafeEnd
-from manager.errors import ManagerError
-from manager.recovery.checkpoints import Checkpoints, check_store
-from manager.recovery.peers import PeerRecovery
 from manager.recovery.replica import Replica
 from manager.recovery.values import PeerOptions, Recovery
-from manager.snapshots.state_snapshots import StateSnapshots
 from manager.state.optimizer_guard import OptimizerAttachment
 from manager.state.ownership import Unclosed, ends_what_it_owns, interrupts_own_call
 from manager.state.registry import Scope
-from manager.state.replica_state import ReplicaState, checked_step
 
 if TYPE_CHECKING:
     from ft_transport import CheckpointStore, HTTPTransport, SaveHandle
@@ -34,11 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 class StateManager:
-    """Holds the lock over a replica's state, and connects the trainer with the transport.
+    """Holds the lock over a replica's state, and connects the trainer with the transport. ``Manager`` adds the quorum.
 
-    ``Manager`` adds the quorum; everything here works without one.
-
-    A training loop looks like this::
+    A training loop without one looks like this::
 
         manager = Manager(checkpoint_transport=HTTPTransport())
         manager.register("model", model)
@@ -74,12 +66,11 @@ class StateManager:
             checkpoint_transport: Serves this replica's snapshots and receives others'. The manager owns it and shuts
                 it down, also where this constructor raises.
             timeout: Deadline of every wait for the lock, and the default of `recover`.
-            prefault: Whether host memory for as many snapshots as the transport may hold is made ready after
-                the first step: as much as the state, each time. Otherwise the first copy waits for its memory, inside
-                `start_step` or `save`. Turn it on where that pause matters: a manager without a quorum that is
-                recovered from, or one with a ``checkpoint_store``. In a quorum the state is served without a copy.
-            checkpoint_store: Where durable checkpoints go, made for all ranks of this replica. The manager owns it and
-                closes it.
+            prefault: Whether host memory for as many snapshots as the transport may hold, each as large as the state,
+                is made ready after the first step. Otherwise the first copy waits for it, inside `start_step` or
+                `save`. Turn it on where that pause matters: a manager without a quorum that is recovered from, or one
+                with a ``checkpoint_store``. In a quorum the state is served without a copy.
+            checkpoint_store: Where durable checkpoints of all ranks of this replica go. The manager owns and closes it.
             save_every: Save a checkpoint at the beginning of every step whose number this divides.
 
         Raises:
@@ -88,51 +79,20 @@ class StateManager:
             TypeError: The transport is none of ``ft_transport``.
             TransportError: The transport belongs to another manager.
         """
-        if checkpoint_transport is not None and not hasattr(checkpoint_transport, "serve_fresh"):
-            raise TypeError(f"expected an HTTPTransport of ft_transport, got {type(checkpoint_transport).__name__}")
-        check_store(checkpoint_store, save_every)
         if (load_state_dict is None) != (state_dict is None):
             raise ValueError("expected both load_state_dict and state_dict, or neither")
-        self._timeout = timeout
-        self._transport = checkpoint_transport
-        self._state = ReplicaState(timeout)
+        self._replica = Replica.compose(
+            timeout, checkpoint_transport, checkpoint_store, prefault=prefault, save_every=save_every
+        )
+        self._state = self._replica.state
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
-        snapshots = peers = checkpoints = None
-        if checkpoint_transport is not None:
-            snapshots = StateSnapshots(self._state, checkpoint_transport, prefault=prefault)
-            peers = PeerRecovery(self._state, checkpoint_transport)
-        if checkpoint_store is not None:
-            checkpoints = Checkpoints(
-                self._state,
-                checkpoint_store,
-                save_every=save_every,
-                lease=snapshots.lease if snapshots is not None else lambda: None,
-            )
-        self._replica = Replica(
-            state=self._state,
-            transport=checkpoint_transport,
-            snapshots=snapshots,
-            peers=peers,
-            checkpoints=checkpoints,
-        )
-        self._unclosed = Unclosed(self)
+        self._unclosed = Unclosed(self, self._replica.closers())
         self._end = SafeEnd()
-        if checkpoint_transport is not None:
-            self._unclosed.add(checkpoint_transport.shutdown)
-        if checkpoint_store is not None:
-            # It may still be saving a snapshot of the transport's.
-            self._unclosed.add(checkpoint_store.close)
 
     def metadata(self) -> str:
-        """Return the address that peers recover from.
-
-        Raises:
-            ManagerError: There is no transport.
-        """
-        if self._transport is None:
-            raise ManagerError("expected a checkpoint_transport to serve this replica's state, and there is none")
-        return self._transport.metadata()
+        """Return the address that peers recover from; raises ``ManagerError`` where there is no transport."""
+        return self._replica.address()
 
     # ------------------------------------------------------------------------------------------------------- the lock
 
@@ -201,20 +161,11 @@ class StateManager:
             RegistryError: The key is taken.
         """
         self._state.registry.register(
-            key,
-            load_state_dict,
-            state_dict,
-            scope=scope,
-            on_training_thread=on_training_thread,
-            is_stable=is_stable,
+            key, load_state_dict, state_dict, scope=scope, on_training_thread=on_training_thread, is_stable=is_stable
         )
 
     def set_state_dict_fns(self, load_state_dict: Callable[[T], object], state_dict: Callable[[], T]) -> None:
-        """Register under the key ``set_state_dict_fns``; torchft's older name for `register_state_dict_fn`.
-
-        Raises:
-            RegistryError: They have been set already.
-        """
+        """Call `register_state_dict_fn`, once, with the key ``set_state_dict_fns``; torchft's older name for it."""
         logger.warning("set_state_dict_fns is torchft's older name; call register_state_dict_fn")
         self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
 
@@ -229,10 +180,9 @@ class StateManager:
     ) -> None:
         """Register anything with ``state_dict`` and ``load_state_dict``: a module, optimizer, scheduler, loader.
 
-        Arguments as for `register_state_dict_fn`.
+        Arguments and ``RegistryError`` as for `register_state_dict_fn`.
 
         Raises:
-            RegistryError: The key is taken.
             TypeError: The object lacks one of the methods.
         """
         self._state.registry.register_object(
@@ -240,20 +190,16 @@ class StateManager:
         )
 
     def replace_state_dict_fn(self, key: str, state_dict: Callable[[], object], *, is_stable: bool) -> None:
-        """Give what is registered under ``key`` another state function; its load function stays.
-
-        Raises:
-            RegistryError: Nothing is registered under the key.
-        """
+        """Give ``key`` another state function; the load function stays. ``RegistryError`` if nothing is registered."""
         self._state.registry.replace(key, state_dict, is_stable=is_stable)
 
     def attach(self, *optimizers: Optimizer, every_commit: bool = True) -> OptimizerAttachment:
         """Make every ``step()`` of the optimizers a write section, so that nobody copies a state in the middle of one.
 
         Their parameters and states are then cloned in the background when a snapshot is taken, from the step boundary
-        until the pre-step hook at the latest. Nothing else may change those tensors meanwhile outside a `writing`
-        section; where something does, leave the optimizer unattached, and its state is copied at the boundary
-        instead. torchft's LocalSGD and DiLoCo need ``guard_local_sgd`` and ``guard_diloco``.
+        until the pre-step hook at the latest. Where anything else changes them meanwhile outside a `writing` section,
+        leave the optimizer unattached: its state is copied at the boundary then. torchft's LocalSGD and DiLoCo need
+        ``guard_local_sgd`` and ``guard_diloco``.
 
         Args:
             *optimizers: Registered as well, under keys of their own.
@@ -282,8 +228,8 @@ class StateManager:
             state: What `replica_state` of a peer returned.
 
         Raises:
-            RegistryError: It does not fit what is registered here. If a load function failed midway, this replica
-                refuses to step until another load succeeds.
+            RegistryError: It does not fit what is registered. If a load function failed midway, this replica refuses
+                to step until another load succeeds.
             ManagerError: A load function asked for the training thread.
         """
         self._state.require_training_thread()
@@ -310,15 +256,14 @@ class StateManager:
         """Return the committed step that the state shows."""
         return self._state.step
 
-    # ------------------------------------------------------------------------------------------------------ snapshots
+    # ----------------------------------------------------------------------------------------- snapshots and recovery
 
     def start_step(self, step: int, *, hold: bool = False) -> bool:
         """The step boundary. Call it at the top of every iteration, before data is drawn and ``forward`` runs.
 
         Args:
             step: How many steps are committed: the state shows exactly these.
-            hold: Keep the state such that a snapshot of it can still be taken (`SnapshotScheduler.settle`), if none was
-                asked for yet.
+            hold: If none was asked for, keep the state such that one can still be taken (`SnapshotScheduler.settle`).
 
         Returns:
             Whether a snapshot of this step is under way or can still be taken.
@@ -330,20 +275,13 @@ class StateManager:
             TransportError: More checkpoints in a row could not be saved than the store allows.
         """
         self._refuse_start_step()
-        number = checked_step(step)
-        if number < self._state.step:
-            raise ManagerError(
-                f"expected start_step with a step from {self._state.step} on, which this replica shows, got {number}; "
-                "to go back, load an earlier state first (recover, resume, load or load_state_dict)"
-            )
-        return self._replica.begin_step(number, hold=hold)
+        return self._replica.begin_step(step, hold=hold)
 
     def snapshot(self, step: int | None = None) -> Future[None]:
         """Take a snapshot now; the training thread calls this between two steps.
 
         Args:
-            step: The committed step. By default the one that `start_step` was given, if no attached optimizer has
-                stepped since.
+            step: The committed step; by default the last of `start_step`, if no attached optimizer has stepped since.
 
         Returns:
             Done when the snapshot can be fetched.
@@ -353,23 +291,7 @@ class StateManager:
             LockTimeoutError: The snapshot before was not finished, or another thread was writing, until the deadline.
             TransportError: The state cannot be captured.
         """
-        state, snapshots = self._state, self._replica.snapshots
-        state.refuse_partial()
-        if snapshots is None:
-            raise ManagerError("expected a checkpoint_transport to serve the snapshot, and this manager has none")
-        if state.training_thread is None:
-            state.training_thread = threading.get_ident()
-        if step is not None:
-            state.step = checked_step(step)
-            state.is_past_step = False
-        if state.is_past_step:
-            raise ManagerError(
-                f"expected the number of committed steps: an optimizer has stepped since step {state.step} began; call "
-                "start_step first, or pass the step"
-            )
-        return snapshots.take()
-
-    # ------------------------------------------------------------------------------------------------------- recovery
+        return self._replica.snapshot(step)
 
     def recover(
         self,
@@ -386,26 +308,21 @@ class StateManager:
     ) -> Recovery:
         """Receive the state of a peer into this replica's own tensors, and load it.
 
-        From one address comes the state of a rank in the same layout; from the addresses of all ranks of a replica what
-        this rank needs of it in its own, whichever that is (``HTTPTransport.fetch_sharded``).
-
-        With a ``checkpoint_store`` all ranks of the store's group call this. Where a peer fails one of them, all load
-        the newest good checkpoint instead.
-
         The lock is held for writing meanwhile: nobody is served what is only half there. If the transfer fails after
-        bytes have landed, this replica refuses to step until a recovery succeeds.
+        bytes have landed, this replica refuses to step until a recovery succeeds. With a ``checkpoint_store`` all ranks
+        of the store's group call this; where a peer fails one of them, all load the newest good checkpoint instead.
 
         Args:
-            metadata: What the peer's transport returned from ``metadata()``; a list of those of all ranks of a replica
-                that is sharded in another way.
+            metadata: What ``metadata()`` of a peer's transport returned, of a rank in the same layout; or a list of
+                those of all ranks of a replica in any layout, of which this rank takes what it needs in its own
+                (``HTTPTransport.fetch_sharded``).
             step: The step to receive, or the peer's latest.
             timeout: For all of it.
-            unreachable_timeout: How long the peer may be out of reach before the first byte; by default ``timeout``.
-            progress_timeout: How long a transfer may go without a byte of the state, its beginning included; by default
-                ``timeout``.
+            unreachable_timeout: How long the peer may be out of reach before the first byte; default: ``timeout``.
+            progress_timeout: How long it may go without a byte of the state, from the start on; default: ``timeout``.
             is_fresh: Accept ``step`` only as the peer's present state, not as it was at an earlier attempt at it.
-            verify: Whether the state is compared with the peer's once it is loaded, every bit of it. Turn it off where
-                a load function changes what it takes on purpose.
+            verify: Whether every bit of the loaded state is compared with the peer's. Turn it off where a load function
+                changes what it takes on purpose.
             process_group: All ranks of this replica, if it has several. Each of them calls this; the latest step is the
                 same for all then, and if one of them fails all do. They agree through its store; no collective runs.
             from_checkpoints: Whether a checkpoint will do if no peer has a state.
@@ -414,29 +331,22 @@ class StateManager:
             RecoveryFailedError: No peer could be recovered from, and there is no checkpoint.
             TransportError: The transfer failed.
             StateTornError: After loading, the state is not what was sent; or another rank of ``process_group`` failed.
-            StateMismatchError: What the peer has does not fit what is registered here, as modules and optimizers show;
-                nothing is received then.
+            StateMismatchError: The peer's state, as modules and optimizers show it, does not fit; nothing is received.
             RegistryError: A load function failed.
             LockTimeoutError: Others held the lock until the deadline.
             ManagerError: There is no transport, the address is this replica's own, a state function asked for the
                 training thread, or several ranks would each recover a latest step of their own.
         """
         options = PeerOptions(
-            timeout=timeout if timeout is not None else self._timeout,
+            timeout=timeout if timeout is not None else self._state.timeout,
             unreachable_timeout=unreachable_timeout,
             progress_timeout=progress_timeout,
             is_fresh=is_fresh,
             verify=verify,
         )
-
-        def receive() -> Recovery:
-            if self._replica.peers is None:
-                raise ManagerError("expected a checkpoint_transport to receive with, and this manager has none")
-            return self._replica.peers.recover(metadata, step, options, process_group=process_group)
-
-        if self._replica.checkpoints is None or not from_checkpoints:
-            return receive()
-        return self._replica.recover_from_anywhere(receive, options.timeout)
+        return self._replica.recover(
+            metadata, step, options, process_group=process_group, from_checkpoints=from_checkpoints
+        )
 
     def save(self, *, wait: bool = False, overwrite: bool = False) -> SaveHandle:
         """Save a durable checkpoint of the present step, behind the training; all ranks call this.
@@ -454,7 +364,7 @@ class StateManager:
             StateTornError: This replica holds part of a state.
             TransportError: As for ``CheckpointStore.save``.
         """
-        return self._checkpoints().save(wait=wait, overwrite=overwrite)
+        return self._replica.save(wait=wait, overwrite=overwrite)
 
     def resume(self) -> Recovery | None:
         """Load the newest durable checkpoint that is what was written; all ranks call this, before the first step.
@@ -468,9 +378,7 @@ class StateManager:
             StateTornError: After loading, the state is not the one that was saved.
             TransportError: All checkpoints are damaged, or loading failed; the same on all ranks.
         """
-        return self._checkpoints().resume()
-
-    # -------------------------------------------------------------------------------------------------------- the end
+        return self._replica.resume()
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job, end the threads and the transport. May be called twice, and from a signal handler.
@@ -489,8 +397,3 @@ class StateManager:
 
     def _refuse_start_step(self) -> None:
         """For ``Manager``, whose steps may begin in another way."""
-
-    def _checkpoints(self) -> Checkpoints:
-        if self._replica.checkpoints is None:
-            raise ManagerError("expected a checkpoint_store to save to and to load from, and there is none")
-        return self._replica.checkpoints

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,6 +35,9 @@ class Checkpoints:
         store: Where checkpoints go. This object closes it.
         save_every: Save at the beginning of every step whose number this divides.
         lease: Begins a snapshot of the present step, and returns what waits for it; ``None`` where there is none.
+
+    Attributes:
+        store: See above.
     """
 
     def __init__(
@@ -47,19 +49,14 @@ class Checkpoints:
         lease: Callable[[], Callable[[], SnapshotLease] | None],
     ) -> None:
         self._state = state
-        self._store = store
+        self.store = store
         self._save_every = save_every
         self._lease = lease
         self._saved_step: int | None = None
 
-    @property
-    def root(self) -> object:
-        """The directory, for messages."""
-        return self._store.root
-
     def boundary(self) -> None:
         """Look after the writer processes, and save if it is time to."""
-        health = self._store.check_health()
+        health = self.store.check_health()
         if health.dead_writers:
             logger.warning("the writer processes of ranks %s are dead, and are being replaced", health.dead_writers)
         step = self._state.step
@@ -69,7 +66,7 @@ class Checkpoints:
 
     def save(self, *, wait: bool, overwrite: bool) -> SaveHandle:
         """See `StateManager.save`."""
-        state, store = self._state, self._store
+        state, store = self._state, self.store
         if state.training_thread is None:
             state.training_thread = threading.get_ident()
         step = self._saved_step = state.step
@@ -100,7 +97,7 @@ class Checkpoints:
 
     def resume(self) -> Recovery | None:
         """See `StateManager.resume`."""
-        state, store = self._state, self._store
+        state, store = self._state, self.store
         into: dict[str, object] = {}
         own_errors: list[Exception] = []
         with ExitStack() as held:
@@ -147,14 +144,6 @@ class Checkpoints:
         self._saved_step = loaded.step
         logger.info("resumed step %d from %s", loaded.step, store.root)
         return Recovery(step=loaded.step, source=f"{store.root}, step {loaded.step}")
-
-    def run_on_all_ranks(self, phase: str, action: Callable[[], None], *, timeout: timedelta) -> None:
-        """See ``CheckpointStore.run_on_all_ranks``."""
-        self._store.run_on_all_ranks(phase, action, timeout=timeout)
-
-    def close(self) -> None:
-        """Finish what is being saved, and end the writer processes."""
-        self._store.close()
 
     def _local_part(self) -> dict[str, object]:
         local = self._state.registry.state_dict("local")

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from ft_transport import PeerError, TransportError
-from manager.errors import RecoveryFailedError
-from manager.recovery.checkpoints import Checkpoints
+from manager.errors import ManagerError, RecoveryFailedError
+from manager.recovery.checkpoints import Checkpoints, check_store
 from manager.recovery.peers import PeerRecovery
-from manager.recovery.values import Recovery
+from manager.recovery.values import PeerOptions, Recovery
 from manager.snapshots.state_snapshots import StateSnapshots
-from manager.state.replica_state import ReplicaState
+from manager.state.replica_state import ReplicaState, checked_step
 
 if TYPE_CHECKING:
-    from ft_transport import HTTPTransport
+    import torch.distributed as dist
+
+    from ft_transport import CheckpointStore, HTTPTransport, SaveHandle
 
 logger = logging.getLogger(__name__)
 
@@ -41,26 +46,150 @@ class Replica:
     peers: PeerRecovery | None
     checkpoints: Checkpoints | None
 
+    @classmethod
+    def compose(
+        cls,
+        timeout: timedelta,
+        transport: HTTPTransport[Any] | None = None,
+        store: CheckpointStore | None = None,
+        *,
+        prefault: bool = False,
+        save_every: int | None = None,
+    ) -> Replica:
+        """Make the parts of a replica, without state.
+
+        Args:
+            timeout: Deadline of every wait for the lock.
+            transport: Serves this replica's snapshots and receives others'. `close` shuts it down.
+            store: Where durable checkpoints go. `close` closes it.
+            prefault: See `StateManager`.
+            save_every: See `StateManager`.
+
+        Raises:
+            ConfigurationError: ``save_every`` without a store, or no positive number.
+            TypeError: The transport or the store is none of ``ft_transport``.
+            TransportError: The transport belongs to another replica.
+        """
+        if transport is not None and not hasattr(transport, "serve_fresh"):
+            raise TypeError(f"expected an HTTPTransport of ft_transport, got {type(transport).__name__}")
+        check_store(store, save_every)
+        state = ReplicaState(timeout)
+        snapshots = peers = checkpoints = None
+        if transport is not None:
+            snapshots = StateSnapshots(state, transport, prefault=prefault)
+            peers = PeerRecovery(state, transport)
+        if store is not None:
+            lease = snapshots.lease if snapshots is not None else lambda: None
+            checkpoints = Checkpoints(state, store, save_every=save_every, lease=lease)
+        return cls(state=state, transport=transport, snapshots=snapshots, peers=peers, checkpoints=checkpoints)
+
+    def address(self) -> str:
+        """See `StateManager.metadata`."""
+        if self.transport is None:
+            raise ManagerError("expected a checkpoint_transport to serve this replica's state, and there is none")
+        return self.transport.metadata()
+
     def begin_step(self, step: int, *, hold: bool = False) -> bool:
         """The step boundary; see `StateManager.start_step`."""
-        self.state.begin_step(step)
+        number = checked_step(step)
+        if number < self.state.step:
+            raise ManagerError(
+                f"expected start_step with a step from {self.state.step} on, which this replica shows, got {number}; "
+                "to go back, load an earlier state first (recover, resume, load or load_state_dict)"
+            )
+        self.state.begin_step(number)
         is_kept = self.snapshots.boundary(hold=hold) if self.snapshots is not None else False
         if self.checkpoints is not None:
             self.checkpoints.boundary()
         return is_kept
 
-    def recover_from_anywhere(self, receive: Callable[[], Recovery], timeout: timedelta) -> Recovery:
+    def snapshot(self, step: int | None = None) -> Future[None]:
+        """See `StateManager.snapshot`."""
+        state = self.state
+        state.refuse_partial()
+        if self.snapshots is None:
+            raise ManagerError("expected a checkpoint_transport to serve the snapshot, and this manager has none")
+        if state.training_thread is None:
+            state.training_thread = threading.get_ident()
+        if step is not None:
+            state.step = checked_step(step)
+            state.is_past_step = False
+        if state.is_past_step:
+            raise ManagerError(
+                f"expected the number of committed steps: an optimizer has stepped since step {state.step} began; call "
+                "start_step first, or pass the step"
+            )
+        return self.snapshots.take()
+
+    def recover(
+        self,
+        metadata: str | Sequence[str],
+        step: int | Literal["latest"],
+        options: PeerOptions,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        from_checkpoints: bool = True,
+    ) -> Recovery:
+        """See `StateManager.recover`."""
+        receive = partial(self._receive, metadata, step, options, process_group)
+        if self.checkpoints is None or not from_checkpoints:
+            return receive()
+        return self._recover_from_anywhere(receive, self.checkpoints, options.timeout)
+
+    def save(self, *, wait: bool = False, overwrite: bool = False) -> SaveHandle:
+        """See `StateManager.save`."""
+        return self._required_checkpoints().save(wait=wait, overwrite=overwrite)
+
+    def resume(self) -> Recovery | None:
+        """See `StateManager.resume`."""
+        return self._required_checkpoints().resume()
+
+    def closers(self) -> list[Callable[[], object]]:
+        """Return what ends a replica that nobody closes, the last first. Refers to none of its state."""
+        closers: list[Callable[[], object]] = []
+        if self.transport is not None:
+            closers.append(self.transport.shutdown)
+        if self.checkpoints is not None:
+            # It may still be saving a snapshot of the transport's.
+            closers.append(self.checkpoints.store.close)
+        return closers
+
+    def close(self, *, wait: bool) -> None:
+        """End the snapshots, the store and the transport, in this order."""
+        with ExitStack() as closing:
+            if self.transport is not None:
+                closing.callback(self.transport.shutdown, wait=wait)
+                closing.callback(self.transport.serve_fresh, None)
+            if self.checkpoints is not None:
+                # It may still be saving a snapshot of the transport's.
+                closing.callback(self.checkpoints.store.close)
+            if self.snapshots is not None:
+                closing.callback(self.snapshots.close)
+
+    def _receive(
+        self,
+        metadata: str | Sequence[str],
+        step: int | Literal["latest"],
+        options: PeerOptions,
+        process_group: dist.ProcessGroup | None,
+    ) -> Recovery:
+        if self.peers is None:
+            raise ManagerError("expected a checkpoint_transport to receive with, and this manager has none")
+        return self.peers.recover(metadata, step, options, process_group=process_group)
+
+    def _recover_from_anywhere(
+        self, receive: Callable[[], Recovery], checkpoints: Checkpoints, timeout: timedelta
+    ) -> Recovery:
         """Have all ranks take the state of their peers, or all that of the newest good checkpoint.
 
         Args:
             receive: Receives a peer's state on this rank.
+            checkpoints: Of this replica.
             timeout: For receiving.
 
         Raises:
             RecoveryFailedError: No peer could be recovered from, and there is no checkpoint.
         """
-        checkpoints = self.checkpoints
-        assert checkpoints is not None, "the caller has a store"
         recoveries: list[Recovery] = []
         own_errors: list[Exception] = []
 
@@ -74,14 +203,15 @@ class Replica:
                 raise
 
         try:
-            checkpoints.run_on_all_ranks("recover from live peers", recover, timeout=2 * timeout)
+            checkpoints.store.run_on_all_ranks("recover from live peers", recover, timeout=2 * timeout)
         except PeerError as error:
             logger.warning("no live peer could be recovered from, checkpoints are tried: %s", error)
             self._note_alone(recoveries, error)
             resumed = checkpoints.resume()
             if resumed is None:
+                root = checkpoints.store.root
                 raise RecoveryFailedError(
-                    f"expected a live peer or a checkpoint in {checkpoints.root}, there is none; from peers: {error}"
+                    f"expected a live peer or a checkpoint in {root}, there is none; from peers: {error}"
                 ) from error
             return resumed
         except TransportError as error:
@@ -97,14 +227,7 @@ class Replica:
                 recovery.step, f"this rank has received it, another of this replica has not: {error}"
             )
 
-    def close(self, *, wait: bool) -> None:
-        """End the snapshots, the store and the transport, in this order."""
-        with ExitStack() as closing:
-            if self.transport is not None:
-                closing.callback(self.transport.shutdown, wait=wait)
-                closing.callback(self.transport.serve_fresh, None)
-            if self.checkpoints is not None:
-                # It may still be saving a snapshot of the transport's.
-                closing.callback(self.checkpoints.close)
-            if self.snapshots is not None:
-                closing.callback(self.snapshots.close)
+    def _required_checkpoints(self) -> Checkpoints:
+        if self.checkpoints is None:
+            raise ManagerError("expected a checkpoint_store to save to and to load from, and there is none")
+        return self.checkpoints

@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Final, ParamSpec, TypeAlias
 
@@ -59,16 +59,17 @@ class Unclosed:
 
     Args:
         owner: The object.
+        closers: End what belongs to it, the last first. They must not refer to the owner.
     """
 
-    def __init__(self, owner: object) -> None:
-        self._closers: list[Callable[[], object]] = []
+    def __init__(self, owner: object, closers: Iterable[Callable[[], object]]) -> None:
+        self._closers = list(closers)
         self._finalizer = weakref.finalize(owner, _end, type(owner).__name__, self._closers)
         # A process that ends takes its threads with it.
         self._finalizer.atexit = False
 
     def add(self, close: Callable[[], object]) -> None:
-        """Have ``close`` called, before those that were added earlier. It must not refer to the owner."""
+        """Have ``close`` called, before those that came earlier. It must not refer to the owner."""
         self._closers.append(close)
 
     def forget(self) -> None:

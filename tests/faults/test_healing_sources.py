@@ -22,8 +22,10 @@ from manager.quorum.decision import Member
 from manager.quorum.stall_watch import StallWatch
 from manager.recovery.healing import Healer
 from manager.recovery.peers import PeerRecovery
+from manager.state.replica_state import ReplicaState
 
 STATE_BYTES = 1 << 20
+TIMEOUT = timedelta(seconds=30)
 TIMEOUT_S = 6.0
 TRANSFER_S = 3.4
 """More than half of the time, and less than is left once a hanging source was given up."""
@@ -45,31 +47,35 @@ def closed_port() -> int:
     return port
 
 
+def _transport(token: str | None = None) -> HTTPTransport[Any]:
+    settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", chunk_bytes=1 << 16, token=token)
+    return HTTPTransport(TIMEOUT, 1, settings=settings)
+
+
 class Sources:
     """Healthy replicas that serve one state, each behind a proxy, and one that heals from them."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self.weight = torch.zeros(STATE_BYTES // 4)
-        self.manager = self._manager(self.weight)
+        state = ReplicaState(TIMEOUT)
+        state.registry.register("weight", lambda part: self.weight.copy_(part["w"]), lambda: {"w": self.weight})
+        transport = _transport()
+        stack.callback(transport.shutdown)
         watch = StallWatch(60.0)
         stack.callback(watch.close)
         self.healer = Healer(
             ManagerConfig(timeout=timedelta(seconds=TIMEOUT_S), connect_timeout=timedelta(seconds=2)),
-            recover=PeerRecovery(self.manager._state, self.manager._transport).recover,
+            recover=PeerRecovery(state, transport).recover,
             lineage=lambda: "",
             watch=watch,
         )
 
-    def _manager(self, weight: torch.Tensor, token: str | None = None) -> Manager:
-        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", chunk_bytes=1 << 16, token=token)
-        manager = Manager(checkpoint_transport=HTTPTransport(timedelta(seconds=30), 1, settings=settings))
-        self._stack.callback(manager.shutdown)
-        manager.register_state_dict_fn("weight", lambda state: weight.copy_(state["w"]), lambda: {"w": weight})
-        return manager
-
     def add(self, *faults: tuple[str, Fault], token: str | None = None, more: bool = False) -> tuple[Member, Proxy]:
-        healthy = self._manager(torch.arange(float(STATE_BYTES // 4)), token)
+        weight = torch.arange(float(STATE_BYTES // 4))
+        healthy = Manager(checkpoint_transport=_transport(token))
+        self._stack.callback(healthy.shutdown)
+        healthy.register_state_dict_fn("weight", lambda _: None, lambda: {"w": weight})
         if more:
             healthy.register_state_dict_fn("more", lambda _: None, dict)
         healthy.start_step(3)

@@ -119,7 +119,7 @@ def test_who_asks_for_the_latest_state_meanwhile_gets_the_boundary(
     assert training.manager.start_step(1, hold=True)
     expected = exact(training.manager.replica_state())
     asked = threading.Event()
-    training.manager._transport.serve_fresh(None)  # type: ignore[union-attr]
+    sender.serve_fresh(None)
 
     def request(_step: int | None) -> int:
         number = training.snapshot_scheduler.request()

@@ -67,10 +67,11 @@ class Replica:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.5)
         self.loader = Loader()
         self.store = CheckpointStore(root, settings=StoreSettings(timeout=_TIMEOUT)) if root is not None else None
+        self.transport: HTTPTransport[Any] | None = None
+        if transport:
+            self.transport = HTTPTransport(_TIMEOUT, settings=TransportSettings(host="127.0.0.1"))
         self.manager = StateManager(
-            checkpoint_transport=HTTPTransport(_TIMEOUT, settings=TransportSettings(host="127.0.0.1"))
-            if transport
-            else None,
+            checkpoint_transport=self.transport,
             timeout=_TIMEOUT,
             checkpoint_store=self.store,
             **keywords,
@@ -136,7 +137,7 @@ def test_what_is_saved_is_the_snapshot_that_peers_are_served(tmp_path: Path) -> 
     with replica(tmp_path) as source:
         source.train(0, 3)
         source.manager.save(wait=True)
-        transport = source.manager._transport
+        transport = source.transport
         assert transport is not None
         assert transport.newest_step() == 3
         num_snapshots = transport.newest_sequence()

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import LONG_S, Gate, lighthouse, make_manager, run_replicas
+from quorum_threads import LONG_S, Gate, lighthouse, loopback_transport, make_manager, run_replicas
 from state_equality import exact
 from torch import nn
 
+from ft_transport import HTTPTransport
 from manager import Manager
 
 pytest.importorskip("torchft")
@@ -202,16 +203,16 @@ def test_a_guarded_sync_of_local_sgd_is_a_write_section(address: str) -> None:
 def test_the_outer_sync_of_diloco_is_a_write_section_and_its_backup_is_not_copied(address: str) -> None:
     from manager import ManagerError, guard_diloco
 
-    def inner_step_with_reader(manager: Manager, trainer: _Trainer) -> bool:
+    def inner_step_with_reader(transport: HTTPTransport[Any], trainer: _Trainer) -> bool:
         """Whether an inner step copies the backup, which somebody may be reading."""
-        manager.snapshot(manager.current_step()).result(LONG_S)
-        assert manager._transport is not None
-        memory = manager._transport._server._sharings[-1].memory
+        trainer.manager.snapshot(trainer.manager.current_step()).result(LONG_S)
+        memory = transport._server._sharings[-1].memory
         trainer.step()
         return not memory.is_shared
 
     def replica(index: int) -> Any:
-        manager = make_manager(address, f"replica_{index}", use_async_quorum=False)
+        transport = loopback_transport()
+        manager = make_manager(address, f"replica_{index}", checkpoint_transport=transport, use_async_quorum=False)
         # Of the weights, the first is large enough not to be copied at once.
         trainer = _Trainer("DiLoCo", manager, index, width=4096)
         guard_diloco(manager, trainer.wrapper)
@@ -224,7 +225,7 @@ def test_the_outer_sync_of_diloco_is_a_write_section_and_its_backup_is_not_copie
         with manager.attach(trainer.inner), trainer.wrapper:
             trainer.train_until(2)
             found = trainer.globals()
-            copied = inner_step_with_reader(manager, trainer)
+            copied = inner_step_with_reader(transport, trainer)
         assert not copied, "only an outer step changes the backup"
         state = manager.replica_state()["user"]["StreamingDiLoCoFragment_0"]  # type: ignore[index]
         assert state["original_parameters"][name] is backup

@@ -28,9 +28,8 @@ class Trainer:
         self.model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", token=token)
-        self.manager: Manager = make_manager(
-            address, name, checkpoint_transport=HTTPTransport(TIMEOUT, settings=settings), timeout=SHORT
-        )
+        self.transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=settings)
+        self.manager: Manager = make_manager(address, name, checkpoint_transport=self.transport, timeout=SHORT)
         self.manager.register("model", self.model)
         self.manager.register("optimizer", self.optimizer)
         self.manager.attach(self.optimizer)
@@ -60,9 +59,7 @@ def beside_a_healthy_replica(
             gate.open("trains")
             while not gate.is_open("over"):
                 committed.append(trainer.step())
-            transport = trainer.manager._transport
-            assert transport is not None
-            return committed, transport.newest_sequence()
+            return committed, trainer.transport.newest_sequence()
         finally:
             trainer.manager.shutdown()
 

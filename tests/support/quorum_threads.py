@@ -38,6 +38,10 @@ def lighthouse(min_replicas: int = 1, *, heartbeat_timeout_ms: int = 1000) -> It
         server.shutdown()
 
 
+def loopback_transport() -> HTTPTransport[Any]:
+    return HTTPTransport(TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
+
+
 def make_manager(address: str, name: str, kind: type[Manager] = Manager, **keywords: Any) -> Manager:
     """A manager on the loopback."""
     chosen: dict[str, Any] = {
@@ -49,8 +53,7 @@ def make_manager(address: str, name: str, kind: type[Manager] = Manager, **keywo
         **keywords,
     }
     if "checkpoint_transport" not in chosen:
-        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
-        chosen["checkpoint_transport"] = HTTPTransport(TIMEOUT, settings=settings)
+        chosen["checkpoint_transport"] = loopback_transport()
     return kind(lighthouse_addr=address, replica_id=name, **chosen)
 
 
