@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
-from typing import Final
 
 from torch.optim import Optimizer
 
@@ -22,12 +21,11 @@ from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.errors import LockTimeoutError, ManagerError
 from manager.quorum.divergence import Claim
 from manager.snapshots.boundary_keeper import BoundaryKeeper
+from manager.snapshots.run import BOUNDARY_TIMEOUT
 from manager.state.guarded_memory import belongs_to, memory_at, parameters_of
 from manager.state.lock import Section, StateLock
 
 logger = logging.getLogger(__name__)
-
-_BOUNDARY_TIMEOUT: Final = timedelta(milliseconds=100)
 
 
 class StateComparison:
@@ -55,7 +53,7 @@ class StateComparison:
         try:
             if self._lock.write_owned():
                 return
-            section = self._lock.acquire_read(f"comparing step {step}", _BOUNDARY_TIMEOUT, detached=True)
+            section = self._lock.acquire_read(f"comparing step {step}", BOUNDARY_TIMEOUT, detached=True)
             state = self._state()
             guarded = self._keeper.guarded(optimizers) | self._keeper.stable(state)
             check = self._keeper.watch([each for each in parameters_of(optimizers) if memory_at(each) in guarded])

@@ -16,57 +16,22 @@ from concurrent.futures import Future, InvalidStateError
 # Not the builtin one before Python 3.11.
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final
 
 from torch.optim import Optimizer
 
-from ft_transport import CollectiveRefusedError, HeldState, TransportError
-from ft_transport.runtime.handler_safety import SafeExecutor, SafeFuture
+from ft_transport import HeldState, TransportError
+from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.errors import LockTimeoutError, ManagerError
 from manager.snapshots.boundary_keeper import BoundaryKeeper, KeptBoundary
 from manager.snapshots.demand import SnapshotDemand
+from manager.snapshots.first_steps import FirstSteps
+from manager.snapshots.run import BOUNDARY_TIMEOUT, HeldBoundary, Run, copy_and_publish
 from manager.snapshots.sink import SnapshotInProgress, SnapshotSink
 from manager.snapshots.taking import StateTaking
 from manager.state.lock import Section, StateLock
 
 logger = logging.getLogger(__name__)
-
-_PREPARED_AT_BOUNDARIES: Final = (2, 4)
-"""First and last attempt. One step has been taken by then as a rule, so that the optimizers have made their states."""
-
-_BOUNDARY_TIMEOUT: Final = timedelta(milliseconds=100)
-"""How long a step boundary waits for another thread's write section before it leaves a request to the next one."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Run:
-    """One snapshot, from its beginning on the training thread until it is published or has failed.
-
-    Attributes:
-        step: The committed step that it shows.
-        epoch: The step boundary at which it was begun.
-        num_before: How many snapshots had been published before it.
-        future: Done with it. It cannot be cancelled: what holds the lock has to be carried through.
-    """
-
-    step: int
-    epoch: int
-    num_before: int
-    future: Future[None] = field(default_factory=SafeFuture)
-
-    def __post_init__(self) -> None:
-        self.future.set_running_or_notify_cancel()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _HeldBoundary:
-    """A state that a snapshot can still be taken of, and the read section that keeps it."""
-
-    run: _Run
-    state: HeldState | KeptBoundary
-    section: Section
 
 
 class SnapshotScheduler:
@@ -94,16 +59,13 @@ class SnapshotScheduler:
         """Take none yet."""
         self._lock = lock
         self._sink = sink
-        self._state = state
         self._taking = StateTaking(sink, state, keeper)
+        self._first_steps = FirstSteps(lock, sink, state, prefault=prefault)
         self._mutex = threading.Lock()
         self._demand = SnapshotDemand()
-        self._num_boundaries = 0
-        self._is_prepared = not prefault
-        self._is_called = False
-        self._run: _Run | None = None
-        self._when_published: tuple[_Run, Callable[[], None]] | None = None
-        self._held: _HeldBoundary | None = None
+        self._run: Run | None = None
+        self._when_published: tuple[Run, Callable[[], None]] | None = None
+        self._held: HeldBoundary | None = None
         self._is_closed = False
         self._is_serving = False
         self._is_postponed = False
@@ -162,14 +124,12 @@ class SnapshotScheduler:
             RegistryError: A state function runs a collective.
         """
         self.settle()
-        self._call_unlocked()
+        self._first_steps.call_state()
         with self._mutex:
             self._demand.begin_boundary(step)
-            self._num_boundaries += 1
-            first, last = _PREPARED_AT_BOUNDARIES
-            is_to_prepare = not self._is_prepared and first <= self._num_boundaries <= last and not self._is_closed
-        if is_to_prepare:
-            self._prepare()
+            is_closed = self._is_closed
+        if not is_closed:
+            self._first_steps.prefault()
         with self._mutex:
             if self._is_closed or self._run is not None:
                 self._forget_if_interrupted()
@@ -179,16 +139,16 @@ class SnapshotScheduler:
             if not (is_wanted or hold):
                 return False
             is_to_share = self._demand.is_to_share
-            run = self._run = _Run(step, self._demand.epoch, num_published)
+            run = self._run = Run(step, self._demand.epoch, num_published)
         if not is_wanted:
             return self._hold_back(run, lambda: self._taking.keep(optimizers))
         if is_to_share and self._hold_back(run, lambda: self._taking.hold(step, optimizers)) and self.settle():
             return True
         with self._mutex:
             self._demand.is_to_share = False
-            run = self._run = _Run(step, self._demand.epoch, num_published)
+            run = self._run = Run(step, self._demand.epoch, num_published)
         try:
-            self._begin(run, optimizers, _BOUNDARY_TIMEOUT)
+            self._begin(run, optimizers, BOUNDARY_TIMEOUT)
         except Exception as error:
             self._sink.snapshot_failed(step, error)
             if isinstance(error, LockTimeoutError) or getattr(error, "retryable", False):
@@ -271,9 +231,8 @@ class SnapshotScheduler:
             return False
         try:
             section: Section | None = held.section
-            state = (
-                held.state if isinstance(held.state, HeldState) else self._taking.hold_kept(held.run.step, held.state)
-            )
+            kept = held.state
+            state = kept if isinstance(kept, HeldState) else self._taking.hold_kept(held.run.step, kept)
             if is_to_share and state.is_shareable:
                 unfinished = [self._sink.share_held(state)]
                 # From here on a writer calls back what is shared.
@@ -300,13 +259,13 @@ class SnapshotScheduler:
             return False
         return True
 
-    def _hold_back(self, run: _Run, make: Callable[[], HeldState | KeptBoundary | None]) -> bool:
+    def _hold_back(self, run: Run, make: Callable[[], HeldState | KeptBoundary | None]) -> bool:
         section: Section | None = None
         state: HeldState | KeptBoundary | None = None
         try:
             # Inside the caller's own write section nothing may be left for later.
             if not self._lock.write_owned():
-                section = self._lock.acquire_read(f"state of step {run.step}", _BOUNDARY_TIMEOUT, detached=True)
+                section = self._lock.acquire_read(f"state of step {run.step}", BOUNDARY_TIMEOUT, detached=True)
                 state = make()
         except Exception as error:
             level = logging.DEBUG if isinstance(error, (ManagerError, TransportError)) else logging.ERROR
@@ -320,7 +279,7 @@ class SnapshotScheduler:
         if state is None or section is None:
             return False
         with self._mutex:
-            self._held = _HeldBoundary(run, state, section)
+            self._held = HeldBoundary(run, state, section)
         return True
 
     def take(
@@ -349,7 +308,7 @@ class SnapshotScheduler:
             ManagerError: After ``close``.
             TransportError: The state cannot be captured.
         """
-        self._call_unlocked()
+        self._first_steps.call_state()
         with self._mutex:
             if self._is_closed:
                 raise ManagerError("expected a manager that serves snapshots, and this one has been shut down")
@@ -366,7 +325,7 @@ class SnapshotScheduler:
                     holders=self._lock.holders(),
                 ) from None
         with self._mutex:
-            run = self._run = _Run(step, self._demand.epoch, self._sink.newest_sequence())
+            run = self._run = Run(step, self._demand.epoch, self._sink.newest_sequence())
             if when_published is not None:
                 self._when_published = (run, when_published)
         self._begin(run, optimizers, timeout, may_share=may_share)
@@ -416,7 +375,7 @@ class SnapshotScheduler:
         if run is not None and self._held is None and not self._is_closed:
             self._pool.submit(self._forget, run)
 
-    def _forget(self, run: _Run) -> None:
+    def _forget(self, run: Run) -> None:
         with self._mutex:
             if self._run is not run:
                 return
@@ -424,35 +383,7 @@ class SnapshotScheduler:
         with suppress(InvalidStateError):
             run.future.set_exception(ManagerError(f"the snapshot of step {run.step} was interrupted as it began"))
 
-    def _call_unlocked(self) -> None:
-        """The first call of the state functions, outside of every section.
-
-        DCP's ``get_optimizer_state_dict`` makes the states of an optimizer that has none, by a step of it, which would
-        wait inside a read section for that section's own end.
-        """
-        if self._is_called:
-            return
-        self._is_called = True
-        try:
-            self._state()
-        except Exception as error:
-            if isinstance(error.__cause__, CollectiveRefusedError):
-                raise  # On every rank alike, and at the start, when it can be mended.
-            logger.debug("the state functions failed at their first call: %s", error)
-
-    def _prepare(self) -> None:
-        try:
-            with self._lock.read("size of snapshots", _BOUNDARY_TIMEOUT):
-                self._sink.prefault(self._state())
-            self._is_prepared = True
-        except Exception as error:
-            if isinstance(error.__cause__, CollectiveRefusedError):
-                raise  # It comes as late as this where the first call was another.
-            # Whoever asks for a snapshot will be told, if it lasts.
-            level = logging.DEBUG if self._num_boundaries > _PREPARED_AT_BOUNDARIES[0] else logging.WARNING
-            logger.log(level, "the memory for snapshots could not be prefaulted: %s", error)
-
-    def _begin(self, run: _Run, optimizers: Sequence[Optimizer], timeout: timedelta, *, may_share: bool = True) -> None:
+    def _begin(self, run: Run, optimizers: Sequence[Optimizer], timeout: timedelta, *, may_share: bool = True) -> None:
         section: Section | None = None
         try:
             # Inside the caller's own write section nothing may be left for later: that section may end any time.
@@ -477,16 +408,10 @@ class SnapshotScheduler:
                 self._run = None
             raise
 
-    def _complete(self, run: _Run, unfinished: list[SnapshotInProgress], section: Section | None) -> None:
-        """Copies the rest, opens the lock, and only then does what needs no lock."""
+    def _complete(self, run: Run, unfinished: list[SnapshotInProgress], section: Section | None) -> None:
+        """Carry the snapshot through, on the pool's thread."""
         try:
-            in_progress = unfinished.pop()
-            try:
-                in_progress.copy_deferred()
-            finally:
-                if section is not None:
-                    section.release()
-            in_progress.publish()
+            copy_and_publish(unfinished, section)
             with self._mutex:
                 awaited = self._when_published
                 if awaited is not None and awaited[0] is run:

@@ -281,7 +281,7 @@ def test_an_exception_that_is_kept_keeps_no_lock(monkeypatch: pytest.MonkeyPatch
         trainer.step()
         gc.disable()
         try:
-            monkeypatch.setattr(scheduler, "_HeldBoundary", interrupt)
+            monkeypatch.setattr(scheduler, "HeldBoundary", interrupt)
             with pytest.raises(HandlerError) as _kept:
                 trainer.start()
             begin_s = time.monotonic()
