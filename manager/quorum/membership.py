@@ -30,7 +30,7 @@ from manager.quorum.decision import Decision, Member, Rules, decide
 from manager.quorum.divergence import Claim
 from manager.quorum.group_ranks import Exchange, GroupRanks, Incarnation
 from manager.quorum.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse, name_of
-from manager.quorum.rank_report import RankReport, report_of_group
+from manager.quorum.rank_report import RankReport, member_of
 from manager.quorum.replica_ids import ReplicaId, give_back_id, take_id
 from manager.quorum.replica_store import ReplicaStore, find_store
 from manager.quorum.structure import Structure
@@ -214,25 +214,16 @@ class Membership:
     ) -> bytes:
         """Ask the Lighthouse for the replica as a whole. Returns the members, in JSON."""
         assert self._session is not None, "rank 0 has one"
-        whole = report_of_group(reports)
+        own = member_of(
+            reports,
+            replica_id=self.replica_id,
+            store_address=self._store_address,
+            announced_to=announced_to,
+            rules=rules.told(),
+        )
         self._is_asking = True
         members = self._session.quorum(
-            Member(
-                replica_id=self.replica_id,
-                step=whole.step,
-                lineage=whole.lineage,
-                store_address=self._store_address,
-                addresses=tuple(each.address for each in reports),
-                group=whole.group,
-                num_groups=whole.num_groups,
-                can_serve=whole.can_serve,
-                may_heal=whole.may_heal,
-                announced_to=announced_to,
-                rules=rules.told(),
-                is_irregular=whole.is_irregular,
-                claim=whole.claim,
-                structure=whole.structure,
-            ),
+            own,
             # As in torchft, what the caller gives stands in the place of the configuration's.
             timeout=deadline.left() or self._config.quorum_timeout,
             deadline=deadline,

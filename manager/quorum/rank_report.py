@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 
-from manager.quorum.decision import NO_WHOLE_STATE
+from manager.quorum.decision import NO_WHOLE_STATE, Member
 from manager.quorum.divergence import Claim
 from manager.quorum.structure import UNKNOWN, Structure
 
@@ -42,8 +42,23 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     structure: Structure = ()
 
 
-def report_of_group(reports: Sequence[RankReport]) -> RankReport:
-    """What the replica as a whole holds and does: ranks that hold different states hold no whole one together."""
+def member_of(
+    reports: Sequence[RankReport],
+    *,
+    replica_id: str,
+    store_address: str,
+    announced_to: frozenset[str],
+    rules: tuple[str, ...],
+) -> Member:
+    """Return what the replica as a whole says: ranks that hold different states hold no whole one together.
+
+    Args:
+        reports: Of all its ranks, in their order.
+        replica_id: See `Member`, as for what follows.
+        store_address: See above.
+        announced_to: See above.
+        rules: See above.
+    """
     states = {(report.step, report.lineage, report.is_irregular) for report in reports}
     step, lineage, is_irregular = states.pop()
     if states and step == 0 and all(other == 0 for other, _, _ in states):
@@ -52,14 +67,18 @@ def report_of_group(reports: Sequence[RankReport]) -> RankReport:
     elif states:
         step, lineage, is_irregular = NO_WHOLE_STATE, "", False
     groups = {report.group for report in reports}
-    return RankReport(
+    return Member(
+        replica_id=replica_id,
         step=step,
         lineage=lineage,
+        store_address=store_address,
+        addresses=tuple(report.address for report in reports),
         group=groups.pop() if len(groups) == 1 else "",
         num_groups=sum(report.num_groups for report in reports),
-        address=reports[0].address,
         can_serve=all(report.can_serve for report in reports),
         may_heal=all(report.may_heal for report in reports),
+        announced_to=announced_to,
+        rules=rules,
         is_irregular=is_irregular,
         claim=_claim_of_group([report.claim for report in reports]),
         structure=_structure_of_group([report.structure for report in reports]),
