@@ -44,6 +44,7 @@ class SnapshotScheduler:
         sink: Where snapshots go. Nothing else gives it snapshots of this state.
         state: Calls the state functions.
         keeper: Knows what only optimizers and write sections change.
+        pool: One thread, which carries the snapshots through, one after the other. This object ends it.
         prefault: Whether the memory for snapshots is made ready before the first is asked for.
     """
 
@@ -54,9 +55,9 @@ class SnapshotScheduler:
         sink: SnapshotSink,
         state: Callable[[], object],
         keeper: BoundaryKeeper,
+        pool: SafeExecutor,
         prefault: bool = False,
     ) -> None:
-        """Take none yet."""
         self._lock = lock
         self._sink = sink
         self._taking = StateTaking(sink, state, keeper)
@@ -70,7 +71,7 @@ class SnapshotScheduler:
         self._is_serving = False
         self._is_postponed = False
         self._last_failure = ""
-        self._pool = SafeExecutor(1, "ft-transport-snapshot")
+        self._pool = pool
 
     def request(self, step: int | None = None, *, share: bool = False) -> int | None:
         """Ask for a snapshot that shows the present committed step or a later one; returns at once.
@@ -127,8 +128,7 @@ class SnapshotScheduler:
         self._first_steps.call_state()
         with self._mutex:
             self._demand.begin_boundary(step)
-            is_closed = self._is_closed
-        if not is_closed:
+        if not self._is_closed:
             self._first_steps.prefault()
         with self._mutex:
             if self._is_closed or self._run is not None:

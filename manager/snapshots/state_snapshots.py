@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ft_transport import SnapshotLimitError, TransportError
-from ft_transport.runtime.handler_safety import SafeFuture
+from ft_transport.runtime.handler_safety import SafeExecutor, SafeFuture
 from manager.snapshots.boundary_keeper import BoundaryKeeper
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.guarded_memory import storages_of_optimizers
@@ -43,7 +43,12 @@ class StateSnapshots(StateObserver):
         self._transport = transport
         self.keeper = BoundaryKeeper(state.registry, state.counters)
         self.scheduler = SnapshotScheduler(
-            lock=state.lock, sink=transport, state=state.content, keeper=self.keeper, prefault=prefault
+            lock=state.lock,
+            sink=transport,
+            state=state.content,
+            keeper=self.keeper,
+            pool=SafeExecutor(1, "ft-transport-snapshot"),
+            prefault=prefault,
         )
         transport.serve_fresh(weak_request(self.scheduler.request))
         state.add_observer(self)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.snapshots.boundary_keeper import BoundaryKeeper
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.guarded_memory import MIN_DEFERRED_BYTES
@@ -112,11 +113,13 @@ class Replica:
         self.attachment: OptimizerAttachment = attach_optimizers(self.lock, [self.optimizer])
         self.state: Callable[[], object] = lambda: {"model": self.model.state_dict(), "more": self.more}
         self.more: dict[str, torch.Tensor] = {}
+        self.pool = SafeExecutor(1, "snapshot")
         self.snapshot_scheduler = SnapshotScheduler(
             lock=self.lock,
             sink=self.sink,
             state=self._call_state,
             keeper=BoundaryKeeper(StateRegistry(), dict),
+            pool=self.pool,
             prefault=True,
         )
 
@@ -135,9 +138,7 @@ class Replica:
 
     def finish(self) -> None:
         """Wait until nothing is under way: the next one would have to wait as well."""
-        run = self.snapshot_scheduler._run
-        if run is not None:
-            run.future.exception(LONG_S)
+        self.pool.submit(lambda: None).result(LONG_S)
 
     def is_free(self) -> bool:
         return not self.lock.holders()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_transport import SnapshotError, SnapshotLimitError
+from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.snapshots.boundary_keeper import BoundaryKeeper
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.lock import StateLock
@@ -25,6 +26,8 @@ class StandInTransport:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.failures: list[BaseException] = []
+        self.is_running = False
         self.begin_error: Exception | None = None
         self.copy_error: Exception | None = None
         self.may_copy = threading.Event()
@@ -46,6 +49,7 @@ class StandInTransport:
         if self.begin_error is not None:
             raise self.begin_error
         self._step = step
+        self.is_running = True
         return self
 
     def copy_deferred(self) -> None:
@@ -66,7 +70,7 @@ class StandInTransport:
         return self.steps[-1] if self.steps else None
 
     def snapshot_failed(self, step: int, error: BaseException) -> None:
-        """Nobody here reads it."""
+        self.failures.append(error)
 
     def answer(self, after: int) -> int | None:
         """The step that the server would serve to who was given this number."""
@@ -79,8 +83,9 @@ class Requests:
     def __init__(self) -> None:
         self.sink = StandInTransport()
         lock = StateLock(timeout=timedelta(seconds=_LONG_S))
+        self._pool = SafeExecutor(1, "snapshot")
         self.snapshot_scheduler = SnapshotScheduler(
-            lock=lock, sink=self.sink, state=dict, keeper=BoundaryKeeper(StateRegistry(), dict)
+            lock=lock, sink=self.sink, state=dict, keeper=BoundaryKeeper(StateRegistry(), dict), pool=self._pool
         )
         self.request = self.snapshot_scheduler.request
 
@@ -91,14 +96,18 @@ class Requests:
 
     @property
     def is_running(self) -> bool:
-        return self.snapshot_scheduler._run is not None
+        """Whether a snapshot was begun that no `finish` has let end."""
+        return self.sink.is_running
 
     def finish(self, error: Exception | None = None) -> None:
-        run = self.snapshot_scheduler._run
+        num_published, num_failures = len(self.sink.steps), len(self.sink.failures)
         self.sink.copy_error = error
         self.sink.may_copy.set()
-        if run is not None:
-            assert run.future.exception(_LONG_S) is error
+        self._pool.submit(lambda: None).result(_LONG_S)
+        if self.is_running:
+            assert self.sink.failures[num_failures:] == ([] if error is None else [error])
+            assert len(self.sink.steps) - num_published == (error is None)
+        self.sink.is_running = False
         self.sink.copy_error = None
 
 
