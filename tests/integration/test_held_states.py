@@ -15,31 +15,38 @@ import torch
 from state_equality import exact
 
 from ft_transport import HTTPTransport, StateMovedError, StepNotServedError, TransportError
-from manager import RandomState, StateManager
+from manager import RandomState
+from manager.recovery.replica import Replica
+from manager.snapshots.scheduler import SnapshotScheduler
 
 LONG_S = 20.0
 LONG = timedelta(seconds=LONG_S)
 LARGE = 100_000
 
 
+def scheduler_of(replica: Replica) -> SnapshotScheduler:
+    assert replica.snapshots is not None
+    return replica.snapshots.scheduler
+
+
 class Training:
     def __init__(self, transport: HTTPTransport[Any]) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(4, LARGE // 4), torch.nn.BatchNorm1d(LARGE // 4))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.manager = StateManager(checkpoint_transport=transport, prefault=False)
-        self.manager.register("model", self.model)
-        self.manager.register("optimizer", self.optimizer)
-        self.manager.register("random", RandomState())
-        self.attachment = self.manager.attach(self.optimizer)
-        assert self.manager._replica.snapshots is not None
-        self.snapshot_scheduler = self.manager._replica.snapshots.scheduler
+        self.replica = Replica.compose(LONG, transport)
+        self.state = self.replica.state
+        self.state.registry.register_object("model", self.model)
+        self.state.registry.register_object("optimizer", self.optimizer)
+        self.state.registry.register_object("random", RandomState())
+        self.state.attach((self.optimizer,), every_commit=True)
+        self.snapshot_scheduler = scheduler_of(self.replica)
 
     def forward_backward(self) -> None:
         self.optimizer.zero_grad()
         self.model(torch.randn(8, 4)).square().mean().backward()
 
     def lock_is_free(self) -> bool:
-        return not self.manager._state.lock.holders()
+        return not self.state.lock.holders()
 
 
 @pytest.fixture
@@ -50,21 +57,21 @@ def transports(new_transport: Callable[[], HTTPTransport[Any]]) -> tuple[HTTPTra
 @pytest.fixture
 def training(transports: tuple[HTTPTransport[Any], HTTPTransport[Any]]) -> Iterator[Training]:
     made = Training(transports[0])
-    made.manager.start_step(0)
+    made.replica.begin_step(0)
     made.forward_backward()
     made.optimizer.step()
     yield made
-    made.manager.shutdown()
+    made.replica.close(wait=True)
 
 
 def test_a_snapshot_begun_during_forward_shows_the_boundary(
     training: Training, transports: tuple[HTTPTransport[Any], HTTPTransport[Any]]
 ) -> None:
     sender, receiver = transports
-    assert training.manager.start_step(1, hold=True)
-    expected = exact(training.manager.replica_state())
+    assert training.replica.begin_step(1, hold=True)
+    expected = exact(training.state.content())
     training.forward_backward()
-    changed = exact(training.manager.replica_state())
+    changed = exact(training.state.content())
     assert changed != expected, "buffers and the generator have moved on"
     training.snapshot_scheduler.request()
     training.snapshot_scheduler.settle()
@@ -80,7 +87,7 @@ def test_a_boundary_that_nobody_needs_is_let_go_without_a_snapshot(
     training: Training, transports: tuple[HTTPTransport[Any], HTTPTransport[Any]]
 ) -> None:
     for step in (1, 2):
-        assert training.manager.start_step(step, hold=True)
+        assert training.replica.begin_step(step, hold=True)
         training.forward_backward()
         training.snapshot_scheduler.settle()
         assert training.lock_is_free()
@@ -93,12 +100,12 @@ def test_a_boundary_that_nobody_needs_is_let_go_without_a_snapshot(
 
 
 def test_the_optimizer_waits_until_it_is_settled(training: Training) -> None:
-    assert training.manager.start_step(1, hold=True)
+    assert training.replica.begin_step(1, hold=True)
     training.forward_backward()
     stepping = threading.Thread(target=training.optimizer.step)
     stepping.start()
     with pytest.raises(TimeoutError):
-        training.manager.writing("probe", timedelta(0)).__enter__()
+        training.state.lock.write("probe", timedelta(0)).__enter__()
     assert stepping.is_alive()
     training.snapshot_scheduler.settle()
     stepping.join(LONG_S)
@@ -106,9 +113,9 @@ def test_the_optimizer_waits_until_it_is_settled(training: Training) -> None:
 
 
 def test_the_next_boundary_and_the_end_settle_what_was_forgotten(training: Training) -> None:
-    assert training.manager.start_step(1, hold=True)
-    assert training.manager.start_step(2, hold=True)
-    training.manager.shutdown()
+    assert training.replica.begin_step(1, hold=True)
+    assert training.replica.begin_step(2, hold=True)
+    training.replica.close(wait=True)
     assert training.lock_is_free()
 
 
@@ -116,8 +123,8 @@ def test_who_asks_for_the_latest_state_meanwhile_gets_the_boundary(
     training: Training, transports: tuple[HTTPTransport[Any], HTTPTransport[Any]]
 ) -> None:
     sender, receiver = transports
-    assert training.manager.start_step(1, hold=True)
-    expected = exact(training.manager.replica_state())
+    assert training.replica.begin_step(1, hold=True)
+    expected = exact(training.state.content())
     asked = threading.Event()
     sender.serve_fresh(None)
 
@@ -140,16 +147,16 @@ def test_who_asks_for_the_latest_state_meanwhile_gets_the_boundary(
 def test_a_state_that_would_have_to_be_copied_whole_is_not_held(
     new_transport: Callable[[], HTTPTransport[Any]],
 ) -> None:
-    manager = StateManager(checkpoint_transport=new_transport(), prefault=False)
+    replica = Replica.compose(LONG, new_transport())
     weight = torch.zeros(5_000_000)
-    manager.register_state_dict_fn("weight", lambda state: None, lambda: {"weight": weight})
+    replica.state.registry.register("weight", lambda state: None, lambda: {"weight": weight})
     try:
-        assert not manager.start_step(1, hold=True)
-        manager.replace_state_dict_fn("weight", lambda: {"weight": weight}, is_stable=True)
-        assert manager.start_step(2, hold=True)
+        assert not replica.begin_step(1, hold=True)
+        replica.state.registry.replace("weight", lambda: {"weight": weight}, is_stable=True)
+        assert replica.begin_step(2, hold=True)
     finally:
-        manager.shutdown()
-    assert not manager._state.lock.holders()
+        replica.close(wait=True)
+    assert not replica.state.lock.holders()
 
 
 class _Clipped(torch.nn.Linear):
@@ -175,12 +182,12 @@ class ChangingTraining:
     def __init__(self, transport: HTTPTransport[Any], model: torch.nn.Module) -> None:
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        self.manager = StateManager(checkpoint_transport=transport, timeout=timedelta(seconds=5))
-        self.manager.register("model", model)
-        self.manager.register("optimizer", self.optimizer)
-        self.manager.attach(self.optimizer)
-        assert self.manager._replica.snapshots is not None
-        self.snapshot_scheduler = self.manager._replica.snapshots.scheduler
+        self.replica = Replica.compose(timedelta(seconds=5), transport)
+        self.state = self.replica.state
+        self.state.registry.register_object("model", model)
+        self.state.registry.register_object("optimizer", self.optimizer)
+        self.state.attach((self.optimizer,), every_commit=True)
+        self.snapshot_scheduler = scheduler_of(self.replica)
 
     def forward(self) -> torch.Tensor:
         is_embedding = isinstance(self.model, torch.nn.Embedding)
@@ -205,13 +212,13 @@ def test_parameters_that_forward_changes_are_served_as_at_the_boundary_or_not_at
     training = ChangingTraining(sender, make_model())
     try:
         for step in range(num_steps_before):
-            training.manager.start_step(step, hold=True)
+            training.replica.begin_step(step, hold=True)
             training.snapshot_scheduler.settle()
             training.step()
         served = 0
         for step in range(num_steps_before, num_steps_before + 3):
-            assert training.manager.start_step(step, hold=True)
-            expected = exact(training.manager.replica_state())
+            assert training.replica.begin_step(step, hold=True)
+            expected = exact(training.state.content())
             training.forward()
             training.snapshot_scheduler.request(share=True)
             training.snapshot_scheduler.settle()
@@ -227,7 +234,7 @@ def test_parameters_that_forward_changes_are_served_as_at_the_boundary_or_not_at
             training.step()
         assert served >= 2, "one boundary is enough to learn which parameters forward changes"
     finally:
-        training.manager.shutdown()
+        training.replica.close(wait=True)
 
 
 def test_a_copy_in_the_background_that_forward_runs_into_is_not_served(
@@ -246,18 +253,18 @@ def test_a_copy_in_the_background_that_forward_runs_into_is_not_served(
 
     sender.begin_snapshot = begin_slowly  # type: ignore[method-assign]
     try:
-        taken = training.manager.snapshot(0)
+        taken = training.replica.snapshot(0)
         training.forward()
         may_copy.set()
         with pytest.raises(StateMovedError, match=r"model\.weight changed in place"):
             taken.result(LONG_S)
-        expected = exact(training.manager.replica_state())
-        taken = training.manager.snapshot(0)
+        expected = exact(training.state.content())
+        taken = training.replica.snapshot(0)
         training.model.weight.data.neg_()  # type: ignore[union-attr, operator]
         taken.result(LONG_S)
         assert exact(receiver.fetch(sender.metadata(), 0, timeout=LONG).state) == expected
     finally:
-        training.manager.shutdown()
+        training.replica.close(wait=True)
 
 
 def _num_calls(function: Callable[[], object]) -> int:
@@ -283,22 +290,22 @@ def test_a_boundary_that_nobody_needs_does_the_same_whatever_the_number_of_param
         parameters = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(3)) for _ in range(num_parameters))
         model = torch.nn.ModuleDict({"weights": parameters, "norm": torch.nn.BatchNorm1d(8, affine=False)})
         optimizer = torch.optim.AdamW(parameters)
-        manager = StateManager(checkpoint_transport=new_transport())
+        replica = Replica.compose(LONG, new_transport())
         try:
-            manager.register("model", model)
-            manager.register("optimizer", optimizer)
-            manager.register("scheduler", torch.optim.lr_scheduler.StepLR(optimizer, 10))
-            manager.attach(optimizer)
-            snapshot_scheduler = manager._replica.snapshots.scheduler
-            assert snapshot_scheduler is not None
+            registry = replica.state.registry
+            registry.register_object("model", model)
+            registry.register_object("optimizer", optimizer)
+            registry.register_object("scheduler", torch.optim.lr_scheduler.StepLR(optimizer, 10))
+            replica.state.attach((optimizer,), every_commit=True)
+            snapshot_scheduler = scheduler_of(replica)
             for step in range(6):
                 for parameter in parameters:
                     parameter.grad = torch.ones_like(parameter)
-                calls.append(_num_calls(partial(manager.start_step, step, hold=True)))
+                calls.append(_num_calls(partial(replica.begin_step, step, hold=True)))
                 snapshot_scheduler.settle()
                 optimizer.step()
         finally:
-            manager.shutdown()
+            replica.close(wait=True)
     assert calls[5] == calls[11]
     assert calls[10] == calls[11]
 
@@ -309,12 +316,12 @@ def test_no_memory_is_taken_for_copies_before_anybody_needs_one(
     training = ChangingTraining(new_transport(), torch.nn.Linear(4, LARGE))
     try:
         for step in range(6):
-            assert training.manager.start_step(step, hold=True)
+            assert training.replica.begin_step(step, hold=True)
             training.snapshot_scheduler.settle()
             training.step()
         assert "ft-transport-snapshot" not in Path("/proc/self/maps").read_text()
     finally:
-        training.manager.shutdown()
+        training.replica.close(wait=True)
 
 
 def test_what_a_write_section_changes_is_not_taken_for_a_change_by_forward(
@@ -324,18 +331,27 @@ def test_what_a_write_section_changes_is_not_taken_for_a_change_by_forward(
     training = ChangingTraining(sender, torch.nn.Linear(4, LARGE // 4))
     try:
         # A step that is abandoned, and another state that is loaded before the next one: as when a replica heals.
-        assert training.manager.start_step(0, hold=True)
+        assert training.replica.begin_step(0, hold=True)
         training.snapshot_scheduler.settle()
-        with training.manager.writing("loading another state"), torch.no_grad():
+        with training.state.lock.write("loading another state"), torch.no_grad():
             training.model.weight.mul_(2)  # type: ignore[operator, union-attr]
         training.step()
-        assert training.manager.start_step(1, hold=True)
-        copied = training.snapshot_scheduler._held
-        assert copied is not None
-        assert copied.state._copies == [], "the optimizer guards all there is"  # type: ignore[union-attr]
-        expected = exact(training.manager.replica_state())
+        assert training.replica.begin_step(1, hold=True)
+        expected = exact(training.state.content())
         training.snapshot_scheduler.request(share=True)
+        held: list[Any] = []
+        hold = sender.hold_state
+
+        def hold_noted(step: int, state: Any, **keywords: Any) -> Any:
+            held.append(state["user"]["model"])
+            return hold(step, state, **keywords)
+
+        sender.hold_state = hold_noted  # type: ignore[method-assign]
         assert training.snapshot_scheduler.settle()
+        places = {name: tensor.data_ptr() for name, tensor in training.model.state_dict().items()}
+        assert [{name: tensor.data_ptr() for name, tensor in model.items()} for model in held] == [places], (
+            "the optimizer guards all there is"
+        )
         assert exact(receiver.fetch(sender.metadata(), 1, timeout=LONG).state) == expected
     finally:
-        training.manager.shutdown()
+        training.replica.close(wait=True)

@@ -15,6 +15,7 @@ from state_equality import exact
 from ft_transport import FetchProgress, HTTPTransport, Received, SnapshotError, TransportError
 from ft_transport.http import server
 from manager import StateManager
+from manager.recovery.replica import Replica
 
 LONG_S = 20.0
 LONG = timedelta(seconds=LONG_S)
@@ -55,10 +56,14 @@ class Training:
         self.frozen = torch.randn(LARGE // 4)
         self.model = torch.nn.Linear(4, LARGE // 16, bias=False)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.manager = StateManager(checkpoint_transport=transport, prefault=False)
-        self.manager.register_state_dict_fn("frozen", lambda state: None, lambda: {"w": self.frozen}, is_stable=True)
-        self.manager.register("model", self.model)
-        self.manager.attach(self.optimizer)
+        self.replica = Replica.compose(LONG, transport)
+        self.state = self.replica.state
+        self.state.registry.register("frozen", lambda state: None, lambda: {"w": self.frozen}, is_stable=True)
+        self.state.registry.register_object("model", self.model)
+        self.attach(self.optimizer)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        self.state.attach((optimizer,), every_commit=True)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -71,13 +76,12 @@ class Training:
 
     def lend_boundary(self, step: int) -> dict[str, Any]:
         """What a quorum does that has a newcomer in it."""
-        snapshot_scheduler = self.manager._replica.snapshots.scheduler
-        assert snapshot_scheduler is not None
-        assert self.manager.start_step(step, hold=True)
-        state = exact(self.manager.replica_state())
-        snapshot_scheduler.request(share=True)
-        assert snapshot_scheduler.settle()
-        assert not self.manager._state.lock.holders(), "nobody waits for the lock"
+        assert self.replica.snapshots is not None
+        assert self.replica.begin_step(step, hold=True)
+        state = exact(self.state.content())
+        self.replica.snapshots.scheduler.request(share=True)
+        assert self.replica.snapshots.scheduler.settle()
+        assert not self.state.lock.holders(), "nobody waits for the lock"
         return state
 
 
@@ -85,7 +89,7 @@ class Training:
 def training(new_transport: Callable[..., HTTPTransport[Any]]) -> Iterator[Training]:
     made = Training(new_transport())
     yield made
-    made.manager.shutdown()
+    made.replica.close(wait=True)
 
 
 @pytest.fixture
@@ -120,15 +124,15 @@ def test_a_snapshot_that_nobody_has_read_yet_outlives_the_step(training: Trainin
 def test_steps_do_not_touch_what_is_stable_and_writing_sections_copy_it(
     training: Training, fetch: Callable[[], Fetch]
 ) -> None:
-    training.manager.snapshot(1).result(LONG_S)
-    expected = exact(training.manager.replica_state())
+    training.replica.snapshot(1).result(LONG_S)
+    expected = exact(training.state.content())
     reading = fetch()
     assert reading.has_begun.wait(LONG_S)
     for _ in range(3):
         training.step()
     memory = training.transport._server._sharings[0].memory
     assert memory.is_shared, "no optimizer's step changes it"
-    with training.manager.writing("an outer step"):
+    with training.state.lock.write("an outer step"):
         training.frozen.neg_()
     assert not memory.is_shared
     assert exact(reading.result().state) == expected
@@ -138,8 +142,8 @@ def test_a_step_copies_what_is_stable_if_it_is_the_optimizers_in_truth(
     training: Training, fetch: Callable[[], Fetch]
 ) -> None:
     # A part of it is unfrozen after it was shared.
-    training.manager.snapshot(1).result(LONG_S)
-    expected = exact(training.manager.replica_state())
+    training.replica.snapshot(1).result(LONG_S)
+    expected = exact(training.state.content())
     reading = fetch()
     assert reading.has_begun.wait(LONG_S)
     unfrozen = torch.nn.Parameter(training.frozen[10:1000])
@@ -150,7 +154,7 @@ def test_a_step_copies_what_is_stable_if_it_is_the_optimizers_in_truth(
     assert training.frozen[10].item() != before
     assert exact(reading.result().state) == expected
     # And what is unfrozen when it would be shared, is not.
-    training.manager.snapshot(2).result(LONG_S)
+    training.replica.snapshot(2).result(LONG_S)
     assert not training.transport._server._sharings
 
 
@@ -195,23 +199,23 @@ def test_attaching_an_optimizer_materializes_what_it_will_change(
     reading = fetch()
     assert reading.has_begun.wait(LONG_S)
     parameter = torch.nn.Parameter(training.frozen)
-    training.manager.attach(torch.optim.SGD([parameter], lr=1.0))
+    training.attach(torch.optim.SGD([parameter], lr=1.0))
     assert not training.transport._server._sharings
     assert exact(reading.result().state) == expected
 
 
 def test_a_state_without_a_byte_can_be_shared(new_transport: Callable[..., HTTPTransport[Any]]) -> None:
     transport, receiver = new_transport(), new_transport()
-    manager = StateManager(checkpoint_transport=transport, prefault=False)
-    manager.register_state_dict_fn("numbers", lambda state: None, lambda: {"a": 1})
-    assert manager._replica.snapshots is not None
+    replica = Replica.compose(LONG, transport)
+    replica.state.registry.register("numbers", lambda state: None, lambda: {"a": 1})
+    assert replica.snapshots is not None
     try:
-        assert manager.start_step(1, hold=True)
-        manager._replica.snapshots.scheduler.request(share=True)
-        assert manager._replica.snapshots.scheduler.settle()
+        assert replica.begin_step(1, hold=True)
+        replica.snapshots.scheduler.request(share=True)
+        assert replica.snapshots.scheduler.settle()
         assert receiver.fetch(transport.metadata(), 1, timeout=LONG).state["user"] == {"numbers": {"a": 1}}
     finally:
-        manager.shutdown()
+        replica.close(wait=True)
 
 
 def test_bytes_that_were_damaged_before_their_digests_came_are_fetched_again(
@@ -231,7 +235,7 @@ def test_bytes_that_were_damaged_before_their_digests_came_are_fetched_again(
     received = receiver.fetch(training.transport.metadata(), 1, timeout=LONG, into=into)
     assert received.state["user"]["frozen"]["w"].data_ptr() == damaged.data_ptr()
     assert exact(received.state) == expected
-    assert received.differences(training.manager.replica_state()) == ()
+    assert received.differences(training.state.content()) == ()
 
 
 def test_a_parameter_group_that_was_switched_to_other_tensors_is_copied_before_its_step(
@@ -239,8 +243,8 @@ def test_a_parameter_group_that_was_switched_to_other_tensors_is_copied_before_i
 ) -> None:
     # As BAdam and LISA do: the same number of parameters, and others.
     other = torch.nn.Parameter(training.frozen[: training.model.weight.numel()].view_as(training.model.weight))
-    training.manager.snapshot(1).result(LONG_S)
-    expected = exact(training.manager.replica_state())
+    training.replica.snapshot(1).result(LONG_S)
+    expected = exact(training.state.content())
     reading = fetch()
     assert reading.has_begun.wait(LONG_S)
     training.step()
@@ -255,11 +259,11 @@ def test_a_parameter_group_that_was_switched_to_other_tensors_is_copied_before_i
 def test_stable_tensors_that_forward_changes_in_place_are_not_served(
     training: Training, new_transport: Callable[..., HTTPTransport[Any]]
 ) -> None:
-    training.manager.snapshot(1).result(LONG_S)
+    training.replica.snapshot(1).result(LONG_S)
     training.frozen.mul_(1.5)  # no write section: a hook that nobody knows of
     with pytest.raises(TransportError):
         new_transport().fetch(training.transport.metadata(), 1, timeout=timedelta(seconds=2))
-    training.manager.snapshot(2).result(LONG_S)
+    training.replica.snapshot(2).result(LONG_S)
     training.frozen.mul_(1.5)
     expected = training.frozen / 1.5
     received = new_transport().fetch(training.transport.metadata(), 2, timeout=LONG)
