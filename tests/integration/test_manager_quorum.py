@@ -254,8 +254,7 @@ def test_a_replica_that_cannot_be_healed_stops_with_the_reasons(address: str) ->
         gate.wait("two steps")
         replica = make(max_heal_attempts=2)
         # What is loaded is not what was sent.
-        replica.manager._state.registry._entries.pop("weight")
-        replica.manager.register_state_dict_fn("weight", lambda state: None, lambda: {"weight": torch.zeros(4)})
+        replica.manager.replace_state_dict_fn("weight", lambda: {"weight": torch.zeros(4)}, is_stable=False)
         with pytest.raises(HealFailedError, match=r"failed 2 times.*replica_0.*other bytes in .*weight") as caught:
             replica.manager.start_quorum()
         with suppress(StateTornError):

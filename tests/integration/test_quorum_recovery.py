@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -64,18 +65,18 @@ def test_a_quorum_that_failed_can_be_asked_for_again() -> None:
                 second.shutdown()
 
 
-def test_a_late_lighthouse_does_not_cost_the_transport() -> None:
+def test_a_late_lighthouse_does_not_cost_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
     transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=settings)
     manager = with_part(Manager(checkpoint_transport=transport), {})
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv(CONNECT_TIMEOUT_ENV, "2")
     try:
-        manager._config = manager._config.with_environment(
-            {"TORCHFT_LIGHTHOUSE": "http://127.0.0.1:9", CONNECT_TIMEOUT_ENV: "1"}
-        )
-        with pytest.raises(QuorumError, match=r"127\.0\.0\.1:9"):
+        with pytest.raises(QuorumError, match=rf"127\.0\.0\.1:{port}"):
             manager.start_quorum()
-        with lighthouse() as address:
-            manager._config = type(manager._config)(lighthouse_addr=address)
+        with lighthouse(port=port):
             manager.start_quorum()
             assert manager.should_commit()
             manager.shutdown()

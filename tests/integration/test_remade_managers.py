@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 
 from ft_transport.coordination.store_channel import StoreChannel
 from manager import Manager, QuorumError
+from manager.quorum.group_ranks import GroupRanks, Incarnation
 
 pytestmark = [pytest.mark.usefixtures("quorum_ready"), pytest.mark.timeout(60)]
 
@@ -89,7 +90,10 @@ def test_ranks_of_a_remade_replica_decide_together(
             manager.shutdown()
     else:
         # Rank 0 has died: nobody tells the store.
-        earlier[0]._loop.membership._session.close()  # type: ignore[union-attr]
+        with monkeypatch.context() as patch:
+            for told_by in (GroupRanks, Incarnation):
+                patch.setattr(told_by, "close", lambda self: None)
+            earlier[0].shutdown()
     has_looked = when_rank_1_has_looked(monkeypatch)
 
     def make_later() -> Manager:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lock_holders import holders_of
 from quorum_threads import LONG_S, Gate, lighthouse, loopback_transport, make_manager, run_replicas
 from state_equality import exact
 from torch import nn
@@ -163,7 +164,7 @@ def test_a_guarded_sync_of_local_sgd_is_a_write_section(address: str) -> None:
 
         def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
             yield from super().parameters(recurse)
-            self.held = (*self.held, "".join(holder.kind for holder in manager_of[id(self)]._state.lock.holders()))
+            self.held = (*self.held, "".join(holder.kind for holder in holders_of(manager_of[id(self)])))
 
     manager_of: dict[int, Manager] = {}
 
@@ -220,7 +221,7 @@ def test_the_outer_sync_of_diloco_is_a_write_section_and_its_backup_is_not_copie
         name, backup = next(iter(fragment.original_parameters.items()))
         held: list[tuple[str, ...]] = []
         trainer.outer.register_step_pre_hook(
-            lambda *_: held.append(tuple(holder.kind for holder in manager._state.lock.holders()))
+            lambda *_: held.append(tuple(holder.kind for holder in holders_of(manager)))
         )
         with manager.attach(trainer.inner), trainer.wrapper:
             trainer.train_until(2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lock_holders import holders_of
 from state_equality import exact
 
 from ft_transport import HTTPTransport
@@ -51,7 +52,7 @@ class QuorumOfOne(Manager):
         return _DoneWork()
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        self.holders_at_commit.append(tuple(holder.what for holder in self._state.lock.holders()))
+        self.holders_at_commit.append(tuple(holder.what for holder in holders_of(self)))
         self.num_commits += 1
         return True
 
@@ -129,7 +130,7 @@ def test_reading_is_disallowed_during_the_inner_step_and_allowed_after_it(kind: 
             assert not torch.equal(training.model[0].weight, before)
             assert training.manager.num_commits == (step + 1) // _SYNC_EVERY
     assert readable == [False] * 2 * _SYNC_EVERY
-    assert not training.manager._state.lock.holders()
+    assert not holders_of(training.manager)
     # torchft's classes allow reading before they change the parameters at a sync; a known gap of theirs.
     assert training.manager.holders_at_commit == [()] * 2
 
@@ -148,7 +149,7 @@ def test_a_failing_inner_step_of_an_attached_optimizer_opens_the_lock(kind: str,
         with pytest.raises(RuntimeError, match="out of memory"):
             training.train_step(fail)
         assert _can_read(training.manager)
-        assert not training.manager._state.lock.holders()
+        assert not holders_of(training.manager)
         for _ in range(_SYNC_EVERY - 1):
             training.train_step()
     assert training.manager.num_commits == 1

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
 from torch import nn
 
-from manager import GlooProcessGroup, Manager, ReportedError, guard_diloco, guard_local_sgd
+from manager import GlooProcessGroup, Manager, QuorumTimeoutError, ReportedError, guard_diloco, guard_local_sgd
 
 pytest.importorskip("torchft")
 
@@ -171,7 +171,8 @@ def test_whether_a_replica_participates_is_said_without_waiting(address: str) ->
             # The other one asks for its quorum only after this.
             manager.start_quorum()
             found.append(manager.is_participating())
-            assert manager._loop._participant.round.decision is None
+            with pytest.raises(QuorumTimeoutError):
+                manager.should_commit(timeout=timedelta(0))
         asked.wait(LONG_S)
         if index == 1:
             manager.start_quorum()

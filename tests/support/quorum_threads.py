@@ -21,12 +21,12 @@ LONG_S = 100.0
 
 
 @contextmanager
-def lighthouse(min_replicas: int = 1, *, heartbeat_timeout_ms: int = 1000) -> Iterator[str]:
+def lighthouse(min_replicas: int = 1, *, port: int = 0, heartbeat_timeout_ms: int = 1000) -> Iterator[str]:
     """A Lighthouse of the test's own; yields its address."""
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(
-        bind="127.0.0.1:0",
+        bind=f"127.0.0.1:{port}",
         min_replicas=min_replicas,
         join_timeout_ms=40_000,
         quorum_tick_ms=10,

@@ -229,7 +229,7 @@ class Trainer:
         report(
             "boundary",
             step=manager.current_step(),
-            lineage=manager._state.lineage,
+            lineage=manager.state_dict()["lineage"],
             digest=digest,
             num_participants=manager.num_participants(),
             longest_s=self.longest_s,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -13,7 +15,15 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ft_transport import HTTPTransport, TransportError, TransportSettings
-from manager import ConfigError, LockTimeoutError, Manager, ManagerError, RegistryError, StateTornError
+from manager import (
+    ConfigError,
+    LockTimeoutError,
+    Manager,
+    ManagerError,
+    OptimizerAttachment,
+    RegistryError,
+    StateTornError,
+)
 
 _LONG_S = 20.0
 _NOW = timedelta(0)
@@ -408,8 +418,13 @@ def test_shutdown_twice_and_what_comes_after_it(serving: Manager) -> None:
 
 def test_many_attachments_one_after_the_other_are_not_kept(manager: Manager) -> None:
     optimizer = _optimizer()
+    earlier: list[weakref.ref[OptimizerAttachment]] = []
     for _ in range(3):
-        with manager.attach(optimizer):
+        with manager.attach(optimizer) as attachment:
             optimizer.step()
-    manager.attach(optimizer)
-    assert len(manager._state._attachments) == 1
+        earlier.append(weakref.ref(attachment))
+        del attachment
+    last = manager.attach(optimizer)
+    gc.collect()
+    assert [attachment() for attachment in earlier] == [None] * 3
+    assert last.optimizers == (optimizer,)
