@@ -8,21 +8,19 @@ from __future__ import annotations
 import argparse
 import os
 import queue
-import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Final
 
 try:
     from rich.console import Console
-    from rich.table import Table
 except ImportError:
     sys.exit("the demo draws with rich: pip install 'ft-transport[demo]'")
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manager import LighthouseUnavailableError, embedded_lighthouse
+from manager.demo.comparison import compare
 from manager.demo.replica import HEARTBEAT_TIMEOUT, NAMES, TIMEOUT
 from manager.demo.replica_process import ENDED, Event, Launch, ReplicaProcess
 
@@ -65,7 +63,7 @@ class Demo:
             self._kill_and_restart("B")
             if len(self._names) > 2:
                 self._kill_and_restart("A", "C")
-            return self._compare()
+            return compare(self._console, self._all, names=self._names, num_ranks=self._num_ranks, num_steps=steps)
         finally:
             for name in list(self._running):
                 self._kill(name)
@@ -136,42 +134,6 @@ class Demo:
                 style=style,
                 highlight=False,
             )
-
-    def _compare(self) -> bool:
-        """Shows the last steps of all replicas, and checks every step that any start of any of them ever held."""
-        self._console.rule("what they held, bit for bit")
-        # Ranks of one number hold the same part.
-        by_step: dict[tuple[int, int], dict[str, str]] = defaultdict(dict)
-        differing: set[tuple[int, int]] = set()
-        for replica in self._all:
-            for step, digest in replica.digests.items():
-                held = (step, replica.group_rank)
-                if any(digest != other for other in by_step[held].values()):
-                    differing.add(held)
-                by_step[held][replica.name] = digest
-        table = Table()
-        place = ("step", "rank") if self._num_ranks > 1 else ("step",)
-        for heading in (*place, *(f"state of {name}" for name in self._names), ""):
-            table.add_column(heading, no_wrap=True)
-        common = [held for held in sorted(by_step) if len(by_step[held]) == len(self._names)]
-        for held in common[-self._arguments.steps * self._num_ranks :]:
-            verdict = "[bold red]DIFFERENT[/]" if held in differing else "[green]equal[/]"
-            shown = [str(number) for number in held[: len(place)]]
-            table.add_row(*shown, *(by_step[held][name] for name in self._names), verdict)
-        self._console.print(table)
-        num_steps = len({step for step, _ in by_step})
-        seconds = [value for replica in self._all for value in replica.step_seconds.values()]
-        num_killed = len(self._all) // self._num_ranks - len(self._names)
-        self._console.print(
-            f"{num_steps} steps, {num_killed} replica{'s' if num_killed > 1 else ''} killed and healed; a step took "
-            f"{statistics.median(seconds) * 1e3:.0f} ms, the longest one {max(seconds) * 1e3:.0f} ms, which waited for "
-            "the Lighthouse to notice a death"
-        )
-        if differing or not common:
-            self._console.print(f"[bold red]{len({step for step, _ in differing})} of {num_steps} steps differ[/]")
-        else:
-            self._console.print(f"[bold green]every state of {num_steps} steps was the same on all replicas[/]")
-        return not differing and bool(common)
 
 
 def main() -> None:

@@ -153,14 +153,14 @@ def replicas(request: pytest.FixtureRequest) -> Iterator[Replicas]:
 def _length_of(replicas: Replicas, name: str) -> int:
     """How many places there are in a phase."""
     interruption = Interruption(1 << 40)
-    before = interruption._left
+    before = interruption.left
     for phase_name, phase in replicas.trainer.phases().items():
         if phase_name == name:
             with interruption:
                 phase()
         else:
             phase()
-    return before - interruption._left
+    return before - interruption.left
 
 
 @pytest.mark.parametrize("name", ["start_quorum", "allreduce", "should_commit", "step"])

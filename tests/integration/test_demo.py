@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from rich.console import Console
 
 pytest.importorskip("torchft")
 
-from manager.demo.__main__ import Demo
+from manager.demo.comparison import compare
 from manager.demo.replica_process import ReplicaProcess
 
 _SMALL = ["--steps", "3", "--width", "64", "--num-layers", "1"]
@@ -51,16 +50,16 @@ def test_a_killed_replica_of_two_fsdp_ranks_heals_rank_by_rank() -> None:
 
 def test_a_difference_in_a_single_state_is_found() -> None:
     output = io.StringIO()
-    demo = Demo(Console(file=output, width=120), argparse.Namespace(steps=3, width=64, num_layers=1, sharded=False))
+    console = Console(file=output, width=120)
     with subprocess.Popen([sys.executable, "-c", ""], text=True) as process:
-        for name in "ABC":
-            digests = {step: f"00f{step}" for step in range(3)}
-            demo._all.append(ReplicaProcess(name, 0, process, digests, {0: 0.1}))
+        started = [
+            ReplicaProcess(name, 0, process, {step: f"00f{step}" for step in range(3)}, {0: 0.1}) for name in "ABC"
+        ]
         # An earlier start of A counts as well.
-        demo._all.append(ReplicaProcess("A", 0, process, {0: "00f0"}, {}))
-        assert demo._compare()
-        demo._all[3].digests[0] = "00fe"
+        started.append(ReplicaProcess("A", 0, process, {0: "00f0"}, {}))
+        assert compare(console, started, names="ABC", num_ranks=1, num_steps=3)
+        started[3].digests[0] = "00fe"
 
-        assert not demo._compare()
+        assert not compare(console, started, names="ABC", num_ranks=1, num_steps=3)
 
     assert "1 of 3 steps differ" in output.getvalue()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -17,8 +18,9 @@ from typing import Any
 
 import pytest
 import torch
+from made_objects import made
 from quorum_threads import run_replicas
-from torch.distributed import AllreduceOptions, TCPStore
+from torch.distributed import AllreduceOptions, PrefixStore, TCPStore
 
 from manager.collectives.gloo import GlooProcessGroup, WatchedWork
 from manager.collectives.gloo_abort import GlooSockets
@@ -153,17 +155,18 @@ def test_a_child_that_is_forked_while_members_meet_has_none_of_their_connections
         for rank, group in enumerate(groups)
     ]
     forking = threading.Thread(target=fork)
-    members[0].start()
-    # Where it listens; it waits for the other one now.
-    stores[0].wait(["here/0/0"], LONG)
-    forking.start()
-    forking.join(0.3)
-    assert forking.is_alive()
-    members[1].start()
-    for thread in (*members, forking):
-        thread.join(AT_ONCE_S)
-    held = [group._sockets for group in groups]
-    ours = sockets(lambda each: any(known is not None and known.is_mine(each) for known in held))
+    with made(GlooSockets) as held:
+        members[0].start()
+        # Where it listens; it waits for the other one now.
+        stores[0].wait(["here/0/0"], LONG)
+        forking.start()
+        forking.join(0.3)
+        assert forking.is_alive()
+        members[1].start()
+        for thread in (*members, forking):
+            thread.join(AT_ONCE_S)
+    assert len(held) == 2
+    ours = sockets(lambda each: any(known.is_mine(each) for known in held))
     # Where each member listens, and both ends of the connection.
     assert len(ours) == 4
     assert ours.isdisjoint(json.loads((tmp_path / "sockets").read_text()))
@@ -180,14 +183,21 @@ class NeverDone:
         return False
 
 
+def told(address: tuple[str, int]) -> bytes:
+    """What a member puts into the store for the others (gloo/rendezvous/context.cc): no name, and a ``sockaddr``."""
+    family, port = socket.AF_INET.to_bytes(2, "little"), address[1].to_bytes(2, "big")
+    sockaddr = (family + port + socket.inet_aton(address[0])).ljust(128, b"\0")
+    return struct.pack("<QQ", 0, len(sockaddr)) + sockaddr
+
+
 @pytest.fixture
 def connected() -> Iterator[tuple[GlooSockets, socket.socket, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         own = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
-    sockets = GlooSockets(b"", [])
-    sockets._sockets.append((own.fileno(), os.fstat(own.fileno()).st_ino))
     with own, other:
+        sockets = GlooSockets(told(own.getsockname()), [told(other.getsockname())])
+        assert len(sockets) == 1
         yield sockets, own, other
 
 
@@ -209,6 +219,8 @@ def test_an_end_that_gloo_misses_is_noticed(
 
 def test_what_gloo_still_runs_is_dropped_on_another_thread(
     connected: tuple[GlooSockets, socket.socket, socket.socket],
+    stores: list[TCPStore],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dropped_on: list[str] = []
     num_dropped = threading.Semaphore(0)
@@ -218,6 +230,7 @@ def test_what_gloo_still_runs_is_dropped_on_another_thread(
 
         # Not a method: the frame of one, which the error keeps, would refer to the object.
         wait = staticmethod(NeverDone().wait)
+        set_timeout = staticmethod(lambda timeout: None)
 
         def __del__(self) -> None:
             dropped_on.append(threading.current_thread().name)
@@ -226,9 +239,16 @@ def test_what_gloo_still_runs_is_dropped_on_another_thread(
     connected[2].close()
     with pytest.raises(ConnectionError):
         WatchedWork(Slow(), connected[0], LONG).wait()
+
+    def meet(store: PrefixStore, rank: int, world_size: int, timeout: timedelta) -> Slow:
+        for member in range(world_size):
+            store.set(f"0/{member}", "")
+        return Slow()
+
+    monkeypatch.setattr("manager.collectives.gloo.ProcessGroupGloo", meet)
     group = GlooProcessGroup()
-    group._group = Slow()
-    group.abort()
+    group.configure(f"127.0.0.1:{stores[0].port}/here", "r0", 0, 2)
+    group.shutdown()
     for _ in range(2):
         assert num_dropped.acquire(timeout=AT_ONCE_S)
     assert set(dropped_on) == {"ft-transport-gloo-end"}
@@ -277,9 +297,11 @@ def test_a_member_that_is_silent_is_waited_for_until_the_timeout(
 
 
 def test_every_connection_of_a_group_is_found_and_no_other(met: Callable[[int], list[GlooProcessGroup]]) -> None:
-    groups = met(3)
+    with made(GlooSockets) as found:
+        met(3)
+    assert len(found) == 3
     # Two of its own, and what there is by then between the two others, because all are in this process.
-    assert {len(group._sockets or ()) for group in groups} <= {2, 3, 4}
+    assert {len(sockets) for sockets in found} <= {2, 3, 4}
 
 
 def test_an_address_that_cannot_be_read_finds_nothing() -> None:

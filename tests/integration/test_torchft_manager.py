@@ -135,7 +135,7 @@ def test_the_older_way_to_register_functions(caplog: pytest.LogCaptureFixture) -
     manager = Manager()
     with caplog.at_level(logging.WARNING):
         manager.set_state_dict_fns(lambda state: None, lambda: {"weight": 1})
-    assert manager._manager_state_dict()["user"] == {"set_state_dict_fns": {"weight": 1}}
+    assert manager.replica_state()["user"] == {"set_state_dict_fns": {"weight": 1}}
     assert "call register_state_dict_fn" in caplog.text
     manager.shutdown()
 

@@ -21,10 +21,13 @@ class Interruption:
 
     CPython runs handlers after calls, at the start of functions and at the end of loops (``CHECK_EVAL_BREAKER`` in
     Python/ceval.c), and nowhere else: not between taking the lock of a ``with`` and its body, for one.
+
+    Attributes:
+        left: How many such places are still to be passed.
     """
 
     def __init__(self, at: int, modules: tuple[str, ...] = INTERRUPTIBLE) -> None:
-        self._left = at
+        self.left = at
         self._modules = modules
         self._last: dict[FrameType, str] = {}
         self.was_raised = False
@@ -51,8 +54,8 @@ class Interruption:
             return self._pass
         last, self._last[frame] = self._last.get(frame, ""), dis.opname[frame.f_code.co_code[frame.f_lasti]]
         if last.startswith(("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")):
-            self._left -= 1
-            if self._left == 0:
+            self.left -= 1
+            if self.left == 0:
                 self.was_raised = True
                 sys.settrace(None)
                 self._last.clear()
