@@ -152,18 +152,18 @@ class StateLock:
         """Return a section that ``with`` opens as `acquire_write` does, once, and releases."""
         return Section(self, "write", what, timeout, False)
 
-    def read(self, what: str, timeout: timedelta | None = None, *, detached: bool = False) -> Section:
+    def read(self, what: str, timeout: timedelta | None = None) -> Section:
         """Return a section that ``with`` opens as `acquire_read` does, once, and releases."""
-        return Section(self, "read", what, timeout, detached)
+        return Section(self, "read", what, timeout, False)
 
-    def disallow(self, timeout: timedelta | None = None) -> None:
+    def disallow(self) -> None:
         """Keep readers out until `allow`, as a write section of the calling thread; as torchft's Manager does.
 
         Returns at once if they are kept out already, whichever thread asked for it; otherwise when the lock is held.
         """
         if self.is_read_allowed:
             # torchft calls it around the steps of optimizers.
-            section = Section(self, "write", "disallow_state_dict_read", timeout, False)
+            section = Section(self, "write", "disallow_state_dict_read", None, False)
             self._open(section, is_optimizer_step=True, disallows=True)
 
     def allow(self) -> None:
@@ -183,12 +183,8 @@ class StateLock:
 
     def write_owned(self) -> bool:
         """Whether the calling thread holds the lock for writing."""
-        return self.write_depth() > 0
-
-    def write_depth(self) -> int:
-        """Return how many sections the calling thread has open in its write hold; 0 if it has none."""
         own = self._own()
-        return len(own) if own and own[0].hold is not None and own[0].hold.kind == "write" else 0
+        return bool(own) and own[0].hold is not None and own[0].hold.kind == "write"
 
     def mark(self) -> frozenset[object]:
         """Remember what the calling thread has open, for `close_sections_opened_since`."""

@@ -192,8 +192,12 @@ def test_lock_is_whole_after_an_interruption_anywhere(
 
 
 def _give_up(lock: StateLock) -> None:
-    with lock.read("signalled", detached=True), suppress(LockTimeoutError):
-        lock.acquire_write("impatient", timedelta(milliseconds=1))
+    section = lock.acquire_read("signalled", detached=True)
+    try:
+        with suppress(LockTimeoutError):
+            lock.acquire_write("impatient", timedelta(milliseconds=1))
+    finally:
+        section.release()
 
 
 def _close_since_mark(lock: StateLock) -> None:

@@ -130,11 +130,11 @@ def test_default_deadline_applies() -> None:
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_nested_sections_open_the_lock_only_when_the_last_closes(lock: StateLock, order: tuple[int, ...]) -> None:
     sections = [lock.acquire_write("first"), lock.acquire_write("second"), lock.acquire_read("third")]
-    assert lock.write_depth() == 3
+    assert len(lock.holders()) == 3
     for index in order[:-1]:
         sections[index].release()
         assert not _can_read(lock)
-    assert lock.write_depth() == 1
+    assert len(lock.holders()) == 1
     _elsewhere(sections[order[-1]].release)
     assert _can_write(lock)
     assert not lock.write_owned()
@@ -146,9 +146,12 @@ def test_reads_nest_even_while_a_writer_waits(lock: StateLock) -> None:
     # Preferring writers, the lock refuses other readers from the moment that the writer waits.
     while _can_read(lock):
         pass
-    with lock.read("inner", _SOON), lock.read("detached", _SOON, detached=True):
+    with lock.read("inner", _SOON):
+        detached = lock.acquire_read("detached", _SOON, detached=True)
         outer.release()
         assert not writer.done()
+    assert not writer.done()
+    detached.release()
     writer.result(_LONG_S)
 
 
@@ -221,7 +224,7 @@ def test_nesting_races_with_a_release_elsewhere(lock: StateLock) -> None:
             with lock.write("inner"):
                 released.result(_LONG_S)
                 assert [holder.what for holder in lock.holders()] == ["inner"]
-                assert lock.write_depth() == 1
+                assert len(lock.holders()) == 1
     assert _can_write(lock)
 
 
@@ -323,11 +326,12 @@ def test_child_forked_in_the_midst_of_anything_has_a_free_lock(lock: StateLock) 
     busy.result(_LONG_S)
 
 
-def test_disallow_and_allow_are_idempotent_and_for_any_thread(lock: StateLock) -> None:
+def test_disallow_and_allow_are_idempotent_and_for_any_thread() -> None:
+    lock = StateLock(timeout=timedelta(0))
     lock.allow()
     _elsewhere(lock.disallow)
     assert not lock.is_read_allowed
-    lock.disallow(timedelta(0))
+    lock.disallow()
     assert not _can_read(lock)
     lock.allow()
     lock.allow()
@@ -335,10 +339,11 @@ def test_disallow_and_allow_are_idempotent_and_for_any_thread(lock: StateLock) -
     assert _can_read(lock)
 
 
-def test_failed_disallow_changes_nothing(lock: StateLock) -> None:
+def test_failed_disallow_changes_nothing() -> None:
+    lock = StateLock(timeout=_SOON)
     reader = _elsewhere(lambda: lock.acquire_read("copy"))
     with pytest.raises(LockTimeoutError, match="'copy'"):
-        lock.disallow(_SOON)
+        lock.disallow()
     assert lock.is_read_allowed
     lock.allow()
     assert not _can_write(lock)
@@ -487,7 +492,7 @@ def test_who_opens_a_write_section_is_announced_before_he_changes_anything() -> 
     announced: list[tuple[bool, int]] = []
     lock = StateLock(
         timeout=timedelta(seconds=_LONG_S),
-        before_change=lambda is_step: announced.append((is_step, lock.write_depth())),
+        before_change=lambda is_step: announced.append((is_step, len(lock.holders()))),
     )
     with lock.write("outer"), lock.write("inner"):
         pass

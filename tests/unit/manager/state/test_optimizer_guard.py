@@ -103,7 +103,7 @@ def test_failed_step_leaves_what_was_open_before(lock: StateLock) -> None:
     with lock.write("outer"):
         with pytest.raises(RuntimeError):
             optimizer.step(_fail)
-        assert lock.write_depth() == 2
+        assert len(lock.holders()) == 2
         assert not lock.is_read_allowed
     lock.allow()
     assert _is_free(lock)
@@ -185,7 +185,7 @@ def test_error_at_the_end_of_the_step_releases(lock: StateLock) -> None:
 def test_several_optimizers_and_one_inside_another(lock: StateLock) -> None:
     outer, inner = _optimizer(), _optimizer(torch.optim.AdamW)
     attachment = attach_optimizers(lock, [outer, inner])
-    inner.register_step_post_hook(lambda *_: depths.append(lock.write_depth()))
+    inner.register_step_post_hook(lambda *_: depths.append(len(lock.holders())))
     depths: list[int] = []
 
     def closure() -> float:
@@ -200,7 +200,7 @@ def test_several_optimizers_and_one_inside_another(lock: StateLock) -> None:
     def failing_closure() -> float:
         with pytest.raises(RuntimeError):
             inner.step(_fail)
-        assert lock.write_depth() == 1
+        assert len(lock.holders()) == 1
         return 0.0
 
     outer.step(failing_closure)
