@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -67,8 +66,7 @@ class Checkpoints:
     def save(self, *, wait: bool, overwrite: bool) -> SaveHandle:
         """See `StateManager.save`."""
         state, store = self._state, self.store
-        if state.training_thread is None:
-            state.training_thread = threading.get_ident()
+        state.assume_training_thread()
         step = self._saved_step = state.step
         with ExitStack() as held:
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -109,8 +108,7 @@ class Replica:
         state.refuse_partial()
         if self.snapshots is None:
             raise ManagerError("expected a checkpoint_transport to serve the snapshot, and this manager has none")
-        if state.training_thread is None:
-            state.training_thread = threading.get_ident()
+        state.assume_training_thread()
         if step is not None:
             state.step = checked_step(step)
             state.is_past_step = False

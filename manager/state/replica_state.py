@@ -112,6 +112,11 @@ class ReplicaState:
         """Note that the calling thread is the one that steps."""
         self.training_thread = threading.get_ident()
 
+    def assume_training_thread(self) -> None:
+        """Take the calling thread for the one that steps, unless a boundary has shown which it is."""
+        if self.training_thread is None:
+            self.note_training_thread()
+
     def content(self) -> dict[str, object]:
         """Return the replicated state, live tensors included; the caller holds the lock.
 
