@@ -349,8 +349,12 @@ class SnapshotScheduler:
                 # Whoever asked for it to be shared gets the copy.
                 self._demand.is_to_share = False
                 self._demand.want_after(held.run.num_before)
-        if self.settle() and held is not None and held.run.step == step:
-            return held.run.future
+        self.settle()
+        if held is not None and held.run.step == step and not self._is_closed:
+            # The quorum thread may have been first, and may not be done with it yet; then it is its snapshot.
+            begun = held.run.future
+            if not begun.done() or begun.exception() is None:
+                return begun
         return self.take(step, optimizers, timeout, may_share=False, when_published=when_published)
 
     def state_replaced(self) -> None:

@@ -112,6 +112,32 @@ def test_the_optimizer_waits_until_it_is_settled(training: Training) -> None:
     assert not stepping.is_alive()
 
 
+def test_a_save_that_the_quorum_thread_overtakes_reads_the_one_snapshot(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert training.replica.begin_step(1, hold=True)
+    scheduler, snapshots = training.snapshot_scheduler, training.replica.snapshots
+    settle = scheduler.settle
+
+    def settle_late() -> bool:
+        monkeypatch.undo()
+        quorum = threading.Thread(target=settle)
+        quorum.start()
+        quorum.join(LONG_S)
+        return settle()
+
+    monkeypatch.setattr(scheduler, "settle", settle_late)
+    assert snapshots is not None
+    await_lease = snapshots.lease()
+    assert await_lease is not None
+    lease = await_lease()
+    assert lease.step == 1
+    lease.release()
+    assert training.replica.transport is not None
+    assert training.replica.transport.newest_sequence() == 1
+    training.optimizer.step()
+
+
 def test_the_next_boundary_and_the_end_settle_what_was_forgotten(training: Training) -> None:
     assert training.replica.begin_step(1, hold=True)
     assert training.replica.begin_step(2, hold=True)
