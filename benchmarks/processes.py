@@ -122,11 +122,12 @@ class Child:
         raise RuntimeError(f"expected a message of a process of this benchmark within {timeout_s:.0f} s:\n{printed}")
 
     def close(self) -> None:
-        self._connection.close()
         if self._process.is_alive():
-            # Its session too, so that what it has started ends with it; the number is its own as long as it lives.
+            # Its session too, so that what it has started ends with it. The number is its own as long as it lives:
+            # until the connection is closed.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process_id, signal.SIGKILL)
+        self._connection.close()
         self._process.kill()
         self._process.join()
         self._log.unlink(missing_ok=True)
