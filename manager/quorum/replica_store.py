@@ -6,9 +6,10 @@ import logging
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Final
 from urllib.parse import urlsplit
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # exported, undeclared
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] # exported, undeclared
 
 from ft_transport.coordination.store_channel import StoreChannel
 from ft_transport.coordination.store_connections import StoreConnections
@@ -16,6 +17,9 @@ from manager.config import ManagerConfig
 from manager.errors import QuorumError
 
 logger = logging.getLogger(__name__)
+
+_NUM_PORTS: Final = 3
+"""One of a store's own connections has been seen to fail for its whole timeout, among thousands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +74,26 @@ def find_store(config: ManagerConfig, connections: StoreConnections, *, state_ad
 
 
 def own_store(timeout: timedelta) -> TCPStore:
-    """Start a store inside this process, for a replica of one rank without a launcher."""
-    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    """Start a store inside this process, for a replica of one rank without a launcher.
+
+    Raises:
+        QuorumError: It does not answer within ``timeout``, at any of several ports.
+    """
+    for _ in range(_NUM_PORTS):
+        try:
+            return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        except DistError as error:
+            failure = error
+            logger.warning("this replica's own store does not answer, another port is tried: %s", _first_line(error))
+    raise QuorumError(
+        f"expected this replica's own store to answer on localhost within {timeout.total_seconds():g} s, "
+        f"{_NUM_PORTS} times: {_first_line(failure)}"
+    ) from failure
+
+
+def _first_line(error: Exception) -> str:
+    """Without the frames of C++ that torch adds."""
+    return str(error).partition("\n")[0]
 
 
 def _host_for_peers(host: str, port: int, own_host: str | None, timeout: timedelta) -> str:
