@@ -112,6 +112,23 @@ def test_the_optimizer_waits_until_it_is_settled(training: Training) -> None:
     assert not stepping.is_alive()
 
 
+def test_who_asks_during_a_wait_is_served_at_once_and_who_asks_after_it_at_the_next_boundary(
+    training: Training, transports: tuple[HTTPTransport[Any], HTTPTransport[Any]]
+) -> None:
+    sender, receiver = transports
+    training.replica.begin_step(1)
+    snapshots = training.replica.snapshots
+    assert snapshots is not None
+    with snapshots.serving():
+        expected = exact(training.state.content())
+        assert exact(receiver.fetch(sender.metadata(), "latest", timeout=LONG).state) == expected
+    assert training.lock_is_free()
+    training.forward_backward()
+    assert snapshots.scheduler.request() == 1, "what was served does not show what forward has changed"
+    assert training.replica.begin_step(1)
+    training.optimizer.step()
+
+
 def test_a_save_that_the_quorum_thread_overtakes_reads_the_one_snapshot(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:

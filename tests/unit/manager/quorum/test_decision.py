@@ -190,6 +190,7 @@ def test_spares_hold_the_state_and_contribute_nothing() -> None:
     assert [found[name].participating_rank for name in "abc"] == [0, 1, None]
     assert [found[name].rank for name in "abc"] == [0, 1, 2]
     assert found["c"].num_participants == 2
+    assert decisions([member("a")], rules)["a"].num_participants == 1
 
 
 def test_members_that_do_not_belong_together_are_refused() -> None:

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -115,6 +116,15 @@ def test_timeout_leaves_nothing_behind(lock: StateLock) -> None:
     assert _can_write(lock)
     assert _can_read(lock)
     assert lock.holders() == ()
+
+
+def test_holders_say_for_how_long(lock: StateLock) -> None:
+    start_s = time.monotonic()
+    with lock.write("w"):
+        with pytest.raises(LockTimeoutError) as caught:
+            _elsewhere(lambda: lock.acquire_read("x", _SOON))
+        (holder,) = caught.value.holders
+    assert _SOON.total_seconds() / 2 < holder.age_s <= time.monotonic() - start_s
 
 
 def test_default_deadline_applies() -> None:
