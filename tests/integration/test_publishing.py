@@ -157,6 +157,7 @@ class TestWeights:
                 publisher.publish(3, {"weight": torch.ones(3)}).result(SOON)
             assert not server.is_paused
             assert not server.is_dead
+            assert not server.is_mixed
 
     @pytest.mark.parametrize("is_open", [False, True], ids=["closed", "left open"])
     def test_a_backend_of_the_users_own_gets_the_directory(self, tmp_path: Path, is_open: bool) -> None:

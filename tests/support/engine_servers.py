@@ -47,6 +47,8 @@ class StandIn:
         num_broken: So many connections end without an answer.
         routes: Requests so far, as method and path.
         is_half_replaced: Its weights are.
+        has_leftovers: It keeps what a refused reload had read.
+        is_mixed: Its weights are those of two versions.
         is_dead: It was resumed with weights that are half replaced.
     """
 
@@ -61,6 +63,8 @@ class StandIn:
     weight_version: str = "default"
     update: list[str] = field(default_factory=list)
     is_half_replaced: bool = False
+    has_leftovers: bool = False
+    is_mixed: bool = False
     is_dead: bool = False
     routes: list[str] = field(default_factory=list)
     bodies: list[Any] = field(default_factory=list)
@@ -176,10 +180,14 @@ class VLLMStandIn(StandIn):
         assert body["method"] == "reload_weights"
         self.is_half_replaced = True
         if (refused := await self.take_time(request)) is not None:
+            self.has_leftovers = True
             return refused
         wrong = self.read_weights(body["kwargs"]["weights_path"])
         if wrong is not None:
+            self.has_leftovers = True
             return web.json_response({"error": {"message": wrong}}, status=500)
+        # What a refused one had read of a layer is counted as read by the next one.
+        self.is_mixed, self.has_leftovers = self.has_leftovers, False
         self.is_half_replaced = False
         return web.json_response({"results": [None]})
 

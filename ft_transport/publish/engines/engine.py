@@ -30,7 +30,8 @@ NO_ROUTE: Final = (404, 405)
 Kind = Literal["adapter", "weights"]
 
 LEFT_PAUSED: Final = (
-    "the engine stays paused, because its weights may be half replaced: the next version that arrives whole resumes it"
+    "the engine stays paused, because its weights may be half replaced: the next version that arrives whole resumes "
+    "it, or is refused as well, and the engine has to be restarted"
 )
 
 

@@ -22,6 +22,9 @@ _ADVICE: Final = (
 
 
 _MAX_DIGITS: Final = 18
+_RESTART: Final = (
+    "vLLM keeps of a refused update what it has read, and has refused the one after it as well: restart this engine"
+)
 _IS_OPEN: Final = "already active"
 """What vLLM answers where a weight update was begun and not finished (``start_weight_update`` in gpu_worker.py)."""
 
@@ -70,14 +73,12 @@ class VLLMEngine:
         if await self._is_paused(connection):
             # A trainer that is gone may have left it so in the middle of an update.
             connection.is_left_paused = True
+        was_left_paused = connection.is_left_paused
         async with connection.resuming(lambda: connection.post("/resume")):
             await connection.pause("/pause", advice=_ADVICE, mode=self.pause, clear_cache="true")
             with connection.replacing():
                 if self.update_info is None:
-                    await connection.post(
-                        "/collective_rpc",
-                        {"method": "reload_weights", "kwargs": {"weights_path": str(delivery.directory)}},
-                    )
+                    await self._reload(connection, delivery, is_repeated=was_left_paused)
                 else:
                     await self._transfer(connection, self.update_info(delivery))
                 # Of what was computed with the weights before, nothing is used any more; frozen requests begin again.
@@ -97,6 +98,25 @@ class VLLMEngine:
         if not isinstance(version, str) or not version.isdecimal() or len(version) > _MAX_DIGITS:
             raise answer.refusal(f"expected weight_version {delivery.version}")
         return int(version)
+
+    @staticmethod
+    async def _reload(connection: EngineConnection, delivery: Delivery, *, is_repeated: bool) -> None:
+        """Has vLLM load its weights from the directory.
+
+        A reload that raised leaves the weights of a layer that it had read, and the next one counts them as its own
+        (``online_process_loader`` in vllm/model_executor/model_loader/reload/layerwise.py, 0.32). As a rule it raises
+        as well, and so does every one after it. Where it does not, it may have mixed the two in one layer; having ended
+        it keeps nothing, so one more is whole.
+        """
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(delivery.directory)}}
+        try:
+            if is_repeated:
+                await connection.post("/collective_rpc", body)
+            await connection.post("/collective_rpc", body)
+        except EngineRefusedError as error:
+            if is_repeated:
+                error.body = f"{error.body}; {_RESTART}"
+            raise
 
     @staticmethod
     async def _is_paused(connection: EngineConnection) -> bool:
