@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_STAND_BYS: Final = 10
 _MAX_MISFITS: Final = 1
+_GIVEN_UP: Final = "the step was given up before this rank was healed"
 _NO_DEADLINE: Final = Deadline()
 
 
@@ -117,7 +118,7 @@ class QuorumForming:
             while True:
                 # What was served before is of an earlier attempt, though perhaps at the same step.
                 self._snapshots.replaced()
-                with self._serving():
+                with self._serving(request.deadline):
                     decision = self._ask(request, can_serve=True, is_waiting=True)
                 current.decision = decision
                 current.num_missed_heartbeats = self._participant.membership.num_missed_heartbeats()
@@ -154,7 +155,7 @@ class QuorumForming:
             raise
         current.end_quorum(None)
 
-    def _serving(self) -> AbstractContextManager[None]:
+    def _serving(self, deadline: Deadline) -> AbstractContextManager[None]:
         """Serve the state while others are waited for: one of them may still heal from it, in a step that was given up.
 
         Only after a step that was not committed: a replica without a common state has nothing to serve, and where the
@@ -163,7 +164,7 @@ class QuorumForming:
         participant, state = self._participant, self._state
         if participant.is_settled or state.partial is not None or not state.lineage:
             return nullcontext()
-        return self._snapshots.serving()
+        return self._snapshots.serving(deadline.cap(state.timeout))
 
     def _may_wait_for_snapshot(self, request: QuorumRequest, decision: Decision, role: StandsBy) -> bool:
         """Whether a replica that is behind asks once more; otherwise its step is reported as one that fails."""
@@ -307,9 +308,10 @@ class QuorumForming:
             failures = healer.receive(decision, role.sources, group_rank=membership.group_rank, name=participant.name)
         configuring.result()
         # All ranks of the replica are healed, or none counts as healed.
+        is_given_up = participant.round is not None and participant.round.error is not None
         refusals = membership.agree(
             Exchange.HEAL,
-            failures[-1:],
+            failures[-1:] or ((_GIVEN_UP,) if is_given_up else ()),
             step=self._state.step,
             lineage=self._state.lineage,
             timeout=2 * self._config.timeout,
@@ -320,9 +322,14 @@ class QuorumForming:
             self.begin_step()
             return True
         membership.abort()
-        healer.failed(decision.step, failures or refusals, agreed=refusals)
         if participant.round is not None:
             participant.round.error = None
+        if all(_GIVEN_UP in refusal for refusal in refusals):
+            # A source that gave the step up first may have served what its forward has made of the state, or what was
+            # there before it. In the next quorum all begin with the same; this state counts where nobody has a better.
+            participant.disown_state(f"healed in a step that was given up, {membership.replica_id}")
+        else:
+            healer.failed(decision.step, failures or refusals, agreed=refusals)
         return False
 
     def _forget_gradients(self) -> None:

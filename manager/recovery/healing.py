@@ -91,7 +91,9 @@ class Healer:
                 continue
             start_s = time.monotonic()
             left = timedelta(seconds=max(0.0, deadline_s - start_s))
-            progress_timeout = left * _SHARE_WITHOUT_PROGRESS if waiting else None
+            # Those at which nobody listens are no reason to give up this one.
+            has_others = any(each.addresses[group_rank] not in postponed for each in waiting)
+            progress_timeout = left * _SHARE_WITHOUT_PROGRESS if has_others else None
             try:
                 self._receive_from(address, decision, left, progress_timeout, name)
             except (TransportError, ManagerError) as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 
 # Not the builtin one before Python 3.11.
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -195,9 +195,9 @@ class SnapshotScheduler:
             self.settle()
             with self._mutex:
                 run = self._run
-            if run is not None:
-                with suppress(FutureTimeoutError):
-                    run.future.exception(timeout.total_seconds())
+            if run is not None and not run.future.done():
+                # The next boundary refuses a snapshot while one is under way; it is a copy in memory.
+                wait([run.future], timeout.total_seconds())
             # Who asks from here on gets the state of the next boundary, which may be that of another state.
             self.state_replaced()
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ft_transport import SnapshotLimitError, TransportError
@@ -57,9 +58,9 @@ class StateSnapshots(StateObserver):
         """See `SnapshotScheduler.boundary`."""
         return self.scheduler.boundary(self._state.step, self._state.optimizers(), hold=hold)
 
-    def serving(self) -> AbstractContextManager[None]:
+    def serving(self, timeout: timedelta) -> AbstractContextManager[None]:
         """See `SnapshotScheduler.serving`."""
-        return self.scheduler.serving(self._state.step, self._state.optimizers(), self._state.timeout)
+        return self.scheduler.serving(self._state.step, self._state.optimizers(), timeout)
 
     def take(self) -> Future[None]:
         """Begin a snapshot of the present step; the result is done when it can be fetched."""

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from proxy import Fault, Link, Proxy, proxied, stall
+from proxy import Fault, Link, Proxy, delay, proxied, stall
 
 from ft_transport import HTTPTransport, TransportSettings
 from manager import HealFailedError, Manager, ManagerConfig
@@ -106,6 +106,12 @@ def test_a_slow_source_that_delivers_keeps_its_time_though_there_are_others(sour
     assert sources.heal(slow, other, other) == ()
     assert time.monotonic() - started_s > TIMEOUT_S / 2
     assert not unused.requests
+
+
+def test_a_source_keeps_its_time_though_one_that_is_gone_is_left(sources: Sources) -> None:
+    late, _ = sources.add(("/metadata", delay(TIMEOUT_S / 3)))
+    gone = replace(late, replica_id="gone", addresses=(f"http://127.0.0.1:{closed_port()}/checkpoint/",))
+    assert sources.heal(gone, late) == ()
 
 
 def test_a_source_that_hangs_leaves_the_others_the_time_they_need(sources: Sources) -> None:

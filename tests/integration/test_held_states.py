@@ -119,7 +119,7 @@ def test_who_asks_during_a_wait_is_served_at_once_and_who_asks_after_it_at_the_n
     training.replica.begin_step(1)
     snapshots = training.replica.snapshots
     assert snapshots is not None
-    with snapshots.serving():
+    with snapshots.serving(LONG):
         expected = exact(training.state.content())
         assert exact(receiver.fetch(sender.metadata(), "latest", timeout=LONG).state) == expected
     assert training.lock_is_free()
