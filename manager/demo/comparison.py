@@ -1,4 +1,4 @@
-"""What all replicas of the demo held, step by step: shown, and checked bit for bit."""
+"""Compares what all replicas of the demo held at each step, bit for bit, and shows the last ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done once, at the first step boundaries: the state functions are called, and memory is made ready."""
+"""The first step boundaries call the state functions once, outside of the lock, and prefault memory for snapshots."""
 
 from __future__ import annotations
 

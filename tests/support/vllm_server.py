@@ -98,7 +98,7 @@ class TinyLlama:
         return dict(self._model.state_dict())
 
     def expected(self, *, is_adapted: bool) -> list[list[int]]:
-        """What Hugging Face's code answers to `PROMPTS` with the present adapter, or weights."""
+        """The tokens that Hugging Face's code answers to `PROMPTS` with the present adapter, or weights."""
         model = self.adapted if is_adapted else self._model
         answers = []
         with torch.no_grad():
@@ -124,7 +124,7 @@ class VLLMServer:
         self._process = process
 
     def is_alive(self) -> bool:
-        """Whether it runs and says that it is well."""
+        """Whether the process runs and its health route answers 200."""
         if self._process.poll() is not None:
             return False
         try:
