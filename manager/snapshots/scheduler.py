@@ -67,6 +67,7 @@ class SnapshotScheduler:
         self._run: Run | None = None
         self._when_published: tuple[Run, Callable[[], None]] | None = None
         self._held: HeldBoundary | None = None
+        self._settled: Run | None = None
         self._is_closed = False
         self._is_serving = False
         self._is_postponed = False
@@ -194,8 +195,9 @@ class SnapshotScheduler:
             self._is_serving = False
             self.settle()
             with self._mutex:
+                self._forget_if_interrupted()
                 run = self._run
-            if run is not None and not run.future.done():
+            if run is not None:
                 # The next boundary refuses a snapshot while one is under way; it is a copy in memory.
                 wait([run.future], timeout.total_seconds())
             # Who asks from here on gets the state of the next boundary, which may be that of another state.
@@ -214,16 +216,24 @@ class SnapshotScheduler:
             Whether a snapshot was begun.
         """
         with self._mutex:
-            held, self._held = self._held, None
+            held = self._held
             if held is None:
                 return False
+            self._held, self._settled = None, held.run
+        try:
+            return self._begin_or_let_go(held)
+        finally:
+            if self._settled is held.run:
+                self._settled = None
+
+    def _begin_or_let_go(self, held: HeldBoundary) -> bool:
+        with self._mutex:
             is_wanted = self._demand.is_open(held.run.num_before) and not self._is_closed
             is_to_share = self._demand.is_to_share
             # Who asks next may be somebody whom the optimizer does not wait for.
             self._demand.is_to_share = False
-            if not is_wanted:
-                self._run = None
         if not is_wanted:
+            self._end(held.run)
             if isinstance(held.state, KeptBoundary):
                 held.state.let_go()
             held.section.release()
@@ -249,8 +259,7 @@ class SnapshotScheduler:
         except BaseException as error:
             if held.section.is_open:
                 held.section.release()
-            with self._mutex:
-                self._run = None
+            self._end(held.run)
             self._sink.snapshot_failed(held.run.step, error)
             held.run.future.set_exception(error)
             level = logging.DEBUG if self._is_postponed else logging.WARNING
@@ -274,8 +283,7 @@ class SnapshotScheduler:
             if state is None:
                 if section is not None:
                     section.release()
-                with self._mutex:
-                    self._run = None
+                self._end(run)
         if state is None or section is None:
             return False
         with self._mutex:
@@ -381,11 +389,17 @@ class SnapshotScheduler:
 
     def _forget(self, run: Run) -> None:
         with self._mutex:
-            if self._run is not run:
+            # Another thread may be about to hand it over.
+            if self._run is not run or self._settled is run:
                 return
             self._run = None
         with suppress(InvalidStateError):
             run.future.set_exception(ManagerError(f"the snapshot of step {run.step} was interrupted as it began"))
+
+    def _end(self, run: Run) -> None:
+        with self._mutex:
+            if self._run is run:
+                self._run = None
 
     def _begin(self, run: Run, optimizers: Sequence[Optimizer], timeout: timedelta, *, may_share: bool = True) -> None:
         section: Section | None = None
@@ -408,8 +422,7 @@ class SnapshotScheduler:
         except BaseException:
             if section is not None and section.is_open:
                 section.release()
-            with self._mutex:
-                self._run = None
+            self._end(run)
             raise
 
     def _complete(self, run: Run, unfinished: list[SnapshotInProgress], section: Section | None) -> None:
