@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from quorum_threads import lighthouse, make_manager, run_replicas
+from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
 from torch.distributed import TCPStore
 
 from manager import StatesDivergedError
@@ -28,7 +29,17 @@ def address() -> Iterator[str]:
 
 
 class Trainer:
-    def __init__(self, address: str, name: str, *, width: int = 64, **keywords: Any) -> None:
+    """A replica, or one rank of it.
+
+    Args:
+        beginning: Where it waits for the others: two that are all the Lighthouse knows of may make all their steps
+            before the third has come, which can then commit none.
+    """
+
+    def __init__(
+        self, address: str, name: str, beginning: threading.Barrier, *, width: int = 64, **keywords: Any
+    ) -> None:
+        self.beginning = beginning
         torch.manual_seed(3)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 1)
@@ -47,6 +58,7 @@ class Trainer:
 
     def run(self, before_step: Callable[[Trainer, int], None] = lambda trainer, step: None) -> dict[int, torch.Tensor]:
         try:
+            self.beginning.wait(LONG_S)
             while self.manager.current_step() < NUM_STEPS:
                 before_step(self, self.manager.current_step())
                 self.manager.start_quorum()
@@ -79,10 +91,11 @@ def flip_at(flipped_step: int) -> Callable[[Trainer, int], None]:
 
 def run_three(address: str, **keywords: Any) -> list[dict[int, torch.Tensor]]:
     keywords = {"min_replica_size": 2, **keywords}
+    beginning = threading.Barrier(3)
     return run_replicas(
-        Trainer(address, "replica_0", **keywords).run,
-        Trainer(address, "replica_1", **keywords).run,
-        lambda: Trainer(address, "replica_2", **keywords).run(flip_at(5)),
+        lambda: Trainer(address, "replica_0", beginning, **keywords).run(),
+        lambda: Trainer(address, "replica_1", beginning, **keywords).run(),
+        lambda: Trainer(address, "replica_2", beginning, **keywords).run(flip_at(5)),
     )
 
 
@@ -106,6 +119,7 @@ def test_a_value_that_no_tensor_shows_yet_is_found_named_and_healed(
 ) -> None:
     """As after an interruption between the optimizer's step and the scheduler's."""
     ends: list[object] = []
+    beginning = threading.Barrier(3)
 
     def change(trainer: Trainer, step: int) -> None:
         if step == 5:
@@ -113,7 +127,7 @@ def test_a_value_that_no_tensor_shows_yet_is_found_named_and_healed(
         ends[:] = [trainer.optimizer.param_groups[0]["own"]]
 
     def run(name: str, before_step: Callable[[Trainer, int], None]) -> None:
-        trainer = Trainer(address, name, min_replica_size=2, compare_every=EVERY)
+        trainer = Trainer(address, name, beginning, min_replica_size=2, compare_every=EVERY)
         trainer.optimizer.param_groups[0]["own"] = 0.0
         trainer.run(before_step)
 
@@ -130,11 +144,12 @@ def test_a_value_that_no_tensor_shows_yet_is_found_named_and_healed(
 def test_one_flipped_bit_on_one_rank_is_found_where_ranks_hold_parts_of_different_shapes(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    beginning = threading.Barrier(6)
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(3)]
 
     def run(number: int, rank: int) -> dict[int, torch.Tensor]:
         ranks = {"rank": rank, "world_size": 2, "store_addr": "127.0.0.1", "store_port": stores[number].port}
-        trainer = Trainer(address, f"replica_{number}", width=32 + 32 * rank, compare_every=EVERY, **ranks)
+        trainer = Trainer(address, f"replica_{number}", beginning, width=32 + 32 * rank, compare_every=EVERY, **ranks)
         return trainer.run(flip_at(5) if (number, rank) == (2, 1) else lambda trainer, step: None)
 
     states = run_replicas(*(partial(run, number, rank) for number in range(3) for rank in range(2)))
@@ -159,17 +174,20 @@ def test_a_single_comparison_needs_no_setting(address: str) -> None:
         compare(trainer, step)
 
     flip = flip_at(5)
+    beginning = threading.Barrier(3)
     states = run_replicas(
-        lambda: Trainer(address, "replica_0", min_replica_size=2).run(compare),
-        lambda: Trainer(address, "replica_1", min_replica_size=2).run(compare),
-        lambda: Trainer(address, "replica_2", min_replica_size=2).run(compare_and_flip),
+        lambda: Trainer(address, "replica_0", beginning, min_replica_size=2).run(compare),
+        lambda: Trainer(address, "replica_1", beginning, min_replica_size=2).run(compare),
+        lambda: Trainer(address, "replica_2", beginning, min_replica_size=2).run(compare_and_flip),
     )
     assert max(differing_steps(states)) in (7, 8)
 
 
 def test_without_a_majority_all_stop_and_name_the_tensors(address: str) -> None:
+    beginning = threading.Barrier(2)
+
     def run(name: str, before_step: Callable[[Trainer, int], None]) -> tuple[str, ...]:
-        trainer = Trainer(address, name, min_replica_size=2, compare_every=EVERY)
+        trainer = Trainer(address, name, beginning, min_replica_size=2, compare_every=EVERY)
         with pytest.raises(StatesDivergedError, match=r"no majority of them agrees: .*2\.weight") as caught:
             trainer.run(before_step)
         assert caught.value.step == 8
@@ -185,8 +203,9 @@ def test_without_a_majority_all_stop_and_name_the_tensors(address: str) -> None:
 
 
 def test_equal_replicas_are_left_alone(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    beginning = threading.Barrier(2)
     states = run_replicas(
-        *(Trainer(address, f"replica_{index}", min_replica_size=2, compare_every=1).run for index in range(2))
+        *(Trainer(address, f"replica_{at}", beginning, min_replica_size=2, compare_every=1).run for at in range(2))
     )
     assert not differing_steps(states)
     assert not [
