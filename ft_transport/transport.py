@@ -21,6 +21,7 @@ from ft_transport.state.snapshot import HeldState, nothing_moved
 from ft_transport.transfer.client import FetchRequest, Received, StateClient
 from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease, StateServer
 from ft_transport.transfer.sharded import ShardedRequest, common_step
+from ft_transport.wire.delta import Delta
 from ft_transport.wire.routes import LATEST, StepSelector
 
 _DEFAULT_NUM_CONNECTIONS: Final = 4
@@ -223,6 +224,34 @@ class HTTPTransport(Generic[T]):
                 verify_late=verify_late,
                 only_changed=only_changed,
             )
+        )
+
+    def keep_delta(self, base: int, delta: bytes) -> None:
+        """Serves a delta (``ft_transport.wire.delta``) to receivers that have the step ``base``; keeps the latest 4."""
+        self._server.http.deltas.keep(base, delta)
+
+    def fetch_deltas(
+        self, metadata: str, base: int, step: int, *, max_bytes: int, timeout: timedelta | None = None
+    ) -> list[Delta]:
+        """Receives the deltas that lead from one step to another.
+
+        Args:
+            metadata: What the peer's ``metadata()`` returned.
+            base: The step that the receiver has.
+            step: The later one that it wants.
+            max_bytes: For all of them together.
+            timeout: The transport's own by default.
+
+        Returns:
+            In the order in which they are applied; empty if the peer does not keep all that it takes, or they are
+            larger. Their headers are checked; what they lead to has to be compared with the manifest of the step.
+
+        Raises:
+            TransportError: The peer cannot be reached or refuses, or what it sent is no delta.
+        """
+        settings = self._client.fetch_settings(timeout, None, None)
+        return self._client.fetch_deltas(
+            PeerAddress.from_url(metadata), base, step, max_bytes=max_bytes, settings=settings
         )
 
     def fetch_sharded(

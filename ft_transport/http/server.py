@@ -30,12 +30,15 @@ from ft_transport.errors import (
 )
 from ft_transport.http.body_sender import Content, FileRange, Slices, send
 from ft_transport.http.fork_safety import close_in_children
+from ft_transport.http.kept_deltas import KeptDeltas
 from ft_transport.http.own_address import LISTEN_BACKLOG, advertised_host, listen
 from ft_transport.http.snapshot_cache import Reading, SnapshotCache
 from ft_transport.http.snapshot_requests import SnapshotRequests
 from ft_transport.http.token import JobToken
+from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.routes import (
     AFTER_HEADER,
+    DELTA_ROUTE,
     DIGESTS_ROUTE,
     FULL_ROUTE,
     MANIFEST_DIGEST_HEADER,
@@ -72,6 +75,7 @@ class SnapshotServer:
 
     Attributes:
         requests: Finds what requests are for; its ``fresh_snapshot`` may be exchanged at any time.
+        deltas: Those that are served. Thread-safe.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class SnapshotServer:
         self._token = token
         self._stall_timeout_s = stall_timeout_s
         self.server_id = secrets.token_hex(8)
+        self.deltas = KeptDeltas()
         self._socket = listen(host, port)
         try:
             self.port: int = self._socket.getsockname()[1]
@@ -152,6 +157,7 @@ class SnapshotServer:
         app.router.add_get(FULL_ROUTE, self._full, allow_head=True)
         app.router.add_get(DIGESTS_ROUTE, self._digests)
         app.router.add_post(SLICES_ROUTE, self._slices)
+        app.router.add_get(DELTA_ROUTE, self._delta)
         app.router.add_get(STATUS_ROUTE, self._status, allow_head=True)
         runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=0.1, keepalive_timeout=_KEEP_ALIVE_S
@@ -280,6 +286,20 @@ class SnapshotServer:
             frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
             headers = {"Content-Type": "application/octet-stream"}
             return await self._send(request, reading, headers, Slices(snapshot.memory, frames))
+
+    async def _delta(self, request: web.Request) -> web.StreamResponse:
+        delta = self.deltas.leading_from(request.match_info["step"])
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream", "Cache-Control": "no-store"})
+        response.content_length = len(delta)
+        await response.prepare(request)
+        for start in range(0, len(delta), CHUNK_BYTES):
+            try:
+                await asyncio.wait_for(response.write(delta[start : start + CHUNK_BYTES]), self._stall_timeout_s)
+            except (asyncio.TimeoutError, ConnectionError):
+                if request.transport is not None:
+                    request.transport.abort()
+                break
+        return response
 
     async def _send(
         self, request: web.Request, reading: Reading, headers: dict[str, str], content: Content, *, status: int = 200

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import threading
@@ -20,7 +19,6 @@ from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 
 from ft_transport.checkpoint.claim import RootClaim
@@ -28,7 +26,7 @@ from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.settings import checked_root, compare_settings
 from ft_transport.coordination.consensus import Agreement, RankGroup
 from ft_transport.coordination.exchange import Exchange
-from ft_transport.errors import ConfigurationError, PublishError, SnapshotLimitError
+from ft_transport.errors import ConfigurationError, PublishError
 from ft_transport.publish.adapter import CONFIG_NAME, LoRAAdapter, is_adapter
 from ft_transport.publish.engines.engine import Delivery, Engine, Kind
 from ft_transport.publish.export import Content, Exporter, ExportRequest
@@ -37,6 +35,7 @@ from ft_transport.publish.notify import EngineNotifier
 from ft_transport.publish.report import POLICIES, Policy, PublishReport
 from ft_transport.publish.report_store import ReportStore
 from ft_transport.publish.retention import Retention, StoredVersion
+from ft_transport.publish.serving import VersionServer
 from ft_transport.runtime.at_exit import at_exit
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import check_duration, check_number, default_num_threads
@@ -45,8 +44,6 @@ from ft_transport.transport import HTTPTransport
 logger = logging.getLogger(__name__)
 
 Weights: TypeAlias = LoRAAdapter | Mapping[str, torch.Tensor]
-_STAGING_PAUSE_S: Final = 0.1
-_STAGING_TIMEOUT: Final = timedelta(minutes=10)
 _EXIT_TIMEOUT: Final = timedelta(seconds=60)
 _MARGIN_S: Final = 5.0
 """Beyond the engines' deadline: the report has to be posted, and found."""
@@ -155,7 +152,7 @@ class Publisher:
         self._claim = RootClaim(self._root)
         self._exporter: Exporter | None = None
         self._notifier: EngineNotifier | None = None
-        self._transport = transport
+        self._server = VersionServer(transport, self._directory) if transport is not None else None
         self._notifying: dict[int, Future[PublishReport]] = {}
         self._mutex = threading.Lock()
         self._end = SafeEnd()
@@ -267,7 +264,7 @@ class Publisher:
 
     def _notify(self, version: int, directory: Path) -> None:
         kind: Kind = "adapter" if (directory / CONFIG_NAME).exists() else "weights"
-        address = _Served(self._transport, version, directory).address if self._transport is not None else None
+        address = self._server.serving(version, directory) if self._server is not None else None
         delivery = Delivery(version, kind, directory, address)
         assert self._notifier is not None, "it is open"
         notifying = self._notifier.notify(delivery, self._reports.post)
@@ -295,44 +292,6 @@ class Publisher:
                 logger.debug("version %d is not used any more and was deleted", older)
         except OSError as error:
             logger.warning("old versions could not be deleted: %s", error)
-
-
-class _Served:
-    """A version that is put on a transport when the first engine asks for it.
-
-    Args:
-        transport: The transport.
-        version: The version.
-        directory: Where its files are.
-    """
-
-    def __init__(self, transport: HTTPTransport[Any], version: int, directory: Path) -> None:
-        self._transport = transport
-        self._version = version
-        self._directory = directory
-        self._staging: asyncio.Task[None] | None = None
-
-    async def address(self) -> str:
-        """Where it is served. On the loop that notifies engines."""
-        if self._staging is None:
-            self._staging = asyncio.get_running_loop().create_task(asyncio.to_thread(self._stage))
-        # An engine whose deadline runs out ends its own wait alone.
-        await asyncio.shield(self._staging)
-        return self._transport.metadata()
-
-    def _stage(self) -> None:
-        files = sorted(self._directory.glob("*.safetensors"))
-        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        deadline_s = time.monotonic() + _STAGING_TIMEOUT.total_seconds()
-        while True:
-            try:
-                self._transport.send_checkpoint([], self._version, {"weights": weights}, _STAGING_TIMEOUT)
-                return
-            except SnapshotLimitError:
-                # Slow engines still read earlier versions.
-                if time.monotonic() > deadline_s:
-                    raise
-            time.sleep(_STAGING_PAUSE_S)
 
 
 _publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()

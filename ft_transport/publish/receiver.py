@@ -18,6 +18,7 @@ from aiohttp import web
 from ft_transport.errors import RestoreError, TransportError
 from ft_transport.http.own_address import advertised_host, listen
 from ft_transport.http.token import JobToken
+from ft_transport.publish.deltas import AppliedChanges, OwnChange, changes_of
 from ft_transport.publish.engines.pulling import ROUTE
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import TransportSettings, check_duration
@@ -36,8 +37,10 @@ _START_TIMEOUT_S: Final = 30.0
 class WeightReceiver:
     """Receives versions into an engine's own tensors, and says which version they are.
 
-    What the tensors hold already is compared with the digests of the version, chunk by chunk, and only what differs
-    crosses the network. One that breaks off after bytes have landed leaves no weights to use: they are overwritten with
+    Where the publisher keeps a delta from the version that is here, the elements that differ are changed first. Then
+    what the tensors hold is compared with the digests of the version, chunk by chunk, and only what differs crosses the
+    network: a delta that was lost, or made for other weights, does no harm. A version that breaks off before bytes of
+    it have landed leaves the one before. One that breaks off later leaves no weights to use: they are overwritten with
     NaN patterns, and ``version`` is ``None`` until one has arrived whole. The publisher counts such an engine out.
 
     Args:
@@ -170,19 +173,39 @@ class WeightReceiver:
             def check(incoming: Incoming) -> None:
                 _refuse_others(incoming, {name for names, _ in own for name in names})
 
+            changes, num_delta_bytes = self._deltas(address, version, own)
+            applied = AppliedChanges()
             with self._paused():
                 try:
+                    applied.apply(changes)
                     received = self._transport.fetch(
                         address, version, into=into, check=check, timeout=self._timeout, only_changed=True
                     )
-                except TransportError as error:
-                    if error.destination_touched:
+                except BaseException as error:
+                    if isinstance(error, TransportError) and error.destination_touched:
                         self._version, self._newest = None, version
+                    else:
+                        applied.undo()
                     raise
                 self._version, self._newest = None, version
                 _refuse_unfilled(received.state["weights"], own)
                 self._version = received.step
-                self.num_bytes_fetched = received.num_bytes_fetched or 0
+                self.num_bytes_fetched = num_delta_bytes + (received.num_bytes_fetched or 0)
+
+    def _deltas(self, address: str, version: int, own: _Own) -> tuple[list[OwnChange], int]:
+        """What changes the version that is here into another, and how many bytes came; nothing if chunks have to do."""
+        base = self._version
+        if base is None:
+            return [], 0
+        try:
+            deltas = self._transport.fetch_deltas(
+                address, base, version, max_bytes=sum(each.nbytes for _, each in own), timeout=self._timeout
+            )
+            changes = changes_of(deltas, {name: tensor for names, tensor in own for name in names})
+        except TransportError as error:
+            logger.info("version %d: the deltas from version %d are of no use: %s", version, base, error)
+            return [], 0
+        return changes, sum(delta.num_bytes for delta in deltas)
 
 
 _Own: TypeAlias = list[tuple[list[str], torch.Tensor]]

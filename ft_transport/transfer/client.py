@@ -14,6 +14,7 @@ from typing import Final, Generic, TypeVar, cast
 from ft_transport.errors import ConfigurationError, FetchFailedError, SnapshotReplacedError, TransportError
 from ft_transport.http.chunk_client import fetch_data
 from ft_transport.http.connection import Connection
+from ft_transport.http.delta_client import fetch_delta
 from ft_transport.http.fetch_pool import FetchSettings
 from ft_transport.http.fetch_timeouts import Progress, Timeouts
 from ft_transport.http.late_digests import digest_chunks, fetch_digests, find_damaged
@@ -25,6 +26,7 @@ from ft_transport.state.matching import Incoming
 from ft_transport.state.restore import Restore
 from ft_transport.state.verify import find_differences
 from ft_transport.transfer.sharded import ShardedRequest, poison, receive_sharded
+from ft_transport.wire.delta import Delta, decode_delta
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import StepSelector
 
@@ -174,6 +176,24 @@ class StateClient(Generic[T]):
                 return self._receive(connection, manifest, request)
 
         return with_restarts(settings, receive)
+
+    def fetch_deltas(
+        self, source: PeerAddress, base: int, version: int, *, max_bytes: int, settings: FetchSettings
+    ) -> list[Delta]:
+        """Receives what leads from one version to another; see ``HTTPTransport.fetch_deltas``."""
+        deltas: list[Delta] = []
+        with Connection(source, token=settings.token, timeouts=settings.timeouts) as connection:
+            while base < version:
+                encoded = fetch_delta(connection, base, max_bytes=max_bytes)
+                if encoded is None:
+                    return []
+                max_bytes -= len(encoded)
+                delta = decode_delta(encoded)
+                if delta.base != base or not base < delta.version <= version:
+                    return []
+                deltas.append(delta)
+                base = delta.version
+        return deltas
 
     def fetch_sharded(self, request: ShardedRequest) -> Received[T]:
         """Receives this rank's part of a state; see ``HTTPTransport.fetch_sharded``."""

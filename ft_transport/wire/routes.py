@@ -4,6 +4,7 @@ GET, HEAD /checkpoint/{step}/full       the safetensors file; one byte range may
 GET       /checkpoint/{step}/metadata   its JSON header alone
 POST      /checkpoint/{step}/slices     the parts of tensors that the body lists, see ``wire.slices``
 GET       /checkpoint/{step}/digests    where the header says "later" instead of the digests: these, in the same form
+GET       /checkpoint/{step}/delta      what leads from this step to a later one, if it was kept: see ``wire.delta``
 GET       /status                       JSON: what is served, and to how many
 
 ``step`` is a number or ``latest``. ``?snapshot=ID`` binds a request to one snapshot (409 when it is gone), and
@@ -26,6 +27,7 @@ FULL_ROUTE: Final = "/checkpoint/{step}/full"
 METADATA_ROUTE: Final = "/checkpoint/{step}/metadata"
 DIGESTS_ROUTE: Final = "/checkpoint/{step}/digests"
 SLICES_ROUTE: Final = "/checkpoint/{step}/slices"
+DELTA_ROUTE: Final = "/checkpoint/{step}/delta"
 STATUS_ROUTE: Final = "/status"
 
 SNAPSHOT_PARAMETER: Final = "snapshot"

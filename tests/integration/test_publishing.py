@@ -192,7 +192,12 @@ class TestPulling:
         return {"embedding": torch.full((1 << 20,), 3.0), "layer": torch.full((1 << 18,), float(value))}
 
     def test_only_what_has_changed_crosses_the_network(self, tmp_path: Path) -> None:
-        own = {name: torch.zeros_like(tensor) for name, tensor in self.weights(0).items()}
+        def weights(version: int) -> dict[str, torch.Tensor]:
+            every_bit = torch.Generator().manual_seed(version)
+            layer = torch.randint(-(1 << 31), 1 << 31, (1 << 18,), generator=every_bit, dtype=torch.int32)
+            return {"embedding": torch.full((1 << 20,), 3.0), "layer": layer}
+
+        own = {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
         entered: list[int] = []
 
         @contextmanager
@@ -205,13 +210,13 @@ class TestPulling:
             WeightReceiver(own, paused=paused, host="127.0.0.1") as receiver,
             Publisher([PullingEngine(receiver.url)], tmp_path, transport=transport) as publisher,
         ):
-            report = publisher.publish(1, self.weights(1)).result(SOON)
+            report = publisher.publish(1, weights(1)).result(SOON)
             assert [(each.outcome, each.version) for each in report.engines] == [("confirmed", 1)]
             assert receiver.num_bytes_fetched == 5 << 20
-            publisher.publish(2, self.weights(2)).result(SOON)
+            publisher.publish(2, weights(2)).result(SOON)
             assert receiver.version == 2
             assert receiver.num_bytes_fetched == 1 << 20
-            assert all(torch.equal(own[name], tensor) for name, tensor in self.weights(2).items())
+            assert all(torch.equal(own[name], tensor) for name, tensor in weights(2).items())
             assert len(entered) == 2
         transport.shutdown()
 

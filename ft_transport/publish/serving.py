@@ -1,0 +1,89 @@
+"""Versions on a transport, for engines that pull them: put there when the first engine asks, with a delta."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file
+
+from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.errors import SnapshotLimitError
+from ft_transport.publish.deltas import delta_between
+from ft_transport.transport import HTTPTransport
+
+logger = logging.getLogger(__name__)
+
+_STAGING_PAUSE_S: Final = 0.1
+_STAGING_TIMEOUT: Final = timedelta(minutes=10)
+
+
+class VersionServer:
+    """Serves versions of one publisher. Belongs to the loop that notifies engines.
+
+    Args:
+        transport: The transport.
+        directory: Where the versions are.
+    """
+
+    def __init__(self, transport: HTTPTransport[Any], directory: NumberedDirectory) -> None:
+        self._transport = transport
+        self._directory = directory
+        self._newest: int | None = None
+
+    def serving(self, version: int, directory: Path) -> Callable[[], Awaitable[str]]:
+        """Returns a function that says where a version is served, and puts it there when it is first called."""
+        staging: asyncio.Task[None] | None = None
+
+        async def address() -> str:
+            nonlocal staging
+            if staging is None:
+                staging = asyncio.get_running_loop().create_task(asyncio.to_thread(self._stage, version, directory))
+            # An engine whose deadline runs out ends its own wait alone.
+            await asyncio.shield(staging)
+            return self._transport.metadata()
+
+        return address
+
+    def _stage(self, version: int, directory: Path) -> None:
+        weights = _weights_in(directory)
+        self._keep_delta(version, weights)
+        deadline_s = time.monotonic() + _STAGING_TIMEOUT.total_seconds()
+        while True:
+            try:
+                self._transport.send_checkpoint([], version, {"weights": weights}, _STAGING_TIMEOUT)
+                break
+            except SnapshotLimitError:
+                # Slow engines still read earlier versions.
+                if time.monotonic() > deadline_s:
+                    raise
+            time.sleep(_STAGING_PAUSE_S)
+        self._newest = max(version, self._newest or 0)
+
+    def _keep_delta(self, version: int, weights: dict[str, torch.Tensor]) -> None:
+        """Makes the delta from the version that engines have, if that is still on disk."""
+        try:
+            # What was published and not served is what no engine has.
+            older = [each for each in self._directory.numbers() if each < version]
+            base = self._newest if self._newest is not None else max(older, default=None)
+            found = self._directory.find(base) if base in older and base is not None else None
+            if base is None or found is None:
+                return
+            delta = delta_between(version, weights, base, _weights_in(found))
+        except OSError as error:
+            logger.warning("version %d: no delta could be made: %s", version, error)
+            return
+        if delta is not None:
+            self._transport.keep_delta(base, delta)
+            logger.debug("version %d: %d bytes lead there from version %d", version, len(delta), base)
+
+
+def _weights_in(directory: Path) -> dict[str, torch.Tensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}

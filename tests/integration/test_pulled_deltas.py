@@ -1,0 +1,225 @@
+"""Engines that pull get the few elements that changed, and never anything but the version, whatever a delta says."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ft_transport import HTTPTransport, Publisher, PublishError, PullingEngine, TransportSettings, WeightReceiver
+from ft_transport.publish.deltas import delta_between
+
+SOON = timedelta(seconds=30)
+LOOPBACK = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
+NUM_TENSORS = 300
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def transport() -> Iterator[HTTPTransport[Any]]:
+    transport: HTTPTransport[Any] = HTTPTransport(settings=LOOPBACK)
+    yield transport
+    transport.shutdown()
+
+
+def first_weights() -> Weights:
+    chance = torch.Generator().manual_seed(0)
+    return {
+        f"layers.{at}.weight": torch.randn(128, 256, generator=chance).to(torch.bfloat16) for at in range(NUM_TENSORS)
+    }
+
+
+def stepped(weights: Weights, seed: int, share: float = 0.01) -> Weights:
+    """The weights after an optimizer's step that changed a share of the elements by their lowest bits."""
+    chance = torch.Generator().manual_seed(seed)
+    after = {}
+    for name, tensor in weights.items():
+        change = torch.randint(1, 4, tensor.shape, generator=chance, dtype=torch.int16)
+        change[torch.rand(tensor.shape, generator=chance) >= share] = 0
+        after[name] = (tensor.view(torch.int16) ^ change).view(torch.bfloat16)
+    return after
+
+
+def same_bits(one: Weights, other: Weights) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name].view(torch.int16), other[name].view(torch.int16)) for name in one
+    )
+
+
+def num_bytes(weights: Weights) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+def zeros() -> Weights:
+    return {name: torch.zeros_like(tensor) for name, tensor in first_weights().items()}
+
+
+def tell(receiver: WeightReceiver, version: int, transport: HTTPTransport[Any]) -> int:
+    """As a publisher does; the status of the answer."""
+    body = json.dumps({"address": transport.metadata()}).encode()
+    request = urllib.request.Request(f"{receiver.url}/weights/{version}", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+
+
+@contextmanager
+def receiving(
+    transport: HTTPTransport[Any], *, paused: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Iterator[tuple[WeightReceiver, Weights, Weights]]:
+    """A receiver that has version 1, its tensors, and what version 1 is."""
+    own, first = zeros(), first_weights()
+    with WeightReceiver(own, host="127.0.0.1", paused=paused, timeout=timedelta(seconds=4)) as receiver:
+        transport.send_checkpoint([], 1, {"weights": first}, SOON)
+        assert tell(receiver, 1, transport) == 200
+        yield receiver, own, first
+
+
+def test_a_step_that_changes_one_percent_costs_two_percent_of_the_bytes(
+    tmp_path: Path, transport: HTTPTransport[Any]
+) -> None:
+    own, weights = zeros(), first_weights()
+    with (
+        WeightReceiver(own, host="127.0.0.1") as receiver,
+        Publisher([PullingEngine(receiver.url)], tmp_path, transport=transport) as publisher,
+    ):
+        publisher.publish(1, weights).result(SOON)
+        assert receiver.num_bytes_fetched >= num_bytes(weights)
+        for version in range(2, 6):
+            weights = stepped(weights, version)
+            publisher.publish(version, weights).result(SOON)
+            assert receiver.version == version
+            assert same_bits(own, weights)
+            assert receiver.num_bytes_fetched < 0.02 * num_bytes(weights)
+
+
+def test_a_trainer_that_came_back_makes_the_delta_from_what_is_on_disk(
+    tmp_path: Path, transport: HTTPTransport[Any]
+) -> None:
+    own, weights = zeros(), first_weights()
+    with WeightReceiver(own, host="127.0.0.1") as receiver:
+        for version in (1, 2):
+            weights = stepped(weights, version)
+            with Publisher([PullingEngine(receiver.url)], tmp_path, transport=transport) as publisher:
+                publisher.publish(version, weights).result(SOON)
+        assert same_bits(own, weights)
+        assert receiver.num_bytes_fetched < 0.02 * num_bytes(weights)
+
+
+def test_a_receiver_that_missed_versions_gets_all_their_deltas(transport: HTTPTransport[Any]) -> None:
+    with receiving(transport) as (receiver, own, first):
+        weights = first
+        for version in (2, 3, 4):
+            after = stepped(weights, version)
+            delta = delta_between(version, after, version - 1, weights)
+            assert delta is not None
+            transport.keep_delta(version - 1, delta)
+            weights = after
+        transport.send_checkpoint([], 4, {"weights": weights}, SOON)
+        assert tell(receiver, 4, transport) == 200
+        assert receiver.num_bytes_fetched < 0.06 * num_bytes(weights)
+        assert same_bits(own, weights)
+
+
+def test_weights_that_are_not_the_base_become_the_version_all_the_same(transport: HTTPTransport[Any]) -> None:
+    with receiving(transport) as (receiver, own, first):
+        second = stepped(first, 2)
+        delta = delta_between(2, second, 1, first)
+        assert delta is not None
+        own["layers.7.weight"].view(torch.int16)[5, 5] ^= 1
+        transport.keep_delta(1, delta)
+        transport.send_checkpoint([], 2, {"weights": second}, SOON)
+        assert tell(receiver, 2, transport) == 200
+        assert same_bits(own, second)
+        assert len(delta) < receiver.num_bytes_fetched <= len(delta) + (4 << 20)
+
+
+@pytest.mark.parametrize("kind", ["damaged", "another's", "of other weights", "none"])
+def test_a_delta_that_is_no_use_costs_bytes_and_nothing_else(transport: HTTPTransport[Any], kind: str) -> None:
+    with receiving(transport) as (receiver, own, first):
+        second = stepped(first, 2)
+        right = delta_between(2, second, 1, first)
+        other = delta_between(3, stepped(first, 3), 1, first)
+        smaller = {name: tensor[:4] for name, tensor in first.items()}
+        of_others = delta_between(2, stepped(smaller, 2), 1, smaller)
+        assert right is not None
+        assert other is not None
+        assert of_others is not None
+        middle = len(right) // 2
+        kept = {
+            "damaged": right[:middle] + bytes([right[middle] ^ 1]) + right[middle + 1 :],
+            "another's": other,
+            "of other weights": of_others,
+        }
+        if kind in kept:
+            transport.keep_delta(1, kept[kind])
+        transport.send_checkpoint([], 2, {"weights": second}, SOON)
+        assert tell(receiver, 2, transport) == 200
+        assert receiver.num_bytes_fetched >= num_bytes(second)
+        assert same_bits(own, second)
+
+
+def test_a_source_that_is_gone_after_the_delta_leaves_the_version_before_bit_by_bit(
+    transport: HTTPTransport[Any],
+) -> None:
+    is_ending = False
+
+    @contextmanager
+    def paused() -> Iterator[None]:
+        if is_ending:
+            transport.shutdown()
+        yield
+
+    with receiving(transport, paused=paused) as (receiver, own, first):
+        second = stepped(first, 2)
+        delta = delta_between(2, second, 1, first)
+        assert delta is not None
+        transport.keep_delta(1, delta)
+        transport.send_checkpoint([], 2, {"weights": second}, SOON)
+        is_ending = True
+        assert tell(receiver, 2, transport) == 500
+        assert receiver.version == 1
+        assert same_bits(own, first)
+
+
+def test_a_tie_is_changed_once(tmp_path: Path, transport: HTTPTransport[Any]) -> None:
+    weights = first_weights()
+    weights["head"] = weights["layers.0.weight"]
+    own = zeros()
+    own["head"] = own["layers.0.weight"]
+    with (
+        WeightReceiver(own, host="127.0.0.1") as receiver,
+        Publisher([PullingEngine(receiver.url)], tmp_path, transport=transport) as publisher,
+    ):
+        publisher.publish(1, weights).result(SOON)
+        after = stepped(weights, 2)
+        after["head"] = after["layers.0.weight"]
+        publisher.publish(2, after).result(SOON)
+        assert same_bits(own, after)
+        # The file has the tie twice, and what has no tensor of its own here is fetched.
+        assert receiver.num_bytes_fetched < 0.02 * num_bytes(after) + (4 << 20)
+
+
+def test_other_weights_than_before_are_refused_with_what_differs(tmp_path: Path, transport: HTTPTransport[Any]) -> None:
+    own, weights = zeros(), first_weights()
+    with (
+        WeightReceiver(own, host="127.0.0.1") as receiver,
+        Publisher([PullingEngine(receiver.url)], tmp_path, transport=transport) as publisher,
+    ):
+        publisher.publish(1, weights).result(SOON)
+        handle = publisher.publish(2, {**weights, "layers.0.weight": torch.zeros(7, dtype=torch.bfloat16)})
+        with pytest.raises(PublishError, match=r"layers\.0\.weight: .*\[128, 256\] here, .*\[7\] there"):
+            handle.result(SOON)
+        assert receiver.version == 1
+        assert same_bits(own, weights)
