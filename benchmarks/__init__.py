@@ -1,8 +1,8 @@
 """Measurements, each beside its ceiling and its peers in the same run: ``python -m benchmarks --help``.
 
 Each question is a module with a ``BENCHMARK``: `clone`, `fetch`, `reshard` (with `planning`), `stall`, `loop`, `heal`,
-`checkpoint` (with `savers`), `reading`, `publishing`. What it compares are variants, objects with a name and a role;
-rounds go through all of them by turns. All questions share:
+`checkpoint` (with `savers`), `reading`, `publishing`, `delta`. What it compares are variants, objects with a name and
+a role; rounds go through all of them by turns. All questions share:
 
 - `options`: sizes, and the alternating rounds;
 - `report`: samples, medians with spread, ratios, verdicts; `tables` and `picture` show them;

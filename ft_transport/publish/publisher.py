@@ -108,6 +108,8 @@ class Publisher:
         num_copy_threads: That copy the weights.
         transport: Serves versions, from rank 0, to engines that pull them (`PullingEngine`); looked at on rank 0 alone.
             The publisher does not shut it down.
+        deltas: Whether these get the elements that changed, where they are fewer bytes than the chunks that changed. It
+            costs the trainer's host half a second of one core for a GB; turn it off where the network is faster.
         keep: So many of the newest versions are never deleted.
         keep_for: How long an adapter is kept once the next version is there: longer than any request runs, because
             engines may read it for as long, and vLLM ends where it is gone. Weights are read once.
@@ -130,6 +132,7 @@ class Publisher:
         silence_timeout: timedelta = timedelta(seconds=5),
         num_copy_threads: int | None = None,
         transport: HTTPTransport[Any] | None = None,
+        deltas: bool = True,
         keep: int = 2,
         keep_for: timedelta = timedelta(hours=1),
     ) -> None:
@@ -152,7 +155,7 @@ class Publisher:
         self._claim = RootClaim(self._root)
         self._exporter: Exporter | None = None
         self._notifier: EngineNotifier | None = None
-        self._server = VersionServer(transport, self._directory) if transport is not None else None
+        self._server = VersionServer(transport, self._directory, deltas=deltas) if transport is not None else None
         self._notifying: dict[int, Future[PublishReport]] = {}
         self._mutex = threading.Lock()
         self._end = SafeEnd()

@@ -30,10 +30,12 @@ class VersionServer:
     Args:
         transport: The transport.
         directory: Where the versions are.
+        deltas: Whether to make a delta to each version.
     """
 
-    def __init__(self, transport: HTTPTransport[Any], directory: NumberedDirectory) -> None:
+    def __init__(self, transport: HTTPTransport[Any], directory: NumberedDirectory, *, deltas: bool) -> None:
         self._transport = transport
+        self._makes_deltas = deltas
         self._directory = directory
         self._newest: int | None = None
 
@@ -53,7 +55,8 @@ class VersionServer:
 
     def _stage(self, version: int, directory: Path) -> None:
         weights = _weights_in(directory)
-        self._keep_delta(version, weights)
+        if self._makes_deltas:
+            self._keep_delta(version, weights)
         deadline_s = time.monotonic() + _STAGING_TIMEOUT.total_seconds()
         while True:
             try:
