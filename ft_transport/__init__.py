@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ft_transport.checkpoint.store import CheckpointStore
     from ft_transport.http.fork_safety import close_in_children, delaying_forks
     from ft_transport.publish.adapter import LoRAAdapter
+    from ft_transport.publish.delta_directory import DeltaDirectory
     from ft_transport.publish.engines.engine import Answer, Delivery, Engine, EngineConnection
     from ft_transport.publish.engines.pulling import PullingEngine
     from ft_transport.publish.engines.sglang import SGLangEngine
@@ -78,6 +79,7 @@ else:
             "ft_transport.checkpoint.store": ("CheckpointStore",),
             "ft_transport.http.fork_safety": ("close_in_children", "delaying_forks"),
             "ft_transport.publish.adapter": ("LoRAAdapter",),
+            "ft_transport.publish.delta_directory": ("DeltaDirectory",),
             "ft_transport.publish.engines.engine": ("Answer", "Delivery", "Engine", "EngineConnection"),
             "ft_transport.publish.engines.pulling": ("PullingEngine",),
             "ft_transport.publish.report": ("EngineReport", "PublishReport"),
@@ -116,6 +118,7 @@ __all__ = [
     "ConfigurationError",
     "DeadlineExceededError",
     "Delivery",
+    "DeltaDirectory",
     "Engine",
     "EngineConnection",
     "EngineRefusedError",

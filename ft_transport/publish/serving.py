@@ -54,7 +54,7 @@ class VersionServer:
         return address
 
     def _stage(self, version: int, directory: Path) -> None:
-        weights = _weights_in(directory)
+        weights = weights_in(directory)
         if self._makes_deltas:
             self._keep_delta(version, weights)
         deadline_s = time.monotonic() + _STAGING_TIMEOUT.total_seconds()
@@ -78,7 +78,7 @@ class VersionServer:
             found = self._directory.find(base) if base in older and base is not None else None
             if base is None or found is None:
                 return
-            delta = delta_between(version, weights, base, _weights_in(found))
+            delta = delta_between(version, weights, base, weights_in(found))
         except OSError as error:
             logger.warning("version %d: no delta could be made: %s", version, error)
             return
@@ -87,6 +87,7 @@ class VersionServer:
             logger.debug("version %d: %d bytes lead there from version %d", version, len(delta), base)
 
 
-def _weights_in(directory: Path) -> dict[str, torch.Tensor]:
+def weights_in(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a version, in memory that is mapped from its files."""
     files = sorted(directory.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}

@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from trained_weights import Weights, first_weights, num_bytes, same_bits, stepped
 
 from ft_transport import HTTPTransport, Publisher, PublishError, PullingEngine, TransportSettings, WeightReceiver
 from ft_transport.publish.deltas import delta_between
 
 SOON = timedelta(seconds=30)
 LOOPBACK = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
-NUM_TENSORS = 300
-Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture
@@ -28,34 +27,6 @@ def transport() -> Iterator[HTTPTransport[Any]]:
     transport: HTTPTransport[Any] = HTTPTransport(settings=LOOPBACK)
     yield transport
     transport.shutdown()
-
-
-def first_weights() -> Weights:
-    chance = torch.Generator().manual_seed(0)
-    return {
-        f"layers.{at}.weight": torch.randn(128, 256, generator=chance).to(torch.bfloat16) for at in range(NUM_TENSORS)
-    }
-
-
-def stepped(weights: Weights, seed: int, share: float = 0.01) -> Weights:
-    """The weights after an optimizer's step that changed a share of the elements by their lowest bits."""
-    chance = torch.Generator().manual_seed(seed)
-    after = {}
-    for name, tensor in weights.items():
-        change = torch.randint(1, 4, tensor.shape, generator=chance, dtype=torch.int16)
-        change[torch.rand(tensor.shape, generator=chance) >= share] = 0
-        after[name] = (tensor.view(torch.int16) ^ change).view(torch.bfloat16)
-    return after
-
-
-def same_bits(one: Weights, other: Weights) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[name].view(torch.int16), other[name].view(torch.int16)) for name in one
-    )
-
-
-def num_bytes(weights: Weights) -> int:
-    return sum(tensor.nbytes for tensor in weights.values())
 
 
 def zeros() -> Weights:
