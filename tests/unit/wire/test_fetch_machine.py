@@ -377,3 +377,22 @@ def test_any_course_of_events_ends_whole_or_with_an_error(
     else:
         assert isinstance(stopped.error, FetchFailedError)
         assert len(model.verified) < num_chunks
+
+
+def test_a_source_whose_request_has_ended_is_the_least_busy_again() -> None:
+    machine = _machine(640, sources=2, workers=2)
+    assert _fetch(machine, 0).source == 0
+    second = _fetch(machine, 1)
+    assert second.source == 1
+    _verify(machine, 1, second)
+    assert _fetch(machine, 1).source == 1
+
+
+def test_an_idle_source_that_failed_once_is_asked_before_a_busy_one() -> None:
+    machine = _machine(640, sources=2, workers=3)
+    assert _fetch(machine, 0).source == 0
+    assert _fetch(machine, 1).source == 1
+    _fail(machine, 0, _lost(0))
+    assert _fetch(machine, 0).source == 0
+    _fail(machine, 0, _lost(0))
+    assert _fetch(machine, 2).source == 0
