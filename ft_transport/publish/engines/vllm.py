@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engines.adapters import deliver_adapter
@@ -20,6 +20,7 @@ _ADVICE: Final = (
     "LoRAAdapter"
 )
 
+PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 
 _MAX_DIGITS: Final = 18
 _RESTART: Final = (
@@ -47,7 +48,7 @@ class VLLMEngine:
 
     url: str
     lora_name: str = "policy"
-    pause: Literal["abort", "wait", "keep"] = "keep"
+    pause: PauseMode = "keep"
     update_info: Callable[[Delivery], Mapping[str, object]] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 

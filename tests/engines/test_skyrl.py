@@ -1,0 +1,59 @@
+"""Publishing to SkyRL's own server, on a real vLLM that is busy."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_server import Load, TinyLlama, VLLMServer, vllm_server
+
+from ft_transport import Publisher, SkyRLEngine
+
+_NUM_VERSIONS = 20
+# Not imported: it would import vLLM's server here.
+_PROGRAM = importlib.util.find_spec("skyrl_server")
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
+    torch.set_num_threads(1)
+    return TinyLlama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def server(model: TinyLlama, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    assert _PROGRAM is not None
+    assert _PROGRAM.origin is not None
+    log = tmp_path_factory.mktemp("skyrl") / "log"
+    with vllm_server(model, log, "--enable-lora", "--max-lora-rank", "8", program=[_PROGRAM.origin]) as server:
+        yield server
+
+
+def test_adapters_under_load(model: TinyLlama, server: VLLMServer, tmp_path: Path) -> None:
+    with Load(server, "base") as load, Publisher([SkyRLEngine(server.url)], tmp_path) as publisher:
+        for version in range(1, _NUM_VERSIONS + 1):
+            publisher.publish(version, model.adapter(version)).result()
+            load.ask_for("skyrl-lora")
+            assert server.answers("skyrl-lora") == model.expected(is_adapted=True), version
+    assert not load.failures
+    assert load.num_done
+    assert server.is_alive()
+
+
+def test_weights_under_load(model: TinyLlama, server: VLLMServer, tmp_path: Path) -> None:
+    with Load(server, "base") as load, Publisher([SkyRLEngine(server.url)], tmp_path) as publisher:
+        for version in range(1, _NUM_VERSIONS + 1):
+            publisher.publish(version, model.weights(version)).result()
+            assert server.answers("base") == model.expected(is_adapted=False), version
+    assert not load.failures
+    assert load.num_done
+    assert server.is_alive()
