@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import torch
 
 from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnapshot
 from ft_transport.checkpoint.consolidated import INDEX_NAME, MAX_FILE_BYTES, Consolidation, create, put
@@ -26,9 +25,7 @@ from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import PublishError, StaleVersionError
 from ft_transport.publish.engines.engine import Kind
-from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.stager import Stager
-from ft_transport.state.views import has_own_memory
 from ft_transport.wire.chunks import CHUNK_BYTES, digest
 from ft_transport.wire.manifest import Manifest, decode_header
 from ft_transport.wire.served import MemoryFile, Snapshot
@@ -119,7 +116,7 @@ class Exporter:
     def settings(self, request: ExportRequest) -> Mapping[str, object]:
         """See `StorageWriter`: copies the tensors."""
         self._content = own = request.content()
-        self._snapshot = self._stager.begin(request.version, {_ROOT: _untied(own.tensors)}).finish()
+        self._snapshot = self._stager.begin(request.version, {_ROOT: own.tensors}).finish()
         files = {name: digest(data) for name, data in sorted(own.files.items())}
         return {"version": request.version, "kind": own.kind, "files": files}
 
@@ -140,7 +137,7 @@ class Exporter:
     def take(self, request: ExportRequest) -> TakenSnapshot:
         """See `StorageWriter`."""
         del request
-        self._described = describe([_manifest_of(self.header())], 0)
+        self._described = _described_by_name(self.header())
         for value in self._described.values:
             raise PublishError("expected tensors alone, got something else", path=value.name.removeprefix(f"{_ROOT}."))
         # Of another kind the same tensors go to files of other names.
@@ -155,7 +152,7 @@ class Exporter:
         """See `StorageWriter`."""
         del request
         kind = self._own().kind
-        described = [describe([_manifest_of(header)], 0) for header in headers]
+        described = [_described_by_name(header) for header in headers]
         self._plan = make_plan(described, _ROOT, max_file_bytes=_MAX_FILE_BYTES[kind], single_name=_SINGLE_NAMES[kind])
         return self._plan.rank_plans
 
@@ -241,20 +238,17 @@ class Exporter:
             write_small(directory / name, data)
 
 
-def _untied(tensors: Mapping[str, object]) -> dict[str, object]:
-    """The same with a copy of what shares memory with another: in the files each name has bytes of its own."""
-    taken: set[tuple[torch.device, int]] = set()
-    untied: dict[str, object] = {}
-    for name, value in tensors.items():
-        local = value.to_local() if is_dtensor(value) else value
-        if has_own_memory(local) and local.numel():
-            key = (local.device, local.untyped_storage().data_ptr())
-            if key in taken and not is_dtensor(value):
-                untied[name] = local.detach().clone()
-                continue
-            taken.add(key)
-        untied[name] = value
-    return untied
+def _described_by_name(header: bytes) -> Described:
+    """What a snapshot has, with an item for each name: what is tied in memory has its bytes in the files twice.
+
+    Engines and ``from_pretrained`` look every name up, and FSDP2 leaves tied parameters one DTensor under two names.
+    """
+    described = describe([_manifest_of(header)], 0)
+    # By the name alone, so that ranks compare what only some of them have tied.
+    described.items = [
+        item._replace(key=(name, item.offset), names=(name,)) for item in described.items for name in item.names
+    ]
+    return described
 
 
 def _batches(items: Sequence[WriteItem], plan: RankPlan) -> Iterator[list[tuple[int, int, int]]]:
