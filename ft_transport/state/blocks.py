@@ -28,6 +28,7 @@ class Blocks:
         item_bytes: Size of one element of the source, which is also its alignment.
         addresses: Where a source begins that is on the CPU and row-major, so that its bytes can be copied as they
             lie; 0 for any other.
+        casts: By index, the dtype that a source is cast to while it is copied; the columns speak of what it becomes.
     """
 
     names: list[str] = field(default_factory=list)
@@ -37,6 +38,7 @@ class Blocks:
     num_bytes: array[int] = field(default_factory=_column)
     item_bytes: array[int] = field(default_factory=_column)
     addresses: array[int] = field(default_factory=_column)
+    casts: dict[int, torch.dtype] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

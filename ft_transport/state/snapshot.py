@@ -253,19 +253,22 @@ class PendingSnapshot:
         device: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index in indices[~has_address].tolist():
             source = blocks.sources[index]
-            carried = source.view(carrier_of(source.dtype))
+            cast = blocks.casts.get(index)
+            dtype = carrier_of(source.dtype) if cast is None else cast
+            carried = source.view(dtype) if cast is None else source
+            target = self._target(index, dtype, source.shape)
             if source.is_cpu:
-                self._target(index, source).copy_(carried)
+                target.copy_(carried)
             else:
-                device.append((self._target(index, source), carried))
+                device.append((target, carried))
         if device:
             self._workshop.device_copier.copy(device, self._marks)
 
-    def _target(self, index: int, source: torch.Tensor) -> torch.Tensor:
+    def _target(self, index: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         assert self._arena is not None, "what is copied has an arena"
         start = int(self._starts[index])
         block = self._arena.data[start : start + self._flat.blocks.num_bytes[index]]
-        return block.view(carrier_of(source.dtype)).view(source.shape)
+        return block.view(dtype).view(shape)
 
 
 def data_bytes_of(flat: FlatState) -> int:

@@ -9,6 +9,7 @@ import torch
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state.arena import ArenaPool
 from ft_transport.state.blocks import FlatState
+from ft_transport.state.casting import cast_floating
 from ft_transport.state.copying import HostCopier
 from ft_transport.state.device import Accelerator, DeviceCopier, Marks, pinning
 from ft_transport.state.flatten import flatten
@@ -65,6 +66,7 @@ class Stager:
         shareable: Callable[[torch.Tensor], bool] | None = None,
         check_deferred: Callable[[], None] = nothing_moved,
         check_shared: Callable[[], None] = nothing_moved,
+        float_dtype: torch.dtype | None = None,
     ) -> PendingSnapshot:
         """Flattens ``state`` and copies everything that is not ``deferrable``.
 
@@ -80,12 +82,15 @@ class Stager:
             check_deferred: Raises if what was deferred has changed before it was copied.
             check_shared: Raises if what is shared has changed without being materialized; asked before a receiver may
                 rely on it.
+            float_dtype: Of all floating-point tensors in the snapshot; ``None`` leaves each as it is.
 
         Raises:
             SnapshotError: The state cannot be captured; nothing is held.
         """
         with collector_paused():
             flat = flatten(state)
+        if float_dtype is not None:
+            flat = cast_floating(flat, float_dtype)
         held = HeldState(step=step, flat=flat, marks=self._mark(flat), check=check_deferred)
         pending = self._pending_copy(held, check_shared)
         try:
