@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from ft_transport.publish.publisher import Publisher, PublishHandle
     from ft_transport.publish.receiver import WeightReceiver
     from ft_transport.publish.report import EngineReport, PublishReport
+    from ft_transport.publish.weight_format import WeightFormat
     from ft_transport.settings import FetchProgress, TransportSettings
     from ft_transport.state.collectives import refusing_collectives
     from ft_transport.state.dtensors import is_dtensor
@@ -82,6 +83,7 @@ else:
             "ft_transport.publish.delta_directory": ("DeltaDirectory",),
             "ft_transport.publish.engines.engine": ("Answer", "Delivery", "Engine", "EngineConnection"),
             "ft_transport.publish.engines.pulling": ("PullingEngine",),
+            "ft_transport.publish.weight_format": ("WeightFormat",),
             "ft_transport.publish.report": ("EngineReport", "PublishReport"),
             "ft_transport.publish.engines.sglang": ("SGLangEngine",),
             "ft_transport.publish.engines.skyrl": ("SkyRLEngine",),
@@ -169,6 +171,7 @@ __all__ = [
     "UnknownHostError",
     "UnsupportedLeafError",
     "VLLMEngine",
+    "WeightFormat",
     "WeightReceiver",
     "WriterFailedError",
     "close_in_children",

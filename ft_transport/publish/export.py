@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec import Struct
 
 from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnapshot
-from ft_transport.checkpoint.consolidated import INDEX_NAME, MAX_FILE_BYTES, Consolidation, create, put
+from ft_transport.checkpoint.consolidated import INDEX_NAME, Consolidation, create, put
 from ft_transport.checkpoint.digested_file import write_small
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.phases import Phases
@@ -24,7 +25,9 @@ from ft_transport.checkpoint.write_items import Described, WriteItem, describe
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import PublishError, StaleVersionError
-from ft_transport.publish.engines.engine import Kind
+from ft_transport.publish.content import Content
+from ft_transport.publish.names import Renamed, check_engine_names
+from ft_transport.publish.weight_format import WeightFormat
 from ft_transport.state.stager import Stager
 from ft_transport.wire.chunks import CHUNK_BYTES, digest
 from ft_transport.wire.manifest import Manifest, decode_header
@@ -33,24 +36,10 @@ from ft_transport.wire.strided import gathered
 
 _ROOT: Final = "weights"
 _BATCH_BYTES: Final = 32 << 20
-_MAX_FILE_BYTES: Final = {"adapter": 1 << 62, "weights": MAX_FILE_BYTES}
+_ADAPTER_FILE_BYTES: Final = 1 << 62
+"""PEFT and engines look for one file."""
 _KINDS: Final = ("adapter", "weights")
 _SINGLE_NAMES: Final = {"adapter": "adapter_model.safetensors", "weights": "model.safetensors"}
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a version consists of on this rank.
-
-    Attributes:
-        kind: What it is.
-        tensors: By name; whole tensors, or DTensors of which each rank has a part.
-        files: What else lies in the directory, by name.
-    """
-
-    kind: Kind
-    tensors: Mapping[str, object]
-    files: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +55,13 @@ class ExportRequest:
     content: Callable[[], Content]
 
 
+class _Header(Struct, frozen=True, array_like=True):
+    """What the first rank needs of a rank's snapshot: its header, and what became of the trainer's names."""
+
+    header: bytes
+    renamed: Renamed
+
+
 class Exporter:
     """Exports versions: the `StorageWriter` that copies, digests and sends on the calling thread, the training thread.
 
@@ -73,13 +69,21 @@ class Exporter:
         agreement: Of the group, for this alone.
         exchange: Of the group, for this alone.
         directory: Used on the first rank alone.
+        weight_format: Of every version.
         num_threads: That copy.
     """
 
     def __init__(
-        self, agreement: Agreement, exchange: Exchange, directory: NumberedDirectory, *, num_threads: int
+        self,
+        agreement: Agreement,
+        exchange: Exchange,
+        directory: NumberedDirectory,
+        *,
+        weight_format: WeightFormat,
+        num_threads: int,
     ) -> None:
         self._agreement = agreement
+        self._format = weight_format
         self._directory = directory
         self._write = CollectiveWrite(
             agreement=agreement,
@@ -116,7 +120,8 @@ class Exporter:
     def settings(self, request: ExportRequest) -> Mapping[str, object]:
         """See `StorageWriter`: copies the tensors."""
         self._content = own = request.content()
-        self._snapshot = self._stager.begin(request.version, {_ROOT: own.tensors}).finish()
+        state = {_ROOT: own.tensors}
+        self._snapshot = self._stager.begin(request.version, state, float_dtype=self._format.dtype).finish()
         files = {name: digest(data) for name, data in sorted(own.files.items())}
         return {"version": request.version, "kind": own.kind, "files": files}
 
@@ -137,7 +142,8 @@ class Exporter:
     def take(self, request: ExportRequest) -> TakenSnapshot:
         """See `StorageWriter`."""
         del request
-        self._described = _described_by_name(self.header())
+        assert self._snapshot is not None, "it was made"
+        self._described = _described_by_name(self._snapshot.header)
         for value in self._described.values:
             raise PublishError("expected tensors alone, got something else", path=value.name.removeprefix(f"{_ROOT}."))
         # Of another kind the same tensors go to files of other names.
@@ -146,14 +152,18 @@ class Exporter:
     def header(self) -> bytes:
         """See `StorageWriter`."""
         assert self._snapshot is not None, "it was taken"
-        return self._snapshot.header
+        return msgspec.msgpack.encode(_Header(self._snapshot.header, self._own().renamed))
 
     def plan(self, request: ExportRequest, headers: Sequence[bytes]) -> Sequence[RankPlan]:
         """See `StorageWriter`."""
         del request
         kind = self._own().kind
-        described = [_described_by_name(header) for header in headers]
-        self._plan = make_plan(described, _ROOT, max_file_bytes=_MAX_FILE_BYTES[kind], single_name=_SINGLE_NAMES[kind])
+        decoded = [msgspec.msgpack.decode(header, type=_Header) for header in headers]
+        if self._format.names is not None:
+            check_engine_names([each.renamed for each in decoded], self._format.names)
+        described = [_described_by_name(each.header) for each in decoded]
+        max_file_bytes = self._format.max_shard_bytes if kind == "weights" else _ADAPTER_FILE_BYTES
+        self._plan = make_plan(described, _ROOT, max_file_bytes=max_file_bytes, single_name=_SINGLE_NAMES[kind])
         return self._plan.rank_plans
 
     def digest(self, plan: RankPlan) -> bytes:

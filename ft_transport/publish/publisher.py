@@ -15,11 +15,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.directory import NumberedDirectory
@@ -27,15 +25,16 @@ from ft_transport.checkpoint.settings import checked_root, compare_settings
 from ft_transport.coordination.consensus import Agreement, RankGroup
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import ConfigurationError, PublishError
-from ft_transport.publish.adapter import CONFIG_NAME, LoRAAdapter, is_adapter
+from ft_transport.publish.adapter import CONFIG_NAME
+from ft_transport.publish.content import Weights, content_of
 from ft_transport.publish.engines.engine import Delivery, Engine, Kind
-from ft_transport.publish.export import Content, Exporter, ExportRequest
-from ft_transport.publish.names import unwrapped
+from ft_transport.publish.export import Exporter, ExportRequest
 from ft_transport.publish.notify import EngineNotifier
 from ft_transport.publish.report import POLICIES, Policy, PublishReport
 from ft_transport.publish.report_store import ReportStore
 from ft_transport.publish.retention import Retention, StoredVersion
 from ft_transport.publish.serving import VersionServer
+from ft_transport.publish.weight_format import WeightFormat
 from ft_transport.runtime.at_exit import at_exit
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import check_duration, check_number, default_num_threads
@@ -43,7 +42,6 @@ from ft_transport.transport import HTTPTransport
 
 logger = logging.getLogger(__name__)
 
-Weights: TypeAlias = LoRAAdapter | Mapping[str, torch.Tensor]
 _EXIT_TIMEOUT: Final = timedelta(seconds=60)
 _MARGIN_S: Final = 5.0
 """Beyond the engines' deadline: the report has to be posted, and found."""
@@ -113,6 +111,7 @@ class Publisher:
         keep: So many of the newest versions are never deleted.
         keep_for: How long an adapter is kept once the next version is there: longer than any request runs, because
             engines may read it for as long, and vLLM ends where it is gone. Weights are read once.
+        weight_format: Names, dtype and size of files of every version, where they are not the trainer's.
 
     Raises:
         CheckpointInUseError: Another publisher writes to this root.
@@ -135,6 +134,7 @@ class Publisher:
         deltas: bool = True,
         keep: int = 2,
         keep_for: timedelta = timedelta(hours=1),
+        weight_format: WeightFormat | None = None,
     ) -> None:
         check_duration("keep_for", keep_for, at_least=timedelta(0))
         self._retention = Retention(check_number("keep", keep, at_least=1), keep_for.total_seconds())
@@ -156,6 +156,7 @@ class Publisher:
         self._exporter: Exporter | None = None
         self._notifier: EngineNotifier | None = None
         self._server = VersionServer(transport, self._directory, deltas=deltas) if transport is not None else None
+        self._format = weight_format if weight_format is not None else WeightFormat()
         self._notifying: dict[int, Future[PublishReport]] = {}
         self._mutex = threading.Lock()
         self._end = SafeEnd()
@@ -177,9 +178,13 @@ class Publisher:
             urls = [engine.url for engine in notified]
             if len(set(urls)) < len(urls):
                 raise ConfigurationError(f"expected each engine once, got {urls}")
-            self._exporter = Exporter(self._agreement, self._exchange, self._directory, num_threads=threads)
+            if not isinstance(self._format, WeightFormat):
+                raise ConfigurationError(f"expected a WeightFormat as weight_format, got {type(self._format).__name__}")
+            self._exporter = Exporter(
+                self._agreement, self._exchange, self._directory, weight_format=self._format, num_threads=threads
+            )
             self._notifier = EngineNotifier(notified, policy, engine_timeout, self._reports.tick)
-            return {"policy": policy, "engine_timeout": engine_timeout}
+            return {"policy": policy, "engine_timeout": engine_timeout, **self._format.stated()}
 
         try:
             compare_settings(self._agreement, "compare the settings", check)
@@ -204,6 +209,7 @@ class Publisher:
                 every rank, or DTensors.
 
         Raises:
+            PublishError: Nothing that engines could use.
             StaleVersionError: The version is not newer.
             TransportError: A rank failed; the same error on all of them.
         """
@@ -211,7 +217,7 @@ class Publisher:
         if self._is_closed:
             raise PublishError("expected a publisher that is open, this one is closed")
         assert self._exporter is not None, "it is open"
-        directory = self._exporter.export(ExportRequest(version, lambda: _content_of(weights)))
+        directory = self._exporter.export(ExportRequest(version, lambda: content_of(weights, self._format)))
         if self._agreement.is_first:
             self._notify(version, directory)
         reports = self._reports
@@ -305,29 +311,6 @@ def _close_all() -> None:
     """Notifying goes on when the process ends; a thread that is cut off may abort it."""
     for publisher in list(_publishers):
         publisher._close_at_exit()
-
-
-def _content_of(weights: Weights | Callable[[], Weights]) -> Content:
-    # A module is callable, too.
-    value: object = weights() if callable(weights) and not isinstance(weights, nn.Module) else weights
-    if isinstance(value, LoRAAdapter):
-        return Content("adapter", value.tensors, {CONFIG_NAME: value.encoded_config()})
-    if isinstance(value, nn.Module):
-        raise PublishError(
-            f"expected a LoRAAdapter or weights by name, got a module, {type(value).__name__}; pass its state_dict(), "
-            "or LoRAAdapter.of(module, config)"
-        )
-    if not isinstance(value, Mapping):
-        raise PublishError(f"expected a LoRAAdapter or weights by name, got {type(value).__name__}")
-    if not value:
-        raise PublishError("expected a LoRAAdapter or weights by name, got no weights")
-    if is_adapter(value):
-        raise PublishError(
-            "expected all weights of a model, or a LoRAAdapter, got LoRA's matrices alone, which engines take for no "
-            "model; pass LoRAAdapter(tensors, config), or LoRAAdapter.of(module, config)",
-            path=next(iter(value)),
-        )
-    return Content("weights", unwrapped(value), {})
 
 
 def _stored(number: int, directory: Path) -> StoredVersion:

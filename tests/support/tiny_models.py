@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
+
+TOKENS: Final = torch.tensor([[1, 5, 9, 2, 30, 7]])
 
 
 def tiny_llama(**options: Any) -> Any:
@@ -24,3 +27,19 @@ def tiny_llama(**options: Any) -> Any:
         }
     )
     return transformers.LlamaForCausalLM(config).eval()
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A version as anybody loads a model."""
+    import transformers
+
+    # It has a thread that stays.
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True).eval()
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> torch.Tensor:
+    """Of every token."""
+    logits: torch.Tensor = model(TOKENS).logits
+    return logits

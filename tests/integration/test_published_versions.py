@@ -1,0 +1,82 @@
+"""What is written for engines: other names, another dtype, and weights that are as complete as those before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ft_transport import LoRAAdapter, Publisher, PublishError, WeightFormat
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "body.weight": torch.randn(6, 4, generator=generator),
+        "body.turned": torch.randn(6, 4, generator=generator).t(),
+        "body.count": torch.arange(3),
+        "value.weight": torch.randn(4, generator=generator, dtype=torch.float64),
+    }
+
+
+def adapter(layer: str = "q") -> LoRAAdapter:
+    names = (f"base_model.model.{layer}.lora_A.weight", f"base_model.model.{layer}.lora_B.weight")
+    config = {"r": 4, "lora_alpha": 8, "target_modules": [layer]}
+    return LoRAAdapter({name: torch.full((4, 4), 0.1) for name in names}, config)
+
+
+def published(root: Path, value: Any, **options: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a version of its own."""
+    with Publisher([], root, weight_format=WeightFormat(**options)) as publisher:
+        (file,) = publisher.publish(1, value).directory.glob("*.safetensors")
+    return load_file(file)
+
+
+class TestFormat:
+    def test_names_and_dtype_of_weights(self, tmp_path: Path) -> None:
+        own = weights()
+        names = {"body.weight": "model.weight", "value.weight": None}
+        found = published(tmp_path, own, names=names, dtype=torch.bfloat16)
+        assert found.keys() == {"model.weight", "body.turned", "body.count"}
+        assert torch.equal(found["model.weight"], own["body.weight"].bfloat16())
+        assert torch.equal(found["body.turned"], own["body.turned"].bfloat16())
+        assert (found["model.weight"].dtype, found["body.count"].dtype) == (torch.bfloat16, torch.int64)
+        assert own["body.weight"].dtype is torch.float32
+
+    def test_names_and_dtype_of_an_adapter_which_stays_one_file(self, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"dtype": torch.float16, "max_shard_bytes": 1}
+        found = published(tmp_path, adapter(), names=lambda name: name.replace(".q.", ".query."), **options)
+        assert found.keys() == adapter("query").tensors.keys()
+        assert {tensor.dtype for tensor in found.values()} == {torch.float16}
+
+    @pytest.mark.parametrize(
+        ("value", "options", "expected"),
+        [
+            (weights(), {"names": {"body.wieght": "a"}}, r"no rank has body\.wieght"),
+            (weights(), {"names": {"body.weight": "body.count"}}, r"engine's name body\.count"),
+            (weights(), {"names": lambda _: None}, "expected names for some of 4 tensors, got None for all"),
+            (adapter(), {"names": lambda name: name.replace("lora_", "")}, "expected names of LoRA's matrices"),
+            (
+                {"weight": torch.ones(2).to(torch.float8_e4m3fn), "scale": torch.ones(1)},
+                {"dtype": torch.bfloat16},
+                r"publish quantized weights without a dtype.*at weight",
+            ),
+        ],
+        ids=["unknown", "twice", "nothing left", "no adapter", "quantized"],
+    )
+    def test_a_format_that_does_not_fit_is_refused(
+        self, tmp_path: Path, value: Any, options: Any, expected: str
+    ) -> None:
+        with pytest.raises(PublishError, match=expected):
+            published(tmp_path, value, **options)
+        assert not list(tmp_path.glob("version-*"))
+
+    def test_quantized_weights_keep_their_dtypes(self, tmp_path: Path) -> None:
+        own = {"weight": torch.ones(2).to(torch.float8_e4m3fn), "scale": torch.ones(1)}
+        assert {name: tensor.dtype for name, tensor in published(tmp_path, own).items()} == {
+            "weight": torch.float8_e4m3fn,
+            "scale": torch.float32,
+        }
