@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from ft_transport.publish.engines.sglang import SGLangEngine
     from ft_transport.publish.engines.skyrl import SkyRLEngine
     from ft_transport.publish.engines.vllm import VLLMEngine
+    from ft_transport.publish.files import model_files
     from ft_transport.publish.publisher import Publisher, PublishHandle
     from ft_transport.publish.receiver import WeightReceiver
     from ft_transport.publish.report import EngineReport, PublishReport
@@ -83,6 +84,7 @@ else:
             "ft_transport.publish.delta_directory": ("DeltaDirectory",),
             "ft_transport.publish.engines.engine": ("Answer", "Delivery", "Engine", "EngineConnection"),
             "ft_transport.publish.engines.pulling": ("PullingEngine",),
+            "ft_transport.publish.files": ("model_files",),
             "ft_transport.publish.weight_format": ("WeightFormat",),
             "ft_transport.publish.report": ("EngineReport", "PublishReport"),
             "ft_transport.publish.engines.sglang": ("SGLangEngine",),
@@ -177,6 +179,7 @@ __all__ = [
     "close_in_children",
     "delaying_forks",
     "is_dtensor",
+    "model_files",
     "refusing_collectives",
     "register_encoding",
     "spans_ranks",

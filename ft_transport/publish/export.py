@@ -49,10 +49,12 @@ class ExportRequest:
     Attributes:
         version: Its number.
         content: Makes what this rank has of it.
+        files: Reads the other files that go into its directory, by name; called on the first rank alone.
     """
 
     version: int
     content: Callable[[], Content]
+    files: Callable[[], Mapping[str, bytes]]
 
 
 class _Header(Struct, frozen=True, array_like=True):
@@ -95,6 +97,7 @@ class Exporter:
         )
         self._stager = Stager(max_snapshots=1, num_threads=num_threads, chunk_bytes=CHUNK_BYTES, is_digested=False)
         self._content: Content | None = None
+        self._files: Mapping[str, bytes] = {}
         self._snapshot: Snapshot | None = None
         self._described = Described()
         self._plan: SavePlan | None = None
@@ -109,6 +112,7 @@ class Exporter:
             return self._write.write(request.version, request, suffix=f" of version {request.version}")
         finally:
             self._content = None
+            self._files = {}
             snapshot, self._snapshot = self._snapshot, None
             if snapshot is not None:
                 snapshot.close()
@@ -120,6 +124,8 @@ class Exporter:
     def settings(self, request: ExportRequest) -> Mapping[str, object]:
         """See `StorageWriter`: copies the tensors."""
         self._content = own = request.content()
+        if self._agreement.is_first:
+            self._files = request.files()
         state = {_ROOT: own.tensors}
         self._snapshot = self._stager.begin(request.version, state, float_dtype=self._format.dtype).finish()
         files = {name: digest(data) for name, data in sorted(own.files.items())}
@@ -244,7 +250,7 @@ class Exporter:
     def _write_other_files(self, directory: Path, consolidation: Consolidation) -> None:
         if len(consolidation.files) > 1:
             write_small(directory / INDEX_NAME, consolidation.index)
-        for name, data in self._own().files.items():
+        for name, data in {**self._files, **self._own().files}.items():
             write_small(directory / name, data)
 
 

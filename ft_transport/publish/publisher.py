@@ -29,6 +29,7 @@ from ft_transport.publish.adapter import CONFIG_NAME
 from ft_transport.publish.content import Weights, content_of
 from ft_transport.publish.engines.engine import Delivery, Engine, Kind
 from ft_transport.publish.export import Exporter, ExportRequest
+from ft_transport.publish.files import Files, read_files
 from ft_transport.publish.notify import EngineNotifier
 from ft_transport.publish.report import POLICIES, Policy, PublishReport
 from ft_transport.publish.report_store import ReportStore
@@ -198,7 +199,9 @@ class Publisher:
         """The directory of versions."""
         return self._root
 
-    def publish(self, version: int, weights: Weights | Callable[[], Weights]) -> PublishHandle:
+    def publish(
+        self, version: int, weights: Weights | Callable[[], Weights], *, files: Files | None = None
+    ) -> PublishHandle:
         """Exports a version, and begins to notify the engines. All ranks call it alike, on the training thread.
 
         When this returns, the version is on disk, and the weights may be changed.
@@ -207,9 +210,11 @@ class Publisher:
             version: Greater than every one before, those of earlier runs included.
             weights: A LoRA adapter, or all weights by name; or a function that returns them. Whole tensors, the same on
                 every rank, or DTensors.
+            files: What else goes into the directory, by name, such as ``config.json``: a ``Path`` is copied, bytes and
+                a str are the content, a mapping becomes JSON. Looked at on rank 0 alone. See `model_files`.
 
         Raises:
-            PublishError: Nothing that engines could use.
+            PublishError: Nothing that engines could use, or a file that cannot be.
             StaleVersionError: The version is not newer.
             TransportError: A rank failed; the same error on all of them.
         """
@@ -217,7 +222,10 @@ class Publisher:
         if self._is_closed:
             raise PublishError("expected a publisher that is open, this one is closed")
         assert self._exporter is not None, "it is open"
-        directory = self._exporter.export(ExportRequest(version, lambda: content_of(weights, self._format)))
+        request = ExportRequest(
+            version, lambda: content_of(weights, self._format), lambda: read_files(files) if files is not None else {}
+        )
+        directory = self._exporter.export(request)
         if self._agreement.is_first:
             self._notify(version, directory)
         reports = self._reports

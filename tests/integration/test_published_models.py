@@ -11,7 +11,7 @@ import torch
 from checkpoint_ranks import run_scenarios
 from tiny_models import TOKENS, load, logits_of, tiny_llama
 
-from ft_transport import Publisher, WeightFormat
+from ft_transport import Publisher, WeightFormat, model_files
 
 transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -37,18 +37,22 @@ class TestTransformers:
         self, tmp_path: Path, max_shard_bytes: int, num_files: int, is_tied: bool
     ) -> None:
         model = tiny_llama(tie_word_embeddings=is_tied)
+        model.config.save_pretrained(tmp_path / "base")
+        (tmp_path / "base" / "tokenizer.json").write_text("{}")
+        (tmp_path / "base" / "model.safetensors").write_text("not copied")
         weight_format = WeightFormat(max_shard_bytes=max_shard_bytes)
         with Publisher([], tmp_path / "versions", weight_format=weight_format) as publisher:
-            directory = publisher.publish(1, model.state_dict()).directory
-        model.config.save_pretrained(directory)
+            files = model_files(tmp_path / "base")
+            directory = publisher.publish(1, model.state_dict(), files=files).directory
         assert len(list(directory.glob("*.safetensors"))) == num_files
         assert (directory / "model.safetensors.index.json").exists() == (num_files > 1)
+        assert (directory / "tokenizer.json").read_text() == "{}"
         loaded = load(directory)
         assert torch.equal(logits_of(loaded), logits_of(model))
         options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         assert torch.equal(loaded.generate(TOKENS, **options), model.generate(TOKENS, **options))
 
-    def test_divided_weights_are_cast_and_read(self, ran: list[dict[str, Any]]) -> None:
+    def test_divided_weights_are_cast_and_read_beside_the_files_of_rank_0(self, ran: list[dict[str, Any]]) -> None:
         names = ["config.json", *(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))]
         for report in ran:
             assert report["read_by_transformers"] == {
@@ -81,5 +85,6 @@ def test_what_ranks_are_told_differently_is_refused_on_all_of_them(ran: list[dic
         assert "expected a table with the trainer's names alone, no rank has stage.2" in refused["unknown"]
         assert "expected one tensor for the engine's name model.layers.0" in refused["one_name"]
         assert "stage.1" in refused["one_name"]
+        assert "expected the name of a file" in refused["files"]
         assert refused["known"] == "model.safetensors"
         assert refused["found"] == {"model.layers.0": [0.0] * 4, "model.layers.1": [1.0] * 4}

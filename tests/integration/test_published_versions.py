@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,23 @@ class TestFormat:
             "weight": torch.float8_e4m3fn,
             "scale": torch.float32,
         }
+
+
+class TestFiles:
+    @pytest.mark.parametrize("value", [weights(), adapter()], ids=["weights", "adapter"])
+    def test_they_lie_beside_the_tensors_and_are_read_only(self, tmp_path: Path, value: Any) -> None:
+        with Publisher([], tmp_path) as publisher:
+            directory = publisher.publish(1, value, files={"config.json": {"a": 1}, "tokenizer.model": b"\0"}).directory
+            assert json.loads((directory / "config.json").read_text()) == {"a": 1}
+            assert (directory / "tokenizer.model").read_bytes() == b"\0"
+            assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o444}
+            # They belong to one version.
+            later = publisher.publish(2, value).directory
+            assert not (later / "config.json").exists()
+
+    def test_a_file_that_is_refused_leaves_no_version(self, tmp_path: Path) -> None:
+        with Publisher([], tmp_path) as publisher:
+            with pytest.raises(PublishError, match=r"there is none at .*missing.*config\.json"):
+                publisher.publish(1, weights(), files={"config.json": tmp_path / "missing"})
+            assert publisher.latest() is None
+            publisher.publish(1, weights(), files={"config.json": {}})

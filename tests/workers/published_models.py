@@ -72,13 +72,10 @@ def read_by_transformers(root: Path) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(TOKENS, labels=TOKENS).loss.backward()
     optimizer.step()
+    files = {"config.json": model.config.to_dict()} if dist.get_rank() == 0 else {"../refused": b"elsewhere"}
     weight_format = WeightFormat(dtype=torch.bfloat16, max_shard_bytes=6000)
     with Publisher([], root, weight_format=weight_format) as publisher:
-        directory = publisher.publish(1, model.state_dict()).directory
-    if dist.get_rank() == 0:
-        directory.chmod(0o755)
-        model.config.save_pretrained(directory)
-    dist.barrier()
+        directory = publisher.publish(1, model.state_dict(), files=files).directory
     whole = tiny_llama(tie_word_embeddings=True)
     whole.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()})
     return {
@@ -96,10 +93,10 @@ def refused_on_all_ranks(root: Path) -> dict[str, Any]:
     mine = {f"stage.{rank}": torch.full((4,), float(rank))}
     table = {"stage.0": "model.layers.0", "stage.1": "model.layers.1", "stage.2": "model.layers.2"}
 
-    def published(root: Path, weight_format: WeightFormat) -> str:
+    def published(root: Path, weight_format: WeightFormat, files: Any = None) -> str:
         try:
             with Publisher([], root, weight_format=weight_format) as publisher:
-                publisher.publish(1, mine)
+                publisher.publish(1, mine, files=files)
         except (ConfigurationError, PublishError, RankFailedError) as error:
             return f"{type(error).__name__}: {error}"
         return " ".join(sorted(path.name for path in root.glob("version-*/*")))
@@ -109,6 +106,7 @@ def refused_on_all_ranks(root: Path) -> dict[str, Any]:
         "table": published(root, WeightFormat(names={"stage.0": ("a", "b")[rank]})),
         "unknown": published(root, WeightFormat(names=table)),
         "one_name": published(root, WeightFormat(names=lambda _name: "model.layers.0")),
+        "files": published(root, WeightFormat(), {"../config.json": b""} if rank == 0 else None),
         "known": published(root, WeightFormat(names={name: table[name] for name in ("stage.0", "stage.1")})),
     }
     dist.barrier()
