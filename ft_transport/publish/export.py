@@ -5,8 +5,9 @@ Each byte comes from one rank that has it. After the last vote the version is on
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Final
 
 import msgspec
 from msgspec import Struct
+from safetensors import SafetensorError, safe_open
 
 from ft_transport.checkpoint.collective_write import CollectiveWrite, TakenSnapshot
 from ft_transport.checkpoint.consolidated import INDEX_NAME, Consolidation, create, put
@@ -25,14 +27,17 @@ from ft_transport.checkpoint.write_items import Described, WriteItem, describe
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import PublishError, StaleVersionError
+from ft_transport.publish.adapter import CONFIG_NAME
 from ft_transport.publish.content import Content
-from ft_transport.publish.names import Renamed, check_engine_names
+from ft_transport.publish.names import Renamed, check_engine_names, shown
 from ft_transport.publish.weight_format import WeightFormat
 from ft_transport.state.stager import Stager
 from ft_transport.wire.chunks import CHUNK_BYTES, digest
 from ft_transport.wire.manifest import Manifest, decode_header
 from ft_transport.wire.served import MemoryFile, Snapshot
 from ft_transport.wire.strided import gathered
+
+logger = logging.getLogger(__name__)
 
 _ROOT: Final = "weights"
 _BATCH_BYTES: Final = 32 << 20
@@ -50,11 +55,13 @@ class ExportRequest:
         version: Its number.
         content: Makes what this rank has of it.
         files: Reads the other files that go into its directory, by name; called on the first rank alone.
+        is_missing_ok: Whether weights may lack names of the weights before.
     """
 
     version: int
     content: Callable[[], Content]
     files: Callable[[], Mapping[str, bytes]]
+    is_missing_ok: bool
 
 
 class _Header(Struct, frozen=True, array_like=True):
@@ -129,7 +136,7 @@ class Exporter:
         state = {_ROOT: own.tensors}
         self._snapshot = self._stager.begin(request.version, state, float_dtype=self._format.dtype).finish()
         files = {name: digest(data) for name, data in sorted(own.files.items())}
-        return {"version": request.version, "kind": own.kind, "files": files}
+        return {"version": request.version, "kind": own.kind, "files": files, "missing_ok": request.is_missing_ok}
 
     def admit(self, request: ExportRequest, *, is_retry: bool) -> None:
         """See `StorageWriter`.
@@ -162,7 +169,6 @@ class Exporter:
 
     def plan(self, request: ExportRequest, headers: Sequence[bytes]) -> Sequence[RankPlan]:
         """See `StorageWriter`."""
-        del request
         kind = self._own().kind
         decoded = [msgspec.msgpack.decode(header, type=_Header) for header in headers]
         if self._format.names is not None:
@@ -170,6 +176,8 @@ class Exporter:
         described = [_described_by_name(each.header) for each in decoded]
         max_file_bytes = self._format.max_shard_bytes if kind == "weights" else _ADAPTER_FILE_BYTES
         self._plan = make_plan(described, _ROOT, max_file_bytes=max_file_bytes, single_name=_SINGLE_NAMES[kind])
+        if kind == "weights" and not request.is_missing_ok:
+            self._check_complete({name for each in described for item in each.items for name in item.names})
         return self._plan.rank_plans
 
     def digest(self, plan: RankPlan) -> bytes:
@@ -197,6 +205,22 @@ class Exporter:
 
     def committed(self, request: ExportRequest) -> None:
         """See `StorageWriter`."""
+
+    def _check_complete(self, names: Set[str]) -> None:
+        """Refuses weights that lack what those before had: an engine would keep that and confirm the version."""
+        for number in reversed(self._directory.numbers()):
+            before = self._directory.find(number)
+            if before is None or (before / CONFIG_NAME).exists():
+                continue
+            missing = sorted(_names_in(before) - {name.removeprefix(f"{_ROOT}.") for name in names})
+            if missing:
+                raise PublishError(
+                    f"expected the weights to have all names of version {number}, whose values engines would keep; "
+                    f"missing: {shown(missing)}; pass missing_ok=True if that is meant, and publish weights of another "
+                    "model to another root",
+                    path=missing[0],
+                )
+            return
 
     def _own(self) -> Content:
         assert self._content is not None, "it was taken"
@@ -252,6 +276,20 @@ class Exporter:
             write_small(directory / INDEX_NAME, consolidation.index)
         for name, data in {**self._files, **self._own().files}.items():
             write_small(directory / name, data)
+
+
+def _names_in(directory: Path) -> set[str]:
+    """The names of all tensors in a version, as far as its files can be read."""
+    names: set[str] = set()
+    for path in directory.glob("*.safetensors"):
+        try:
+            with safe_open(path, framework="pt") as file:
+                names.update(file.keys())
+        except (OSError, SafetensorError) as error:
+            # The error itself would keep the snapshot for as long as a handler keeps the record.
+            reason = str(error)
+            logger.warning("%s cannot be read, so that newer weights are not compared with it: %s", path, reason)
+    return names
 
 
 def _described_by_name(header: bytes) -> Described:

@@ -200,7 +200,12 @@ class Publisher:
         return self._root
 
     def publish(
-        self, version: int, weights: Weights | Callable[[], Weights], *, files: Files | None = None
+        self,
+        version: int,
+        weights: Weights | Callable[[], Weights],
+        *,
+        files: Files | None = None,
+        missing_ok: bool = False,
     ) -> PublishHandle:
         """Exports a version, and begins to notify the engines. All ranks call it alike, on the training thread.
 
@@ -212,9 +217,10 @@ class Publisher:
                 every rank, or DTensors.
             files: What else goes into the directory, by name, such as ``config.json``: a ``Path`` is copied, bytes and
                 a str are the content, a mapping becomes JSON. Looked at on rank 0 alone. See `model_files`.
+            missing_ok: Whether weights may lack names of the weights before, whose values engines then keep.
 
         Raises:
-            PublishError: Nothing that engines could use, or a file that cannot be.
+            PublishError: Nothing that engines could use, a file that cannot be, or weights with missing names.
             StaleVersionError: The version is not newer.
             TransportError: A rank failed; the same error on all of them.
         """
@@ -223,7 +229,10 @@ class Publisher:
             raise PublishError("expected a publisher that is open, this one is closed")
         assert self._exporter is not None, "it is open"
         request = ExportRequest(
-            version, lambda: content_of(weights, self._format), lambda: read_files(files) if files is not None else {}
+            version,
+            lambda: content_of(weights, self._format),
+            lambda: read_files(files) if files is not None else {},
+            is_missing_ok=missing_ok,
         )
         directory = self._exporter.export(request)
         if self._agreement.is_first:

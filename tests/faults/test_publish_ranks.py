@@ -142,5 +142,7 @@ def test_divided_weights_arrive_whole_and_what_cannot_be_published_is_refused_on
         assert "expected a version after 3" in each["stale"]["text"]
         assert each["diverged"]["type"] == "ReplicasDivergedError"
         assert "ranks [0, 1" in each["diverged"]["text"]
+        assert each["incomplete"]["type"] == "PublishError"
+        assert "missing: empty, replicated, rows" in each["incomplete"]["text"]
         assert "rank 1: 'snapshot of version 5'" in each["differing"]["text"]
         assert (each["latest"], each["names"]) == (3, ["version-3"])

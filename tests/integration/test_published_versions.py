@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +102,55 @@ class TestFiles:
                 publisher.publish(1, weights(), files={"config.json": tmp_path / "missing"})
             assert publisher.latest() is None
             publisher.publish(1, weights(), files={"config.json": {}})
+
+
+class TestCompleteness:
+    def test_weights_that_lack_names_of_the_version_before_are_refused(self, tmp_path: Path) -> None:
+        less = weights()
+        del less["body.turned"], less["value.weight"]
+        with Publisher([], tmp_path) as publisher:
+            publisher.publish(1, weights())
+            expected = r"all names of version 1, .*missing: body\.turned, value\.weight;.*another root"
+            with pytest.raises(PublishError, match=expected):
+                publisher.publish(2, less)
+            assert publisher.latest() == 1
+            publisher.publish(2, {**weights(), "more": torch.ones(2)})
+            with pytest.raises(PublishError, match=r"names of version 2.*missing: more"):
+                publisher.publish(3, weights())
+        with Publisher([], tmp_path) as another, pytest.raises(PublishError, match=r"missing: more"):
+            another.publish(3, weights())
+
+    def test_weights_of_several_files_are_compared_beyond_adapters(self, tmp_path: Path) -> None:
+        with Publisher([], tmp_path, keep=5, weight_format=WeightFormat(max_shard_bytes=1)) as publisher:
+            publisher.publish(1, weights())
+            publisher.publish(2, adapter())
+            # An adapter is whole by itself.
+            publisher.publish(3, adapter("k"))
+            with pytest.raises(PublishError, match=r"names of version 1.*missing: body\.count"):
+                publisher.publish(4, {"body.weight": torch.ones(2)})
+
+    def test_what_is_left_out_on_purpose_is_published(self, tmp_path: Path) -> None:
+        less = {"body.weight": torch.ones(2)}
+        with Publisher([], tmp_path) as publisher:
+            publisher.publish(1, weights())
+            publisher.publish(2, less, missing_ok=True)
+            publisher.publish(3, less)
+            publisher.publish(4, weights())
+            with pytest.raises(PublishError, match=r"names of version 4.*pass missing_ok=True"):
+                publisher.publish(5, less)
+
+    def test_a_part_of_a_model_from_the_first_version_on_is_no_mistake(self, tmp_path: Path) -> None:
+        with Publisher([], tmp_path) as publisher:
+            for version in (1, 2):
+                publisher.publish(version, {"head.weight": torch.ones(2)})
+
+    def test_a_version_before_that_was_damaged_holds_nobody_up(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with Publisher([], tmp_path) as publisher:
+            file = publisher.publish(1, weights()).directory / "model.safetensors"
+            file.chmod(0o600)
+            file.write_bytes(b"gone")
+            with caplog.at_level(logging.WARNING):
+                publisher.publish(2, {"head.weight": torch.ones(2)})
+        assert "model.safetensors cannot be read" in caplog.text

@@ -169,12 +169,14 @@ def sharded_weights(ranks: Ranks) -> dict[str, Any]:
         }
         good = told(lambda: publisher.publish(3, weights).result())
         stale = told(lambda: publisher.publish(2, weights))
-        diverged = told(lambda: publisher.publish(4, {"plain": torch.full((3,), float(ranks.rank == 1))}))
+        diverged = told(lambda: publisher.publish(4, {**weights, "plain": torch.full((3,), float(ranks.rank == 1))}))
+        incomplete = told(lambda: publisher.publish(4, {name: weights[name] for name in ("plain", "columns")}))
         differing = told(lambda: publisher.publish(4 + ranks.rank, weights))
         return {
             "good": good,
             "stale": stale,
             "diverged": diverged,
+            "incomplete": incomplete,
             "differing": differing,
             "latest": publisher.latest(),
             "names": sorted(path.name for path in ranks.root.glob("version-*")),
