@@ -207,7 +207,7 @@ class Exporter:
         """See `StorageWriter`."""
 
     def _check_complete(self, names: Set[str]) -> None:
-        """Refuses weights that lack what those before had: an engine would keep that and confirm the version."""
+        """Refuses weights that lack what those before had: engines take a part of a model without an error."""
         for number in reversed(self._directory.numbers()):
             before = self._directory.find(number)
             if before is None or (before / CONFIG_NAME).exists():
@@ -215,9 +215,9 @@ class Exporter:
             missing = sorted(_names_in(before) - {name.removeprefix(f"{_ROOT}.") for name in names})
             if missing:
                 raise PublishError(
-                    f"expected the weights to have all names of version {number}, whose values engines would keep; "
-                    f"missing: {shown(missing)}; pass missing_ok=True if that is meant, and publish weights of another "
-                    "model to another root",
+                    f"expected the weights to have all names of version {number}, because engines take a part of a "
+                    f"model without an error; missing: {shown(missing)}; pass missing_ok=True if that is meant, and "
+                    "publish weights of another model to another root",
                     path=missing[0],
                 )
             return

@@ -217,7 +217,8 @@ class Publisher:
                 every rank, or DTensors.
             files: What else goes into the directory, by name, such as ``config.json``: a ``Path`` is copied, bytes and
                 a str are the content, a mapping becomes JSON. Looked at on rank 0 alone. See `model_files`.
-            missing_ok: Whether weights may lack names of the weights before, whose values engines then keep.
+            missing_ok: Whether weights may lack names of the weights before. vLLM keeps what it has of layers that are
+                missing whole; a layer of which a part is missing has undefined values then.
 
         Raises:
             PublishError: Nothing that engines could use, a file that cannot be, or weights with missing names.

@@ -37,6 +37,19 @@ def test_a_snapshot_shows_the_kernels_that_were_only_queued() -> None:
             snapshot.close()
 
 
+def test_tensors_are_cast_one_by_one_on_the_device() -> None:
+    state = [torch.randn(1 << 20, device="cuda") for _ in range(8)]
+    expected = [tensor.bfloat16().cpu() for tensor in state]
+    with open_stager() as stager:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        snapshot = stager.begin(1, state, float_dtype=torch.bfloat16).finish()
+        peak = torch.cuda.max_memory_allocated() - before
+        assert all(torch.equal(*pair) for pair in zip(receive(file_of(snapshot)), expected, strict=True))
+        snapshot.close()
+    assert peak <= 2 * state[0].nbytes
+
+
 def test_the_training_stream_is_not_waited_for_beyond_the_boundary() -> None:
     parameter = torch.ones(1 << 20, device="cuda")
     with open_stager() as stager:

@@ -203,6 +203,19 @@ def test_each_device_has_one_side_stream_for_good(accelerator: StandInAccelerato
     assert accelerator.log.count("copy on side cuda:1") == 3
 
 
+def test_a_cast_is_queued_with_the_copy(accelerator: StandInAccelerator) -> None:
+    parameter, count = torch.full((4, 2), 0.1), torch.arange(3)
+    accelerator.training[_DEVICE].queue.append(lambda: parameter.add_(1))
+    with open_stager(accelerator=accelerator) as stager:
+        snapshot = stager.begin(1, [parameter.t(), count], float_dtype=torch.bfloat16).finish()
+        received = receive(file_of(snapshot))
+        snapshot.close()
+    assert received[0].dtype is torch.bfloat16
+    assert torch.equal(received[0], torch.full((2, 4), 1.1).bfloat16())
+    assert torch.equal(received[1], count)
+    assert accelerator.log.count("copy on side cuda:0") == 2
+
+
 def test_after_an_error_nothing_writes_any_more(accelerator: StandInAccelerator) -> None:
     copier = DeviceCopier(accelerator)
     target = torch.zeros(4)
