@@ -48,6 +48,13 @@ class TestFormat:
         assert (found["model.weight"].dtype, found["body.count"].dtype) == (torch.bfloat16, torch.int64)
         assert own["body.weight"].dtype is torch.float32
 
+    def test_tensors_in_one_memory_have_bytes_of_their_own(self, tmp_path: Path) -> None:
+        table = torch.randn(8, 6)
+        own = {"embedding": table, "head": table, "turned": table.t(), "rows": table[::2], "columns": table[:, 1:3]}
+        found = published(tmp_path, own, dtype=torch.bfloat16)
+        assert found.keys() == own.keys()
+        assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in own.items())
+
     def test_names_and_dtype_of_an_adapter_which_stays_one_file(self, tmp_path: Path) -> None:
         options: dict[str, Any] = {"dtype": torch.float16, "max_shard_bytes": 1}
         found = published(tmp_path, adapter(), names=lambda name: name.replace(".q.", ".query."), **options)
