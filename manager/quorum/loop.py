@@ -82,7 +82,7 @@ class QuorumLoop(StateObserver):
         self._participant = Participant(self._state, self.membership)
         self._comparison = StateComparison(lock=self._state.lock, keeper=snapshots.keeper, state=self._state.content)
         self._structures = StructureWatch(self._participant, transport.token_proof, self._executor)
-        healer = Healer(config, recover=peers.recover, lineage=lambda: replica.state.lineage, watch=stall_watch)
+        healer = Healer(config, state=replica.state, peers=peers, watch=stall_watch)
         self._forming = QuorumForming(
             config,
             self._participant,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Final
 
 from ft_transport import PeerAuthenticationError, TransportError, UnknownHostError
 from ft_transport.coordination.rendezvous import nobody_listens
@@ -15,7 +14,9 @@ from manager.config import ManagerConfig
 from manager.errors import HealFailedError, ManagerError, QuorumError, StateMismatchError
 from manager.quorum.decision import Decision, Member
 from manager.quorum.stall_watch import StallWatch
+from manager.recovery.peers import PeerRecovery
 from manager.recovery.values import PeerOptions
+from manager.state.replica_state import ReplicaState
 
 logger = logging.getLogger(__name__)
 
@@ -31,32 +32,23 @@ _HOPELESS: Final = "no further attempt can succeed: "
 """Begins the last reason where no source can ever deliver. Ranks tell each other their reasons as text."""
 
 
-class Recover(Protocol):
-    """As ``PeerRecovery.recover``."""
-
-    def __call__(self, metadata: str, step: int, options: PeerOptions) -> object:
-        """Receives a state and loads it."""
-
-
 class Healer:
     """See the module. Belongs to the training thread.
 
     Args:
         config: How long it may take, and how often it may fail.
-        recover: Receives and loads.
-        lineage: Returns the lineage of what was loaded.
+        state: This replica's state.
+        peers: Receives it and loads it.
         watch: Looks after the waits.
 
     Attributes:
         num_failures: Attempts in a row that failed.
     """
 
-    def __init__(
-        self, config: ManagerConfig, *, recover: Recover, lineage: Callable[[], str], watch: StallWatch
-    ) -> None:
+    def __init__(self, config: ManagerConfig, *, state: ReplicaState, peers: PeerRecovery, watch: StallWatch) -> None:
         self._config = config
-        self._recover = recover
-        self._lineage = lineage
+        self._state = state
+        self._peers = peers
         self._watch = watch
         self._reasons: list[str] = []
         self.num_failures = 0
@@ -142,7 +134,7 @@ class Healer:
         self, address: str, decision: Decision, timeout: timedelta, progress_timeout: timedelta | None, name: str
     ) -> None:
         with self._watch.waiting(f"{name}: receiving step {decision.step} from {address}"):
-            self._recover(
+            self._peers.recover(
                 address,
                 decision.step,
                 PeerOptions(
@@ -153,5 +145,6 @@ class Healer:
                     verify=self._config.verify_heal,
                 ),
             )
-        if self._lineage() != decision.lineage:
-            raise QuorumError(f"expected lineage {decision.lineage!r} of step {decision.step}, got {self._lineage()!r}")
+        lineage = self._state.lineage
+        if lineage != decision.lineage:
+            raise QuorumError(f"expected lineage {decision.lineage!r} of step {decision.step}, got {lineage!r}")

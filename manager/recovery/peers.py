@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ft_transport import TransportError, spans_ranks
 from ft_transport.coordination.consensus import RankGroup
 from manager.errors import ManagerError, RegistryError, StateMismatchError
-from manager.recovery.rank_agreement import RecoveringRanks, checked_addresses
+from manager.recovery.rank_agreement import RecoveringRanks
 from manager.recovery.values import PeerOptions, Recovery, shown
 from manager.state.compatibility import check_fit
 from manager.state.replica_state import ReplicaState, checked_step
@@ -49,7 +49,7 @@ class PeerRecovery:
         process_group: dist.ProcessGroup | None = None,
     ) -> Recovery:
         """See `StateManager.recover`. Takes no checkpoint."""
-        addresses = checked_addresses(metadata, self._transport.metadata())
+        addresses = _checked_addresses(metadata, self._transport.metadata())
         source: str | list[str] = metadata if isinstance(metadata, str) else addresses
         if step != "latest":
             step = checked_step(step)
@@ -179,3 +179,22 @@ class PeerRecovery:
 
 def _left(timeout: timedelta, start_s: float) -> timedelta:
     return max(timeout - timedelta(seconds=time.monotonic() - start_s), timedelta(0))
+
+
+def _checked_addresses(metadata: str | Sequence[str], own: str) -> list[str]:
+    """Return the addresses that a caller named.
+
+    Args:
+        metadata: One, or several.
+        own: This rank's, which is none to recover from.
+
+    Raises:
+        TypeError: They are no addresses.
+        ManagerError: One of them is this rank's own.
+    """
+    addresses: Any = [metadata] if isinstance(metadata, str) else metadata
+    if not isinstance(addresses, Sequence) or not addresses or not all(isinstance(each, str) for each in addresses):
+        raise TypeError(f"expected the address that a peer's metadata() returned, got {metadata!r}")
+    if own.rstrip("/") in (address.rstrip("/") for address in addresses):
+        raise ManagerError(f"expected the address of another replica to recover from, got this one's own {own}")
+    return list(addresses)

@@ -11,7 +11,6 @@ import msgspec
 from ft_transport import TransportError
 from ft_transport.coordination.consensus import Agreement, RankGroup
 from ft_transport.coordination.votes import Failure, describe, rebuild
-from manager.errors import ManagerError
 
 if TYPE_CHECKING:
     from ft_transport import HTTPTransport
@@ -19,25 +18,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MAX_SHOWN_CHARACTERS: Final = 500
-
-
-def checked_addresses(metadata: str | Sequence[str], own: str) -> list[str]:
-    """Return the addresses that a caller named.
-
-    Args:
-        metadata: One, or several.
-        own: This rank's, which is none to recover from.
-
-    Raises:
-        TypeError: They are no addresses.
-        ManagerError: One of them is this rank's own.
-    """
-    addresses: Any = [metadata] if isinstance(metadata, str) else metadata
-    if not isinstance(addresses, Sequence) or not addresses or not all(isinstance(each, str) for each in addresses):
-        raise TypeError(f"expected the address that a peer's metadata() returned, got {metadata!r}")
-    if own.rstrip("/") in (address.rstrip("/") for address in addresses):
-        raise ManagerError(f"expected the address of another replica to recover from, got this one's own {own}")
-    return list(addresses)
 
 
 class RecoveringRanks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -14,7 +15,6 @@ from ft_transport.runtime.handler_safety import SafeExecutor, SafeFuture
 from manager.snapshots.boundary_keeper import BoundaryKeeper
 from manager.snapshots.scheduler import SnapshotScheduler
 from manager.state.guarded_memory import storages_of_optimizers
-from manager.state.ownership import weak_request
 from manager.state.replica_state import ReplicaState, StateObserver
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class StateSnapshots(StateObserver):
             pool=SafeExecutor(1, "ft-transport-snapshot"),
             prefault=prefault,
         )
-        transport.serve_fresh(weak_request(self.scheduler.request))
+        transport.serve_fresh(_weak_request(self.scheduler.request))
         state.add_observer(self)
 
     def boundary(self, *, hold: bool) -> bool:
@@ -113,3 +113,17 @@ class StateSnapshots(StateObserver):
     def close(self) -> None:
         """Finish the snapshot that is under way, and end the thread."""
         self.scheduler.close()
+
+
+def _weak_request(method: Callable[[int | None], int | None]) -> Callable[[int | None], int | None]:
+    """Return ``SnapshotScheduler.request`` for a server, which must not keep the state alive."""
+    reference = weakref.WeakMethod(method)
+
+    def request(step: int | None) -> int | None:
+        alive = reference()
+        if alive is not None:
+            return alive(step)
+        # The server is about to be shut down. Until then it serves what it has.
+        return 0 if step is None else None
+
+    return request

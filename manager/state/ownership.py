@@ -13,11 +13,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, Final, ParamSpec, TypeAlias
+from typing import Any, Final, ParamSpec
 
 P = ParamSpec("P")
-SnapshotRequest: TypeAlias = Callable[[int | None], int | None]
-"""``SnapshotScheduler.request``."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,20 +73,6 @@ class Unclosed:
     def forget(self) -> None:
         """Do nothing any more: the owner is shut down."""
         self._finalizer.detach()
-
-
-def weak_request(method: SnapshotRequest) -> SnapshotRequest:
-    """Return the method of a `SnapshotScheduler` for a server, which must not keep the state alive."""
-    reference = weakref.WeakMethod(method)
-
-    def request(step: int | None) -> int | None:
-        alive = reference()
-        if alive is not None:
-            return alive(step)
-        # The server is about to be shut down. Until then it serves what it has.
-        return 0 if step is None else None
-
-    return request
 
 
 def interrupts_own_call() -> bool:

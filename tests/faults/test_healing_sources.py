@@ -66,8 +66,8 @@ class Sources:
         stack.callback(watch.close)
         self.healer = Healer(
             ManagerConfig(timeout=timedelta(seconds=TIMEOUT_S), connect_timeout=timedelta(seconds=2)),
-            recover=PeerRecovery(state, transport).recover,
-            lineage=lambda: "",
+            state=state,
+            peers=PeerRecovery(state, transport),
             watch=watch,
         )
 
