@@ -28,7 +28,7 @@ from ft_transport.publish.serving import weights_in
 from ft_transport.settings import check_number
 from ft_transport.state.views import as_bytes
 from ft_transport.wire.chunks import digest
-from ft_transport.wire.delta import Bytes, Delta, apply_changes, decode_delta
+from ft_transport.wire.delta import MAX_SHARE, Bytes, Delta, apply_changes, decode_delta
 
 _DELTA_NAME: Final = "delta"
 _DIGESTS_NAME: Final = "digests.json"
@@ -150,9 +150,10 @@ class DeltaDirectory:
 
     def _restore(self, local: NumberedDirectory, wanted: int, have: Sequence[int]) -> Path:
         deltas: list[Delta] = []
+        most = max(map(self._num_bytes, self.versions())) // MAX_SHARE
         base = wanted
         while base not in have and (file := self._delta_file(base)) is not None:
-            deltas.append(decode_delta(file.read_bytes()))
+            deltas.append(decode_delta(file.read_bytes(), max_bytes=most))
             if deltas[-1].version != base or deltas[-1].base >= base:
                 raise RestoreError(f"expected a delta to version {base} in {file}, got one to {deltas[-1].version}")
             base = deltas[-1].base
@@ -207,6 +208,11 @@ class DeltaDirectory:
                     path=name,
                     step=version,
                 )
+
+    def _num_bytes(self, version: int) -> int:
+        directory = self._directory.find(version)
+        files = directory.glob(f"*{_SAFETENSORS}") if directory is not None else ()
+        return sum(file.stat().st_size for file in files)
 
     def _delta_file(self, version: int) -> Path | None:
         directory = self._directory.find(version)

@@ -43,7 +43,7 @@ def delta_between(
     """
     if _kinds(weights) != _kinds(base_weights):
         return None
-    return encode_delta(version, base, _pairs(weights, base_weights))
+    return encode_delta(version, base, list(_pairs(weights, base_weights)))
 
 
 def changes_of(deltas: Sequence[Delta], weights: Mapping[str, torch.Tensor]) -> list[OwnChange]:

@@ -27,6 +27,7 @@ from ft_transport.state.dtypes import overlaps_itself
 from ft_transport.state.matching import Incoming
 from ft_transport.state.views import extent_bytes, has_own_memory
 from ft_transport.transport import HTTPTransport
+from ft_transport.wire.delta import MAX_SHARE
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +200,11 @@ class WeightReceiver:
             return [], 0
         try:
             deltas = self._transport.fetch_deltas(
-                address, base, version, max_bytes=sum(each.nbytes for _, each in own), timeout=self._timeout
+                address,
+                base,
+                version,
+                max_bytes=sum(each.nbytes for _, each in own) // MAX_SHARE,
+                timeout=self._timeout,
             )
             changes = changes_of(deltas, {name: tensor for names, tensor in own for name in names})
         except TransportError as error:

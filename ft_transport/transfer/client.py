@@ -187,8 +187,8 @@ class StateClient(Generic[T]):
                 encoded = fetch_delta(connection, base, max_bytes=max_bytes)
                 if encoded is None:
                     return []
-                max_bytes -= len(encoded)
-                delta = decode_delta(encoded)
+                delta = decode_delta(encoded, max_bytes=max_bytes)
+                max_bytes -= delta.num_unpacked_bytes
                 if delta.base != base or not base < delta.version <= version:
                     return []
                 deltas.append(delta)

@@ -13,7 +13,7 @@ every near one of 255; then byte 0 of the changed bits of each element, byte 1, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,6 +32,9 @@ _BLOCK_BYTES: Final = 1 << 20
 _LEVEL: Final = 1
 """Of zstandard: what is left are nearly random distances, which the levels above make slower and no smaller."""
 _MAX_HEADER_BYTES: Final = 64 << 20
+MAX_SHARE: Final = 8
+"""One in so many of the bytes is the most that a delta may take, before it is compressed. It bounds what either side
+needs of memory; where more has changed, chunks cost little more."""
 _LENGTH_BYTES: Final = 8
 _WORD: Final = np.dtype("<u8")
 _ITEM_BYTES: Final = (1, 2, 4, 8)
@@ -113,12 +116,14 @@ class Delta:
         base: The version that it is applied to.
         tensors: All tensors of the version.
         num_bytes: Its size, encoded.
+        num_unpacked_bytes: Its size in memory.
     """
 
     version: int
     base: int
     tensors: tuple[DeltaTensor, ...]
     num_bytes: int
+    num_unpacked_bytes: int
     _near: Bytes
     _far: npt.NDArray[np.uint64]
     _planes: tuple[Bytes, ...]
@@ -155,8 +160,8 @@ class Delta:
             yield TensorChanges(tensor, positions, bits.view(f"<u{tensor.item_bytes}").reshape(-1))
 
 
-def encode_delta(version: int, base: int, pairs: Iterable[TensorPair]) -> bytes | None:
-    """Makes the delta between two versions, in the memory of the result and a few times that.
+def encode_delta(version: int, base: int, pairs: Sequence[TensorPair]) -> bytes | None:
+    """Makes the delta between two versions.
 
     Args:
         version: The version that it leads to.
@@ -164,12 +169,14 @@ def encode_delta(version: int, base: int, pairs: Iterable[TensorPair]) -> bytes 
         pairs: All tensors.
 
     Returns:
-        The delta; ``None`` if it would not be smaller than the blocks of 1 MiB in which something changed.
+        The delta; ``None`` if it would not be smaller than the blocks of 1 MiB in which something changed, or take more
+        than an eighth of the weights before it is compressed.
     """
     tensors: list[DeltaTensor] = []
     near: list[Bytes] = []
     far: list[npt.NDArray[np.uint64]] = []
     planes: list[list[Bytes]] = [[] for _ in range(max(_ITEM_BYTES))]
+    most = sum(len(pair.new) for pair in pairs) // MAX_SHARE
     num_changed_bytes = num_encoded_bytes = 0
     for pair in pairs:
         positions, bits, num_bytes = _differences(pair)
@@ -183,9 +190,8 @@ def encode_delta(version: int, base: int, pairs: Iterable[TensorPair]) -> bytes 
         of_bytes = bits.view(np.uint8).reshape(-1, pair.item_bytes)
         for at in range(pair.item_bytes):
             planes[at].append(np.ascontiguousarray(of_bytes[:, at]))
-        # Compressed, a distance and the changed bits of an element take about a byte and half of the element.
-        num_encoded_bytes += len(positions) * (1 + pair.item_bytes // 2)
-        if num_encoded_bytes > 2 * num_changed_bytes:
+        num_encoded_bytes += len(positions) * (1 + pair.item_bytes)
+        if num_encoded_bytes > most:
             return None
     compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
     streams: list[list[Any]] = [near, far, *(plane for plane in planes if plane)]
@@ -197,8 +203,13 @@ def encode_delta(version: int, base: int, pairs: Iterable[TensorPair]) -> bytes 
     return encoded if len(encoded) < num_changed_bytes else None
 
 
-def decode_delta(data: bytes | bytearray) -> Delta:
-    """Reads a delta and decompresses it; whatever it says, no more memory is taken than for its changed elements.
+def decode_delta(data: bytes | bytearray, *, max_bytes: int) -> Delta:
+    """Reads a delta and decompresses it.
+
+    Args:
+        data: The delta.
+        max_bytes: How many bytes its distances and changed bits may take; what says that it takes more is not even
+            decompressed.
 
     Raises:
         ManifestError: It is none, or is damaged.
@@ -217,6 +228,9 @@ def decode_delta(data: bytes | bytearray) -> Delta:
     for tensor in header.tensors:
         if tensor.item_bytes not in _ITEM_BYTES or not 0 <= tensor.num_changed <= tensor.num_items:
             raise ManifestError(f"expected no more changes than elements, got {tensor!r:.200}", path=tensor.name)
+    num_bytes = sum(tensor.num_changed * (1 + tensor.item_bytes) for tensor in header.tensors)
+    if num_bytes > max_bytes:
+        raise ManifestError(f"expected a delta of at most {max_bytes} bytes, got one of {num_bytes}")
     num_changed = sum(tensor.num_changed for tensor in header.tensors)
     if not 0 <= header.num_far <= num_changed:
         raise ManifestError(f"expected up to {num_changed} far distances, got {header.num_far}")
@@ -233,7 +247,14 @@ def decode_delta(data: bytes | bytearray) -> Delta:
         for start, length, size in zip(starts, header.lengths, sizes, strict=False)
     ]
     return Delta(
-        header.version, header.base, header.tensors, len(view), streams[0], streams[1].view(_WORD), tuple(streams[2:])
+        header.version,
+        header.base,
+        header.tensors,
+        len(view),
+        num_bytes,
+        streams[0],
+        streams[1].view(_WORD),
+        tuple(streams[2:]),
     )
 
 

@@ -27,7 +27,7 @@ def changed(base: Bytes, item_bytes: int, at: list[int]) -> Bytes:
 
 def applied(encoded: bytes, bases: dict[str, Bytes]) -> dict[str, Bytes]:
     result = {name: base.copy() for name, base in bases.items()}
-    for change in decode_delta(encoded).changes():
+    for change in decode_delta(encoded, max_bytes=NUM_BYTES).changes():
         apply_changes(change, result[change.tensor.name])
     return result
 
@@ -41,7 +41,7 @@ def test_what_changed_arrives_bit_by_bit(item_bytes: int) -> None:
     encoded = encode_delta(7, 5, [TensorPair("w", item_bytes, base, new)])
     assert encoded is not None
     assert len(encoded) < 400
-    delta = decode_delta(encoded)
+    delta = decode_delta(encoded, max_bytes=NUM_BYTES)
     assert (delta.base, delta.version, delta.num_bytes) == (5, 7, len(encoded))
     assert [(each.name, each.num_bytes, each.num_changed) for each in delta.tensors] == [("w", NUM_BYTES, 8)]
     assert np.array_equal(applied(encoded, {"w": base})["w"], new)
@@ -94,6 +94,19 @@ def test_where_chunks_are_smaller_there_is_none() -> None:
     assert encode_delta(2, 1, [TensorPair("w", 2, base, base)]) is None
 
 
+def test_where_more_than_an_eighth_would_be_taken_there_is_none() -> None:
+    base = weights(1)
+    every_tenth = base.copy()
+    every_tenth.view("<u2")[::10] ^= 1
+    assert encode_delta(2, 1, [TensorPair("w", 2, base, every_tenth)]) is None
+
+
+def test_what_takes_more_than_it_may_is_not_decompressed() -> None:
+    with pytest.raises(ManifestError, match=r"a delta of at most 11 bytes, got one of 12"):
+        decode_delta(encoded_delta(), max_bytes=11)
+    assert decode_delta(encoded_delta(), max_bytes=12).num_unpacked_bytes == 12
+
+
 def encoded_delta() -> bytes:
     base = weights(1, 2 << 20)
     encoded = encode_delta(2, 1, [TensorPair("w", 2, base, changed(base, 2, [5, 9, 1000, 70_000]))])
@@ -110,7 +123,7 @@ def test_a_damaged_byte_is_found_or_changes_no_more_than_elements_of_the_tensor(
         damaged = bytearray(encoded)
         damaged[at] ^= 1 << (at % 8)
         try:
-            for change in decode_delta(damaged).changes():
+            for change in decode_delta(damaged, max_bytes=NUM_BYTES).changes():
                 assert 0 <= int(change.positions[0]) <= int(change.positions[-1]) < change.tensor.num_items
                 assert len(change.positions) == len(change.bits) == change.tensor.num_changed
         except ManifestError:
@@ -122,7 +135,7 @@ def test_a_damaged_byte_is_found_or_changes_no_more_than_elements_of_the_tensor(
 @pytest.mark.parametrize("length", [0, 7, 8, 9, 40])
 def test_what_ends_early_is_none(length: int) -> None:
     with pytest.raises(ManifestError):
-        decode_delta(encoded_delta()[:length])
+        decode_delta(encoded_delta()[:length], max_bytes=NUM_BYTES)
 
 
 def test_a_frame_that_announces_more_than_it_may_is_not_begun() -> None:
@@ -135,4 +148,4 @@ def test_a_frame_that_announces_more_than_it_may_is_not_begun() -> None:
     packed = msgspec.msgpack.encode(header)
     forged = len(packed).to_bytes(8, "little") + packed + bomb + frames[len(frames) - sum(header[-1][1:]) :]
     with pytest.raises(ManifestError, match=r"a frame of 4 bytes in a delta, got 67108864"):
-        decode_delta(forged)
+        decode_delta(forged, max_bytes=NUM_BYTES)
