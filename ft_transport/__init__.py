@@ -53,15 +53,16 @@ if TYPE_CHECKING:
     from ft_transport.http.fork_safety import close_in_children, delaying_forks
     from ft_transport.publish.adapter import LoRAAdapter
     from ft_transport.publish.delta_directory import DeltaDirectory
-    from ft_transport.publish.engines.engine import Answer, Delivery, Engine, EngineConnection
+    from ft_transport.publish.engines.engine import Answer, Delivery, Engine, EngineConnection, PolledEngine
     from ft_transport.publish.engines.pulling import PullingEngine
     from ft_transport.publish.engines.sglang import SGLangEngine
     from ft_transport.publish.engines.skyrl import SkyRLEngine
     from ft_transport.publish.engines.vllm import VLLMEngine
     from ft_transport.publish.files import model_files
-    from ft_transport.publish.publisher import Publisher, PublishHandle
+    from ft_transport.publish.handle import PublishHandle
+    from ft_transport.publish.publisher import Publisher
     from ft_transport.publish.receiver import WeightReceiver
-    from ft_transport.publish.report import EngineReport, PublishReport
+    from ft_transport.publish.report import EngineReport, EngineState, PublishReport
     from ft_transport.publish.weight_format import WeightFormat
     from ft_transport.settings import FetchProgress, TransportSettings
     from ft_transport.state.collectives import refusing_collectives
@@ -82,15 +83,22 @@ else:
             "ft_transport.http.fork_safety": ("close_in_children", "delaying_forks"),
             "ft_transport.publish.adapter": ("LoRAAdapter",),
             "ft_transport.publish.delta_directory": ("DeltaDirectory",),
-            "ft_transport.publish.engines.engine": ("Answer", "Delivery", "Engine", "EngineConnection"),
+            "ft_transport.publish.engines.engine": (
+                "Answer",
+                "Delivery",
+                "Engine",
+                "EngineConnection",
+                "PolledEngine",
+            ),
             "ft_transport.publish.engines.pulling": ("PullingEngine",),
             "ft_transport.publish.files": ("model_files",),
             "ft_transport.publish.weight_format": ("WeightFormat",),
-            "ft_transport.publish.report": ("EngineReport", "PublishReport"),
+            "ft_transport.publish.report": ("EngineReport", "EngineState", "PublishReport"),
             "ft_transport.publish.engines.sglang": ("SGLangEngine",),
             "ft_transport.publish.engines.skyrl": ("SkyRLEngine",),
             "ft_transport.publish.engines.vllm": ("VLLMEngine",),
-            "ft_transport.publish.publisher": ("Publisher", "PublishHandle"),
+            "ft_transport.publish.handle": ("PublishHandle",),
+            "ft_transport.publish.publisher": ("Publisher",),
             "ft_transport.transfer.client": ("Received",),
             "ft_transport.transfer.server": ("SnapshotInProgress", "SnapshotLease"),
             "ft_transport.settings": ("FetchProgress", "TransportSettings"),
@@ -127,6 +135,7 @@ __all__ = [
     "EngineConnection",
     "EngineRefusedError",
     "EngineReport",
+    "EngineState",
     "EngineUnreachableError",
     "FetchFailedError",
     "FetchProgress",
@@ -143,6 +152,7 @@ __all__ = [
     "PeerNotReadyError",
     "PeerProtocolError",
     "PeerUnreachableError",
+    "PolledEngine",
     "PublishError",
     "PublishHandle",
     "PublishReport",

@@ -5,77 +5,76 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import msgspec
 
-from ft_transport.errors import EngineRefusedError, EngineUnreachableError, TransportError
-from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, Engine, EngineConnection
-from ft_transport.publish.report import EngineReport, Policy, PublishReport, judge
+from ft_transport.errors import ConfigurationError, PublishError, TransportError
+from ft_transport.publish.delivering import deliver
+from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, Engine, PolledEngine
+from ft_transport.publish.known_engine import KnownEngine, Link
+from ft_transport.publish.polling import EnginePoller
+from ft_transport.publish.report import EngineReport, EngineState, Policy, PublishReport, judge
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S: Final = 0.1
-_LONGEST_PAUSE_S: Final = 2.0
 _TICK_S: Final = 0.25
-_NUM_DOUBTFUL: Final = 4
-"""An engine that hangs for good must not keep every version on disk."""
 _CLOSING_S: Final = 15.0
 
 Post = Callable[[PublishReport], None]
 
 
-@dataclass(slots=True)
-class _Known:
-    """What is known of an engine.
-
-    Attributes:
-        version: The one that it confirmed last; ``None`` if it never did.
-        is_counted: Whether it confirmed the last version that it was notified of.
-        doubtful: Versions that it may have begun to load, and not confirmed; the latest few.
-        serving: Versions that it lists as served, beside the one that it confirmed.
-        newest: The newest version that it is to be notified of.
-        is_left_paused: See `EngineConnection`.
-        mutex: It is notified of one version after the other.
-        unfinished: What goes on beside the attempts, such as resuming it.
-    """
-
-    version: int | None = None
-    is_counted: bool = True
-    doubtful: tuple[int, ...] = ()
-    serving: set[int] = field(default_factory=set)
-    newest: int = -1
-    is_left_paused: bool = False
-    mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
-    unfinished: set[asyncio.Task[None]] = field(default_factory=set)
-
-
 class EngineNotifier:
-    """Notifies engines, on a thread of its own.
+    """Notifies engines, on a thread of its own. Any thread may call it.
 
     Args:
         engines: Engines to notify.
         policy: When a version counts as published.
-        timeout: Deadline of each engine, from when it is notified.
-        tick: Called now and then while an engine is being notified; it may block for a moment.
+        timeout_s: Deadline of each engine, from when it is notified.
+        poll_interval_s: How often engines are asked what they serve; ``None`` for never.
+        tick: Called now and then while a version is being published; it may block for a moment.
+        changed: Called on that thread when engines may use other versions than before, beside a publish.
     """
 
-    def __init__(self, engines: Sequence[Engine], policy: Policy, timeout: timedelta, tick: Callable[[], None]) -> None:
-        self._engines = tuple(engines)
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        policy: Policy,
+        timeout_s: float,
+        *,
+        poll_interval_s: float | None,
+        tick: Callable[[], None],
+        changed: Callable[[], None],
+    ) -> None:
         self._policy: Policy = policy
-        self._timeout_s = timeout.total_seconds()
+        self._timeout_s = timeout_s
         self._tick = tick
-        self._known = [_Known() for _ in self._engines]
-        self._loop = asyncio.new_event_loop()
+        self._changed = changed
+        self._mutex = threading.Lock()
+        # Replaced as a whole: whoever reads it sees one state.
+        self._engines: dict[str, KnownEngine] = {}
+        self._left: dict[str, Link] = {}
+        self._newest: Delivery | None = None
+        self._is_polling = True
+        self._is_closed = False
         self._thread: threading.Thread | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._notifying: set[asyncio.Task[PublishReport]] = set()
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._poller: EnginePoller | None = None
+        if poll_interval_s is not None:
+            self._poller = EnginePoller(poll_interval_s, self._newest_to_poll, self._tell_again)
+        for engine in engines:
+            self._insert(engine)
+        # When nothing can be refused any more: it has descriptors.
+        self._loop = asyncio.new_event_loop()
+
+    def begin_with(self, newest: Delivery) -> None:
+        """Says which version engines are told of that come before the next publish."""
+        with self._mutex:
+            self._newest = newest
 
     def notify(self, delivery: Delivery, post: Post) -> Future[PublishReport]:
         """Begins to notify all engines of a version.
@@ -88,23 +87,74 @@ class EngineNotifier:
         Returns:
             The last report.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ft-transport-publish", daemon=True)
-            self._thread.start()
-        return asyncio.run_coroutine_threadsafe(self._notify_all(delivery, post), self._loop)
+        with self._mutex:
+            self._newest = delivery
+            self._start()
+            return asyncio.run_coroutine_threadsafe(
+                self._notify_all(delivery, tuple(self._engines.values()), post), self._loop
+            )
+
+    def add(self, engine: Engine) -> Future[None] | None:
+        """Adds an engine, and begins to notify it of the newest version, if there is one.
+
+        Returns:
+            The end of that.
+
+        Raises:
+            ConfigurationError: It is no engine, or there is one with its URL.
+            PublishError: This is closed.
+        """
+        with self._mutex:
+            self._refuse_if_closed()
+            known = self._insert(engine)
+            if self._newest is None:
+                return None
+            self._start()
+            return asyncio.run_coroutine_threadsafe(self._tell_newcomer(known, self._newest), self._loop)
+
+    def remove(self, url: str) -> None:
+        """Forgets an engine; a delivery that is under way is given up.
+
+        Raises:
+            ConfigurationError: There is no engine of this URL.
+            PublishError: This is closed.
+        """
+        with self._mutex:
+            self._refuse_if_closed()
+            known = self._engines.get(url) or self._engines.get(url.rstrip("/"))
+            if known is None:
+                raise ConfigurationError(f"expected the URL of an engine, one of {sorted(self._engines)}, got {url!r}")
+            known.is_removed = True
+            self._engines = {each: other for each, other in self._engines.items() if other is not known}
+            # It may be added again while this end is resumed.
+            self._left = {each: link for each, link in self._left.items() if link.is_busy or link.is_left_paused}
+            self._left[known.url] = known.link
+            if self._thread is not None:
+                self._loop.call_soon_threadsafe(self._give_up, known)
+
+    def states(self) -> tuple[EngineState, ...]:
+        """What is known of each engine."""
+        return tuple(known.state() for known in self._engines.values())
 
     def versions_in_use(self) -> set[int] | None:
-        """Versions that engines may be using; ``None`` if one has never confirmed any."""
+        """Versions that engines may be using; ``None`` if one has never said which."""
         versions: set[int] = set()
-        for known in self._known:
-            if known.version is None:
+        for known in self._engines.values():
+            used = known.versions_in_use()
+            if used is None:
                 return None
-            versions |= {known.version, *known.doubtful, *known.serving}
+            versions |= used
         return versions
+
+    def stop_polling(self) -> None:
+        """Asks no engine any more. May be called while memory is collected."""
+        self._is_polling = False
 
     def close(self) -> None:
         """Gives up engines that are being notified, and ends the thread. May be called twice."""
-        thread, self._thread = self._thread, None
+        with self._mutex:
+            self._is_closed = True
+            thread, self._thread = self._thread, None
         if thread is not None:
             asyncio.run_coroutine_threadsafe(self._end(), self._loop)
             thread.join(3 * _CLOSING_S)
@@ -113,54 +163,120 @@ class EngineNotifier:
         if not self._loop.is_running():
             self._loop.close()
 
+    def _refuse_if_closed(self) -> None:
+        if self._is_closed:
+            raise PublishError("expected a publisher that is open, this one is closed")
+
+    def _insert(self, engine: Engine) -> KnownEngine:
+        if not isinstance(engine, Engine):
+            raise ConfigurationError(f"expected engines with url, headers and deliver, got {engine!r}")
+        if engine.url in self._engines:
+            raise ConfigurationError(f"expected each engine once, got another one of {engine.url}")
+        known = KnownEngine(engine, self._left[engine.url] if engine.url in self._left else Link())
+        self._engines = {**self._engines, engine.url: known}
+        return known
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ft-transport-publish", daemon=True)
+            self._thread.start()
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
     async def _end(self) -> None:
-        for task in self._notifying:
+        self._is_polling = False
+        watching = {known.watching for known in self._engines.values() if known.watching is not None}
+        given_up = self._under_way | watching
+        for task in given_up:
             task.cancel()
-        if self._notifying:
-            await asyncio.wait(self._notifying, timeout=_CLOSING_S)
+        if given_up:
+            await asyncio.wait(given_up, timeout=_CLOSING_S)
         # What was given up ends now, and may leave an engine to be resumed.
         for _ in range(2):
             others = asyncio.all_tasks() - {asyncio.current_task()}
             if others:
                 await asyncio.wait(others, timeout=_CLOSING_S)
-        for engine, known in zip(self._engines, self._known, strict=True):
-            if known.is_left_paused:
-                logger.warning("%s: %s", engine.url, LEFT_PAUSED)
+        for url, link in {**self._left, **{known.url: known.link for known in self._engines.values()}}.items():
+            if link.is_left_paused:
+                logger.warning("%s: %s", url, LEFT_PAUSED)
         if self._session is not None:
             await self._session.close()
         self._loop.stop()
 
-    async def _notify_all(self, delivery: Delivery, post: Post) -> PublishReport:
-        task = asyncio.current_task()
-        assert task is not None, "it runs on the loop"
-        self._notifying.add(task)
+    def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
+        return self._session
+
+    def _begin(self, known: KnownEngine, delivery: Delivery) -> asyncio.Task[EngineReport]:
+        """Begins to notify one engine. Cancelled, it is given up."""
+        session = self._open_session()
+        known.newest = max(known.newest, delivery.version)
+        task = asyncio.get_running_loop().create_task(deliver(known, delivery, session, self._timeout_s))
+        known.tasks.add(task)
+        task.add_done_callback(known.tasks.discard)
+        if self._poller is not None and known.watching is None and isinstance(known.engine, PolledEngine):
+            known.watching = asyncio.get_running_loop().create_task(self._poller.watch(known, session))
+        return task
+
+    def _give_up(self, known: KnownEngine) -> None:
+        """Ends what is done for an engine that was removed."""
+        for task in (*known.tasks, known.watching):
+            if task is not None:
+                task.cancel()
+        self._changed()
+
+    def _newest_to_poll(self) -> Delivery | None:
+        return self._newest if self._is_polling else None
+
+    async def _tell_again(self, known: KnownEngine, delivery: Delivery) -> None:
+        if not known.is_removed:
+            await self._begin(known, delivery)
+            self._changed()
+
+    async def _tell_newcomer(self, known: KnownEngine, delivery: Delivery) -> None:
+        if known.is_removed:
+            return
+        task = asyncio.current_task()
+        assert task is not None, "it runs on the loop"
+        self._under_way.add(task)
+        telling = self._begin(known, delivery)
+        try:
+            await asyncio.wait({telling})
+        finally:
+            telling.cancel()
+            self._under_way.discard(task)
+        self._changed()
+
+    async def _notify_all(self, delivery: Delivery, engines: Sequence[KnownEngine], post: Post) -> PublishReport:
+        task = asyncio.current_task()
+        assert task is not None, "it runs on the loop"
+        self._under_way.add(task)
         reports = [
-            EngineReport(url=engine.url, outcome="pending", is_counted=known.is_counted, version=known.version)
-            for engine, known in zip(self._engines, self._known, strict=True)
+            EngineReport(url=known.url, outcome="pending", is_counted=known.is_counted, version=known.version)
+            for known in engines
         ]
         is_posted = False
         ticking = asyncio.ensure_future(self._keep_ticking())
-        for known in self._known:
-            known.newest = max(known.newest, delivery.version)
-        notifying = {
-            asyncio.ensure_future(self._notify_one(number, delivery)): number for number in range(len(self._engines))
-        }
+        telling: dict[asyncio.Task[EngineReport], int] = {}
+        for number, known in enumerate(engines):
+            if known.is_removed:
+                reports[number] = _removed(reports[number])
+            else:
+                telling[self._begin(known, delivery)] = number
         try:
-            pending = set(notifying)
+            pending = set(telling)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for each in done:
-                    reports[notifying[each]] = each.result()
+                    number = telling[each]
+                    reports[number] = _removed(reports[number]) if each.cancelled() else each.result()
                 report = self._report(delivery, reports)
                 if report.verdict != "open" and pending and not is_posted:
                     is_posted = True
@@ -179,9 +295,9 @@ class EngineNotifier:
             raise
         finally:
             ticking.cancel()
-            for each in notifying:
+            for each in telling:
                 each.cancel()
-            self._notifying.discard(task)
+            self._under_way.discard(task)
 
     def _report(self, delivery: Delivery, reports: Sequence[EngineReport]) -> PublishReport:
         return PublishReport(
@@ -199,142 +315,6 @@ class EngineNotifier:
                 logger.warning("the other ranks could not be shown that this one is alive: %s", error)
             await asyncio.sleep(_TICK_S)
 
-    async def _notify_one(self, number: int, delivery: Delivery) -> EngineReport:
-        """Notifies one engine, as often as its connection breaks, until its deadline. Raises nothing."""
-        engine, known = self._engines[number], self._known[number]
-        attempt = _Attempt(engine, known, delivery)
-        started_s = time.monotonic()
-        is_counted = known.is_counted
-        outcome = await self._outcome(known, attempt)
-        if outcome["outcome"] == "confirmed":
-            known.doubtful = ()
-        elif outcome["outcome"] != "superseded":
-            known.is_counted = False
-        if outcome["outcome"] != "confirmed" and attempt.may_be_loading:
-            # Its request was given up here, which need not keep the engine from going on with it.
-            known.doubtful = (*known.doubtful, delivery.version)[-_NUM_DOUBTFUL:]
-        facts = {
-            "url": engine.url,
-            "is_counted": is_counted,
-            "seconds": time.monotonic() - started_s,
-            "num_attempts": attempt.number,
-            "version": known.version,
-            **outcome,
-        }
-        report = msgspec.convert(facts, EngineReport)
-        if report.outcome not in ("confirmed", "superseded"):
-            logger.warning("version %d: an engine is left out until it is caught up: %s", delivery.version, report)
-        elif report.outcome == "confirmed" and not is_counted:
-            logger.info("version %d: caught up: %s", delivery.version, report)
-        return report
 
-    async def _outcome(self, known: _Known, attempt: _Attempt) -> dict[str, object]:
-        assert self._session is not None, "it was made"
-        late: dict[str, object] = {"outcome": "late", "body": f"no answer within {self._timeout_s:g} s"}
-        try:
-            # The attempt that holds it has a deadline, too.
-            await asyncio.wait_for(known.mutex.acquire(), self._timeout_s + _CLOSING_S)
-        except (TimeoutError, asyncio.TimeoutError):
-            return late
-        if known.newest > attempt.delivery.version:
-            known.mutex.release()
-            return {"outcome": "superseded", "body": f"version {known.newest} was published before its turn"}
-        delivering = asyncio.ensure_future(attempt.until_it_answers(self._session))
-        # Also if it does not give way when it is given up: then the engine stays taken.
-        delivering.add_done_callback(lambda _: known.mutex.release())
-        try:
-            await asyncio.wait({delivering}, timeout=self._timeout_s)
-        finally:
-            delivering.cancel()
-        if not delivering.done():
-            # It has been given up, and does not know yet.
-            left_paused = f"; {LEFT_PAUSED}" if attempt.is_left_paused else ""
-            if attempt.failure is not None:
-                return {"outcome": "unreachable", "body": f"{attempt.failure}{left_paused}"}
-            return {**late, "body": f"{late['body']}{left_paused}"}
-        if delivering.cancelled():
-            return {"outcome": "failed", "body": "the engine's deliver was cancelled"}
-        error = delivering.exception()
-        match error:
-            case None:
-                known.version, known.is_counted = delivering.result(), True
-                return {"outcome": "confirmed"}
-            case EngineRefusedError():
-                return {
-                    "outcome": "refused",
-                    "status": error.status,
-                    "body": error.body or str(error),
-                    "request": error.request,
-                }
-            case _:
-                logger.error(
-                    "version %d: %s could not be notified", attempt.delivery.version, attempt.engine.url, exc_info=error
-                )
-                return {"outcome": "failed", "body": f"{type(error).__name__}: {error}"}
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One engine and one version.
-
-    Attributes:
-        engine: The engine.
-        known: What is known of it.
-        delivery: The version.
-        number: How often it was tried.
-        failure: Why the last attempt did not get through.
-        may_be_loading: Whether the engine may have heard of it.
-        connection: To the engine; ``None`` before the first try.
-    """
-
-    engine: Engine
-    known: _Known
-    delivery: Delivery
-    number: int = 0
-    failure: EngineUnreachableError | None = None
-    may_be_loading: bool = False
-    connection: EngineConnection | None = None
-
-    @property
-    def is_left_paused(self) -> bool:
-        """See `EngineConnection`."""
-        return self.connection is not None and self.connection.is_left_paused
-
-    async def until_it_answers(self, session: aiohttp.ClientSession) -> int:
-        """Tries again while no connection can be made, or it breaks.
-
-        Raises:
-            EngineRefusedError: It answered with an error, or uses another version.
-            RuntimeError: The engine's own code wants to end the process.
-        """
-        connection = self.connection = EngineConnection(session, self.engine.url, self.engine.headers)
-        connection.unfinished = self.known.unfinished
-        connection.serving = self.known.serving
-        connection.is_left_paused = self.known.is_left_paused
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            if self.known.unfinished:
-                # What resumes it must not come in the middle of the next attempt.
-                await asyncio.wait(self.known.unfinished)
-            self.number += 1
-            was_heard, self.may_be_loading = self.may_be_loading, True
-            try:
-                try:
-                    version = await self.engine.deliver(connection, self.delivery)
-                finally:
-                    self.known.is_left_paused = connection.is_left_paused
-            except EngineUnreachableError as error:
-                self.failure = error
-                if isinstance(error.__cause__, aiohttp.ClientConnectorError):
-                    self.may_be_loading = was_heard
-            except (SystemExit, KeyboardInterrupt) as error:
-                raise RuntimeError(f"{type(error).__name__}: {error}") from error
-            else:
-                if version != self.delivery.version:
-                    raise EngineRefusedError(
-                        f"expected the engine to use version {self.delivery.version}, it uses {version}",
-                        peer=self.engine.url,
-                    )
-                return version
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+def _removed(report: EngineReport) -> EngineReport:
+    return msgspec.structs.replace(report, outcome="removed", is_counted=False, body="given up: it was removed")

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 
 # Not the builtin one before Python 3.11.
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -30,8 +29,9 @@ from ft_transport.publish.content import Weights, content_of
 from ft_transport.publish.engines.engine import Delivery, Engine, Kind
 from ft_transport.publish.export import Exporter, ExportRequest
 from ft_transport.publish.files import Files, read_files
+from ft_transport.publish.handle import PublishHandle
 from ft_transport.publish.notify import EngineNotifier
-from ft_transport.publish.report import POLICIES, Policy, PublishReport
+from ft_transport.publish.report import POLICIES, EngineState, Policy, PublishReport
 from ft_transport.publish.report_store import ReportStore
 from ft_transport.publish.retention import Retention, StoredVersion
 from ft_transport.publish.serving import VersionServer
@@ -46,44 +46,6 @@ logger = logging.getLogger(__name__)
 _EXIT_TIMEOUT: Final = timedelta(seconds=60)
 _MARGIN_S: Final = 5.0
 """Beyond the engines' deadline: the report has to be posted, and found."""
-
-
-@dataclass(frozen=True, slots=True)
-class PublishHandle:
-    """A version that is on disk and that engines are notified of. Any thread of any rank may wait for the outcome.
-
-    Attributes:
-        version: Its number.
-        directory: Where it lies.
-    """
-
-    version: int
-    directory: Path
-    _wait: Callable[[Callable[[PublishReport], bool], float], PublishReport]
-    _timeout_s: float
-
-    def result(self, timeout: timedelta | None = None) -> PublishReport:
-        """Waits until the policy is met, or cannot be any more; slower engines may still be pending then.
-
-        Args:
-            timeout: By default what the engines have, and a little more.
-
-        Raises:
-            PublishError: It cannot be met; names the engines, with status and body of a refusal. ``report`` has all.
-            DeadlineExceededError: It was not decided in time.
-            RankGoneError: Rank 0, which notifies the engines, is gone.
-        """
-        report = self._wait(lambda each: each.verdict != "open", self._seconds(timeout))
-        if report.verdict == "bad":
-            raise _failure(report)
-        return report
-
-    def report(self, timeout: timedelta | None = None) -> PublishReport:
-        """Waits until no engine is pending any more; raises as `result`, but no PublishError."""
-        return self._wait(lambda each: each.is_final, self._seconds(timeout))
-
-    def _seconds(self, timeout: timedelta | None) -> float:
-        return self._timeout_s if timeout is None else timeout.total_seconds()
 
 
 class Publisher:
@@ -113,6 +75,9 @@ class Publisher:
         keep_for: How long an adapter is kept once the next version is there: longer than any request runs, because
             engines may read it for as long, and vLLM ends where it is gone. Weights are read once.
         weight_format: Names, dtype and size of files of every version, where they are not the trainer's.
+        poll_interval: How often each engine is asked which version it serves, as long as nothing is delivered to it.
+            One that has lost the newest version, because it was restarted, or that was out of reach is told of it
+            again. An engine that is down is asked less often. ``None``: none is asked.
 
     Raises:
         CheckpointInUseError: Another publisher writes to this root.
@@ -136,8 +101,11 @@ class Publisher:
         keep: int = 2,
         keep_for: timedelta = timedelta(hours=1),
         weight_format: WeightFormat | None = None,
+        poll_interval: timedelta | None = timedelta(seconds=10),
     ) -> None:
         check_duration("keep_for", keep_for, at_least=timedelta(0))
+        if poll_interval is not None:
+            check_duration("poll_interval", poll_interval, at_least=timedelta.resolution)
         self._retention = Retention(check_number("keep", keep, at_least=1), keep_for.total_seconds())
         for name, duration in {
             "engine_timeout": engine_timeout,
@@ -159,6 +127,7 @@ class Publisher:
         self._server = VersionServer(transport, self._directory, deltas=deltas) if transport is not None else None
         self._format = weight_format if weight_format is not None else WeightFormat()
         self._notifying: dict[int, Future[PublishReport]] = {}
+        self._adding: set[Future[None]] = set()
         self._mutex = threading.Lock()
         self._end = SafeEnd()
         self._is_closed = False
@@ -172,19 +141,21 @@ class Publisher:
             threads = check_number("num_copy_threads", number, at_least=1)
             if transport is not None and not isinstance(transport, HTTPTransport):
                 raise ConfigurationError(f"expected an HTTPTransport as transport, got {type(transport).__name__}")
-            notified = tuple(engines) if self._agreement.is_first else ()
-            for engine in notified:
-                if not isinstance(engine, Engine):
-                    raise ConfigurationError(f"expected engines with url, headers and deliver, got {engine!r}")
-            urls = [engine.url for engine in notified]
-            if len(set(urls)) < len(urls):
-                raise ConfigurationError(f"expected each engine once, got {urls}")
             if not isinstance(self._format, WeightFormat):
                 raise ConfigurationError(f"expected a WeightFormat as weight_format, got {type(self._format).__name__}")
+            self._notifier = EngineNotifier(
+                tuple(engines) if self._agreement.is_first else (),
+                policy,
+                engine_timeout.total_seconds(),
+                poll_interval_s=poll_interval.total_seconds() if poll_interval is not None else None,
+                tick=self._reports.tick,
+                changed=_unless_gone(self._delete_unused),
+            )
+            # Engines of one that was dropped without an end may belong to another one by now.
+            weakref.finalize(self, self._notifier.stop_polling).atexit = False
             self._exporter = Exporter(
                 self._agreement, self._exchange, self._directory, weight_format=self._format, num_threads=threads
             )
-            self._notifier = EngineNotifier(notified, policy, engine_timeout, self._reports.tick)
             return {"policy": policy, "engine_timeout": engine_timeout, **self._format.stated()}
 
         try:
@@ -249,6 +220,50 @@ class Publisher:
         versions = self._agreement.value_of_first("find the newest version", self._directory.numbers, list[int])
         return versions[-1] if versions else None
 
+    def add_engine(self, engine: Engine) -> None:
+        """Notifies one more engine from now on. Any thread of rank 0 may call it; on other ranks nothing happens.
+
+        It is told of the newest version in the background, with the same deadlines, and counts from the next publish.
+
+        Args:
+            engine: The engine.
+
+        Raises:
+            ConfigurationError: It is no engine, or there is one with its URL.
+            PublishError: The publisher is closed.
+        """
+        if not self._agreement.is_first:
+            return
+        assert self._notifier is not None, "it is open"
+        adding = self._notifier.add(engine)
+        if adding is not None:
+            with self._mutex:
+                self._adding.add(adding)
+            adding.add_done_callback(self._added)
+
+    def remove_engine(self, url: str) -> None:
+        """Notifies an engine no more. Any thread of rank 0 may call it; on other ranks nothing happens.
+
+        A delivery that is under way is given up; an engine that is paused for it is resumed in the background, unless
+        its weights may be half replaced. The policy does not count the engine any more, also in a publish that is under
+        way, and no version is kept for it: end its requests before.
+
+        Args:
+            url: Of the engine.
+
+        Raises:
+            ConfigurationError: There is no such engine.
+            PublishError: The publisher is closed.
+        """
+        if not self._agreement.is_first:
+            return
+        assert self._notifier is not None, "it is open"
+        self._notifier.remove(url)
+
+    def engines(self) -> tuple[EngineState, ...]:
+        """What is known of each engine, at once. Any thread of rank 0 may call it; on other ranks there are none."""
+        return self._notifier.states() if self._notifier is not None else ()
+
     def close(self, timeout: timedelta | None = None) -> None:
         """Waits for the engines that are being notified, and ends the thread. May be called twice.
 
@@ -261,7 +276,7 @@ class Publisher:
 
     def _close(self, deadline_s: float) -> None:
         with self._mutex:
-            under_way = list(self._notifying.values())
+            under_way: list[Future[Any]] = [*self._notifying.values(), *self._adding]
         for notifying in under_way:
             try:
                 notifying.exception(max(0.0, deadline_s - time.monotonic()))
@@ -288,21 +303,36 @@ class Publisher:
     def _set_up_root(self) -> None:
         self._claim.take("a publisher", _MARGIN_S)
         self._directory.recover()
+        stored = self._directory.numbers()
+        newest = self._directory.find(stored[-1]) if stored else None
+        if newest is not None:
+            assert self._notifier is not None, "it was made before"
+            self._notifier.begin_with(self._delivery(stored[-1], newest))
 
     def _notify(self, version: int, directory: Path) -> None:
-        kind: Kind = "adapter" if (directory / CONFIG_NAME).exists() else "weights"
-        address = self._server.serving(version, directory) if self._server is not None else None
-        delivery = Delivery(version, kind, directory, address)
         assert self._notifier is not None, "it is open"
-        notifying = self._notifier.notify(delivery, self._reports.post)
+        notifying = self._notifier.notify(self._delivery(version, directory), self._reports.post)
         with self._mutex:
             self._notifying[version] = notifying
         notifying.add_done_callback(lambda _: self._notified(version))
 
+    def _delivery(self, version: int, directory: Path) -> Delivery:
+        kind: Kind = "adapter" if (directory / CONFIG_NAME).exists() else "weights"
+        address = self._server.serving(version, directory) if self._server is not None else None
+        return Delivery(version, kind, directory, address)
+
     def _notified(self, version: int) -> None:
-        """Deletes what no engine uses any more. On the thread that notifies engines."""
         with self._mutex:
             del self._notifying[version]
+        self._delete_unused()
+
+    def _added(self, adding: Future[None]) -> None:
+        with self._mutex:
+            self._adding.discard(adding)
+
+    def _delete_unused(self) -> None:
+        """Deletes what no engine uses any more. On the thread that notifies engines."""
+        with self._mutex:
             pending = set(self._notifying)
         assert self._notifier is not None, "it has notified them"
         used = self._notifier.versions_in_use()
@@ -331,11 +361,17 @@ def _close_all() -> None:
         publisher._close_at_exit()
 
 
+def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls a method as long as its object is there, and does not keep it."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            found()
+
+    return call
+
+
 def _stored(number: int, directory: Path) -> StoredVersion:
     return StoredVersion(number, (directory / CONFIG_NAME).exists(), directory.stat().st_mtime)
-
-
-def _failure(report: PublishReport) -> PublishError:
-    error = PublishError(f"expected engines to use version {report.version}; {report}")
-    error.report = report
-    return error

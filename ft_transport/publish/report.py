@@ -7,9 +7,12 @@ from typing import Final, Literal, TypeAlias
 
 from msgspec import Struct
 
-Outcome: TypeAlias = Literal["pending", "confirmed", "refused", "unreachable", "late", "superseded", "failed"]
+Outcome: TypeAlias = Literal[
+    "pending", "confirmed", "refused", "unreachable", "late", "superseded", "failed", "removed"
+]
 """``refused``: it answered with an error, or confirms another version. ``late``: its deadline ran out. ``superseded``:
-a newer version was published before its turn. ``failed``: our own code, the engine's, or the publisher was closed."""
+a newer version was published before its turn. ``failed``: our own code, the engine's, or the publisher was closed.
+``removed``: it was removed meanwhile, and counts for nothing."""
 Policy: TypeAlias = Literal["all", "quorum", "best_effort"]
 Verdict: TypeAlias = Literal["open", "good", "bad"]
 
@@ -72,7 +75,7 @@ class PublishReport(Struct, frozen=True, kw_only=True):
 
     def failed(self) -> tuple[EngineReport, ...]:
         """Those that do not, and will not by themselves."""
-        return tuple(each for each in self.engines if each.outcome not in ("confirmed", "pending"))
+        return tuple(each for each in self.engines if each.outcome not in ("confirmed", "pending", "removed"))
 
     def __str__(self) -> str:
         """One line for each engine."""
@@ -80,12 +83,31 @@ class PublishReport(Struct, frozen=True, kw_only=True):
         return "\n  ".join([*lines, *map(str, self.engines)])
 
 
+class EngineState(Struct, frozen=True, kw_only=True):
+    """What is known of one engine at the moment.
+
+    Attributes:
+        url: Of the engine.
+        version: The version that it confirmed last, or answered that it serves; ``None`` if none is known.
+        is_counted: Whether the policy counts it in the next publish.
+        outcome: Of the last delivery; ``pending`` before the first, and during one.
+        error: What went wrong with the last delivery, or when it was asked for its version after that; else empty.
+    """
+
+    url: str
+    version: int | None
+    is_counted: bool
+    outcome: Outcome
+    error: str = ""
+
+
 def judge(engines: Sequence[EngineReport], policy: Policy) -> Verdict:
     """Whether enough engines use the version, or no longer can; without the engines that are left out.
 
     ``quorum``: more than half of those that count. Where all are left out, all count.
     """
-    counted = [each for each in engines if each.is_counted] or list(engines)
+    present = [each for each in engines if each.outcome != "removed"]
+    counted = [each for each in present if each.is_counted] or present
     num_confirmed = sum(each.outcome == "confirmed" for each in counted)
     num_pending = sum(each.outcome == "pending" for each in counted)
     match policy:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.errors import SnapshotLimitError
+from ft_transport.errors import SnapshotError, SnapshotLimitError
 from ft_transport.publish.deltas import delta_between
 from ft_transport.transport import HTTPTransport
 
@@ -40,18 +40,25 @@ class VersionServer:
         self._newest: int | None = None
 
     def serving(self, version: int, directory: Path) -> Callable[[], Awaitable[str]]:
-        """Returns a function that says where a version is served, and puts it there when it is first called."""
+        """Returns a function that says where a version is served, and puts it there if it is not, or not any more."""
         staging: asyncio.Task[None] | None = None
 
         async def address() -> str:
             nonlocal staging
-            if staging is None:
+            if staging is None or (staging.done() and not self._is_served(version)):
                 staging = asyncio.get_running_loop().create_task(asyncio.to_thread(self._stage, version, directory))
             # An engine whose deadline runs out ends its own wait alone.
             await asyncio.shield(staging)
             return self._transport.metadata()
 
         return address
+
+    def _is_served(self, version: int) -> bool:
+        try:
+            self._transport.lease(version).release()
+        except SnapshotError:
+            return False
+        return True
 
     def _stage(self, version: int, directory: Path) -> None:
         weights = weights_in(directory)

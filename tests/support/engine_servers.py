@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from aiohttp import web
@@ -68,6 +69,12 @@ class StandIn:
     is_dead: bool = False
     routes: list[str] = field(default_factory=list)
     bodies: list[Any] = field(default_factory=list)
+
+    def restart(self) -> None:
+        """A process that has just begun: it serves the base model alone."""
+        self.adapters, self.tensors, self.update = {}, {}, []
+        self.weight_version = "default"
+        self.is_paused = self.is_half_replaced = self.has_leftovers = self.is_mixed = self.is_dead = False
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._noting])
@@ -319,7 +326,7 @@ def _vllm_error(status: int, message: str) -> web.Response:
 
 @contextmanager
 def serving(*stand_ins: StandIn) -> Iterator[None]:
-    """Serves them on loopback, each on a port of its own, on one thread."""
+    """Serves them on loopback, each on a port of its own that it keeps, on one thread."""
     loop = asyncio.new_event_loop()
     started: Future[None] = Future()
     runners: list[web.AppRunner] = []
@@ -328,7 +335,8 @@ def serving(*stand_ins: StandIn) -> Iterator[None]:
         for each in stand_ins:
             runner = web.AppRunner(each.app(), shutdown_timeout=0.1, handler_cancellation=True)
             await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
+            # One that was served before comes back at its address.
+            site = web.TCPSite(runner, "127.0.0.1", urlsplit(each.url).port or 0)
             await site.start()
             runners.append(runner)
             each.url = f"http://127.0.0.1:{runner.addresses[0][1]}"

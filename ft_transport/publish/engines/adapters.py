@@ -78,6 +78,22 @@ async def adapter_confirmed(connection: EngineConnection, name: str, delivery: D
     return version
 
 
+async def adapter_served(connection: EngineConnection, template: str, newest: Delivery) -> int | None:
+    """The newest version among the adapters that an engine serves under their names, ``None`` if there is none.
+
+    Raises:
+        EngineRefusedError: The answer is no list of models.
+        EngineUnreachableError: There was none.
+    """
+    found: int | None = None
+    for name, root in (await adapters_served(connection)).items():
+        version = version_in(root)
+        if version is None or Path(root).parent != newest.directory.parent or name != adapter_name(template, version):
+            continue
+        found = version if found is None else max(found, version)
+    return found
+
+
 async def deliver_adapter(
     connection: EngineConnection,
     delivery: Delivery,

@@ -277,6 +277,27 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class PolledEngine(Engine, Protocol):
+    """An engine that can be asked which version it serves, and so is told again when it has lost it."""
+
+    async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
+        """The version that the engine serves now. Asked while nothing is delivered; changes nothing.
+
+        Args:
+            connection: To the engine.
+            newest: The newest version: its kind is what is asked for, and its directory lies beside the others.
+
+        Returns:
+            ``None`` if the engine serves none of this publisher's.
+
+        Raises:
+            EngineUnreachableError: It is asked again later.
+            EngineRefusedError: So it is. With a status of `NO_ROUTE`: the engine is there, and cannot say.
+        """
+        ...
+
+
 def checked_url(url: str) -> str:
     """The base URL of an engine, without a slash at its end.
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from ft_transport.errors import EngineRefusedError
 from ft_transport.http.token import JobToken
-from ft_transport.publish.engines.engine import Delivery, EngineConnection, checked_url
+from ft_transport.publish.engines.engine import Answer, Delivery, EngineConnection, checked_url
 
 ROUTE: Final = "/weights"
 
@@ -44,8 +44,18 @@ class PullingEngine:
             raise EngineRefusedError("expected a publisher that serves versions, pass it a transport", peer=self.url)
         address = await delivery.address()
         answer = await connection.post(f"{ROUTE}/{delivery.version}", {"address": address})
-        fields = answer.json()
-        version = fields.get("version") if isinstance(fields, dict) else None
-        if not isinstance(version, int):
+        version = _version(answer)
+        if version is None:
             raise answer.refusal(f"expected version {delivery.version}")
         return version
+
+    async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
+        """See `PolledEngine`."""
+        del newest
+        return _version(await connection.get(ROUTE))
+
+
+def _version(answer: Answer) -> int | None:
+    fields = answer.json()
+    version = fields.get("version") if isinstance(fields, dict) else None
+    return version if isinstance(version, int) else None

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ft_transport.errors import EngineRefusedError
-from ft_transport.publish.engines.adapters import deliver_adapter
+from ft_transport.publish.engines.adapters import adapter_served, deliver_adapter
 from ft_transport.publish.engines.engine import NO_ROUTE, Answer, Delivery, EngineConnection, checked_url
+from ft_transport.publish.engines.weight_version import confirmed_weight_version, weight_version
 
-_MAX_DIGITS: Final = 18
 _ADVICE: Final = "this SGLang takes no weights at run time; publish a LoRA adapter as a LoRAAdapter"
 
 
@@ -54,6 +54,12 @@ class SGLangEngine:
 
         return await deliver_adapter(connection, delivery, self.lora_name, load, unload)
 
+    async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
+        """See `PolledEngine`."""
+        if newest.kind == "adapter":
+            return await adapter_served(connection, self.lora_name, newest)
+        return weight_version(await _model_info(connection))
+
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
         async with connection.resuming(lambda: connection.post("/continue_generation", {})):
             await connection.pause("/pause_generation", {"mode": self.pause}, advice=_ADVICE)
@@ -68,17 +74,16 @@ class SGLangEngine:
                     },
                 )
             )
-        try:
-            answer = await connection.get("/model_info")
-        except EngineRefusedError as error:
-            if error.status not in NO_ROUTE:
-                raise
-            answer = await connection.get("/get_model_info")  # what older ones call it
-        fields = answer.json()
-        version = fields.get("weight_version") if isinstance(fields, dict) else None
-        if not isinstance(version, str) or not version.isdecimal() or len(version) > _MAX_DIGITS:
-            raise answer.refusal(f"expected weight_version {delivery.version}")
-        return int(version)
+        return confirmed_weight_version(await _model_info(connection), delivery.version)
+
+
+async def _model_info(connection: EngineConnection) -> Answer:
+    try:
+        return await connection.get("/model_info")
+    except EngineRefusedError as error:
+        if error.status not in NO_ROUTE:
+            raise
+        return await connection.get("/get_model_info")  # what older ones call it
 
 
 def _check(answer: Answer) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ft_transport.publish.engines.adapters import deliver_adapter
+from ft_transport.publish.engines.adapters import adapter_served, deliver_adapter
 from ft_transport.publish.engines.engine import Delivery, EngineConnection, checked_url
 from ft_transport.publish.engines.vllm import PauseMode, VLLMEngine
 
@@ -38,7 +38,7 @@ class SkyRLEngine:
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
         """See `Engine`."""
         if delivery.kind == "weights":
-            return await VLLMEngine(self.url, pause=self.pause).deliver(connection, delivery)
+            return await self._as_vllm().deliver(connection, delivery)
 
         async def load(name: str, _is_taken: bool) -> None:
             body = {"lora_name": name, "lora_path": str(delivery.directory)}
@@ -48,3 +48,12 @@ class SkyRLEngine:
                 raise answer.refusal("expected the status ok")
 
         return await deliver_adapter(connection, delivery, self.lora_name, load)
+
+    async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
+        """See `PolledEngine`."""
+        if newest.kind == "weights":
+            return await self._as_vllm().served_version(connection, newest)
+        return await adapter_served(connection, self.lora_name, newest)
+
+    def _as_vllm(self) -> VLLMEngine:
+        return VLLMEngine(self.url, pause=self.pause)

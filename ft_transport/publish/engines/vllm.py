@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
 from ft_transport.errors import EngineRefusedError
-from ft_transport.publish.engines.adapters import deliver_adapter
+from ft_transport.publish.engines.adapters import adapter_served, deliver_adapter
 from ft_transport.publish.engines.engine import NO_ROUTE, Delivery, EngineConnection, checked_url
+from ft_transport.publish.engines.weight_version import confirmed_weight_version, weight_version
 
 _ADVICE: Final = (
     "vLLM takes all weights only where it was started with VLLM_SERVER_DEV_MODE=1; publish a LoRA adapter as a "
@@ -22,7 +23,6 @@ _ADVICE: Final = (
 
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 
-_MAX_DIGITS: Final = 18
 _RESTART: Final = (
     "vLLM keeps of a refused update what it has read, and has refused the one after it as well: restart this engine"
 )
@@ -70,6 +70,16 @@ class VLLMEngine:
             unload=lambda name: connection.post("/v1/unload_lora_adapter", {"lora_name": name}),
         )
 
+    async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
+        """See `PolledEngine`."""
+        if newest.kind == "adapter":
+            return await adapter_served(connection, self.lora_name, newest)
+        version = weight_version(await connection.get("/weight_info"))
+        if connection.is_left_paused:
+            # A process that was started anew is not.
+            connection.is_left_paused = await self._is_paused(connection)
+        return version
+
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
         if await self._is_paused(connection):
             # A trainer that is gone may have left it so in the middle of an update.
@@ -93,12 +103,7 @@ class VLLMEngine:
                     raise
                 # Before 0.32 no route tells a version: each step has answered that it was done.
                 return delivery.version
-        answer = await connection.get("/weight_info")
-        fields = answer.json()
-        version = fields.get("weight_version") if isinstance(fields, dict) else None
-        if not isinstance(version, str) or not version.isdecimal() or len(version) > _MAX_DIGITS:
-            raise answer.refusal(f"expected weight_version {delivery.version}")
-        return int(version)
+        return confirmed_weight_version(await connection.get("/weight_info"), delivery.version)
 
     @staticmethod
     async def _reload(connection: EngineConnection, delivery: Delivery, *, is_repeated: bool) -> None:

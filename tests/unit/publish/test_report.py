@@ -39,6 +39,9 @@ class TestJudge:
             (("confirmed", "failed", "confirmed"), ("bad", "good", "good")),
             # Half is no quorum.
             (("confirmed", "refused"), ("bad", "bad", "good")),
+            (("confirmed", "removed", "removed"), ("good", "good", "good")),
+            (("removed", "pending"), ("open", "open", "open")),
+            (("removed",), ("good", "good", "good")),
         ],
     )
     def test_as_soon_as_it_is_decided(self, outcomes: tuple[Outcome, ...], verdicts: tuple[Verdict, ...]) -> None:
