@@ -86,8 +86,12 @@ class EngineNotifier:
 
         Returns:
             The last report.
+
+        Raises:
+            PublishError: This is closed.
         """
         with self._mutex:
+            self._refuse_if_closed()
             self._newest = delivery
             self._start()
             return asyncio.run_coroutine_threadsafe(
