@@ -77,6 +77,7 @@ def test_a_new_trainer_publishes_wherever_the_one_before_was_killed(
         weights = tmp_path / "weights.safetensors"
         save_file(model.weights(version), weights)
         arguments = [str(tmp_path / "versions"), server.url, str(version), moment, str(len(routes) + 1), str(weights)]
+        arguments.append("reload")
         killed = run([sys.executable, dying_publisher.__file__, *arguments], timeout=_PROGRAM_S)
         routes = killed.stdout.split()
         if killed.returncode == 0:

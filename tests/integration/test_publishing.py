@@ -169,6 +169,24 @@ class TestWeights:
         assert server.tensors[BASE_MODEL]["weight"].tolist() == [7.0] * 3
         assert (server.weight_version, server.is_dead, server.is_paused) == ("7", False, False)
 
+    def test_a_backend_of_the_users_own_that_failed_is_given_a_session_without_what_it_kept(
+        self, tmp_path: Path
+    ) -> None:
+        server = VLLMStandIn(refusal=(500, "text/plain", "disk"))
+        with serving(server):
+            engine = VLLMEngine(server.url, update_info=lambda delivery: {"path": str(delivery.directory)})
+            with Publisher([engine], tmp_path) as publisher:
+                with pytest.raises(PublishError, match=r"status 500.*disk; the engine stays paused"):
+                    publisher.publish(1, {"weight": torch.ones(3)}).result(SOON)
+                with pytest.raises(PublishError, match="restart this engine"):
+                    publisher.publish(2, {"weight": torch.ones(3)}).result(SOON)
+                server.refusal = None
+                publisher.publish(3, {"weight": torch.full((3,), 3.0)}).result(SOON)
+        assert server.tensors[BASE_MODEL]["weight"].tolist() == [3.0] * 3
+        assert (server.weight_version, server.is_dead, server.is_paused) == ("3", False, False)
+        # The end of the session tells it.
+        assert "POST /update_weight_version" not in server.routes
+
     def test_an_engine_whose_pause_and_resume_break_is_resumed_before_the_next_attempt(self, tmp_path: Path) -> None:
         server = FlakyPause(num_broken=1)
         with serving(server), Publisher([VLLMEngine(server.url)], tmp_path) as publisher:

@@ -48,7 +48,7 @@ class StandIn:
         num_broken: So many connections end without an answer.
         routes: Requests so far, as method and path.
         is_half_replaced: Its weights are.
-        has_leftovers: It keeps what a refused reload had read.
+        has_leftovers: It keeps what a refused reload or update had read.
         is_mixed: Its weights are those of two versions.
         is_dead: It was resumed with weights that are half replaced.
     """
@@ -221,17 +221,20 @@ class VLLMStandIn(StandIn):
         if info is None or self.update != ["started"]:
             return web.json_response({"detail": "Missing 'update_info' in request body"}, status=400)
         if (refused := await self.take_time(request)) is not None:
+            self.update, self.has_leftovers = [], True
             return refused
-        wrong = self.read_weights(info["path"])
+        wrong = "what is left of another one" if self.has_leftovers else self.read_weights(info["path"])
         if wrong is not None:
+            self.update, self.has_leftovers = [], True
             return web.json_response({"error": wrong}, status=500)
         self.update.append("updated")
         return web.json_response({"message": "Weights updated"})
 
-    async def _finish(self, _request: web.Request) -> web.Response:
+    async def _finish(self, request: web.Request) -> web.Response:
         if not self.update:
             return web.json_response({"error": "no update"}, status=400)
-        self.is_half_replaced = self.update != ["started", "updated"]
+        self.weight_version = (await request.json()).get("weight_version", self.weight_version)
+        self.is_half_replaced, self.has_leftovers = self.update != ["started", "updated"], False
         self.update = []
         return web.json_response({"message": "Weight update finished"})
 

@@ -116,13 +116,21 @@ class VLLMServer:
 
     Attributes:
         url: Its base URL.
+        port: Of that.
         log: What it has printed.
     """
 
-    def __init__(self, process: subprocess.Popen[Any], url: str, log: Path) -> None:
-        self.url = url
+    def __init__(self, process: subprocess.Popen[Any], port: int, log: Path) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.port = port
         self.log = log
         self._process = process
+
+    def kill(self) -> None:
+        """Ends it with all of its processes, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def is_alive(self) -> bool:
         """Whether the process runs and its health route answers 200."""
@@ -159,11 +167,37 @@ class VLLMServer:
         return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
 
+def plugin(directory: Path, module: str) -> Path:
+    """Makes a directory that has an entry point of vLLM's for ``register`` of a module in ``tests/support``."""
+    metadata = directory / "plugin" / "plugin-1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{module} = {module}:register\n")
+    return metadata.parent
+
+
 @contextmanager
-def vllm_server(model: TinyLlama, log: Path, *options: str, program: Sequence[str] = _VLLM) -> Iterator[VLLMServer]:
-    """Starts a server, and ends it with all of its processes."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+def vllm_server(
+    model: TinyLlama,
+    log: Path,
+    *options: str,
+    port: int | None = None,
+    path: Path | None = None,
+    program: Sequence[str] = _VLLM,
+) -> Iterator[VLLMServer]:
+    """Starts a server, and ends it with all of its processes.
+
+    Args:
+        model: That it serves.
+        log: What it prints.
+        *options: Of its command.
+        port: Its port; by default any free one.
+        path: A directory in which its processes find packages.
+        program: What Python runs.
+    """
+    if port is None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
     command = [sys.executable, *program, "--model", str(model.directory)]
     command += ["--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     command += ["--dtype", "float32", "--max-model-len", "2048", "--disable-uvicorn-access-log", *options]
@@ -175,6 +209,8 @@ def vllm_server(model: TinyLlama, log: Path, *options: str, program: Sequence[st
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "1",
     }
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(path), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     with log.open("w") as file:
         process = subprocess.Popen(
             command,
@@ -184,7 +220,7 @@ def vllm_server(model: TinyLlama, log: Path, *options: str, program: Sequence[st
             # A group, to end it as a whole. No session: each has a share of the processor, and the engine never sleeps.
             preexec_fn=os.setpgrp,  # noqa: PLW1509 - nothing of the child's runs before it but this
         )
-    server = VLLMServer(process, f"http://127.0.0.1:{port}", log)
+    server = VLLMServer(process, port, log)
     try:
         deadline_s = time.monotonic() + _START_S
         while not server.is_alive():
@@ -196,9 +232,7 @@ def vllm_server(model: TinyLlama, log: Path, *options: str, program: Sequence[st
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_S)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        server.kill()
 
 
 class Load:

@@ -1,7 +1,7 @@
 """A trainer that is killed while it publishes: before or after its Nth request to the engine.
 
-Usage: ``dying_publisher.py ROOT URL VERSION before|after N WEIGHTS``: publishes what the safetensors file WEIGHTS has,
-and prints the routes that it came to.
+Usage: ``dying_publisher.py ROOT URL VERSION before|after N WEIGHTS reload|transfer``: publishes what the safetensors
+file WEIGHTS has, for vLLM itself or for ``directory_backend.py``, and prints the routes that it came to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ft_transport.publish.engines.engine import EngineConnection
 
 
 def main() -> None:
-    root, url, version, moment, number, weights = sys.argv[1:]
+    root, url, version, moment, number, weights, way = sys.argv[1:]
     request = EngineConnection._request
     num_requests = 0
 
@@ -34,7 +34,10 @@ def main() -> None:
         return answer
 
     EngineConnection._request = dying  # type: ignore[method-assign]
-    with Publisher([VLLMEngine(url)], root) as publisher:
+    engine = VLLMEngine(url)
+    if way == "transfer":
+        engine = VLLMEngine(url, update_info=lambda delivery: {"directory": str(delivery.directory)})
+    with Publisher([engine], root) as publisher:
         publisher.publish(int(version), load_file(weights)).result()
 
 

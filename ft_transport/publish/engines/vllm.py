@@ -3,6 +3,7 @@
 Routes: https://docs.vllm.ai/en/latest/features/lora/ (``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``) and
 https://docs.vllm.ai/en/latest/training/weight_transfer/ (``VLLM_SERVER_DEV_MODE=1``), as vllm/entrypoints/serve/lora/
 api_router.py and vllm/entrypoints/rl/online/api_router.py (0.32) have them. A successful load answers in plain text.
+``finish_weight_update`` sets ``weight_version`` when the workers are done (``AsyncLLM.finish_weight_update``).
 """
 
 from __future__ import annotations
@@ -91,19 +92,23 @@ class VLLMEngine:
                 if self.update_info is None:
                     await self._reload(connection, delivery, is_repeated=was_left_paused)
                 else:
-                    await self._transfer(connection, self.update_info(delivery))
+                    info = self.update_info(delivery)
+                    await self._transfer(connection, info, delivery.version, is_repeated=was_left_paused)
                 # Of what was computed with the weights before, nothing is used any more; frozen requests begin again.
                 emptied = await connection.post("/reset_prefix_cache", reset_running_requests="true")
                 if emptied.body and emptied.json() != {"success": True}:
                     raise emptied.refusal("expected the prefix cache to be emptied")
             try:
-                await connection.post("/update_weight_version", {"new_version": str(delivery.version)})
+                if self.update_info is None:
+                    # The end of a session tells it for itself.
+                    await connection.post("/update_weight_version", {"new_version": str(delivery.version)})
+                answer = await connection.get("/weight_info")
             except EngineRefusedError as error:
                 if error.status not in NO_ROUTE:
                     raise
                 # Before 0.32 no route tells a version: each step has answered that it was done.
                 return delivery.version
-        return confirmed_weight_version(await connection.get("/weight_info"), delivery.version)
+        return confirmed_weight_version(answer, delivery.version)
 
     @staticmethod
     async def _reload(connection: EngineConnection, delivery: Delivery, *, is_repeated: bool) -> None:
@@ -136,14 +141,27 @@ class VLLMEngine:
         return isinstance(fields, dict) and fields.get("is_paused") is True
 
     @staticmethod
-    async def _transfer(connection: EngineConnection, update_info: Mapping[str, object]) -> None:
+    async def _transfer(
+        connection: EngineConnection, update_info: Mapping[str, object], version: int, *, is_repeated: bool
+    ) -> None:
+        """Has the server's backend load the weights, in a session of its own.
+
+        A session that ended with an error leaves what it had read of a layer, as in `_reload`, and the next one fails.
+        One that is finished without weights clears that: what it replaces is replaced once more.
+        """
         try:
             await connection.post("/start_weight_update", {"is_checkpoint_format": True})
         except EngineRefusedError as error:
             if _IS_OPEN not in (error.body or ""):
                 raise
-            # A trainer that is gone has begun it. What it had replaced is replaced once more.
-            await connection.post("/finish_weight_update", {})
-            await connection.post("/start_weight_update", {"is_checkpoint_format": True})
-        await connection.post("/update_weights", {"update_info": dict(update_info)})
-        await connection.post("/finish_weight_update", {})
+            is_repeated = True  # A trainer that is gone has begun it.
+        try:
+            if is_repeated:
+                await connection.post("/finish_weight_update", {})
+                await connection.post("/start_weight_update", {"is_checkpoint_format": True})
+            await connection.post("/update_weights", {"update_info": dict(update_info)})
+            await connection.post("/finish_weight_update", {"weight_version": str(version)})
+        except EngineRefusedError as error:
+            if is_repeated:
+                error.body = f"{error.body}; {_RESTART}"
+            raise
