@@ -68,6 +68,11 @@ class DeltaDirectory:
         del connection
         return await asyncio.to_thread(self._write, delivery)
 
+    async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
+        """See `PolledEngine`: the newest version that is there."""
+        del connection, newest
+        return max(await asyncio.to_thread(self.versions), default=None)
+
     def restore(self, directory: str | os.PathLike[str], version: int | None = None, *, keep: int = 2) -> Path:
         """Makes a version whole on a local disk, out of the newest one there that deltas lead from, or of an anchor.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from served_memory import until
 from trained_weights import Weights, first_weights, num_bytes, same_bits, stepped
 
 from ft_transport import DeltaDirectory, IntegrityError, ManifestError, Publisher, RestoreError
@@ -65,6 +66,16 @@ def test_a_publisher_that_came_back_goes_on_with_deltas(tmp_path: Path) -> None:
         with publishing(tmp_path) as (publisher, deltas):
             publisher.publish(version, weights).result(SOON)
     assert size_of(tmp_path / "bucket" / "version-3") < 0.02 * num_bytes(weights)
+    assert same_bits(loaded(deltas.restore(tmp_path / "local")), weights)
+
+
+def test_a_directory_that_lost_the_newest_version_gets_it_again(tmp_path: Path) -> None:
+    deltas = DeltaDirectory(tmp_path / "bucket")
+    weights = first_weights()
+    with Publisher([deltas], tmp_path / "versions", poll_interval=timedelta(milliseconds=50)) as publisher:
+        publisher.publish(1, weights).result(SOON)
+        shutil.rmtree(tmp_path / "bucket" / "version-1")
+        until(lambda: deltas.versions() == [1])
     assert same_bits(loaded(deltas.restore(tmp_path / "local")), weights)
 
 
