@@ -30,8 +30,9 @@ from ft_transport.state.views import as_bytes
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.delta import MAX_SHARE, Bytes, Delta, apply_changes, decode_delta
 
-_DELTA_NAME: Final = "delta"
-_DIGESTS_NAME: Final = "digests.json"
+_DELTA_NAME: Final = ".delta"
+_DIGESTS_NAME: Final = ".digests.json"
+"""No file of a version begins with a dot."""
 _SAFETENSORS: Final = ".safetensors"
 _MAX_HEADER_BYTES: Final = 100 << 20
 """Of a safetensors file: what its own library accepts."""

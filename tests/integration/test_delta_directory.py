@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,22 @@ def test_other_tensors_than_before_are_written_whole(tmp_path: Path) -> None:
     assert same_bits(loaded(deltas.restore(tmp_path / "local")), more)
 
 
+def test_files_beside_the_weights_are_restored(tmp_path: Path) -> None:
+    weights = first_weights()
+    with publishing(tmp_path) as (publisher, deltas):
+        for version in (1, 2):
+            weights = stepped(weights, version)
+            files = {"config.json": {"version": version}, "delta": f"of {version}", "digests.json": b"{}"}
+            publisher.publish(version, weights, files=files).result(SOON)
+    for version in (1, 2):
+        restored = deltas.restore(tmp_path / f"local-{version}", version)
+        assert json.loads((restored / "config.json").read_text()) == {"version": version}
+        assert (restored / "delta").read_text() == f"of {version}"
+        assert sorted(each.name for each in restored.iterdir()) == [
+            "config.json", "delta", "digests.json", "model.safetensors"
+        ]  # fmt: skip
+
+
 def test_a_damaged_local_version_is_made_anew_from_the_anchor(tmp_path: Path) -> None:
     published = publish(tmp_path, range(1, 4))
     deltas = DeltaDirectory(tmp_path / "bucket")
@@ -116,7 +133,7 @@ def test_a_lost_delta_is_noticed(tmp_path: Path) -> None:
 
 def test_reordered_deltas_are_noticed(tmp_path: Path) -> None:
     publish(tmp_path, range(1, 5))
-    second, third = (tmp_path / "bucket" / f"version-{version}" / "delta" for version in (2, 3))
+    second, third = (tmp_path / "bucket" / f"version-{version}" / ".delta" for version in (2, 3))
     kept = second.read_bytes()
     second.unlink()
     second.write_bytes(third.read_bytes())
@@ -139,10 +156,10 @@ def test_a_delta_of_another_run_is_noticed(tmp_path: Path) -> None:
         DeltaDirectory(tmp_path / "bucket").restore(tmp_path / "local")
 
 
-@pytest.mark.parametrize("name", ["delta", "model.safetensors"])
+@pytest.mark.parametrize("name", [".delta", "model.safetensors"])
 def test_a_damaged_file_is_noticed(tmp_path: Path, name: str) -> None:
     publish(tmp_path, range(1, 3))
-    file = tmp_path / "bucket" / ("version-2" if name == "delta" else "version-1") / name
+    file = tmp_path / "bucket" / ("version-2" if name == ".delta" else "version-1") / name
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.unlink()
@@ -150,7 +167,7 @@ def test_a_damaged_file_is_noticed(tmp_path: Path, name: str) -> None:
     with pytest.raises((IntegrityError, ManifestError)):
         DeltaDirectory(tmp_path / "bucket").restore(tmp_path / "local")
     with pytest.raises((IntegrityError, ManifestError)):
-        DeltaDirectory(tmp_path / "bucket").restore(tmp_path / "local", 2 if name == "delta" else 1)
+        DeltaDirectory(tmp_path / "bucket").restore(tmp_path / "local", 2 if name == ".delta" else 1)
 
 
 def test_a_version_that_is_not_there_is_named(tmp_path: Path) -> None:
