@@ -52,7 +52,7 @@ async def deliver(
         "is_counted": is_counted,
         "seconds": time.monotonic() - started_s,
         "num_attempts": attempt.number,
-        "version": known.version,
+        "version": None if attempt.is_in_doubt else known.version,
         **outcome,
     }
     report = msgspec.convert(facts, EngineReport)
@@ -107,6 +107,7 @@ async def _outcome(
     match error:
         case None:
             known.version, known.has_said, known.is_counted = delivering.result(), True, True
+            attempt.confirm()
             return {"outcome": "confirmed"}
         case EngineRefusedError():
             return {
@@ -145,6 +146,16 @@ class _Attempt:
         """See `EngineConnection`."""
         return self.connection is not None and self.connection.is_left_paused
 
+    @property
+    def is_in_doubt(self) -> bool:
+        """See `EngineConnection`."""
+        return self.connection.is_in_doubt if self.connection is not None else self.known.link.is_in_doubt
+
+    def confirm(self) -> None:
+        """Notes that the engine has confirmed the version."""
+        assert self.connection is not None, "it was asked"
+        self.connection.is_in_doubt = self.known.link.is_in_doubt = False
+
     async def until_it_answers(self, session: aiohttp.ClientSession) -> int:
         """Tries again while no connection can be made, or it breaks.
 
@@ -166,6 +177,7 @@ class _Attempt:
                     version = await known.engine.deliver(connection, self.delivery)
                 finally:
                     known.link.is_left_paused = connection.is_left_paused
+                    known.link.is_in_doubt = connection.is_in_doubt
             except EngineUnreachableError as error:
                 self.failure = error
                 if isinstance(error.__cause__, aiohttp.ClientConnectorError):

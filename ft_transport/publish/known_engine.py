@@ -21,12 +21,14 @@ class Link:
         asking: The poll that holds the mutex; a delivery ends it.
         unfinished: What goes on beside the attempts, such as resuming the engine.
         is_left_paused: See `EngineConnection`.
+        is_in_doubt: See `EngineConnection`.
     """
 
     mutex: asyncio.Lock = field(default_factory=asyncio.Lock)
     asking: asyncio.Future[Any] | None = None
     unfinished: set[asyncio.Task[None]] = field(default_factory=set)
     is_left_paused: bool = False
+    is_in_doubt: bool = False
 
     @property
     def is_busy(self) -> bool:
@@ -79,12 +81,18 @@ class KnownEngine:
         """Its base URL."""
         return self.engine.url
 
+    @property
+    def used(self) -> int | None:
+        """The version that it is known to use."""
+        return None if self.link.is_in_doubt else self.version
+
     def connection(self, session: aiohttp.ClientSession) -> EngineConnection:
         """A connection that shares what is known of the engine."""
         connection = EngineConnection(session, self.engine.url, self.engine.headers)
         connection.unfinished = self.link.unfinished
         connection.serving = self.serving
         connection.is_left_paused = self.link.is_left_paused
+        connection.is_in_doubt = self.link.is_in_doubt
         return connection
 
     def versions_in_use(self) -> set[int] | None:
@@ -98,7 +106,7 @@ class KnownEngine:
         """What a user is shown."""
         return EngineState(
             url=self.url,
-            version=self.version,
+            version=self.used,
             is_counted=self.is_counted,
             outcome=self.outcome if self.outcome is not None and not self.tasks else "pending",
             error=self.poll_failure or self.failure,

@@ -263,7 +263,7 @@ class EngineNotifier:
         assert task is not None, "it runs on the loop"
         self._under_way.add(task)
         reports = [
-            EngineReport(url=known.url, outcome="pending", is_counted=known.is_counted, version=known.version)
+            EngineReport(url=known.url, outcome="pending", is_counted=known.is_counted, version=known.used)
             for known in engines
         ]
         is_posted = False

@@ -31,7 +31,8 @@ class EngineReport(Struct, frozen=True, kw_only=True):
         status: Of the answer that refused, if there was one.
         body: Of that answer, in part if it is long, whatever its type; or what went wrong.
         request: Method and URL of the request that failed.
-        version: The version that the engine is known to use.
+        version: The version that the engine is known to use; ``None`` before it has confirmed one, and from when an
+            update of its weights has begun until it has confirmed one again.
     """
 
     url: str

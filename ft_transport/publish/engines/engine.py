@@ -100,6 +100,7 @@ class EngineConnection:
         unfinished: What goes on beside the attempts, such as resuming.
         serving: Versions that the engine has said that it serves.
         is_left_paused: Whether the engine was left paused, because its weights may be half replaced.
+        is_in_doubt: Whether an update of its weights has begun since it last confirmed a version.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> None:
@@ -109,6 +110,7 @@ class EngineConnection:
         self.unfinished: set[asyncio.Task[None]] = set()
         self.serving: set[int] = set()
         self.is_left_paused = False
+        self.is_in_doubt = False
 
     async def get(self, path: str, **params: str) -> Answer:
         """Asks.
@@ -188,13 +190,16 @@ class EngineConnection:
         task.add_done_callback(_afterwards.discard)
 
     @contextlib.contextmanager
-    def replacing(self) -> Iterator[None]:
-        """The engine's weights are being replaced inside, and may be used only if that comes to its end.
+    def replacing(self, *, stays_paused: bool) -> Iterator[None]:
+        """The engine's weights are being replaced inside; which version it uses is unknown until it confirms one.
 
-        vLLM's parameters have no memory meanwhile: the first request after a resume would end the engine
-        (vllm/model_executor/model_loader/reload/layerwise.py).
+        Args:
+            stays_paused: Whether they may be used only if this comes to its end. vLLM's parameters have no memory
+                meanwhile: the first request after a resume would end the engine
+                (vllm/model_executor/model_loader/reload/layerwise.py).
         """
-        self.is_left_paused = True
+        self.is_in_doubt = True
+        self.is_left_paused = stays_paused
         yield
         self.is_left_paused = False
 

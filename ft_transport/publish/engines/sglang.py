@@ -63,17 +63,14 @@ class SGLangEngine:
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
         async with connection.resuming(lambda: connection.post("/continue_generation", {})):
             await connection.pause("/pause_generation", {"mode": self.pause}, advice=_ADVICE)
-            _check(
-                await connection.post(
-                    "/update_weights_from_disk",
-                    {
-                        "model_path": str(delivery.directory),
-                        "weight_version": str(delivery.version),
-                        # Requests that are paused in place keep the cache; with them it could not be emptied.
-                        "flush_cache": self.pause != "in_place",
-                    },
-                )
-            )
+            body = {
+                "model_path": str(delivery.directory),
+                "weight_version": str(delivery.version),
+                # Requests that are paused in place keep the cache; with them it could not be emptied.
+                "flush_cache": self.pause != "in_place",
+            }
+            with connection.replacing(stays_paused=False):
+                _check(await connection.post("/update_weights_from_disk", body))
         return confirmed_weight_version(await _model_info(connection), delivery.version)
 
 

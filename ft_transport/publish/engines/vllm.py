@@ -88,7 +88,7 @@ class VLLMEngine:
         was_left_paused = connection.is_left_paused
         async with connection.resuming(lambda: connection.post("/resume")):
             await connection.pause("/pause", advice=_ADVICE, mode=self.pause, clear_cache="true")
-            with connection.replacing():
+            with connection.replacing(stays_paused=True):
                 if self.update_info is None:
                     await self._reload(connection, delivery, is_repeated=was_left_paused)
                 else:
