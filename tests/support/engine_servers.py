@@ -10,8 +10,11 @@ safetensors, take their time, refuse, hang and break connections. Sources of the
   and ``/finish_weight_update`` come in this order (vllm/entrypoints/serve/rlhf/api_router.py;
   https://docs.vllm.ai/en/latest/training/weight_transfer/).
 - SGLang: ``/load_lora_adapter``, ``/unload_lora_adapter``, ``/update_weights_from_disk``, ``/pause_generation``,
-  ``/continue_generation``, ``/flush_cache``, ``/get_model_info`` (python/sglang/srt/entrypoints/http_server.py,
-  python/sglang/srt/managers/io_struct.py). Failures answer 400 with ``success: false``.
+  ``/continue_generation``, ``/model_info``, ``/server_info`` (python/sglang/srt/entrypoints/http_server.py,
+  python/sglang/srt/managers/io_struct.py, 0.5.23). Failures answer 400 with ``success: false``. An unload waits for the
+  requests of the adapter, and loads wait for it (managers/tokenizer_control_mixin.py). An update goes on where nobody
+  waits for it any more; ``/server_info`` is answered after it, and a second one beside it ends the server
+  (managers/tokenizer_manager.py). It then goes by the name of the weights' directory.
 - SkyRL: ``/skyrl/v1/load_lora_adapter`` beside vLLM's routes
   (skyrl/backends/skyrl_train/inference_servers/vllm_server_actor.py).
 """
@@ -27,7 +30,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import torch
@@ -35,6 +38,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 BASE_MODEL = "base"
+_POLL_S = 0.01
 
 
 @dataclass
@@ -44,7 +48,7 @@ class StandIn:
     Attributes:
         load_s: How long a load takes.
         refusal: Status, content type and body of the answer to a load; ``None`` loads.
-        is_hanging: Loads never end.
+        is_hanging: Loads do not end.
         num_broken: So many connections end without an answer.
         routes: Requests so far, as method and path.
         is_half_replaced: Its weights are.
@@ -53,11 +57,15 @@ class StandIn:
         is_dead: It was resumed with weights that are half replaced.
     """
 
+    gives_up: ClassVar[bool] = True
+    """Whether a request ends where nobody waits for its answer any more."""
+
     load_s: float = 0.0
     refusal: tuple[int, str, str] | None = None
     is_hanging: bool = False
     num_broken: int = 0
     url: str = ""
+    name: str = BASE_MODEL
     adapters: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     is_paused: bool = False
@@ -84,6 +92,10 @@ class StandIn:
     def own_routes(self) -> list[web.RouteDef]:
         raise NotImplementedError
 
+    def let_go(self) -> None:
+        """Keeps nobody waiting any longer."""
+        self.is_hanging = False
+
     @web.middleware
     async def _noting(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
         self.routes.append(f"{request.method} {request.path}")
@@ -92,9 +104,9 @@ class StandIn:
         return response
 
     async def _models(self, _request: web.Request) -> web.Response:
-        cards = [{"id": BASE_MODEL, "object": "model", "root": BASE_MODEL, "parent": None}]
+        cards = [{"id": self.name, "object": "model", "root": self.name, "parent": None}]
         cards += [
-            {"id": name, "object": "model", "root": path, "parent": BASE_MODEL} for name, path in self.adapters.items()
+            {"id": name, "object": "model", "root": path, "parent": self.name} for name, path in self.adapters.items()
         ]
         return web.json_response({"object": "list", "data": cards})
 
@@ -105,8 +117,8 @@ class StandIn:
             assert request.transport is not None
             request.transport.close()
             return web.Response()
-        if self.is_hanging:
-            await asyncio.Event().wait()
+        while self.is_hanging:
+            await asyncio.sleep(_POLL_S)
         await asyncio.sleep(self.load_s)
         if self.refusal is not None:
             status, content_type, body = self.refusal
@@ -261,6 +273,20 @@ class SkyRLStandIn(VLLMStandIn):
 
 @dataclass
 class SGLangStandIn(StandIn):
+    """SGLang.
+
+    Attributes:
+        in_use: Adapters that a request uses.
+        is_updating: Whether an update of its weights is under way.
+        lora_lock: Held while an adapter is loaded or unloaded.
+    """
+
+    gives_up = False
+
+    in_use: set[str] = field(default_factory=set)
+    is_updating: bool = False
+    lora_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
     def own_routes(self) -> list[web.RouteDef]:
         return [
             web.post("/load_lora_adapter", self._load),
@@ -268,21 +294,31 @@ class SGLangStandIn(StandIn):
             web.post("/update_weights_from_disk", self._update),
             web.post("/pause_generation", self._pause),
             web.post("/continue_generation", self._continue),
-            web.post("/flush_cache", self._flush),
             web.get("/model_info", self._info),
+            web.get("/server_info", self._server_info),
         ]
+
+    def let_go(self) -> None:
+        super().let_go()
+        self.in_use.clear()
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()
-        if body["lora_name"] in self.adapters:
-            return self._loaded(f"LoRA adapter {body['lora_name']} already exists")
-        if (refused := await self.take_time(request)) is not None:
-            return refused
-        return self._loaded(self.read_adapter(body["lora_name"], body["lora_path"]))
+        async with self.lora_lock:
+            if body["lora_name"] in self.adapters:
+                return self._loaded(f"Failed to load LoRA adapter {body['lora_name']} because it is already loaded")
+            if (refused := await self.take_time(request)) is not None:
+                return refused
+            return self._loaded(self.read_adapter(body["lora_name"], body["lora_path"]))
 
     async def _unload(self, request: web.Request) -> web.Response:
         name = (await request.json())["lora_name"]
-        return self._loaded(None if self.adapters.pop(name, None) is not None else f"{name} does not exist")
+        async with self.lora_lock:
+            if self.adapters.pop(name, None) is None:
+                return self._loaded(f"LoRA with name {name} does not exist")
+            while name in self.in_use:
+                await asyncio.sleep(_POLL_S)
+            return self._loaded(None)
 
     def _loaded(self, wrong: str | None) -> web.Response:
         said = {"success": wrong is None, "error_message": wrong, "loaded_adapters": self.adapters}
@@ -290,11 +326,16 @@ class SGLangStandIn(StandIn):
 
     async def _update(self, request: web.Request) -> web.Response:
         body = await request.json()
-        if (refused := await self.take_time(request)) is not None:
-            return refused
-        wrong = self.read_weights(body["model_path"])
-        if wrong is None and body.get("weight_version") is not None:
-            self.weight_version = body["weight_version"]
+        self.is_dead = self.is_dead or self.is_updating
+        self.is_updating = True
+        try:
+            if (refused := await self.take_time(request)) is not None:
+                return refused
+            wrong = self.read_weights(body["model_path"])
+        finally:
+            self.is_updating = False
+        if wrong is None:
+            self.weight_version, self.name = body["weight_version"], body["model_path"]
         return web.json_response(
             {
                 "success": wrong is None,
@@ -303,6 +344,11 @@ class SGLangStandIn(StandIn):
             },
             status=200 if wrong is None else 400,
         )
+
+    async def _server_info(self, _request: web.Request) -> web.Response:
+        while self.is_updating:
+            await asyncio.sleep(_POLL_S)
+        return web.json_response({"internal_states": [{}]})
 
     async def _pause(self, request: web.Request) -> web.Response:
         assert (await request.json())["mode"] in ("abort", "retract", "in_place")
@@ -313,11 +359,8 @@ class SGLangStandIn(StandIn):
         self.is_paused = False
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
-    async def _flush(self, _request: web.Request) -> web.Response:
-        return web.Response(text="Cache flushed.\nPlease check backend logs for more details.\n")
-
     async def _info(self, _request: web.Request) -> web.Response:
-        return web.json_response({"model_path": BASE_MODEL, "weight_version": self.weight_version})
+        return web.json_response({"model_path": self.name, "weight_version": self.weight_version})
 
 
 def _vllm_error(status: int, message: str) -> web.Response:
@@ -336,7 +379,7 @@ def serving(*stand_ins: StandIn) -> Iterator[None]:
 
     async def start() -> None:
         for each in stand_ins:
-            runner = web.AppRunner(each.app(), shutdown_timeout=0.1, handler_cancellation=True)
+            runner = web.AppRunner(each.app(), shutdown_timeout=0.1, handler_cancellation=each.gives_up)
             await runner.setup()
             # One that was served before comes back at its address.
             site = web.TCPSite(runner, "127.0.0.1", urlsplit(each.url).port or 0)
@@ -345,6 +388,8 @@ def serving(*stand_ins: StandIn) -> Iterator[None]:
             each.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
 
     async def stop() -> None:
+        for each in stand_ins:
+            each.let_go()
         for runner in runners:
             await runner.cleanup()
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Final
 
@@ -59,21 +61,19 @@ async def adapters_served(connection: EngineConnection) -> dict[str, str]:
     return served
 
 
-async def adapter_confirmed(connection: EngineConnection, name: str, delivery: Delivery) -> int:
+def adapter_confirmed(served: Mapping[str, str], name: str, delivery: Delivery, url: str) -> int:
     """The version that an engine serves under a name.
 
     Raises:
         EngineRefusedError: It serves none, or one that was not published.
-        EngineUnreachableError: It did not answer.
     """
-    served = await adapters_served(connection)
     root = served.get(name, "")
     version = version_in(root)
     if version is None or Path(root).parent != delivery.directory.parent:
         raise EngineRefusedError(
             f"expected the adapter {name!r}, loaded from {delivery.directory}, among those that the engine serves; it "
             f"serves {served or 'none'}",
-            peer=connection.url,
+            peer=url,
         )
     return version
 
@@ -100,6 +100,8 @@ async def deliver_adapter(
     template: str,
     load: Callable[[str, bool], Awaitable[object]],
     unload: Callable[[str], Awaitable[object]] | None = None,
+    *,
+    unload_after: timedelta = timedelta(0),
 ) -> int:
     """Makes an engine serve an adapter, and no older ones beside it. Returns the version that it confirms.
 
@@ -109,6 +111,7 @@ async def deliver_adapter(
         template: Under which name requests find the adapter; ``{version}`` in it stands for the version.
         load: Has it loaded under a name; told whether the engine serves another one under that.
         unload: Has the adapter of a name unloaded, after this has returned; ``None`` where that is not done.
+        unload_after: How long an adapter stays loaded once the next one was written.
 
     Raises:
         EngineRefusedError: It was not loaded, or the engine serves another version.
@@ -118,13 +121,30 @@ async def deliver_adapter(
     served = await adapters_served(connection)
     if served.get(name) != str(delivery.directory):
         await load(name, name in served)
-    version = await adapter_confirmed(connection, name, delivery)
+    # Not as they were before: one that was given up when it was late may have been loaded meanwhile.
+    served = await adapters_served(connection)
+    version = adapter_confirmed(served, name, delivery, connection.url)
     if unload is None:
         return version
-    older = {old: version_in(served[old]) for old in older_names(template, served, version)}
-    # SGLang waits for the requests that use them.
-    connection.afterwards(_unload(connection, older, unload))
+    older = {old: served[old] for old in older_names(template, served, version)}
+    replaced = _replaced_before(older, delivery, unload_after)
+    connection.afterwards(_unload(connection, {old: version_in(older[old]) for old in replaced}, unload))
     return version
+
+
+def _replaced_before(older: Mapping[str, str], newest: Delivery, age: timedelta) -> list[str]:
+    """The names of those adapters whose next one was written so long before the newest, by the files' own clock."""
+    newest_s = newest.directory.stat().st_mtime
+    oldest_first = sorted(older, key=lambda name: version_in(older[name]) or 0)
+    replaced = []
+    for name, next_one in pairwise([*oldest_first, None]):
+        try:
+            replaced_s = Path(older[next_one]).stat().st_mtime if next_one is not None else newest_s
+        except OSError:
+            replaced_s = float("-inf")  # deleted already
+        if name is not None and newest_s - replaced_s >= age.total_seconds():
+            replaced.append(name)
+    return replaced
 
 
 async def _unload(

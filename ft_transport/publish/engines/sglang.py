@@ -1,20 +1,23 @@
 """SGLang: adapters by ``/load_lora_adapter``, weights by ``/update_weights_from_disk``.
 
 Routes: https://docs.sglang.io/advanced_features/sglang_for_rl.html and https://docs.sglang.io/advanced_features/lora.html,
-as python/sglang/srt/entrypoints/http_server.py has them. Failures answer 400 with ``success: false``.
+as python/sglang/srt/entrypoints/http_server.py (0.5.23) has them. Failures answer 400 with ``success: false``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Final, Literal
 
 from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engines.adapters import adapter_served, deliver_adapter
 from ft_transport.publish.engines.engine import NO_ROUTE, Answer, Delivery, EngineConnection, checked_url
 from ft_transport.publish.engines.weight_version import confirmed_weight_version, weight_version
+from ft_transport.settings import check_duration
 
+_MODEL_INFO: Final = ("/model_info", "/get_model_info")
 _ADVICE: Final = "this SGLang takes no weights at run time; publish a LoRA adapter as a LoRAAdapter"
 
 
@@ -25,18 +28,22 @@ class SGLangEngine:
     Attributes:
         url: Its base URL.
         lora_name: Under which name requests find the adapter, with ``{version}`` in it: SGLang refuses a name that is
-            loaded already. The one before is unloaded once the new one is there.
+            loaded already. Those before are unloaded, see ``unload_after``.
         pause: What happens to requests while weights are replaced (SGLang's ``mode``).
         headers: Sent with each request.
+        unload_after: How long an adapter stays loaded once the next one was written; longer than a request runs.
+            SGLang's unload waits for the requests that use the adapter, and meanwhile it loads no other one.
     """
 
     url: str
     lora_name: str = "policy-{version}"
     pause: Literal["abort", "retract", "in_place"] = "retract"
     headers: Mapping[str, str] = field(default_factory=dict)
+    unload_after: timedelta = timedelta(minutes=10)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", checked_url(self.url))
+        check_duration("unload_after", self.unload_after, at_least=timedelta(0))
 
     async def deliver(self, connection: EngineConnection, delivery: Delivery) -> int:
         """See `Engine`."""
@@ -52,17 +59,21 @@ class SGLangEngine:
             body = {"lora_name": name, "lora_path": str(delivery.directory), "pinned": False}
             _check(await connection.post("/load_lora_adapter", body))
 
-        return await deliver_adapter(connection, delivery, self.lora_name, load, unload)
+        return await deliver_adapter(connection, delivery, self.lora_name, load, unload, unload_after=self.unload_after)
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
         """See `PolledEngine`."""
         if newest.kind == "adapter":
             return await adapter_served(connection, self.lora_name, newest)
-        return weight_version(await _model_info(connection))
+        return weight_version(await _get(connection, *_MODEL_INFO))
 
     async def _update(self, connection: EngineConnection, delivery: Delivery) -> int:
         async with connection.resuming(lambda: connection.post("/continue_generation", {})):
+            if self.pause == "abort":
+                # Where a trainer has left it paused in place it makes no step, and a request ends with one.
+                await connection.pause("/continue_generation", {}, advice=_ADVICE)
             await connection.pause("/pause_generation", {"mode": self.pause}, advice=_ADVICE)
+            await _end_of_updates(connection)
             body = {
                 "model_path": str(delivery.directory),
                 "weight_version": str(delivery.version),
@@ -71,16 +82,31 @@ class SGLangEngine:
             }
             with connection.replacing(stays_paused=False):
                 _check(await connection.post("/update_weights_from_disk", body))
-        return confirmed_weight_version(await _model_info(connection), delivery.version)
+        return confirmed_weight_version(await _get(connection, *_MODEL_INFO), delivery.version)
 
 
-async def _model_info(connection: EngineConnection) -> Answer:
+async def _end_of_updates(connection: EngineConnection) -> None:
+    """Waits for an update that a trainer has left under way, being gone or out of patience.
+
+    While generation is paused SGLang takes the answer to that one for the answer to the next, confirms weights that it
+    has not read yet, and ends at the second answer (``_handle_update_weights_from_disk_req_output`` in
+    managers/tokenizer_manager.py). Its scheduler does one thing after the other, and answers this after the update.
+    """
     try:
-        return await connection.get("/model_info")
+        await _get(connection, "/server_info", "/get_server_info")
     except EngineRefusedError as error:
         if error.status not in NO_ROUTE:
             raise
-        return await connection.get("/get_model_info")  # what older ones call it
+
+
+async def _get(connection: EngineConnection, path: str, older_path: str) -> Answer:
+    """Asks a route that older ones call otherwise."""
+    try:
+        return await connection.get(path)
+    except EngineRefusedError as error:
+        if error.status not in NO_ROUTE:
+            raise
+        return await connection.get(older_path)
 
 
 def _check(answer: Answer) -> None:
