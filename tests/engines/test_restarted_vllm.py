@@ -6,26 +6,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 from served_memory import until
-from vllm_server import TinyLlama, vllm_server
+from vllm_server import MARKS, TinyLlama, vllm_server
 
 from ft_transport import EngineState, Publisher, VLLMEngine
 
 _LORA = ("--enable-lora", "--max-loras", "1", "--max-cpu-loras", "1", "--max-lora-rank", "8")
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    # peft and transformers warn of each other's newest names.
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
-    torch.set_num_threads(1)
-    return TinyLlama(tmp_path_factory.mktemp("llama"))
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize("is_adapted", [True, False], ids=["adapter", "weights"])

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from vllm_server import Load, TinyLlama, VLLMServer, vllm_server
+from vllm_server import MARKS, Load, TinyLlama, VLLMServer, vllm_server
 
 from ft_transport import Publisher, SkyRLEngine
 
@@ -16,17 +15,7 @@ _NUM_VERSIONS = 20
 # Not imported: it would import vLLM's server here.
 _PROGRAM = importlib.util.find_spec("skyrl_server")
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
-    torch.set_num_threads(1)
-    return TinyLlama(tmp_path_factory.mktemp("llama"))
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")

@@ -13,26 +13,14 @@ import pytest
 import torch
 from programs import run
 from safetensors.torch import save_file
-from vllm_server import Load, TinyLlama, VLLMServer, vllm_server
+from vllm_server import MARKS, Load, TinyLlama, VLLMServer, vllm_server
 
 from ft_transport import LoRAAdapter, Publisher, PublishError, VLLMEngine
 
 _NUM_VERSIONS = 50
 _PROGRAM_S = 60.0
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    # peft and transformers warn of each other's newest names.
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
-    # The engine has all cores, and several threads of torch's would wait for each other.
-    torch.set_num_threads(1)
-    return TinyLlama(tmp_path_factory.mktemp("llama"))
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")

@@ -9,28 +9,16 @@ from pathlib import Path
 
 import dying_publisher
 import pytest
-import torch
 from programs import run
 from safetensors.torch import save_file
-from vllm_server import Load, TinyLlama, VLLMServer, plugin, vllm_server
+from vllm_server import MARKS, Load, TinyLlama, VLLMServer, plugin, vllm_server
 
 from ft_transport import Delivery, Publisher, PublishError, VLLMEngine
 
 _NUM_VERSIONS = 20
 _PROGRAM_S = 60.0
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    # peft and transformers warn of each other's newest names.
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> TinyLlama:
-    torch.set_num_threads(1)
-    return TinyLlama(tmp_path_factory.mktemp("llama"))
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """A trainer that is killed while it publishes: before or after its Nth request to the engine.
 
-Usage: ``dying_publisher.py ROOT URL VERSION before|after N WEIGHTS reload|transfer``: publishes what the safetensors
-file WEIGHTS has, for vLLM itself or for ``directory_backend.py``, and prints the routes that it came to.
+Usage: ``dying_publisher.py ROOT URL VERSION before|after N WEIGHTS reload|transfer|sglang``: publishes what the
+safetensors file WEIGHTS has, for vLLM itself, for ``directory_backend.py`` or to SGLang, and prints the routes that it
+came to.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from ft_transport import Publisher, VLLMEngine
+from ft_transport import Engine, Publisher, SGLangEngine, VLLMEngine
 from ft_transport.publish.engines.engine import EngineConnection
 
 
 def main() -> None:
     root, url, version, moment, number, weights, way = sys.argv[1:]
+    engine: Engine = SGLangEngine(url) if way == "sglang" else VLLMEngine(url)
+    if way == "transfer":
+        engine = VLLMEngine(url, update_info=lambda delivery: {"directory": str(delivery.directory)})
     request = EngineConnection._request
     num_requests = 0
 
@@ -34,9 +38,6 @@ def main() -> None:
         return answer
 
     EngineConnection._request = dying  # type: ignore[method-assign]
-    engine = VLLMEngine(url)
-    if way == "transfer":
-        engine = VLLMEngine(url, update_info=lambda delivery: {"directory": str(delivery.directory)})
     with Publisher([engine], root) as publisher:
         publisher.publish(int(version), load_file(weights)).result()
 
