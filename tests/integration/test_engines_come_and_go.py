@@ -483,7 +483,7 @@ class TestRemoved:
             until(lambda: server.weight_version == "1" and not server.is_paused)
             _, begun = (place for place, route in enumerate(server.routes) if route == "POST /pause_generation")
             assert "POST /continue_generation" in server.routes[:begun]
-            assert server.routes[begun + 1] == "POST /update_weights_from_disk"
+            assert server.routes[begun + 1 :][:2] == ["GET /server_info", "POST /update_weights_from_disk"]
 
     def test_one_that_is_not_there_is_refused_by_name(self, tmp_path: Path) -> None:
         with (

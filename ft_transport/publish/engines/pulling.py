@@ -43,7 +43,8 @@ class PullingEngine:
         if delivery.address is None:
             raise EngineRefusedError("expected a publisher that serves versions, pass it a transport", peer=self.url)
         address = await delivery.address()
-        answer = await connection.post(f"{ROUTE}/{delivery.version}", {"address": address})
+        with connection.replacing(stays_paused=False):
+            answer = await connection.post(f"{ROUTE}/{delivery.version}", {"address": address})
         version = _version(answer)
         if version is None:
             raise answer.refusal(f"expected version {delivery.version}")
