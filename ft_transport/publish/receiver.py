@@ -164,8 +164,9 @@ class WeightReceiver:
 
     def _fetch(self, address: str, version: int) -> None:
         with self._mutex:
-            if self._version is not None and version <= self._version:
-                return  # What was asked for again, or overtaken.
+            # One of the same number is compared: another run counts from the beginning again.
+            if self._version is not None and version < self._version:
+                return
             if version < self._newest:
                 raise RestoreError(f"expected version {self._newest}, which was begun before, or a later one")
             own = _own_weights(self._weights() if callable(self._weights) else self._weights)
@@ -177,18 +178,21 @@ class WeightReceiver:
             changes, num_delta_bytes = self._deltas(address, version, own)
             applied = AppliedChanges()
             with self._paused():
+                # Until all is there, or is what it was: undoing may fail as well.
+                base, self._version = self._version, None
                 try:
                     applied.apply(changes)
                     received = self._transport.fetch(
                         address, version, into=into, check=check, timeout=self._timeout, only_changed=True
                     )
                 except BaseException as error:
-                    if isinstance(error, TransportError) and error.destination_touched:
-                        self._version, self._newest = None, version
+                    if getattr(error, "destination_touched", False):
+                        self._newest = version
                     else:
                         applied.undo()
+                        self._version = base
                     raise
-                self._version, self._newest = None, version
+                self._newest = version
                 _refuse_unfilled(received.state["weights"], own)
                 self._version = received.step
                 self.num_bytes_fetched = num_delta_bytes + (received.num_bytes_fetched or 0)

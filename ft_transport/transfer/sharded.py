@@ -105,9 +105,13 @@ def common_step(sources: Sequence[PeerAddress], settings: FetchSettings) -> int:
 def poison(restore: Restore, error: BaseException) -> None:
     """Makes sure that nobody trains on what has landed before ``error``."""
     if restore.destination_touched:
-        restore.poison()
-        if isinstance(error, TransportError):
-            error.destination_touched = True
+        # Errors that are not of this package, such as those of a device, have to say so as well.
+        error.destination_touched = True  # type: ignore[attr-defined]
+        try:
+            restore.poison()
+        except BaseException as another:
+            another.destination_touched = True  # type: ignore[attr-defined]
+            raise
 
 
 @contextmanager

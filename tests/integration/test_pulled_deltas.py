@@ -16,7 +16,10 @@ import torch
 from trained_weights import Weights, first_weights, num_bytes, same_bits, stepped
 
 from ft_transport import HTTPTransport, Publisher, PublishError, PullingEngine, TransportSettings, WeightReceiver
+from ft_transport.publish import deltas
 from ft_transport.publish.deltas import delta_between
+from ft_transport.state.restore import Restore
+from ft_transport.wire.delta import Bytes, TensorChanges
 
 SOON = timedelta(seconds=30)
 LOOPBACK = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
@@ -162,6 +165,62 @@ def test_a_source_that_is_gone_after_the_delta_leaves_the_version_before_bit_by_
         assert tell(receiver, 2, transport) == 500
         assert receiver.version == 1
         assert same_bits(own, first)
+
+
+def test_bytes_that_landed_before_an_error_of_the_device_leave_no_version(
+    transport: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with receiving(transport) as (receiver, own, first):
+        second = stepped(first, 2)
+        transport.send_checkpoint([], 2, {"weights": second}, SOON)
+
+        def failing(_: Restore) -> object:
+            raise RuntimeError("the device is gone")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Restore, "finish", failing)
+            assert tell(receiver, 2, transport) == 500
+        assert receiver.version is None
+        assert all(tensor.isnan().all() for tensor in own.values())
+        assert tell(receiver, 2, transport) == 200
+        assert same_bits(own, second)
+
+
+def test_a_delta_that_cannot_be_undone_leaves_no_version(
+    transport: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with receiving(transport) as (receiver, own, first):
+        second = stepped(first, 2)
+        delta = delta_between(2, second, 1, first)
+        assert delta is not None
+        transport.keep_delta(1, delta)
+        num_applied = 0
+        apply = deltas.apply_changes
+
+        def failing(changes: TensorChanges, target: Bytes) -> None:
+            nonlocal num_applied
+            num_applied += 1
+            if num_applied > 5:
+                raise MemoryError("the device is full")
+            apply(changes, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(deltas, "apply_changes", failing)
+            assert tell(receiver, 2, transport) == 500
+        assert not same_bits(own, first)
+        assert receiver.version is None
+        transport.send_checkpoint([], 2, {"weights": second}, SOON)
+        assert tell(receiver, 2, transport) == 200
+        assert same_bits(own, second)
+
+
+def test_a_version_of_another_run_under_the_same_number_is_received(transport: HTTPTransport[Any]) -> None:
+    with receiving(transport) as (receiver, own, first):
+        other = stepped(first, 7)
+        transport.send_checkpoint([], 1, {"weights": other}, SOON)
+        assert tell(receiver, 1, transport) == 200
+        assert receiver.version == 1
+        assert same_bits(own, other)
 
 
 def test_a_tie_is_changed_once(tmp_path: Path, transport: HTTPTransport[Any]) -> None:
