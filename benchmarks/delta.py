@@ -100,7 +100,7 @@ def _measure_codec(options: Options, weights: dict[str, torch.Tensor]) -> Group:
         encoded = made
         group.add(way, _ENCODING, Sample(number, gigabytes / (time.perf_counter() - started_s)))
         started_s = time.perf_counter()
-        for change in decode_delta(encoded, max_bytes=1 << 40).changes():
+        for change in decode_delta(encoded).changes():
             apply_changes(change, _bytes_of(target[change.tensor.name]))
         group.add(way, _APPLYING, Sample(number, gigabytes / (time.perf_counter() - started_s)))
         group.add(way, _SIZE, Sample(number, len(encoded) / gigabytes / 1e7))

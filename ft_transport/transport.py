@@ -239,7 +239,7 @@ class HTTPTransport(Generic[T]):
             metadata: What the peer's ``metadata()`` returned.
             base: The step that the receiver has.
             step: The later one that it wants.
-            max_bytes: For all of them together, unpacked.
+            max_bytes: For all of them together, as they come and, once more, decoded.
             timeout: The transport's own by default.
 
         Returns:

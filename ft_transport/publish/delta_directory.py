@@ -31,7 +31,7 @@ from ft_transport.publish.engines.engine import Delivery, EngineConnection
 from ft_transport.publish.serving import weights_in
 from ft_transport.settings import check_duration, check_number
 from ft_transport.wire.chunks import Hasher
-from ft_transport.wire.delta import MAX_SHARE, Bytes, Delta, apply_changes, decode_delta
+from ft_transport.wire.delta import Bytes, Delta, apply_changes, decode_delta
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class DeltaDirectory:
     def _restore(self, local: NumberedDirectory, wanted: int, have: Sequence[int]) -> Path:
         deltas: list[Delta] = []
         wholes = [*map(self._directory.find, self.versions()), *map(local.find, have)]
-        most = max(_num_bytes(each) for each in wholes if each is not None) // MAX_SHARE
+        most = max(_num_bytes(each) for each in wholes if each is not None)
         base = wanted
         while base not in have and (file := self._delta_file(base)) is not None:
             deltas.append(decode_delta(file.read_bytes(), max_bytes=most))

@@ -27,7 +27,6 @@ from ft_transport.state.dtypes import overlaps_itself
 from ft_transport.state.matching import Incoming
 from ft_transport.state.views import extent_bytes, has_own_memory
 from ft_transport.transport import HTTPTransport
-from ft_transport.wire.delta import MAX_SHARE
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +206,7 @@ class WeightReceiver:
                 address,
                 base,
                 version,
-                max_bytes=sum(each.nbytes for _, each in own) // MAX_SHARE,
+                max_bytes=sum(each.nbytes for _, each in own),
                 timeout=self._timeout,
             )
             changes = changes_of(deltas, {name: tensor for names, tensor in own for name in names})

@@ -182,13 +182,15 @@ class StateClient(Generic[T]):
     ) -> list[Delta]:
         """Receives what leads from one version to another; see ``HTTPTransport.fetch_deltas``."""
         deltas: list[Delta] = []
+        max_memory_bytes = max_bytes
         with Connection(source, token=settings.token, timeouts=settings.timeouts) as connection:
             while base < version:
                 encoded = fetch_delta(connection, base, max_bytes=max_bytes)
                 if encoded is None:
                     return []
-                delta = decode_delta(encoded, max_bytes=max_bytes)
-                max_bytes -= delta.num_unpacked_bytes
+                max_bytes -= len(encoded)
+                delta = decode_delta(encoded, max_bytes=max_memory_bytes)
+                max_memory_bytes -= delta.memory_bytes
                 if delta.base != base or not base < delta.version <= version:
                     return []
                 deltas.append(delta)

@@ -13,7 +13,7 @@ every near one of 255; then byte 0 of the changed bits of each element, byte 1, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,10 +32,13 @@ _BLOCK_BYTES: Final = 1 << 20
 _LEVEL: Final = 1
 """Of zstandard: what is left are nearly random distances, which the levels above make slower and no smaller."""
 _MAX_HEADER_BYTES: Final = 64 << 20
-MAX_SHARE: Final = 8
-"""One in so many of the bytes is the most that a delta may take, before it is compressed. It bounds what either side
+_MAX_SHARE: Final = 8
+"""One in so many of the bytes is the most that a delta may take, before it is compressed. It bounds what the publisher
 needs of memory; where more has changed, chunks cost little more."""
 _LENGTH_BYTES: Final = 8
+_HEADER_COST: Final = 32
+"""Memory that a byte of a header takes, decoded; 16 were measured."""
+_POSITION_BYTES: Final = 8
 _WORD: Final = np.dtype("<u8")
 _ITEM_BYTES: Final = (1, 2, 4, 8)
 
@@ -116,14 +119,14 @@ class Delta:
         base: The version that it is applied to.
         tensors: All tensors of the version.
         num_bytes: Its size, encoded.
-        num_unpacked_bytes: Its size in memory.
+        memory_bytes: What it takes decoded, with its changes.
     """
 
     version: int
     base: int
     tensors: tuple[DeltaTensor, ...]
     num_bytes: int
-    num_unpacked_bytes: int
+    memory_bytes: int
     _near: Bytes
     _far: npt.NDArray[np.uint64]
     _planes: tuple[Bytes, ...]
@@ -150,7 +153,8 @@ class Delta:
             distances[is_far] = far
             distances += 1
             positions = np.cumsum(distances) - 1
-            if int(positions[-1]) >= tensor.num_items:
+            # A sum that overflows becomes negative.
+            if int(positions[-1]) >= tensor.num_items or int(positions.min()) < 0:
                 raise ManifestError("expected changed elements inside of the tensor", path=tensor.name)
             bits = np.zeros((tensor.num_changed, tensor.item_bytes), np.uint8)
             for at in range(tensor.item_bytes):
@@ -176,7 +180,7 @@ def encode_delta(version: int, base: int, pairs: Sequence[TensorPair]) -> bytes 
     near: list[Bytes] = []
     far: list[npt.NDArray[np.uint64]] = []
     planes: list[list[Bytes]] = [[] for _ in range(max(_ITEM_BYTES))]
-    most = sum(len(pair.new) for pair in pairs) // MAX_SHARE
+    most = sum(len(pair.new) for pair in pairs) // _MAX_SHARE
     num_changed_bytes = num_encoded_bytes = 0
     for pair in pairs:
         positions, bits, num_bytes = _differences(pair)
@@ -203,22 +207,23 @@ def encode_delta(version: int, base: int, pairs: Sequence[TensorPair]) -> bytes 
     return encoded if len(encoded) < num_changed_bytes else None
 
 
-def decode_delta(data: bytes | bytearray, *, max_bytes: int) -> Delta:
-    """Reads a delta and decompresses it.
+def decode_delta(data: bytes | bytearray, *, max_bytes: int | None = None) -> Delta:
+    """Reads a delta and decompresses it; whatever it says, no more memory is taken than for its changed elements.
 
     Args:
-        data: The delta.
-        max_bytes: How many bytes its distances and changed bits may take; what says that it takes more is not even
-            decompressed.
+        data: The delta, encoded.
+        max_bytes: Of memory for it and its `changes`; what would take more is not decompressed. ``None``: any.
 
     Raises:
-        ManifestError: It is none, or is damaged.
+        ManifestError: It is none, is damaged, or would take more.
     """
     view = memoryview(data)
     length = int.from_bytes(view[:_LENGTH_BYTES], "little")
     frames = view[_LENGTH_BYTES + length :]
     if len(view) < _LENGTH_BYTES or not 0 < length <= min(_MAX_HEADER_BYTES, len(view) - _LENGTH_BYTES):
         raise ManifestError(f"expected a delta, got {len(view)} bytes that begin with no header")
+    if max_bytes is not None and length * _HEADER_COST > max_bytes:
+        raise ManifestError(f"expected a delta that fits into {max_bytes} bytes, got a header of {length}")
     try:
         header = msgspec.msgpack.decode(view[_LENGTH_BYTES : _LENGTH_BYTES + length], type=_Header)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -228,12 +233,11 @@ def decode_delta(data: bytes | bytearray, *, max_bytes: int) -> Delta:
     for tensor in header.tensors:
         if tensor.item_bytes not in _ITEM_BYTES or not 0 <= tensor.num_changed <= tensor.num_items:
             raise ManifestError(f"expected no more changes than elements, got {tensor!r:.200}", path=tensor.name)
-    num_bytes = sum(tensor.num_changed * (1 + tensor.item_bytes) for tensor in header.tensors)
-    if num_bytes > max_bytes:
-        raise ManifestError(f"expected a delta of at most {max_bytes} bytes, got one of {num_bytes}")
     num_changed = sum(tensor.num_changed for tensor in header.tensors)
     if not 0 <= header.num_far <= num_changed:
         raise ManifestError(f"expected up to {num_changed} far distances, got {header.num_far}")
+    if max_bytes is not None and (needed := _decoded_bytes(header.tensors, header.num_far)) > max_bytes:
+        raise ManifestError(f"expected a delta that fits into {max_bytes} bytes, got one for {needed}")
     sizes = [num_changed, header.num_far * _WORD.itemsize]
     for at in range(max(_ITEM_BYTES)):
         size = sum(tensor.num_changed for tensor in header.tensors if tensor.item_bytes > at)
@@ -251,7 +255,7 @@ def decode_delta(data: bytes | bytearray, *, max_bytes: int) -> Delta:
         header.base,
         header.tensors,
         len(view),
-        num_bytes,
+        length * _HEADER_COST + _decoded_bytes(header.tensors, header.num_far),
         streams[0],
         streams[1].view(_WORD),
         tuple(streams[2:]),
@@ -267,6 +271,12 @@ def apply_changes(changes: TensorChanges, target: Bytes) -> None:
     """
     elements = target.view(changes.bits.dtype)
     elements[changes.positions] ^= changes.bits
+
+
+def _decoded_bytes(tensors: Iterable[DeltaTensor], num_far: int) -> int:
+    # The bits are in the streams, and once more in the changes.
+    of_changes = sum(each.num_changed * (1 + _POSITION_BYTES + 2 * each.item_bytes) for each in tensors)
+    return of_changes + num_far * _WORD.itemsize
 
 
 def _differences(pair: TensorPair) -> tuple[npt.NDArray[np.int64], Elements, int]:

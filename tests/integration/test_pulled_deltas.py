@@ -11,11 +11,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+import zstandard
 from trained_weights import Weights, first_weights, num_bytes, same_bits, stepped
 
 from ft_transport import HTTPTransport, Publisher, PublishError, PullingEngine, TransportSettings, WeightReceiver
+from ft_transport.errors import ManifestError
 from ft_transport.publish import deltas
 from ft_transport.publish.deltas import delta_between
 from ft_transport.state.restore import Restore
@@ -141,6 +144,24 @@ def test_a_delta_that_is_no_use_costs_bytes_and_nothing_else(transport: HTTPTran
         transport.send_checkpoint([], 2, {"weights": second}, SOON)
         assert tell(receiver, 2, transport) == 200
         assert receiver.num_bytes_fetched >= num_bytes(second)
+        assert same_bits(own, second)
+
+
+def test_changes_that_take_more_memory_than_the_weights_are_not_decompressed(transport: HTTPTransport[Any]) -> None:
+    with receiving(transport) as (receiver, own, first):
+        second = stepped(first, 2)
+        num_items = num_bytes(second) // 2
+        frames = [zstandard.ZstdCompressor().compress(bytes(size)) for size in (num_items, 0, num_items, num_items)]
+        header = msgspec.msgpack.encode(
+            [1, 2, 1, [["layers.0.weight", num_bytes(second), 2, num_items, 0]], 0, [len(each) for each in frames]]
+        )
+        bomb = b"".join((len(header).to_bytes(8, "little"), header, *frames))
+        assert len(bomb) < 10_000
+        transport.keep_delta(1, bomb)
+        with pytest.raises(ManifestError, match=f"fits into {num_bytes(second)} bytes"):
+            transport.fetch_deltas(transport.metadata(), 1, 2, max_bytes=num_bytes(second))
+        transport.send_checkpoint([], 2, {"weights": second}, SOON)
+        assert tell(receiver, 2, transport) == 200
         assert same_bits(own, second)
 
 

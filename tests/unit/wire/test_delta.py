@@ -27,7 +27,7 @@ def changed(base: Bytes, item_bytes: int, at: list[int]) -> Bytes:
 
 def applied(encoded: bytes, bases: dict[str, Bytes]) -> dict[str, Bytes]:
     result = {name: base.copy() for name, base in bases.items()}
-    for change in decode_delta(encoded, max_bytes=NUM_BYTES).changes():
+    for change in decode_delta(encoded).changes():
         apply_changes(change, result[change.tensor.name])
     return result
 
@@ -41,7 +41,7 @@ def test_what_changed_arrives_bit_by_bit(item_bytes: int) -> None:
     encoded = encode_delta(7, 5, [TensorPair("w", item_bytes, base, new)])
     assert encoded is not None
     assert len(encoded) < 400
-    delta = decode_delta(encoded, max_bytes=NUM_BYTES)
+    delta = decode_delta(encoded)
     assert (delta.base, delta.version, delta.num_bytes) == (5, 7, len(encoded))
     assert [(each.name, each.num_bytes, each.num_changed) for each in delta.tensors] == [("w", NUM_BYTES, 8)]
     assert np.array_equal(applied(encoded, {"w": base})["w"], new)
@@ -101,12 +101,6 @@ def test_where_more_than_an_eighth_would_be_taken_there_is_none() -> None:
     assert encode_delta(2, 1, [TensorPair("w", 2, base, every_tenth)]) is None
 
 
-def test_what_takes_more_than_it_may_is_not_decompressed() -> None:
-    with pytest.raises(ManifestError, match=r"a delta of at most 11 bytes, got one of 12"):
-        decode_delta(encoded_delta(), max_bytes=11)
-    assert decode_delta(encoded_delta(), max_bytes=12).num_unpacked_bytes == 12
-
-
 def encoded_delta() -> bytes:
     base = weights(1, 2 << 20)
     encoded = encode_delta(2, 1, [TensorPair("w", 2, base, changed(base, 2, [5, 9, 1000, 70_000]))])
@@ -123,7 +117,7 @@ def test_a_damaged_byte_is_found_or_changes_no_more_than_elements_of_the_tensor(
         damaged = bytearray(encoded)
         damaged[at] ^= 1 << (at % 8)
         try:
-            for change in decode_delta(damaged, max_bytes=NUM_BYTES).changes():
+            for change in decode_delta(damaged).changes():
                 assert 0 <= int(change.positions[0]) <= int(change.positions[-1]) < change.tensor.num_items
                 assert len(change.positions) == len(change.bits) == change.tensor.num_changed
         except ManifestError:
@@ -135,7 +129,7 @@ def test_a_damaged_byte_is_found_or_changes_no_more_than_elements_of_the_tensor(
 @pytest.mark.parametrize("length", [0, 7, 8, 9, 40])
 def test_what_ends_early_is_none(length: int) -> None:
     with pytest.raises(ManifestError):
-        decode_delta(encoded_delta()[:length], max_bytes=NUM_BYTES)
+        decode_delta(encoded_delta()[:length])
 
 
 def test_a_frame_that_announces_more_than_it_may_is_not_begun() -> None:
@@ -148,4 +142,23 @@ def test_a_frame_that_announces_more_than_it_may_is_not_begun() -> None:
     packed = msgspec.msgpack.encode(header)
     forged = len(packed).to_bytes(8, "little") + packed + bomb + frames[len(frames) - sum(header[-1][1:]) :]
     with pytest.raises(ManifestError, match=r"a frame of 4 bytes in a delta, got 67108864"):
-        decode_delta(forged, max_bytes=NUM_BYTES)
+        decode_delta(forged)
+
+
+def test_changes_that_take_more_memory_than_allowed_are_not_decompressed() -> None:
+    encoded = encoded_delta()
+    needed = decode_delta(encoded).memory_bytes
+    assert decode_delta(encoded, max_bytes=needed).memory_bytes == needed
+    # As small as its zeros are: a few kB for gigabytes.
+    num_items = 1 << 40
+    header = [1, 2, 1, [["w", num_items, 1, num_items, 0]], 0, [0, 0, 0]]
+    packed = msgspec.msgpack.encode(header)
+    forged = len(packed).to_bytes(8, "little") + packed
+    with pytest.raises(ManifestError, match=f"fits into {1 << 30} bytes, got one for {11 * num_items}"):
+        decode_delta(forged, max_bytes=1 << 30)
+
+
+def test_a_header_that_takes_more_memory_than_allowed_is_not_decoded() -> None:
+    packed = msgspec.msgpack.encode([1, 2, 1, [["", 0, 1, 0, 0]] * 1000, 0, [0, 0]])
+    with pytest.raises(ManifestError, match=f"fits into 100000 bytes, got a header of {len(packed)}"):
+        decode_delta(len(packed).to_bytes(8, "little") + packed, max_bytes=100_000)
