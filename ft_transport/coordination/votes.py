@@ -134,9 +134,9 @@ def describe(error: BaseException) -> Failure:
         message = error.strerror or message  # str() adds number and file to it, here and where it is raised again
     return Failure(
         kind=type(error).__name__,
-        message=message[:_MAX_MESSAGE_CHARACTERS],
+        message=_sendable(message),
         errno=number,
-        filename=str(filename) if filename is not None else None,
+        filename=_sendable(str(filename)) if filename is not None else None,
         fields=_plain_fields(error) if isinstance(error, TransportError) else {},
         failures=tuple(map(describe, error.failures)) if isinstance(error, FetchFailedError) else (),
         is_retryable=is_retryable,
@@ -266,8 +266,13 @@ def _plain_fields(error: TransportError) -> dict[str, Plain]:
         if name.startswith("_") or name in _NOT_SENT:
             continue
         with suppress(msgspec.ValidationError):
-            fields[name] = msgspec.convert(value[:_MAX_MESSAGE_CHARACTERS] if isinstance(value, str) else value, Plain)
+            fields[name] = msgspec.convert(_sendable(value) if isinstance(value, str) else value, Plain)
     return fields
+
+
+def _sendable(text: str) -> str:
+    """No more of a text than others need; a name of a file may hold what is no character (PEP 383)."""
+    return text[:_MAX_MESSAGE_CHARACTERS].encode(errors="backslashreplace").decode()
 
 
 def _decoded(encoded: bytes, decode: Callable[[], T], max_bytes: int) -> T:
@@ -285,7 +290,11 @@ def _as_raised(failure: Failure) -> Exception | None:
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return None
     if failure.errno is None:
-        return kind(failure.message)
+        try:
+            return kind(failure.message)
+        except TypeError:
+            # A few have constructors of their own: UnicodeError's, groups of exceptions.
+            return None
     arguments = (failure.filename,) if failure.filename is not None else ()
     return OSError(failure.errno, failure.message, *arguments)
 

@@ -287,3 +287,29 @@ def test_an_error_of_the_writer_that_is_not_known_here_is_one_of_ours() -> None:
     again = rebuild(describe(OwnError("odd")))
     assert isinstance(again, CheckpointError)
     assert "OwnError: odd" in str(again)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_whose_constructor_takes_more_than_a_text_ends_all_ranks_alike(error: Exception) -> None:
+    failed = given_up(tally(voted(error, None)))
+    assert isinstance(failed, RankFailedError)
+    assert f"rank 0 failed in 'write': {type(error).__name__}: {error}" in str(failed)
+    assert isinstance(rebuild(describe(error)), CheckpointError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RestoreError("no such \udcff", path="w\udcff"), OSError(errno.EIO, "broken", "/file\udcff"), ValueError("\ud800")],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_with_what_is_no_character_reaches_the_others(error: Exception) -> None:
+    travelled = decode(encode(Vote(phase="write", failure=describe(error)))).failure
+    assert travelled is not None
+    assert "\\ud" in str(rebuild(travelled))
