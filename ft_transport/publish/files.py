@@ -70,7 +70,8 @@ def _check_name(name: object) -> None:
         or not name
         or name.startswith(".")
         or any(character in name for character in "/\\\0")
-        or len(name.encode(errors="surrogatepass")) > _MAX_NAME_BYTES
+        or len(name.encode(errors="replace")) > _MAX_NAME_BYTES
+        or not _is_text(name)
     ):
         raise PublishError(
             "expected the name of a file in the version's directory, without separators and not beginning with a dot, "
@@ -78,6 +79,14 @@ def _check_name(name: object) -> None:
         )
     if name == CONFIG_NAME or name.endswith((".safetensors", f".safetensors{_INDEX_SUFFIX}")):
         raise PublishError("expected a name that the version does not use for its tensors", path=name)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_size(num_bytes: int) -> None:
@@ -98,10 +107,12 @@ def _read(name: str, content: object) -> bytes:
                 raise PublishError(
                     f"expected the text of the file, got the path of one, {content}; pass Path({content!r})", path=name
                 )
+            if not _is_text(content):
+                raise PublishError("expected text, got characters that UTF-8 has not; pass bytes", path=name)
             return content.encode()
         case Mapping():
             try:
-                return json.dumps(content, indent=2).encode()
+                return json.dumps(dict(content), indent=2).encode()
             except (TypeError, ValueError) as error:
                 raise PublishError(f"expected a mapping that JSON can say: {error}", path=name) from error
         case _:

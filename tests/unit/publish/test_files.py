@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,13 +18,14 @@ def test_a_path_is_copied_a_mapping_is_json_and_the_rest_is_the_content(tmp_path
     (tmp_path / "merges").write_bytes(b"a b\n")
     config = {"model_type": "llama", "rope_scaling": None, "layers": [1, 2]}
     read = read_files({"merges.txt": tmp_path / "merges", "config.json": config, "vocab": b"\xff", "template": "Grüße"})
+    assert json.loads(read_files({"config.json": MappingProxyType(config)})["config.json"]) == config
     assert json.loads(read.pop("config.json")) == config
     assert read == {"merges.txt": b"a b\n", "vocab": b"\xff", "template": "Grüße".encode()}
 
 
 @pytest.mark.parametrize(
     "name",
-    ["", ".", "..", "../a.json", "sub/a.json", "sub\\a.json", "/a.json", ".hidden", "a\0b", "a" * 256, 3],
+    ["", ".", "..", "../a.json", "sub/a.json", "sub\\a.json", "/a.json", ".hidden", "a\0b", "a" * 256, "a\udcff", 3],
     ids=repr,
 )
 def test_a_name_that_leads_elsewhere_is_refused(name: Any) -> None:
@@ -47,9 +49,10 @@ def test_a_name_of_the_versions_own_is_refused(name: str) -> None:
         (3, "expected a Path, bytes, a str or a mapping, got int"),
         ({"dtype": object()}, "expected a mapping that JSON can say"),
         (Path("/nowhere/config.json"), "expected a file to copy, there is none at /nowhere"),
+        ("a\udcff", "expected text, got characters that UTF-8 has not"),
         (__file__, r"expected the text of the file, got the path of one.*pass Path\("),
     ],
-    ids=["number", "no JSON", "no file", "a path as text"],
+    ids=["number", "no JSON", "no file", "no characters", "a path as text"],
 )
 def test_what_is_no_content_is_refused_by_name(content: Any, expected: str) -> None:
     with pytest.raises(PublishError, match=expected) as refused:
