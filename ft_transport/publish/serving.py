@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ft_transport.checkpoint.directory import NumberedDirectory
@@ -46,7 +47,7 @@ class VersionServer:
         async def address() -> str:
             nonlocal staging
             if staging is None or (staging.done() and not self._is_served(version)):
-                staging = asyncio.get_running_loop().create_task(asyncio.to_thread(self._stage, version, directory))
+                staging = asyncio.get_running_loop().create_task(self._stage(version, directory))
             # An engine whose deadline runs out ends its own wait alone.
             await asyncio.shield(staging)
             return self._transport.metadata()
@@ -60,21 +61,27 @@ class VersionServer:
             return False
         return True
 
-    def _stage(self, version: int, directory: Path) -> None:
-        weights = weights_in(directory)
-        if self._makes_deltas:
-            self._keep_delta(version, weights)
+    async def _stage(self, version: int, directory: Path) -> None:
+        weights = await asyncio.to_thread(self._prepare, version, directory)
         deadline_s = time.monotonic() + _STAGING_TIMEOUT.total_seconds()
         while True:
             try:
-                self._transport.send_checkpoint([], version, {"weights": weights}, _STAGING_TIMEOUT)
+                await asyncio.to_thread(
+                    self._transport.send_checkpoint, [], version, {"weights": weights}, _STAGING_TIMEOUT
+                )
                 break
             except SnapshotLimitError:
-                # Slow engines still read earlier versions.
+                # Slow engines still read earlier versions. To wait must take no thread: other engines need them.
                 if time.monotonic() > deadline_s:
                     raise
-            time.sleep(_STAGING_PAUSE_S)
+            await asyncio.sleep(_STAGING_PAUSE_S)
         self._newest = max(version, self._newest or 0)
+
+    def _prepare(self, version: int, directory: Path) -> dict[str, torch.Tensor]:
+        weights = weights_in(directory)
+        if self._makes_deltas:
+            self._keep_delta(version, weights)
+        return weights
 
     def _keep_delta(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         """Makes the delta from the version that engines have, if that is still on disk."""
@@ -86,7 +93,7 @@ class VersionServer:
             if base is None or found is None:
                 return
             delta = delta_between(version, weights, base, weights_in(found))
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             logger.warning("version %d: no delta could be made: %s", version, error)
             return
         if delta is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import threading
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_threads import OnFewThreads
 from safetensors.torch import load_file, save_file
 from trained_weights import Weights, first_weights, num_bytes, same_bits, stepped
 
@@ -228,18 +228,6 @@ class TestWriting:
             while publisher.publish(version := version + 1, {"x": torch.zeros(3)}).report(SOON).verdict != "good":
                 pass
         assert DeltaDirectory(tmp_path / "bucket").versions()[-1] == version
-
-
-class OnFewThreads:
-    """An engine that needs a thread, as looking up a host's name does, of the few that a small machine has."""
-
-    url = "few://"
-    headers: Mapping[str, str] = {}
-
-    async def deliver(self, connection: Any, delivery: Any) -> int:
-        if delivery.version == 0:
-            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
-        return await asyncio.to_thread(lambda: int(delivery.version))
 
 
 class Limited:

@@ -15,10 +15,11 @@ import msgspec
 import pytest
 import torch
 import zstandard
+from few_threads import OnFewThreads
 from trained_weights import Weights, first_weights, num_bytes, same_bits, stepped
 
 from ft_transport import HTTPTransport, Publisher, PublishError, PullingEngine, TransportSettings, WeightReceiver
-from ft_transport.errors import ManifestError
+from ft_transport.errors import ManifestError, SnapshotLimitError
 from ft_transport.publish import deltas
 from ft_transport.publish.deltas import delta_between
 from ft_transport.state.restore import Restore
@@ -92,6 +93,36 @@ def test_a_trainer_that_came_back_makes_the_delta_from_what_is_on_disk(
                 publisher.publish(version, weights).result(SOON)
         assert same_bits(own, weights)
         assert receiver.num_bytes_fetched < 0.02 * num_bytes(weights)
+
+
+def test_a_version_before_that_was_damaged_costs_the_delta_alone(tmp_path: Path, transport: HTTPTransport[Any]) -> None:
+    own, weights = zeros(), first_weights()
+    with (
+        WeightReceiver(own, host="127.0.0.1") as receiver,
+        Publisher([PullingEngine(receiver.url)], tmp_path, transport=transport) as publisher,
+    ):
+        file = publisher.publish(1, weights).directory / "model.safetensors"
+        file.unlink()
+        file.write_bytes(bytes(100))
+        weights = stepped(weights, 2)
+        publisher.publish(2, weights).result(SOON)
+        assert same_bits(own, weights)
+
+
+def test_versions_that_wait_to_be_served_hold_no_other_engine_up(
+    tmp_path: Path, transport: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SnapshotLimitError("expected room for one more snapshot")
+
+    monkeypatch.setattr(transport, "send_checkpoint", full)
+    engines = [OnFewThreads(), PullingEngine("http://127.0.0.1:9")]
+    soon = timedelta(seconds=0.2)
+    with Publisher(engines, tmp_path, transport=transport, engine_timeout=soon) as publisher:
+        for version in range(5):
+            report = publisher.publish(version, {"x": torch.zeros(3)}).report(timedelta(seconds=10))
+            assert [each.outcome for each in report.engines] == ["confirmed", "late"]
+        monkeypatch.undo()
 
 
 def test_a_receiver_that_missed_versions_gets_all_their_deltas(transport: HTTPTransport[Any]) -> None:
