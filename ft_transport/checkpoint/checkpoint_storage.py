@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from ft_transport.checkpoint.writer_messages import (
     Digest,
     Done,
     Drop,
-    Headers,
     Plan,
     RankPlans,
     Reread,
@@ -38,6 +38,7 @@ from ft_transport.checkpoint.writer_messages import (
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.errors import CheckpointExistsError, WriterFailedError
+from ft_transport.transfer.server import SnapshotLease
 
 A = TypeVar("A", bound=WriterAnswer)
 
@@ -90,6 +91,7 @@ class CheckpointStorage:
         self._timeout_s = timeout_s
         self._consolidate = consolidate
         self._after_commit = after_commit
+        self._files: Sequence[SnapshotLease] = ()
 
     def start_writer(self) -> None:
         """Makes sure that there is a writer.
@@ -126,7 +128,7 @@ class CheckpointStorage:
     def take(self, request: SaveRequest) -> TakenSnapshot:
         """See `StorageWriter`."""
         self.start_writer()
-        files = request.staged.files()
+        files = self._files = request.staged.files()
         taken = self._ask(
             Take(
                 rank=self._agreement.rank,
@@ -139,8 +141,8 @@ class CheckpointStorage:
         return TakenSnapshot(taken.structure, taken.values, self._writer.number)
 
     def header(self) -> bytes:
-        """See `StorageWriter`: of each part of the snapshot."""
-        return msgspec.msgpack.encode(self._ask(Headers(), Bytes).parts)
+        """See `StorageWriter`: of each part of the snapshot, from the memory that the writer has mapped as well."""
+        return msgspec.msgpack.encode([_header_of(file) for file in self._files])
 
     def plan(self, request: SaveRequest, headers: Sequence[bytes]) -> Sequence[RankPlan]:
         """See `StorageWriter`."""
@@ -224,3 +226,8 @@ class CheckpointStorage:
         )
         assert isinstance(answer, expected), "the answer to it"
         return answer
+
+
+def _header_of(file: SnapshotLease) -> bytes:
+    num_bytes = int.from_bytes(os.pread(file.descriptor, 8, file.start), "little")
+    return os.pread(file.descriptor, num_bytes, file.start + 8)

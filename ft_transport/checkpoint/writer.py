@@ -46,7 +46,6 @@ from ft_transport.checkpoint.writer_messages import (
     Done,
     Drop,
     Failed,
-    Headers,
     Plan,
     RankPlans,
     Reread,
@@ -109,8 +108,6 @@ class Writer:
                 return Done()
             case Cancel():
                 return Done()
-            case Headers():
-                return Bytes(tuple(self._headers))
             case Plan():
                 return self._make_plan(request)
             case Create():

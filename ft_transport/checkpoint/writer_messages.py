@@ -60,10 +60,6 @@ class Reread(Struct, tag=True):
     names: tuple[str, ...]
 
 
-class Headers(Struct, tag=True):
-    """Say what the headers of the snapshots are."""
-
-
 class Digest(Struct, tag=True):
     """Digest these items."""
 
@@ -129,7 +125,7 @@ class Failed(Struct, tag=True):
     failure: Failure
 
 
-WriterRequest: TypeAlias = Take | Cancel | Drop | Plan | Create | Reread | Headers | Digest | Compare | Write | Describe
+WriterRequest: TypeAlias = Take | Cancel | Drop | Plan | Create | Reread | Digest | Compare | Write | Describe
 WriterAnswer: TypeAlias = Taken | Bytes | RankPlans | Written | Done | Failed
 
 _encoder = msgspec.msgpack.Encoder()

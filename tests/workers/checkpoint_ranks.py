@@ -177,7 +177,6 @@ def failing_in(phase: str, error: Exception = FULL, times: int = 1) -> Injected:
     """A failure of this rank in a phase, at the place where it would arise."""
     requests = {
         "take the snapshot": writer_messages.Take,
-        "read the headers": writer_messages.Headers,
         "plan": writer_messages.Plan,
         "digest": writer_messages.Digest,
         "compare": writer_messages.Compare,
@@ -196,6 +195,7 @@ def failing_in(phase: str, error: Exception = FULL, times: int = 1) -> Injected:
         numbers = iter(range(len(gathers)))
         return Injected(Exchange, "gather", error, times, lambda *_args: gathers[next(numbers)] == phase)
     return {
+        "read the headers": Injected(CheckpointStorage, "header", error, times),
         "set up the directory": Injected(NumberedDirectory, "begin", error, times),
         "find the directory": Injected(collective_write, "wait_until_visible", error, times),
     }[phase]
