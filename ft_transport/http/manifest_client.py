@@ -82,7 +82,8 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
             else:
                 is_unknown = isinstance(error, UnknownHostError)
                 patient_s = min(settings.unreachable_s, _UNKNOWN_HOST_S) if is_unknown else settings.unreachable_s
-                if connection.is_interrupted or time.monotonic() - reached_s >= patient_s:
+                # Past the deadline it is the deadline that is named.
+                if connection.is_interrupted or reached_s + patient_s <= time.monotonic() < timeouts.end_s():
                     raise
             if isinstance(error, PeerNotReadyError) and error.after is not None:
                 after = error.after if after is None else min(after, error.after)
