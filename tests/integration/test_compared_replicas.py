@@ -160,8 +160,10 @@ def test_one_flipped_bit_on_one_rank_is_found_where_ranks_hold_parts_of_differen
     assert any("['replica_2:" in record.getMessage() for record in caplog.records if record.levelname == "ERROR")
 
 
-def test_without_a_comparison_the_replicas_train_on_with_different_states(address: str) -> None:
-    assert NUM_STEPS - 1 in differing_steps(run_three(address))
+def test_without_a_comparison_nobody_looks_for_a_difference(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    # To the end, but for a replica that missed a step, and is healed for that.
+    assert {5, 6} <= set(differing_steps(run_three(address)))
+    assert not [record for record in caplog.records if "differs" in record.getMessage()]
 
 
 def test_a_single_comparison_needs_no_setting(address: str) -> None:

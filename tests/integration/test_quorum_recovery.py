@@ -257,4 +257,5 @@ def test_an_abandoned_step_does_not_cost_the_others_a_timeout(address: str, begi
         manager.shutdown()
         return seconds
 
-    assert max(run_replicas(lambda: replica(0), lambda: replica(1))) < ABANDONED.total_seconds() / 2
+    # A group that is made anew takes a second or two where both cores are busy.
+    assert max(run_replicas(lambda: replica(0), lambda: replica(1))) < 0.75 * ABANDONED.total_seconds()
