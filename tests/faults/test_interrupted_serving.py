@@ -6,6 +6,7 @@ import itertools
 from datetime import timedelta
 from time import monotonic
 
+import pytest
 import torch
 from interruptions import HandlerError, Interruption
 
@@ -16,6 +17,7 @@ TIMEOUT = timedelta(seconds=10)
 LOOPBACK = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
 
 
+@pytest.mark.slow
 def test_a_wait_ends_at_once_wherever_a_handler_raises() -> None:
     transport: HTTPTransport[object] = HTTPTransport(TIMEOUT, settings=LOOPBACK)
     replica = Replica.compose(TIMEOUT, transport)

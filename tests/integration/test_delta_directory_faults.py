@@ -27,6 +27,8 @@ from ft_transport import (
     WeightFormat,
 )
 
+pytestmark = pytest.mark.slow
+
 SOON = timedelta(seconds=30)
 NOW = timedelta(0)
 

@@ -17,7 +17,11 @@ transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 # The libraries warn of each other's newest names.
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 _NUM_RANKS = 2
 
