@@ -34,12 +34,12 @@ _POLL_S = 0.2
 _NUM_TOKENS = 12
 _VLLM = ("-m", "vllm.entrypoints.openai.api_server")
 
-MARKS = (
+MARKS = [
     pytest.mark.timeout(900),
     # peft and transformers warn of each other's newest names.
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
-)
+]
 
 PROMPTS: Sequence[list[int]] = ([3, 14, 15, 92], [65, 35], [89, 79, 3, 23, 8, 46], [26, 4])
 
