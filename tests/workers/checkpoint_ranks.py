@@ -589,7 +589,8 @@ def killed_writer(ranks: Ranks) -> dict[str, Any]:
             dist.barrier()
             if is_victim:
                 os.kill(killed, signal.SIGKILL)
-                until(lambda killed=killed: not is_running(killed), "its end")
+                # Not only for the system: who waits for its end holds the lock under which it is asked for.
+                until(lambda killed=killed: writer.process_id != killed or not writer.is_alive(), "its end")
                 if name != "at once":
                     until(is_replaced, "another one", TIMEOUT_S)
             dist.barrier()
