@@ -1,0 +1,161 @@
+"""The secret that the processes of a job share: they prove with it who they are, and never show it.
+
+A key is derived from a token by PBKDF2 (RFC 8018, section 5.2), so that whoever has seen proofs tries out few tokens a
+second.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from ft_transport.errors import ConfigurationError
+from ft_transport.wire.key import Key, is_equal
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE: Final = "FT_TRANSPORT_TOKEN"
+"""Environment variable: the secret that every process of a job shares. Unset, nobody proves anything."""
+TOKEN_FILE_VARIABLE: Final = "FT_TRANSPORT_TOKEN_FILE"
+"""Environment variable: a file with that secret, which is read again when it changes."""
+
+_SALT: Final = b"ft_transport/key"
+_ROUNDS: Final = 200_000
+_MAX_TOKENS: Final = 2
+_MAX_FILE_BYTES: Final = 4096
+_LOOK_EVERY_S: Final = 1.0
+
+
+class Keys:
+    """The keys of a job: the first signs, each of them verifies. Thread-safe.
+
+    While the token is replaced there are two: every process learns to verify the new one, then to sign with it, and
+    forgets the old one at last. No process has to know when the others do.
+
+    Args:
+        read: Returns the text with the tokens. Called again and again, at most once a second.
+
+    Raises:
+        ConfigurationError: These are no tokens.
+    """
+
+    def __init__(self, read: Callable[[], str]) -> None:
+        self._read = read
+        self._mutex = threading.Lock()
+        self._text = read()
+        self._keys = _keys_of(self._text)
+        self._looked_s = time.monotonic()
+
+    @classmethod
+    def of(cls, token: str) -> Keys:
+        """The keys of a text: a token, or two with a space between them.
+
+        Raises:
+            ConfigurationError: It is empty, there are more, or one holds anything but visible ASCII.
+        """
+        return cls(lambda: token)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Keys:
+        """The keys of a file with one token or two, on one line or two; it may be replaced at any time.
+
+        Raises:
+            ConfigurationError: It cannot be read, or does not hold tokens.
+        """
+        return cls(functools.partial(_file_text, Path(path)))
+
+    @classmethod
+    def from_environment(cls) -> Keys | None:
+        """The keys that the environment names, or ``None``.
+
+        Raises:
+            ConfigurationError: It names no tokens: a secret that was not found must not open a server.
+        """
+        token, path = os.environ.get(TOKEN_VARIABLE), os.environ.get(TOKEN_FILE_VARIABLE)
+        if token is not None and path is not None:
+            raise ConfigurationError(f"expected {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}, both are set")
+        if path is not None:
+            return cls.from_file(path)
+        if token == "":
+            raise ConfigurationError(
+                f"expected a job token in {TOKEN_VARIABLE}, it is set and empty; unset it for none"
+            )
+        return cls.of(token) if token is not None else None
+
+    def current(self) -> tuple[Key, ...]:
+        """The keys now, the one that signs first. A text that cannot be used is warned of, and changes nothing."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _LOOK_EVERY_S:
+            return self._keys
+        with self._mutex:
+            if now_s - self._looked_s >= _LOOK_EVERY_S:
+                self._looked_s = now_s
+                self._look_again()
+        return self._keys
+
+    def sign(self, purpose: str, *parts: bytes | memoryview) -> str:
+        """What proves that who sends the parts has the key: the key's id and 64 hexadecimal digits."""
+        key = self.current()[0]
+        return f"{key.key_id}:{key.mac(purpose, *parts).hex()}"
+
+    def verifies(self, signature: str | None, purpose: str, *parts: bytes | memoryview) -> bool:
+        """Whether one of the keys has signed this. Takes the same time wherever signatures differ."""
+        key = self.with_id((signature or "").partition(":")[0])
+        if key is None or signature is None or not signature.isascii():
+            return False
+        return is_equal(signature, f"{key.key_id}:{key.mac(purpose, *parts).hex()}")
+
+    def with_id(self, key_id: str) -> Key | None:
+        """The key with this id, if there is one."""
+        return next((key for key in self.current() if key.key_id == key_id), None)
+
+    def _look_again(self) -> None:
+        try:
+            text = self._read()
+            if text != self._text:
+                self._text = text
+                self._keys = _keys_of(text)
+                logger.info("the job token was replaced; it signs as %s now", self._keys[0].key_id)
+        except ConfigurationError as error:
+            logger.warning("the job token stays as it was: %s", error)
+
+    def __repr__(self) -> str:
+        return f"Keys({', '.join(key.key_id for key in self._keys)})"
+
+
+def _keys_of(text: str) -> tuple[Key, ...]:
+    tokens = text.split() if text.isascii() else [text]
+    # What else a file or variable may hold by mistake (a quotation mark of another alphabet, an escape) is no token.
+    if not 0 < len(tokens) <= _MAX_TOKENS or not all(
+        "!" <= character <= "~" for token in tokens for character in token
+    ):
+        raise ConfigurationError(
+            f"expected a job token of visible ASCII characters, or two with white space between them, got {len(tokens)}"
+            + (" or other characters" if tokens else "")
+        )
+    return tuple(Key.of(_stretched(token.encode())) for token in tokens)
+
+
+@functools.lru_cache(maxsize=8)
+def _stretched(token: bytes) -> bytes:
+    return hashlib.pbkdf2_hmac("sha256", token, _SALT, _ROUNDS)
+
+
+def _file_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
+            raise ConfigurationError(f"expected a file of at most {_MAX_FILE_BYTES} bytes with a job token at {path}")
+        return content.decode("ascii")
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise ConfigurationError(f"expected a file with a job token at {path}: {type(error).__name__}") from error

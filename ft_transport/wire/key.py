@@ -1,0 +1,50 @@
+"""A key and its signatures: HMAC-SHA256 (RFC 2104), each for one purpose, so that none can be used for another."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass, field
+from typing import Final
+
+_ID_BYTES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key. Cannot be printed by accident.
+
+    Attributes:
+        key_id: Equal for equal keys; may be seen.
+    """
+
+    key_id: str
+    _secret: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, secret: bytes) -> Key:
+        """The key with these bytes."""
+        return cls(_mac(secret, "id")[:_ID_BYTES].hex(), secret)
+
+    def mac(self, purpose: str, *parts: bytes | memoryview) -> bytes:
+        """32 bytes that only who has the key can make: HMAC-SHA256 of the purpose and the parts, with their lengths."""
+        return _mac(self._secret, purpose, *parts)
+
+    def derived(self, purpose: str, *parts: bytes) -> Key:
+        """Another key, from which nobody finds this one."""
+        return Key.of(self.mac(purpose, *parts))
+
+
+def is_equal(one: str | bytes, other: str | bytes) -> bool:
+    """Compares what was computed with what came, in the same time wherever they differ."""
+    return hmac.compare_digest(
+        *(each.encode("utf-8", "surrogateescape") if isinstance(each, str) else each for each in (one, other))
+    )
+
+
+def _mac(secret: bytes, purpose: str, *parts: bytes | memoryview) -> bytes:
+    made = hmac.new(secret, digestmod=hashlib.sha256)
+    for part in (purpose.encode(), *parts):
+        made.update(len(part).to_bytes(8, "big"))
+        made.update(part)
+    return made.digest()
