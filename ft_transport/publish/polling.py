@@ -20,6 +20,9 @@ _ANSWER_S: Final = 5.0
 _MAX_BACKOFF: Final = 6
 """An engine that is down, or does not keep what it is told, is asked at least so many times less often."""
 
+_own_random = random.Random()
+"""Not the process's generator: what the trainer draws from that must not depend on how often an engine was."""
+
 Finding: TypeAlias = Literal["good", "lost", "down", "busy"]
 
 
@@ -47,7 +50,7 @@ class EnginePoller:
         pause_s = self._interval_s
         while True:
             # Not all engines at once, though all of them were told at once.
-            await asyncio.sleep(pause_s * random.uniform(0.8, 1.0))
+            await asyncio.sleep(pause_s * _own_random.uniform(0.8, 1.0))
             newest = self._newest()
             if newest is None or known.outcome is None or known.link.is_busy:
                 continue

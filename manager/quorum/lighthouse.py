@@ -44,6 +44,9 @@ _ASK_AGAIN_S: Final = 0.1
 _STATUS_S: Final = 0.2
 _INSTALL: Final = "expected torchft, which brings the Lighthouse, for a quorum: pip install 'ft-transport[torchft]'"
 
+_own_random = random.Random()
+"""Not the process's generator: what the trainer draws from that must not depend on how often a server was asked."""
+
 _embedded: list[Any] = []
 _embedded_mutex = threading.Lock()
 
@@ -191,7 +194,7 @@ class LighthouseSession:
                     self._is_suspect = True
                     logger.warning("%s failed, asking again: %s", self._whom(), error)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                    self._pause(min(pause_s * random.uniform(0.5, 1.0), max(0.0, deadline_s - time.monotonic())))
+                    self._pause(min(pause_s * _own_random.uniform(0.5, 1.0), max(0.0, deadline_s - time.monotonic())))
                     continue
                 members = tuple(_member_of(participant) for participant in quorum.participants)
                 missing = self._missing(quorum.quorum_id, members)
