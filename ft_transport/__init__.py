@@ -39,6 +39,7 @@ from ft_transport.errors import (
     StepNotServedError,
     TransportError,
     UnknownHostError,
+    UnprovedAnswerError,
     UnsupportedLeafError,
     WriterFailedError,
 )
@@ -181,6 +182,7 @@ __all__ = [
     "TransportError",
     "TransportSettings",
     "UnknownHostError",
+    "UnprovedAnswerError",
     "UnsupportedLeafError",
     "VLLMEngine",
     "WeightFormat",

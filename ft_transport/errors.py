@@ -15,6 +15,7 @@ TransportError
 │   │   └── UnknownHostError    nobody knows an address for the peer's name
 │   ├── PeerProtocolError       an answer outside the protocol
 │   ├── PeerAuthenticationError the job token is missing or wrong
+│   ├── UnprovedAnswerError     a request or an answer was changed on its way, or is not the peer's
 │   ├── PeerNotReadyError       the peer has no snapshot yet
 │   ├── StepNotServedError      the peer serves other steps
 │   └── SnapshotReplacedError   the snapshot that a fetch was bound to is gone
@@ -183,9 +184,15 @@ class PeerProtocolError(PeerError):
 
 
 class PeerAuthenticationError(PeerError):
-    """The peer refused the job token, or asked for one that this process does not have."""
+    """The peer has no proof of the job token, or asks for one, and this process has none or another token."""
 
     http_status = 401
+
+
+class UnprovedAnswerError(PeerError):
+    """A request or an answer of a peer that has proved itself was changed on its way; nothing of it was used."""
+
+    retryable = True
 
 
 class PeerNotReadyError(PeerError):

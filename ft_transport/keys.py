@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.wire.key import Key, is_equal
+from ft_transport.wire.key import Bytes, Key, is_equal
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +100,12 @@ class Keys:
                 self._look_again()
         return self._keys
 
-    def sign(self, purpose: str, *parts: bytes | memoryview) -> str:
+    def sign(self, purpose: str, *parts: Bytes) -> str:
         """What proves that who sends the parts has the key: the key's id and 64 hexadecimal digits."""
         key = self.current()[0]
         return f"{key.key_id}:{key.mac(purpose, *parts).hex()}"
 
-    def verifies(self, signature: str | None, purpose: str, *parts: bytes | memoryview) -> bool:
+    def verifies(self, signature: str | None, purpose: str, *parts: Bytes) -> bool:
         """Whether one of the keys has signed this. Takes the same time wherever signatures differ."""
         key = self.with_id((signature or "").partition(":")[0])
         if key is None or signature is None or not signature.isascii():

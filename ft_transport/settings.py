@@ -11,6 +11,7 @@ from operator import index
 from typing import TYPE_CHECKING
 
 from ft_transport.errors import ConfigurationError
+from ft_transport.keys import Keys
 from ft_transport.wire.chunks import CHUNK_BYTES
 
 if TYPE_CHECKING:
@@ -44,8 +45,11 @@ class TransportSettings:
         advertise: Host, address or network interface that peers are told. Default: the environment variable
             ``FT_TRANSPORT_ADVERTISE``, or else this host's name.
         replica: How this replica calls itself in ``/status``.
-        token: The job token that every request must carry. Default: the environment variable ``FT_TRANSPORT_TOKEN``;
-            without it nobody is asked.
+        token: The job token, which peers prove to each other that they know, and never send; two, with a space between
+            them, while it is replaced. Default: the environment variable ``FT_TRANSPORT_TOKEN``, or the file that
+            ``FT_TRANSPORT_TOKEN_FILE`` names, which is read again when it changes; without any nobody is asked.
+        reached_at: ``host:port`` where peers reach this server through a translated address, such as a forwarded port.
+            A peer that reached it at another address than one of these or its own takes it for an impostor.
         max_snapshots: Snapshots alive at once, each as large as the state.
         num_copy_threads: Threads that copy and digest a snapshot.
         chunk_bytes: Unit of fetch and of digest.
@@ -66,6 +70,7 @@ class TransportSettings:
     advertise: str | None = None
     replica: str = field(default_factory=socket.gethostname)
     token: str | None = field(default=None, repr=False)
+    reached_at: Sequence[str] = ()
     max_snapshots: int = 2
     num_copy_threads: int = field(default_factory=default_num_threads)
     chunk_bytes: int = CHUNK_BYTES
@@ -84,6 +89,8 @@ class TransportSettings:
             _check_type(name, getattr(self, name), (str, type(None)), "a str or None")
         if not isinstance(self.token, (str, type(None))):
             raise ConfigurationError(f"expected a str or None as token, got {type(self.token).__name__}")
+        if isinstance(self.reached_at, str) or not all(isinstance(each, str) for each in self.reached_at):
+            raise ConfigurationError(f"expected a sequence of 'host:port' as reached_at, got {_shown(self.reached_at)}")
         _check_type("replica", self.replica, (str,), "a str")
         _check_type("verify", self.verify, (bool,), "a bool")
         at_least = dict.fromkeys(
@@ -101,6 +108,14 @@ class TransportSettings:
             raise ConfigurationError(f"expected a positive min_bytes_per_s, got {self.min_bytes_per_s}")
         if self.on_progress is not None and not callable(self.on_progress):
             raise ConfigurationError(f"expected a function as on_progress, got {_shown(self.on_progress)}")
+
+    def keys(self) -> Keys | None:
+        """The keys of the job token, if there is one.
+
+        Raises:
+            ConfigurationError: It is no token, or its file cannot be read.
+        """
+        return Keys.of(self.token) if self.token is not None else Keys.from_environment()
 
 
 def check_duration(name: str, value: object, *, at_least: timedelta) -> None:

@@ -13,7 +13,6 @@ import torch
 from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.snapshot_requests import FreshSnapshot
-from ft_transport.http.token import JobToken
 from ft_transport.settings import TransportSettings, check_duration, check_number
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
@@ -69,11 +68,12 @@ class HTTPTransport(Generic[T]):
             if function is not None and not callable(function):
                 raise ConfigurationError(f"expected a function as {name}, got {type(function).__name__}")
         settings = settings if settings is not None else TransportSettings()
-        self._token = JobToken(settings.token) if settings.token is not None else JobToken.from_environment()
+        keys = settings.keys()
+        self._keys = keys
         self._client = StateClient[T](
-            settings, timeout=timeout, num_connections=num_chunks or _DEFAULT_NUM_CONNECTIONS, token=self._token
+            settings, timeout=timeout, num_connections=num_chunks or _DEFAULT_NUM_CONNECTIONS, keys=self._keys
         )
-        self._server = StateServer(settings, token=self._token, max_wait_s=timeout.total_seconds())
+        self._server = StateServer(settings, keys=self._keys, max_wait_s=timeout.total_seconds())
 
     def metadata(self) -> str:
         """What a receiver needs to find this transport: ``http://host:port/checkpoint/``."""
@@ -107,8 +107,8 @@ class HTTPTransport(Generic[T]):
             )
 
     def token_proof(self) -> str:
-        """Return what is equal on transports with the same job token, and tells nobody the token (RFC 7914, scrypt)."""
-        return self._token.proof() if self._token is not None else "none"
+        """Return the ids of the job's keys, which tell nobody the token (``wire.key``); ``none`` without one."""
+        return ",".join(key.key_id for key in self._keys.current()) if self._keys is not None else "none"
 
     def send_checkpoint(
         self, dst_ranks: Sequence[int], step: int, state_dict: T | Callable[[], T], timeout: timedelta
@@ -116,7 +116,7 @@ class HTTPTransport(Generic[T]):
         """Takes a snapshot and serves it from now on; returns when it can be fetched.
 
         Args:
-            dst_ranks: Who will fetch it; anybody with the token may.
+            dst_ranks: Who will fetch it; anybody with the job token may.
             step: The committed step that the state shows.
             state_dict: The state, or a function that returns it, called under the read lock.
             timeout: For taking the read lock.

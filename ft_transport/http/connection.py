@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Final
+from urllib.parse import urlencode
 
 from ft_transport.errors import (
     DeadlineExceededError,
@@ -23,13 +24,16 @@ from ft_transport.errors import (
     SnapshotReplacedError,
     StepNotServedError,
     TransportError,
+    UnprovedAnswerError,
 )
 from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.http.fork_safety import close_in_children, making_socket
 from ft_transport.http.peer_address import PeerAddress, look_up
+from ft_transport.http.peer_sessions import ClientSession, begin_session, make_challenge, socket_address
 from ft_transport.http.timed_socket import TimedSocket
-from ft_transport.http.token import TOKEN_VARIABLE, JobToken
-from ft_transport.wire.routes import AFTER_HEADER, SERVED_STEPS_HEADER, parse_after, parse_served_steps
+from ft_transport.keys import TOKEN_VARIABLE, Keys
+from ft_transport.wire.authentication import CONTENT_DIGEST_HEADER, content_digest
+from ft_transport.wire.routes import AFTER_HEADER, CHALLENGE_ROUTE, SERVED_STEPS_HEADER, parse_after, parse_served_steps
 
 _MAX_ERROR_BODY_BYTES: Final = 2048
 _MAX_VIEWS_PER_READ: Final = 512
@@ -45,13 +49,15 @@ class Connection:
 
     Args:
         peer: The server.
-        token: Sent with every request if given.
+        keys: Those of the job, if it has any: the peer has to prove that it knows them, and so does each request.
         timeouts: How long things may take.
     """
 
-    def __init__(self, peer: PeerAddress, *, token: JobToken | None, timeouts: Timeouts) -> None:
+    def __init__(self, peer: PeerAddress, *, keys: Keys | None, timeouts: Timeouts) -> None:
         self.peer = peer
-        self._token = token
+        self._keys = keys
+        self._session: ClientSession | None = None
+        self._num_unproved = 0
         self._timeouts = timeouts
         self._http: HTTPConnection | None = None
         self._socket: TimedSocket | None = None
@@ -85,7 +91,7 @@ class Connection:
         """Drops the connection; the next request opens a new one."""
         if self._socket is not None:
             self._socket.raw.close()
-        self._http = self._socket = None
+        self._http = self._socket = self._session = None
         self._ahead = b""
 
     @property
@@ -121,34 +127,106 @@ class Connection:
 
         Raises:
             PeerUnreachableError: No connection, it broke, or nothing came for too long.
-            PeerError: The peer refused; the class says why.
+            PeerError: The peer refused, or has not proved itself; the class says why.
             DeadlineExceededError: The deadline passed.
         """
-        asked = dict(headers)
-        asked["Accept-Encoding"] = "identity"
-        if self._token is not None:
-            asked["Authorization"] = self._token.header()
-        self._received = 0
+        method = "GET" if body is None else "POST"
         with self._closed_on_failure(f"waiting for the answer to {path}"):
             http = self._connected()
-            assert self._socket is not None
-            self._socket.read_until_s = min(
-                self._timeouts.end_s(), time.monotonic() + answer_within_s + self._timeouts.stall_timeout_s
-            )
-            self._socket.in_head, self._socket.head_complete = True, False
-            self._socket.wake_at(1)
-            http.request("GET" if body is None else "POST", path, body=body, headers=asked)
-            response = http.getresponse()
-            self._socket.in_head = False
-            self._started_s = self._received_s = time.monotonic()
-            self._body_bytes = response.length or 0
-            self._tick_s = 0.0
+            if self._keys is not None and self._session is None:
+                self._session = self._begin_session(http, self._keys)
+            session = self._session
+            signed = session.signed(method, path, headers, body) if session is not None else headers
+            response = self._ask(http, method, path, signed, body=body, answer_within_s=answer_within_s)
+            if session is not None and not session.is_proved(response.status, response.headers):
+                raise UnprovedAnswerError(
+                    f"expected an answer with a proof of the job token, that of status {response.status} has none or "
+                    "was changed on its way",
+                    peer=str(self.peer),
+                )
             if response.status != expected_status:
                 raise self._refusal(response)
             # What was read ahead while looking for the end of the head belongs to the body.
+            assert self._socket is not None
             self._socket.head_complete = True
             self._ahead = response.fp.peek()
             return response
+
+    def read_body(self, response: HTTPResponse, *, max_bytes: int) -> bytearray:
+        """Reads all of a body, compares it with the digest that a peer's proof covers, and ends the answer.
+
+        Args:
+            response: As `get` returned it.
+            max_bytes: The longest that is accepted.
+
+        Raises:
+            PeerProtocolError: It is longer, or of unknown length.
+            UnprovedAnswerError: It was changed on its way.
+            PeerUnreachableError: It ended early or came too slowly.
+            DeadlineExceededError: The deadline passed.
+        """
+        length = response.length
+        if length is None or length > max_bytes:
+            self.close()
+            raise PeerProtocolError(
+                f"expected an answer of at most {max_bytes} bytes, the peer announced {length}", peer=str(self.peer)
+            )
+        body = bytearray(length)
+        self.read_into([memoryview(body)])
+        if self._session is not None and response.headers.get(CONTENT_DIGEST_HEADER) != content_digest(body):
+            self.close()
+            raise UnprovedAnswerError(f"the body of an answer of {length} bytes was changed", peer=str(self.peer))
+        self.end_response(response)
+        return body
+
+    def _begin_session(self, http: HTTPConnection, keys: Keys) -> ClientSession:
+        """Has the peer prove that it knows the job token, at the address where it was reached."""
+        assert self._socket is not None
+        challenge = make_challenge(keys, socket_address(self._socket.raw.getpeername()))
+        response = self._ask(http, "GET", f"{CHALLENGE_ROUTE}?{urlencode(challenge.query())}", {})
+        if response.status == 503:
+            raise self._refusal(response)
+        body = response.read(_MAX_ERROR_BODY_BYTES) if response.status == 200 else b""
+        session = begin_session(keys, challenge, body)
+        if session is None:
+            reason = f"{response.status} {response.reason}" if response.status != 200 else "the proof is wrong"
+            self._num_unproved += 1
+            # The first time something on the way may have changed a byte.
+            error_type = UnprovedAnswerError if self._num_unproved == 1 else PeerAuthenticationError
+            raise error_type(
+                f"expected the peer to prove that it knows the job token ({TOKEN_VARIABLE}), it did not: {reason}: "
+                f"{self._text_of(response)}",
+                peer=str(self.peer),
+            )
+        self._num_unproved = 0
+        self.end_response(response)
+        return session
+
+    def _ask(
+        self,
+        http: HTTPConnection,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        *,
+        body: bytes | None = None,
+        answer_within_s: float = 0.0,
+    ) -> HTTPResponse:
+        """Sends a request and reads the head of its answer."""
+        assert self._socket is not None
+        self._received = 0
+        self._socket.read_until_s = min(
+            self._timeouts.end_s(), time.monotonic() + answer_within_s + self._timeouts.stall_timeout_s
+        )
+        self._socket.in_head, self._socket.head_complete = True, False
+        self._socket.wake_at(1)
+        http.request(method, path, body=body, headers={**headers, "Accept-Encoding": "identity"})
+        response = http.getresponse()
+        self._socket.in_head = False
+        self._started_s = self._received_s = time.monotonic()
+        self._body_bytes = response.length or 0
+        self._tick_s = 0.0
+        return response
 
     def read_into(self, views: Sequence[memoryview]) -> None:
         """Fills all views, in order, with the next bytes of the body.
@@ -296,18 +374,23 @@ class Connection:
             peer=str(self.peer),
         )
 
-    def _refusal(self, response: HTTPResponse) -> PeerError:
-        text = ""
+    def _text_of(self, response: HTTPResponse) -> str:
+        """What the peer says of its refusal."""
         with contextlib.suppress(OSError, HTTPException, ValueError):
-            text = response.read(_MAX_ERROR_BODY_BYTES).decode("utf-8", "replace")
+            return response.read(_MAX_ERROR_BODY_BYTES).decode("utf-8", "replace")
+        return ""
+
+    def _refusal(self, response: HTTPResponse) -> PeerError:
         peer = str(self.peer)
-        reason = f"{response.status} {response.reason}: {text}"
+        reason = f"{response.status} {response.reason}: {self._text_of(response)}"
         match response.status:
+            case 401 if self._session is not None:
+                return UnprovedAnswerError(f"the peer did not get the request as it was made: {reason}", peer=peer)
             case 401:
-                refused = "the peer refused this side's job token"
-                if self._token is None:
-                    refused = "the peer asks for a job token, and this side has none"
-                return PeerAuthenticationError(f"{refused} ({TOKEN_VARIABLE}): {reason}", peer=peer)
+                return PeerAuthenticationError(
+                    f"the peer asks for a proof of the job token, and this side has none ({TOKEN_VARIABLE}): {reason}",
+                    peer=peer,
+                )
             case 404 | 410:
                 served = parse_served_steps(response.headers.get(SERVED_STEPS_HEADER))
                 return StepNotServedError(

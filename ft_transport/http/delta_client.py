@@ -30,7 +30,4 @@ def fetch_delta(connection: Connection, base: int, *, max_bytes: int) -> bytearr
     if not length or length > max_bytes:
         connection.close()
         return None
-    body = bytearray(length)
-    connection.read_into([memoryview(body)])
-    connection.end_response(response)
-    return body
+    return connection.read_body(response, max_bytes=max_bytes)

@@ -17,7 +17,7 @@ from ft_transport.errors import DeadlineExceededError, TransportError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.token import JobToken
+from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.settings import FetchProgress
 from ft_transport.wire.fetch import (
@@ -38,7 +38,7 @@ class FetchSettings:
         num_connections: Parallel connections, at most one per chunk is used.
         verify: Whether each chunk is compared with its digest as it lands, where the manifest has them.
         max_failures: Failures in a row after which a source is given up.
-        token: The job token, if the sources ask for one.
+        keys: Those of the job, if it has any.
         unreachable_s: How long a source may be out of reach before the first byte, in seconds.
         timeouts: Deadlines and the least throughput.
         on_progress: Called after each chunk, from the fetching threads, one call at a time; must be quick.
@@ -47,7 +47,7 @@ class FetchSettings:
     num_connections: int
     verify: bool
     max_failures: int
-    token: JobToken | None
+    keys: Keys | None
     unreachable_s: float
     timeouts: Timeouts
     on_progress: Callable[[FetchProgress], None] | None
@@ -190,7 +190,7 @@ class FetchPool(Generic[Unit]):
                 with self._changed:
                     self._connections.remove(other)
             connections.clear()
-            connection = Connection(source, token=settings.token, timeouts=settings.timeouts)
+            connection = Connection(source, keys=settings.keys, timeouts=settings.timeouts)
             connections[request.source] = connection
             with self._changed:
                 self._connections.append(connection)

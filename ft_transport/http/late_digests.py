@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeAlias
 
-from ft_transport.errors import PeerProtocolError, PeerUnreachableError
+from ft_transport.errors import PeerProtocolError, PeerUnreachableError, UnprovedAnswerError
 from ft_transport.http.connection import Connection
 from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, digest_of
 from ft_transport.wire.manifest import Manifest, decode_digests
@@ -37,7 +37,7 @@ def fetch_digests(connection: Connection, manifest: Manifest, *, max_failures: i
     for _ in range(max_failures - 1):
         try:
             return _ask(connection, manifest)
-        except PeerUnreachableError:
+        except (PeerUnreachableError, UnprovedAnswerError):
             connection.close()
             time.sleep(_RETRY_PAUSE_S)
     return _ask(connection, manifest)
@@ -57,9 +57,7 @@ def _ask(connection: Connection, manifest: Manifest) -> tuple[int, ...]:
             peer=str(connection.peer),
             step=manifest.step,
         )
-    body = bytearray(expected_bytes)
-    connection.read_into([memoryview(body)])
-    connection.end_response(response)
+    body = connection.read_body(response, max_bytes=expected_bytes)
     return decode_digests(body.decode("ascii", "replace"), manifest.chunks.num_chunks, peer=str(connection.peer))
 
 

@@ -18,10 +18,11 @@ from ft_transport.errors import (
     StepNotServedError,
     TransportError,
     UnknownHostError,
+    UnprovedAnswerError,
 )
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchSettings
-from ft_transport.http.fetch_timeouts import Timeouts
+from ft_transport.wire.authentication import MANIFEST_PURPOSE, MANIFEST_SIGNATURE_HEADER
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_header
 from ft_transport.wire.routes import MANIFEST_DIGEST_HEADER, STATUS_ROUTE, StepSelector, metadata_path
@@ -55,6 +56,7 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
         PeerError: The peer refused, or answered outside the protocol.
         ManifestError: What it sent is no manifest.
         IntegrityError: The manifest was damaged on the way, time and again.
+        UnprovedAnswerError: It was changed, or the answers were.
     """
     timeouts = settings.timeouts
     num_damaged = 0
@@ -66,7 +68,7 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
     while True:
         try:
             timeouts.remaining_s(f"waiting for step {step}", peer)
-            return _read_manifest(connection, step, after, timeouts)
+            return _read_manifest(connection, step, after, settings)
         except DeadlineExceededError as error:
             connection.close()
             if last is None:
@@ -87,7 +89,7 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
                     raise
             if isinstance(error, PeerNotReadyError) and error.after is not None:
                 after = error.after if after is None else min(after, error.after)
-        except IntegrityError as error:
+        except (IntegrityError, UnprovedAnswerError) as error:
             connection.close()
             num_damaged += 1
             if num_damaged >= settings.max_failures:
@@ -122,8 +124,7 @@ def fetch_server_id(connection: Connection) -> str:
         DeadlineExceededError: It did not answer in time.
     """
     response = connection.get(STATUS_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
-    body = bytearray(min(response.length or 0, _MAX_STATUS_BYTES))
-    connection.read_into([memoryview(body)])
+    body = connection.read_body(response, max_bytes=_MAX_STATUS_BYTES)
     try:
         return msgspec.json.decode(body, type=_Status).server
     except msgspec.MsgspecError as error:
@@ -134,8 +135,8 @@ class _Status(msgspec.Struct):
     server: str
 
 
-def _read_manifest(connection: Connection, step: StepSelector, after: int | None, timeouts: Timeouts) -> Manifest:
-    peer = str(connection.peer)
+def _read_manifest(connection: Connection, step: StepSelector, after: int | None, settings: FetchSettings) -> Manifest:
+    peer, timeouts = str(connection.peer), settings.timeouts
     # Not all the time that is left: the peer's reason for not answering has to arrive before the deadline.
     wait_s = min(_HOLD_S, max(0.0, timeouts.end_s() - time.monotonic()) * _HELD_SHARE)
     response = connection.get(
@@ -163,6 +164,10 @@ def _read_manifest(connection: Connection, step: StepSelector, after: int | None
         raise IntegrityError(
             "the manifest was damaged", chunk=None, expected=expected, actual=actual, peer=peer, step=step
         )
+    if settings.keys is not None and not settings.keys.verifies(
+        response.headers.get(MANIFEST_SIGNATURE_HEADER), MANIFEST_PURPOSE, body
+    ):
+        raise UnprovedAnswerError("expected a manifest that was signed with the job token", peer=peer, step=step)
     manifest = decode_header(memoryview(body), peer=peer)
     if isinstance(step, int) and manifest.step != step:
         raise PeerProtocolError(f"expected the manifest of step {step}, got step {manifest.step}", peer=peer, step=step)

@@ -15,7 +15,7 @@ import resource
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
@@ -32,12 +32,21 @@ from ft_transport.http.body_sender import Content, FileRange, Slices, send
 from ft_transport.http.fork_safety import close_in_children
 from ft_transport.http.kept_deltas import KeptDeltas
 from ft_transport.http.own_address import LISTEN_BACKLOG, advertised_host, listen
+from ft_transport.http.peer_sessions import ServerSessions
 from ft_transport.http.snapshot_cache import Reading, SnapshotCache
 from ft_transport.http.snapshot_requests import SnapshotRequests
-from ft_transport.http.token import JobToken
+from ft_transport.keys import Keys
+from ft_transport.wire.authentication import (
+    CONTENT_DIGEST_HEADER,
+    MANIFEST_PURPOSE,
+    MANIFEST_SIGNATURE_HEADER,
+    SCHEME,
+    content_digest,
+)
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.routes import (
     AFTER_HEADER,
+    CHALLENGE_ROUTE,
     DELTA_ROUTE,
     DIGESTS_ROUTE,
     FULL_ROUTE,
@@ -69,7 +78,8 @@ class SnapshotServer:
         port: Port to bind, 0 for any.
         advertise: Host, address or interface that peers are told.
         replica: How this replica calls itself in ``/status``.
-        token: Required on every route if given.
+        keys: Those of the job, if it has any; every route is asked for a proof of them.
+        reached_at: ``host:port`` where peers reach this server beside its own addresses.
         max_wait_s: The longest that a request is held until its step is there, in seconds.
         stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
 
@@ -86,13 +96,15 @@ class SnapshotServer:
         port: int,
         advertise: str | None,
         replica: str,
-        token: JobToken | None,
+        keys: Keys | None,
+        reached_at: Sequence[str] = (),
         max_wait_s: float,
         stall_timeout_s: float,
     ) -> None:
         self._cache = cache
         self._replica = replica
-        self._token = token
+        self._keys = keys
+        self._sessions = ServerSessions(keys, reached_at=reached_at) if keys is not None else None
         self._stall_timeout_s = stall_timeout_s
         self.server_id = secrets.token_hex(8)
         self.deltas = KeptDeltas()
@@ -159,6 +171,8 @@ class SnapshotServer:
         app.router.add_post(SLICES_ROUTE, self._slices)
         app.router.add_get(DELTA_ROUTE, self._delta)
         app.router.add_get(STATUS_ROUTE, self._status, allow_head=True)
+        app.router.add_get(CHALLENGE_ROUTE, self._challenge)
+        app.on_response_prepare.append(self._prove)
         runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=0.1, keepalive_timeout=_KEEP_ALIVE_S
         )
@@ -194,13 +208,13 @@ class SnapshotServer:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Asks for the token, and turns errors into answers that say what was expected."""
+        """Asks for a proof of the job token, and turns errors into answers that say what was expected."""
         task = asyncio.current_task()
         assert task is not None
         self._handlers.add(task)
         try:
-            if self._token is not None and not self._token.accepts(request.headers.get("Authorization")):
-                raise PeerAuthenticationError("expected the job token as 'Authorization: Bearer TOKEN'")
+            if self._sessions is not None and request.path != CHALLENGE_ROUTE:
+                self._sessions.admit(request)
             return await handler(request)
         except TransportError as error:
             # The path as it came: a decoded one may hold line ends, and forge lines of the log.
@@ -211,7 +225,7 @@ class SnapshotServer:
                 if error.after is not None:
                     headers[AFTER_HEADER] = str(error.after)
             if isinstance(error, PeerAuthenticationError):
-                headers = {"WWW-Authenticate": "Bearer"}
+                headers = {"WWW-Authenticate": SCHEME}
             is_past = isinstance(error, StepNotServedError) and error.is_past
             return web.json_response(
                 {"error": type(error).__name__, "message": str(error)},
@@ -220,6 +234,15 @@ class SnapshotServer:
             )
         finally:
             self._handlers.discard(task)
+
+    async def _prove(self, request: web.Request, response: web.StreamResponse) -> None:
+        if self._sessions is not None:
+            self._sessions.prove(request, response)
+
+    async def _challenge(self, request: web.Request) -> web.StreamResponse:
+        if self._sessions is None:
+            raise PeerAuthenticationError("this server has no job token, and can prove nothing")
+        return self._sessions.challenge(request)
 
     async def _status(self, _request: web.Request) -> web.StreamResponse:
         newest = self._cache.newest()
@@ -243,6 +266,10 @@ class SnapshotServer:
                 "ETag": f'"{snapshot.snapshot_id}"',
                 MANIFEST_DIGEST_HEADER: f"{reading.manifest_digest:016x}",
             }
+            if self._keys is not None:
+                header = memoryview(snapshot.header)[8:]
+                signing = asyncio.get_running_loop().run_in_executor(None, self._keys.sign, MANIFEST_PURPOSE, header)
+                headers[MANIFEST_SIGNATURE_HEADER] = await signing
             # All of the file's header but the length before it.
             return await self._send(request, reading, headers, FileRange(snapshot.memory, 8, len(snapshot.header)))
 
@@ -283,6 +310,8 @@ class SnapshotServer:
                 body = await asyncio.wait_for(request.read(), self._stall_timeout_s)
             except (asyncio.TimeoutError, ConnectionError, web.RequestPayloadError):
                 raise web.HTTPRequestTimeout(text="the body did not come") from None
+            if self._sessions is not None and request.headers.get(CONTENT_DIGEST_HEADER) != content_digest(body):
+                raise PeerAuthenticationError("expected the body of a request as it was made, it was changed")
             frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
             headers = {"Content-Type": "application/octet-stream"}
             return await self._send(request, reading, headers, Slices(snapshot.memory, frames))
@@ -291,6 +320,9 @@ class SnapshotServer:
         delta = self.deltas.leading_from(request.match_info["step"])
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream", "Cache-Control": "no-store"})
         response.content_length = len(delta)
+        if self._sessions is not None:
+            digesting = asyncio.get_running_loop().run_in_executor(None, content_digest, delta)
+            response.headers[CONTENT_DIGEST_HEADER] = await digesting
         await response.prepare(request)
         for start in range(0, len(delta), CHUNK_BYTES):
             try:

@@ -20,7 +20,7 @@ from ft_transport.http.fetch_timeouts import Progress, Timeouts
 from ft_transport.http.late_digests import digest_chunks, fetch_digests, find_damaged
 from ft_transport.http.manifest_client import fetch_manifest, fetch_server_id
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.token import JobToken
+from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, check_duration, default_num_threads
 from ft_transport.state.matching import Incoming
 from ft_transport.state.restore import Restore
@@ -105,16 +105,16 @@ class StateClient(Generic[T]):
         settings: How to fetch, and what is accepted.
         timeout: The default deadline.
         num_connections: Parallel connections.
-        token: The job token, if the sources ask for one.
+        keys: Those of the job, if it has any.
     """
 
     def __init__(
-        self, settings: TransportSettings, *, timeout: timedelta, num_connections: int, token: JobToken | None
+        self, settings: TransportSettings, *, timeout: timedelta, num_connections: int, keys: Keys | None
     ) -> None:
         self._settings = settings
         self._timeout = timeout
         self._num_connections = num_connections
-        self._token = token
+        self._keys = keys
         self._warned_paths: set[str] = set()
         self._warned_mutex = threading.Lock()
 
@@ -134,7 +134,7 @@ class StateClient(Generic[T]):
             num_connections=self._num_connections,
             verify=settings.verify,
             max_failures=settings.max_failures,
-            token=self._token,
+            keys=self._keys,
             unreachable_s=(timeout if unreachable_timeout is None else unreachable_timeout).total_seconds(),
             timeouts=Timeouts(
                 deadline_s=time.monotonic() + timeout.total_seconds(),
@@ -162,7 +162,7 @@ class StateClient(Generic[T]):
             TransportError: None of this package answers there in time.
         """
         settings = self.fetch_settings(timeout, None, None)
-        with Connection(PeerAddress.from_url(address), token=settings.token, timeouts=settings.timeouts) as connection:
+        with Connection(PeerAddress.from_url(address), keys=settings.keys, timeouts=settings.timeouts) as connection:
             return fetch_server_id(connection)
 
     def fetch(self, request: FetchRequest) -> Received[T]:
@@ -170,7 +170,7 @@ class StateClient(Generic[T]):
         settings = request.settings
 
         def receive() -> Received[T]:
-            with Connection(request.source, token=settings.token, timeouts=settings.timeouts) as connection:
+            with Connection(request.source, keys=settings.keys, timeouts=settings.timeouts) as connection:
                 manifest = fetch_manifest(connection, request.step, settings)
                 settings.timeouts.note_progress()
                 return self._receive(connection, manifest, request)
@@ -183,7 +183,7 @@ class StateClient(Generic[T]):
         """Receives what leads from one version to another; see ``HTTPTransport.fetch_deltas``."""
         deltas: list[Delta] = []
         max_memory_bytes = max_bytes
-        with Connection(source, token=settings.token, timeouts=settings.timeouts) as connection:
+        with Connection(source, keys=settings.keys, timeouts=settings.timeouts) as connection:
             while base < version:
                 encoded = fetch_delta(connection, base, max_bytes=max_bytes)
                 if encoded is None:

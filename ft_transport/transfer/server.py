@@ -14,7 +14,7 @@ import torch
 from ft_transport.errors import SnapshotError, TransportError
 from ft_transport.http.server import SnapshotServer
 from ft_transport.http.snapshot_cache import SnapshotCache
-from ft_transport.http.token import JobToken
+from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import TransportSettings, check_number
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
@@ -105,7 +105,7 @@ class StateServer:
 
     Args:
         settings: How many snapshots, where to listen, and so on.
-        token: The job token that requests must carry, if any.
+        keys: Those of the job, if it has any; every request is asked for a proof of them.
         max_wait_s: Longest time that a request is held, in seconds.
 
     Attributes:
@@ -115,7 +115,7 @@ class StateServer:
         ConfigurationError: The address cannot be bound.
     """
 
-    def __init__(self, settings: TransportSettings, *, token: JobToken | None, max_wait_s: float) -> None:
+    def __init__(self, settings: TransportSettings, *, keys: Keys | None, max_wait_s: float) -> None:
         self._cache = SnapshotCache(
             max_snapshots=settings.max_snapshots, lease_s=settings.lease.total_seconds(), clock=time.monotonic
         )
@@ -131,7 +131,8 @@ class StateServer:
                 port=settings.port,
                 advertise=settings.advertise,
                 replica=settings.replica,
-                token=token,
+                keys=keys,
+                reached_at=settings.reached_at,
                 max_wait_s=max_wait_s,
                 stall_timeout_s=settings.stall_timeout.total_seconds(),
             )

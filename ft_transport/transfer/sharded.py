@@ -133,7 +133,7 @@ def _asked(
             for peer in peers:
                 if peer in gone:
                     continue
-                connections[peer] = Connection(peer, token=settings.token, timeouts=settings.timeouts)
+                connections[peer] = Connection(peer, keys=settings.keys, timeouts=settings.timeouts)
             with ThreadPoolExecutor(
                 min(len(connections), _MAX_ASKED_AT_ONCE), thread_name_prefix="ft-transport-manifest"
             ) as pool:
@@ -195,7 +195,7 @@ def _answers(peer: PeerAddress, settings: FetchSettings) -> bool:
         deadline_s=min(settings.timeouts.deadline_s, time.monotonic() + _TICK_S),
     )
     try:
-        with Connection(peer, token=settings.token, timeouts=timeouts) as connection:
+        with Connection(peer, keys=settings.keys, timeouts=timeouts) as connection:
             fetch_server_id(connection)
     except (PeerUnreachableError, DeadlineExceededError):
         return False

@@ -16,9 +16,9 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
-from ft_transport.wire.key import Key, is_equal
+from ft_transport.wire.key import Bytes, Key, is_equal
 
 SCHEME: Final = "FT-HMAC-SHA256"
 PROOF_HEADER: Final = "FT-Proof"
@@ -43,6 +43,14 @@ ANSWER_HEADERS: Final = (
     "Retry-After",
 )
 """Those that a client acts upon."""
+
+
+class Headers(Protocol):
+    """Headers of a request or an answer, as HTTP libraries have them."""
+
+    def get(self, name: str, default: str, /) -> str:
+        """The first header of that name, or the default."""
+
 
 _MAX_KEYS: Final = 2
 _NONCE: Final = re.compile(f"[0-9a-f]{{{2 * NONCE_BYTES}}}", re.ASCII)
@@ -103,7 +111,7 @@ class Session:
 
     key: Key
 
-    def credentials(self, number: int, method: str, target: str, headers: Mapping[str, str]) -> str:
+    def credentials(self, number: int, method: str, target: str, headers: Headers) -> str:
         """The ``Authorization`` header of a request.
 
         Args:
@@ -117,7 +125,7 @@ class Session:
         )
 
     def number_of(
-        self, credentials: str | None, method: str, target: str, headers: Mapping[str, str], *, after: int
+        self, credentials: str | None, method: str, target: str, headers: Headers, *, after: int
     ) -> int | None:
         """The number of a request that was made within this session; ``None`` for any other.
 
@@ -135,17 +143,15 @@ class Session:
         expected = self._mac("request", number, (method, target), headers, REQUEST_HEADERS)
         return number if is_equal(found[2], expected) else None
 
-    def proof(self, number: int, status: int, headers: Mapping[str, str]) -> str:
+    def proof(self, number: int, status: int, headers: Headers) -> str:
         """The ``FT-Proof`` header of the answer to the request of that number."""
         return self._mac("answer", number, (str(status),), headers, ANSWER_HEADERS)
 
-    def proves(self, proof: str | None, number: int, status: int, headers: Mapping[str, str]) -> bool:
+    def proves(self, proof: str | None, number: int, status: int, headers: Headers) -> bool:
         """Whether an answer was made by the server of this session, to this request."""
         return is_equal(proof or "", self.proof(number, status, headers))
 
-    def _mac(
-        self, purpose: str, number: int, first: Sequence[str], headers: Mapping[str, str], names: Sequence[str]
-    ) -> str:
+    def _mac(self, purpose: str, number: int, first: Sequence[str], headers: Headers, names: Sequence[str]) -> str:
         parts = (str(number), *first, *(headers.get(name, "") for name in names))
         return self.key.mac(purpose, *(part.encode("utf-8", "surrogateescape") for part in parts)).hex()
 
@@ -176,7 +182,7 @@ def accept_answer(keys: Sequence[Key], challenge: Challenge, answer: ChallengeAn
     return _session(key, challenge, answer.nonce)
 
 
-def content_digest(body: bytes | memoryview) -> str:
+def content_digest(body: Bytes) -> str:
     """The ``Content-Digest`` header of a body: SHA-256 in hexadecimal digits, as RFC 9530's structured field."""
     return f"sha-256={hashlib.sha256(body).hexdigest()}"
 

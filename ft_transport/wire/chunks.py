@@ -1,8 +1,7 @@
 """Chunks: the units of fetch and of digest, consecutive ranges of the data.
 
 A digest is xxh3-64, which one core computes faster than memory can be read. It finds bytes that a disk, a memory
-module, a network card or a wrong offset changed. It is no signature: the job token decides who may send
-(``http.server``).
+module, a network card or a wrong offset changed. It is no signature.
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
 
 _ID_BYTES: Final = 8
 
@@ -26,7 +28,7 @@ class Key:
         """The key with these bytes."""
         return cls(_mac(secret, "id")[:_ID_BYTES].hex(), secret)
 
-    def mac(self, purpose: str, *parts: bytes | memoryview) -> bytes:
+    def mac(self, purpose: str, *parts: Bytes) -> bytes:
         """32 bytes that only who has the key can make: HMAC-SHA256 of the purpose and the parts, with their lengths."""
         return _mac(self._secret, purpose, *parts)
 
@@ -42,7 +44,7 @@ def is_equal(one: str | bytes, other: str | bytes) -> bool:
     )
 
 
-def _mac(secret: bytes, purpose: str, *parts: bytes | memoryview) -> bytes:
+def _mac(secret: bytes, purpose: str, *parts: Bytes) -> bytes:
     made = hmac.new(secret, digestmod=hashlib.sha256)
     for part in (purpose.encode(), *parts):
         made.update(len(part).to_bytes(8, "big"))

@@ -6,6 +6,7 @@ POST      /checkpoint/{step}/slices     the parts of tensors that the body lists
 GET       /checkpoint/{step}/digests    where the header says "later" instead of the digests: these, in the same form
 GET       /checkpoint/{step}/delta      what leads from this step to a later one, if it was kept: see ``wire.delta``
 GET       /status                       JSON: what is served, and to how many
+GET       /challenge                    begins a session of peers that know the job token: see ``wire.authentication``
 
 ``step`` is a number or ``latest``. ``?snapshot=ID`` binds a request to one snapshot (409 when it is gone), and
 ``?wait=SECONDS`` bounds how long the server may hold the request until the step is there. A request for ``latest``
@@ -29,6 +30,7 @@ DIGESTS_ROUTE: Final = "/checkpoint/{step}/digests"
 SLICES_ROUTE: Final = "/checkpoint/{step}/slices"
 DELTA_ROUTE: Final = "/checkpoint/{step}/delta"
 STATUS_ROUTE: Final = "/status"
+CHALLENGE_ROUTE: Final = "/challenge"
 
 SNAPSHOT_PARAMETER: Final = "snapshot"
 WAIT_PARAMETER: Final = "wait"

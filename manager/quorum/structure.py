@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 TOKEN_PART: Final = "(job token)"
-NO_TOKEN: Final = "none"
 UNKNOWN: Final = ""
 """Of a part that is not compared."""
 _MAX_SHOWN: Final = 5
@@ -38,8 +37,10 @@ def misfits(own: Structure, other: Structure) -> tuple[str, ...]:
 def _fits(key: str, own: str | None, other: str | None) -> bool:
     if own is None or other is None:
         return False
-    # Whoever has no token asks for none.
-    return own == other or UNKNOWN in {own, other} or (key == TOKEN_PART and other == NO_TOKEN)
+    if key == TOKEN_PART:
+        # While the token is replaced there are two of them.
+        return not {*own.split(",")}.isdisjoint(other.split(","))
+    return own == other or UNKNOWN in {own, other}
 
 
 def usual_structure(structures: Sequence[Structure]) -> Structure | None:

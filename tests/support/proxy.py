@@ -135,13 +135,15 @@ class _Order:
 
 @dataclass
 class Proxy:
-    """Attributes: ``port`` to connect to; ``num_bytes`` that reached the receiver; ``num_faulty`` connections."""
+    """Attributes: ``port`` to connect to; ``num_bytes`` that reached the receiver; ``num_faulty`` connections;
+    ``watch`` is called with what receivers send."""
 
     target_port: int
     port: int = 0
     num_bytes: int = 0
     num_faulty: int = 0
     requests: list[str] = field(default_factory=list)
+    watch: Callable[[bytes], object] = lambda _data: None
     lock: threading.Lock = field(default_factory=threading.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
     _orders: list[_Order] = field(default_factory=list)
@@ -190,6 +192,7 @@ class Proxy:
             sender = stack.enter_context(socket.create_connection(("127.0.0.1", self.target_port), timeout=60))
             with self.lock:
                 self._sockets.append(sender)
+            self.watch(first)
             sender.sendall(first)
             requests = threading.Thread(target=self._pass_requests, args=(receiver, sender), name="proxy-requests")
             requests.start()
@@ -207,6 +210,7 @@ class Proxy:
     def _pass_requests(self, receiver: socket.socket, sender: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := receiver.recv(PIECE_BYTES):
+                self.watch(data)
                 sender.sendall(data)
         # The receiver is gone: the sender must see that.
         with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ from ft_transport.errors import SnapshotLimitError
 from ft_transport.http.server import SnapshotServer
 from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.snapshot_requests import FreshSnapshot
-from ft_transport.http.token import JobToken
+from ft_transport.keys import Keys
 from ft_transport.wire.chunks import ChunkTable, digest
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.nodes import MappingNode, TensorNode
@@ -120,7 +120,7 @@ def serving(
         port=0,
         advertise=None,
         replica="replica-7",
-        token=JobToken(token) if token is not None else None,
+        keys=Keys.of(token) if token is not None else None,
         max_wait_s=max_wait_s,
         stall_timeout_s=stall_timeout_s,
     )

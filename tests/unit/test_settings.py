@@ -11,7 +11,7 @@ import torch
 
 from ft_transport import ConfigurationError, HTTPTransport, TransportSettings
 from ft_transport import settings as module
-from ft_transport.http.token import TOKEN_VARIABLE
+from ft_transport.keys import TOKEN_VARIABLE
 
 ZERO = timedelta(0)
 NEGATIVE = timedelta(seconds=-1)
@@ -74,7 +74,7 @@ def test_an_argument_out_of_range_is_named(arguments: dict[str, Any], name: str)
         HTTPTransport(**arguments)
 
 
-@pytest.mark.parametrize("token", ["", "two words", "ü"])
+@pytest.mark.parametrize("token", ["", "three words here", "ü"])
 def test_a_token_that_cannot_be_sent_is_refused_without_leaving_anything(
     monkeypatch: pytest.MonkeyPatch, token: str
 ) -> None:

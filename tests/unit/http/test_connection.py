@@ -26,7 +26,6 @@ from ft_transport.errors import (
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.token import JobToken
 
 BODY = bytes(range(256)) * 64
 
@@ -40,8 +39,8 @@ def timeouts(deadline_s: float = 20.0, *, stall_timeout_s: float = 20.0, min_byt
     )
 
 
-def connection_to(port: int, patience_: Timeouts | None = None, token: JobToken | None = None) -> Connection:
-    return Connection(PeerAddress(host="127.0.0.1", port=port), token=token, timeouts=patience_ or timeouts())
+def connection_to(port: int, patience_: Timeouts | None = None) -> Connection:
+    return Connection(PeerAddress(host="127.0.0.1", port=port), keys=None, timeouts=patience_ or timeouts())
 
 
 def receive(connection: Connection, num_bytes: int = len(BODY)) -> bytes:
@@ -308,16 +307,15 @@ def test_a_refusal_says_why(
         assert getattr(caught.value, name) == value
 
 
-def test_the_token_and_the_plain_encoding_are_asked_for() -> None:
+def test_the_plain_encoding_is_asked_for() -> None:
     heads = []
 
     def script(peer: Peer) -> None:
         heads.append(peer.request())
         peer.send(ok())
 
-    with scripted(script) as port, connection_to(port, token=JobToken("secret")) as connection:
+    with scripted(script) as port, connection_to(port) as connection:
         receive(connection)
-    assert "\r\nAuthorization: Bearer secret\r\n" in heads[0]
     assert "\r\nAccept-Encoding: identity\r\n" in heads[0]
 
 
@@ -336,7 +334,7 @@ def test_a_closed_port_is_named(closed_port: int) -> None:
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 100, "a..b"])
 def test_a_host_that_does_not_resolve_is_unreachable(host: str) -> None:
     with pytest.raises(PeerUnreachableError):
-        receive(Connection(PeerAddress(host=host, port=1), token=None, timeouts=timeouts()))
+        receive(Connection(PeerAddress(host=host, port=1), keys=None, timeouts=timeouts()))
 
 
 @pytest.fixture
@@ -360,12 +358,12 @@ def silent_resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event
 def test_a_look_up_ends_with_the_deadline(silent_resolver: threading.Event) -> None:
     started_s = time.monotonic()
     with pytest.raises(PeerUnreachableError, match="'silent' was not found in time"):
-        receive(Connection(PeerAddress(host="silent", port=1), token=None, timeouts=timeouts(0.3)))
+        receive(Connection(PeerAddress(host="silent", port=1), keys=None, timeouts=timeouts(0.3)))
     assert silent_resolver.is_set()
     assert 0.3 <= time.monotonic() - started_s < 10
     # Whoever asks again waits for the same answer, and no further thread does.
     with pytest.raises(PeerUnreachableError, match="'silent' was not found in time"):
-        receive(Connection(PeerAddress(host="silent", port=1), token=None, timeouts=timeouts(0.1)))
+        receive(Connection(PeerAddress(host="silent", port=1), keys=None, timeouts=timeouts(0.1)))
     assert sum(thread.name == "ft-transport-look-up" for thread in threading.enumerate()) == 1
 
 
@@ -375,11 +373,11 @@ def test_a_look_up_without_a_thread_is_an_error_of_the_peer(monkeypatch: pytest.
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(PeerUnreachableError, match="a thread to look up 'peer': can't start"):
-        receive(Connection(PeerAddress(host="peer", port=1), token=None, timeouts=timeouts()))
+        receive(Connection(PeerAddress(host="peer", port=1), keys=None, timeouts=timeouts()))
 
 
 def test_another_thread_ends_a_look_up(silent_resolver: threading.Event) -> None:
-    connection = Connection(PeerAddress(host="silent", port=1), token=None, timeouts=timeouts())
+    connection = Connection(PeerAddress(host="silent", port=1), keys=None, timeouts=timeouts())
     ending = threading.Thread(target=lambda: (silent_resolver.wait(20), connection.interrupt()))
     ending.start()
     started_s = time.monotonic()
@@ -393,7 +391,7 @@ def test_of_several_addresses_the_one_that_answers_is_used(monkeypatch: pytest.M
     with scripted(answering(ok())) as port:
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", p)) for p in (closed_port, port)]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
-        with Connection(PeerAddress(host="several", port=port), token=None, timeouts=timeouts()) as connection:
+        with Connection(PeerAddress(host="several", port=port), keys=None, timeouts=timeouts()) as connection:
             assert receive(connection) == BODY
 
 
@@ -409,7 +407,7 @@ def test_several_silent_addresses_do_not_add_up_beyond_the_deadline(monkeypatch:
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
         started_s = time.monotonic()
         with pytest.raises(DeadlineExceededError, match="timed out connecting"):
-            receive(Connection(PeerAddress(host="silent", port=1), token=None, timeouts=timeouts(0.4)))
+            receive(Connection(PeerAddress(host="silent", port=1), keys=None, timeouts=timeouts(0.4)))
     assert time.monotonic() - started_s < 3
 
 

@@ -273,9 +273,8 @@ def test_of_those_at_one_step_the_one_that_looks_different_takes_no_part() -> No
     assert isinstance(found["d"].role, Heals)
 
 
-def test_who_serves_without_a_token_serves_everybody() -> None:
-    open_to_all, with_token = (TOKEN_PART, "none"), (TOKEN_PART, "1234")
-    found = decisions([member("a", structure=(open_to_all,)), member("b", 0, structure=(with_token,))])
-    assert isinstance(found["b"].role, Heals)
-    found = decisions([member("a", structure=(with_token,)), member("b", 0, structure=(open_to_all,))])
-    assert isinstance(found["b"].role, DoesNotFit)
+def test_the_job_token_is_the_same_or_one_of_two_while_it_is_replaced() -> None:
+    for other, fits in [("1234", True), ("5678,1234", True), ("5678", False), ("none", False)]:
+        own, theirs = (TOKEN_PART, "1234"), (TOKEN_PART, other)
+        found = decisions([member("a", structure=(theirs,)), member("b", 0, structure=(own,))])
+        assert isinstance(found["b"].role, Heals if fits else DoesNotFit)
