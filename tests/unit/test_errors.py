@@ -29,6 +29,7 @@ from ft_transport.errors import (
     StateMovedError,
     StepNotServedError,
     TransportError,
+    UnprovedAnswerError,
     WriterFailedError,
 )
 
@@ -143,6 +144,7 @@ def test_what_may_help_to_ask_again_says_so() -> None:
         StateMovedError,
         IntegrityError,
         PeerUnreachableError,
+        UnprovedAnswerError,
         PeerNotReadyError,
         SnapshotReplacedError,
         SaveInProgressError,
