@@ -13,6 +13,7 @@ import torch
 from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.snapshot_requests import FreshSnapshot
+from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, check_duration, check_number
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
@@ -106,9 +107,10 @@ class HTTPTransport(Generic[T]):
                 "answers there; set TransportSettings.advertise or FT_TRANSPORT_ADVERTISE"
             )
 
-    def token_proof(self) -> str:
-        """Return the ids of the job's keys, which tell nobody the token (``wire.key``); ``none`` without one."""
-        return ",".join(key.key_id for key in self._keys.current()) if self._keys is not None else "none"
+    @property
+    def keys(self) -> Keys | None:
+        """The keys of the job token, with which whatever belongs to this transport proves itself."""
+        return self._keys
 
     def send_checkpoint(
         self, dst_ranks: Sequence[int], step: int, state_dict: T | Callable[[], T], timeout: timedelta

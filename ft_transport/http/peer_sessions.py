@@ -32,7 +32,7 @@ from ft_transport.wire.authentication import (
     content_digest,
 )
 
-_NUMBER: Final = "number"
+_NUMBER: Final = web.RequestKey("number", int)
 
 
 class ServerSessions:
@@ -120,7 +120,7 @@ class _ServerSession:
 
     def claimed_number(self, credentials: str | None) -> int:
         """The number that the client waits for an answer to; 0 if it cannot be told."""
-        _, _, rest = (credentials or "").partition(f"{SCHEME} {_NUMBER}=")
+        _, _, rest = (credentials or "").partition(f"{SCHEME} number=")
         digits = rest.partition(",")[0][:18]
         return int(digits) if digits.isascii() and digits.isdigit() else 0
 

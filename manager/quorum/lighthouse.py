@@ -11,9 +11,7 @@ of ``ManagerServer`` the heartbeats.
 from __future__ import annotations
 
 import logging
-import os
 import random
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -22,16 +20,14 @@ from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import msgspec
-
+from ft_transport.keys import Keys
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeEvent, outcome_of
 from manager.errors import LighthouseUnavailableError, QuorumError, QuorumTimeoutError
 from manager.quorum.decision import Member
-from manager.quorum.divergence import Claim
 from manager.quorum.heartbeat import Heartbeat
 from manager.quorum.lighthouse_status import read_status
-from manager.quorum.structure import Structure
+from manager.quorum.member_data import MemberTelling
 
 logger = logging.getLogger(__name__)
 
@@ -49,23 +45,6 @@ _own_random = random.Random()
 
 _embedded: list[Any] = []
 _embedded_mutex = threading.Lock()
-
-
-class _MemberData(msgspec.Struct, frozen=True):
-    """What travels in the field ``data`` of a quorum request."""
-
-    addresses: tuple[str, ...]
-    lineage: str
-    group: str
-    num_groups: int
-    can_serve: bool
-    may_heal: bool
-    announced_to: tuple[str, ...]
-    rules: tuple[str, ...]
-    is_irregular: bool
-    claim: Claim
-    structure: Structure = ()
-    process: str = ""
 
 
 def embedded_lighthouse(
@@ -124,6 +103,7 @@ class LighthouseSession:
         connect_timeout: For one attempt to reach it.
         heartbeat_interval: Between two heartbeats.
         heartbeat_timeout: After which the Lighthouse takes a replica for dead.
+        keys: Of the job token: who does not prove that it knows it takes no part.
 
     Raises:
         LighthouseUnavailableError: torchft is not installed, or the Lighthouse does not answer.
@@ -137,7 +117,9 @@ class LighthouseSession:
         connect_timeout: timedelta,
         heartbeat_interval: timedelta,
         heartbeat_timeout: timedelta,
+        keys: Keys | None,
     ) -> None:
+        self._telling = MemberTelling(keys)
         self._address = address
         self._replica_id = replica_id
         self._connect_timeout = connect_timeout
@@ -196,7 +178,7 @@ class LighthouseSession:
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     self._pause(min(pause_s * _own_random.uniform(0.5, 1.0), max(0.0, deadline_s - time.monotonic())))
                     continue
-                members = tuple(_member_of(participant) for participant in quorum.participants)
+                members = self._telling.members_of(quorum.participants, self._replica_id)
                 missing = self._missing(quorum.quorum_id, members)
                 if missing and time.monotonic() + _ASK_AGAIN_S < deadline_s:
                     there = [each.replica_id for each in members]
@@ -294,22 +276,7 @@ class LighthouseSession:
             step=member.step,
             world_size=len(member.addresses),
             shrink_only=shrink_only,
-            data=msgspec.to_builtins(
-                _MemberData(
-                    addresses=member.addresses,
-                    lineage=member.lineage,
-                    group=member.group,
-                    num_groups=member.num_groups,
-                    can_serve=member.can_serve,
-                    may_heal=member.may_heal,
-                    announced_to=tuple(sorted(member.announced_to)),
-                    rules=member.rules,
-                    is_irregular=member.is_irregular,
-                    process=f"{os.getpid()} on {socket.gethostname()}",
-                    claim=member.claim,
-                    structure=member.structure,
-                )
-            ),
+            data=self._telling.data_of(member),
         )
         try:
             quorum = outcome_of(request)
@@ -337,30 +304,3 @@ def name_of(replica_id: str) -> str:
     """What stays when a replica is started again; the whole id where it was given no name."""
     name, _, start = replica_id.rpartition(":")
     return replica_id if name in ("", NAMELESS) or not start else name
-
-
-def _member_of(participant: Any) -> Member:
-    try:
-        data = msgspec.convert(participant.data, _MemberData)
-    except msgspec.ValidationError as error:
-        raise QuorumError(
-            f"expected replicas that run this package in the quorum, and {participant.replica_id!r} says of itself "
-            f"{participant.data!r}: {error}"
-        ) from error
-    return Member(
-        replica_id=participant.replica_id,
-        step=participant.step,
-        lineage=data.lineage,
-        store_address=participant.store_address,
-        addresses=data.addresses,
-        group=data.group,
-        num_groups=data.num_groups,
-        can_serve=data.can_serve,
-        may_heal=data.may_heal,
-        announced_to=frozenset(data.announced_to),
-        rules=data.rules,
-        is_irregular=data.is_irregular,
-        process=data.process,
-        claim=data.claim,
-        structure=data.structure,
-    )

@@ -77,11 +77,13 @@ class QuorumLoop(StateObserver):
         self._state = replica.state
         self._snapshots = snapshots
         self._stall_watch = stall_watch
-        self.membership = Membership(config, address=transport.metadata(), process_group=process_group)
+        self.membership = Membership(
+            config, address=transport.metadata(), keys=transport.keys, process_group=process_group
+        )
         self._executor = SafeExecutor(1, "ft-transport-quorum")
         self._participant = Participant(self._state, self.membership)
         self._comparison = StateComparison(lock=self._state.lock, keeper=snapshots.keeper, state=self._state.content)
-        self._structures = StructureWatch(self._participant, transport.token_proof, self._executor)
+        self._structures = StructureWatch(self._participant, self._executor)
         healer = Healer(config, state=replica.state, peers=peers, watch=stall_watch)
         self._forming = QuorumForming(
             config,

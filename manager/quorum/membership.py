@@ -21,6 +21,7 @@ from torch.distributed import AllreduceOptions
 
 from ft_transport.coordination.rendezvous import nobody_listens, rendezvous
 from ft_transport.coordination.store_connections import StoreConnections
+from ft_transport.keys import Keys
 from ft_transport.runtime.deadline import Deadline
 from manager.collectives.gloo import GlooProcessGroup, ReplicaProcessGroup
 from manager.collectives.reconfigurable import Reconfigurable, ReconfigurableGroup
@@ -51,6 +52,7 @@ class Membership:
     Args:
         config: With everything filled in that the environment says.
         address: Where this rank serves its state, as peers are told.
+        keys: Of the job token, if there is one.
         process_group: What runs the collectives; ``None`` for gloo.
 
     Attributes:
@@ -63,12 +65,18 @@ class Membership:
     """
 
     def __init__(
-        self, config: ManagerConfig, *, address: str, process_group: ReplicaProcessGroup | Reconfigurable | None
+        self,
+        config: ManagerConfig,
+        *,
+        address: str,
+        keys: Keys | None,
+        process_group: ReplicaProcessGroup | Reconfigurable | None,
     ) -> None:
         assert config.rank is not None, "the environment has been asked"
         assert config.world_size is not None, "the environment has been asked"
         self._config = config
         self._address = address
+        self._keys = keys
         self.group_rank = config.rank
         self._stores = StoreConnections()
         self.differences = ToldDifferences(self._stores, self.group_rank)
@@ -130,6 +138,7 @@ class Membership:
                 connect_timeout=config.connect_timeout,
                 heartbeat_interval=config.heartbeat_interval,
                 heartbeat_timeout=config.heartbeat_timeout,
+                keys=self._keys,
             )
             logger.info("replica %s: takes part in the quorum of %s", self.replica_id, lighthouse)
 

@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
-TOKEN_PART: Final = "(job token)"
 UNKNOWN: Final = ""
 """Of a part that is not compared."""
 _MAX_SHOWN: Final = 5
@@ -20,10 +19,9 @@ Tables: TypeAlias = Mapping[str, Mapping[str, str]]
 """Dtype and shape of each part's tensors, by name. Empty for a part that is not compared."""
 
 
-def structure_of(tables: Tables, token_proof: str) -> Structure:
-    """Return a short form of the tables, and of the job token."""
-    digests = {key: _digest(table) if table else UNKNOWN for key, table in tables.items()}
-    return tuple(sorted({**digests, TOKEN_PART: token_proof}.items()))
+def structure_of(tables: Tables) -> Structure:
+    """Return a short form of the tables."""
+    return tuple(sorted((key, _digest(table) if table else UNKNOWN) for key, table in tables.items()))
 
 
 def misfits(own: Structure, other: Structure) -> tuple[str, ...]:
@@ -31,15 +29,12 @@ def misfits(own: Structure, other: Structure) -> tuple[str, ...]:
     if not own or not other:
         return ()
     mine, theirs = dict(own), dict(other)
-    return tuple(key for key in sorted({*mine, *theirs}) if not _fits(key, mine.get(key), theirs.get(key)))
+    return tuple(key for key in sorted({*mine, *theirs}) if not _fits(mine.get(key), theirs.get(key)))
 
 
-def _fits(key: str, own: str | None, other: str | None) -> bool:
+def _fits(own: str | None, other: str | None) -> bool:
     if own is None or other is None:
         return False
-    if key == TOKEN_PART:
-        # While the token is replaced there are two of them.
-        return not {*own.split(",")}.isdisjoint(other.split(","))
     return own == other or UNKNOWN in {own, other}
 
 
@@ -59,11 +54,9 @@ def describe(parts: tuple[str, ...], own: Tables, other: Tables | None) -> str:
         own: This replica's.
         other: The other replica's; ``None`` if it could not be asked.
     """
-    told = []
-    if TOKEN_PART in parts:
-        told.append("it has another job token (FT_TRANSPORT_TOKEN)")
     if other is None:
-        return "; ".join([*told, f"another state under {[part for part in parts if part != TOKEN_PART]}"])
+        return f"another state under {list(parts)}"
+    told = []
     missing, unexpected = sorted({*own} - {*other}), sorted({*other} - {*own})
     if missing or unexpected:
         told.append(f"keys that are registered here alone: {missing}, there alone: {unexpected}")

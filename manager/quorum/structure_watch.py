@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.errors import HealFailedError
@@ -23,16 +22,14 @@ class StructureWatch:
 
     Args:
         participant: This replica.
-        token_proof: Returns what replicas with the same job token have in common.
         executor: The quorum thread: tells the others.
 
     Attributes:
         structure: Digests of what the state looks like.
     """
 
-    def __init__(self, participant: Participant, token_proof: Callable[[], str], executor: SafeExecutor) -> None:
+    def __init__(self, participant: Participant, executor: SafeExecutor) -> None:
         self._participant = participant
-        self._token_proof = token_proof
         self._executor = executor
         self._checked: tuple[int, ...] = ()
         self._tables: Tables = {}
@@ -63,7 +60,7 @@ class StructureWatch:
     def look(self) -> None:
         """Describe the state as it is now."""
         self._tables = tables_of(self._participant.state.registry)
-        self.structure = structure_of(self._tables, self._token_proof())
+        self.structure = structure_of(self._tables)
 
     def note(self, decision: Decision) -> None:
         """Name the replicas whose state does not fit; what is told of this one may be old, and is looked at again."""
@@ -74,8 +71,8 @@ class StructureWatch:
         self._known_unfit = set(decision.unfit)
         if unknown and own not in unknown:
             logger.warning(
-                "%s: the state of %s differs from this one's in keys, dtypes, shapes or job token; unless it changes, "
-                "they take no part",
+                "%s: the state of %s differs from this one's in keys, dtypes or shapes; unless it changes, they "
+                "take no part",
                 self._participant.name,
                 sorted(unknown),
             )

@@ -80,6 +80,7 @@ session = LighthouseSession(
     connect_timeout=10 * second,
     heartbeat_interval=second / 10,
     heartbeat_timeout=second,
+    keys=None,
 )
 for line in sys.stdin:
     if line.strip() == "hold":

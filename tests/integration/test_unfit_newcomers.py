@@ -10,7 +10,7 @@ import torch
 from quorum_threads import SHORT, TIMEOUT, Gate, lighthouse, make_manager, run_replicas
 
 from ft_transport import HTTPTransport, TransportSettings
-from manager import HealFailedError, Manager
+from manager import HealFailedError, Manager, QuorumError
 
 pytest.importorskip("torchft")
 
@@ -110,12 +110,19 @@ def test_another_key_is_named_and_costs_the_others_nothing(address: str) -> None
     assert num_snapshots == 0
 
 
-@pytest.mark.parametrize("token", [None, "guessed"])
-def test_another_token_costs_the_others_nothing(address: str, token: str | None) -> None:
-    told, committed, num_snapshots = beside_a_healthy_replica(
-        address, lambda: refused(address, token=token), healthy_token="right"
-    )
-    assert "another job token (FT_TRANSPORT_TOKEN)" in told
+@pytest.mark.parametrize(("token", "healthy_token"), [(None, "right"), ("guessed", "right"), ("right", None)])
+def test_another_token_costs_the_others_nothing(address: str, token: str | None, healthy_token: str | None) -> None:
+    def stranger() -> str:
+        trainer = Trainer(address, "newcomer", token=token)
+        try:
+            with pytest.raises(QuorumError, match="expected replicas with the same job token") as caught:
+                trainer.step()
+            return str(caught.value)
+        finally:
+            trainer.manager.shutdown()
+
+    told, committed, num_snapshots = beside_a_healthy_replica(address, stranger, healthy_token=healthy_token)
+    assert "healthy:" in told
     assert "right" not in told
     assert all(committed)
     assert num_snapshots == 0

@@ -19,7 +19,6 @@ from manager.quorum.decision import (
     decide,
     next_lineage,
 )
-from manager.quorum.structure import TOKEN_PART
 
 RULES = Rules(min_replica_size=2)
 
@@ -271,10 +270,3 @@ def test_of_those_at_one_step_the_one_that_looks_different_takes_no_part() -> No
     assert isinstance(found["a"].role, DoesNotFit)
     assert found["b"].group_members == ("b", "c", "d")
     assert isinstance(found["d"].role, Heals)
-
-
-def test_the_job_token_is_the_same_or_one_of_two_while_it_is_replaced() -> None:
-    for other, fits in [("1234", True), ("5678,1234", True), ("5678", False), ("none", False)]:
-        own, theirs = (TOKEN_PART, "1234"), (TOKEN_PART, other)
-        found = decisions([member("a", structure=(theirs,)), member("b", 0, structure=(own,))])
-        assert isinstance(found["b"].role, Heals if fits else DoesNotFit)

@@ -1,0 +1,172 @@
+"""What a replica says of itself through the Lighthouse, and who of those that are there belongs to the job.
+
+Whoever reaches the Lighthouse can ask it for a quorum, under any name and with any step. With a job token each replica
+signs what it says, and what nobody of the job has signed counts as not there: nobody heals from it, waits for it or
+makes a process group with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from ft_transport.keys import TOKEN_VARIABLE, Keys
+from manager.errors import QuorumError
+from manager.quorum.decision import Member
+from manager.quorum.divergence import Claim
+from manager.quorum.structure import Structure
+
+logger = logging.getLogger(__name__)
+
+_PURPOSE: Final = "member"
+_WARN_EVERY_S: Final = 60.0
+_MAX_SHOWN: Final = 3
+_MAX_SHOWN_CHARACTERS: Final = 100
+_MAX_REMEMBERED: Final = 10_000
+
+_numbers = itertools.count(1)
+"""Of the process, because a later manager of it may take over the name of an earlier one."""
+
+
+class _MemberData(msgspec.Struct, frozen=True):
+    """What travels in the field ``data`` of a quorum request."""
+
+    addresses: tuple[str, ...]
+    lineage: str
+    group: str
+    num_groups: int
+    can_serve: bool
+    may_heal: bool
+    announced_to: tuple[str, ...]
+    rules: tuple[str, ...]
+    is_irregular: bool
+    claim: Claim
+    structure: Structure = ()
+    process: str = ""
+    number: int = 0
+    signature: str = ""
+
+
+class MemberTelling:
+    """Says what this replica is, and reads what the others say. Belongs to the thread that asks for quorums.
+
+    Args:
+        keys: Of the job token; ``None`` where there is none.
+    """
+
+    def __init__(self, keys: Keys | None) -> None:
+        self._keys = keys
+        self._last_numbers: dict[str, int] = {}
+        self._is_established = False
+        self._warned_s = -_WARN_EVERY_S
+
+    def data_of(self, member: Member) -> dict[str, Any]:
+        """What a replica says of itself, in plain values."""
+        data = _MemberData(
+            addresses=member.addresses,
+            lineage=member.lineage,
+            group=member.group,
+            num_groups=member.num_groups,
+            can_serve=member.can_serve,
+            may_heal=member.may_heal,
+            announced_to=tuple(sorted(member.announced_to)),
+            rules=member.rules,
+            is_irregular=member.is_irregular,
+            process=f"{os.getpid()} on {socket.gethostname()}",
+            claim=member.claim,
+            structure=member.structure,
+            number=next(_numbers),
+        )
+        if self._keys is not None:
+            signed = _signed(member.replica_id, member.step, member.store_address, data)
+            data = msgspec.structs.replace(data, signature=self._keys.sign(_PURPOSE, signed))
+        plain: dict[str, Any] = msgspec.to_builtins(data)
+        return plain
+
+    def members_of(self, participants: Sequence[Any], own_id: str) -> tuple[Member, ...]:
+        """The members of a quorum that belong to the job, in its order.
+
+        Args:
+            participants: What the Lighthouse returned.
+            own_id: Of this replica.
+
+        Raises:
+            QuorumError: One of them does not run this package; or in this replica's first quorum nobody else belongs to
+                the job: then it may be the one with a wrong token, and must not train alone.
+        """
+        told = [(participant.replica_id, self._member_of(participant)) for participant in participants]
+        strangers = [replica_id for replica_id, member in told if member is None]
+        members = tuple(member for _, member in told if member is not None)
+        if strangers:
+            has_company = any(member.replica_id != own_id for member in members)
+            self._note(strangers, may_be_wrong=not has_company and not self._is_established)
+        self._is_established = True
+        return members
+
+    def _note(self, strangers: Sequence[str], *, may_be_wrong: bool) -> None:
+        shown = ", ".join(repr(each[:_MAX_SHOWN_CHARACTERS]) for each in strangers[:_MAX_SHOWN])
+        what = f"{len(strangers)} in the quorum do not prove this replica's job token ({TOKEN_VARIABLE}): {shown}"
+        if self._keys is None:
+            what = f"{len(strangers)} in the quorum have a job token, and this replica has none: {shown}"
+        if may_be_wrong:
+            raise QuorumError(f"expected replicas with the same job token; {what}")
+        if time.monotonic() - self._warned_s >= _WARN_EVERY_S:
+            self._warned_s = time.monotonic()
+            logger.warning("%s; they take no part", what)
+
+    def _member_of(self, participant: Any) -> Member | None:
+        replica_id = participant.replica_id
+        try:
+            data = msgspec.convert(participant.data, _MemberData)
+        except msgspec.ValidationError as error:
+            if self._keys is not None:
+                return None
+            raise QuorumError(
+                "expected replicas that run this package in the quorum, and "
+                f"{replica_id[:_MAX_SHOWN_CHARACTERS]!r} says of itself {str(participant.data)[:200]!r}: {error}"
+            ) from error
+        if not self._belongs(replica_id, participant, data):
+            return None
+        return Member(
+            replica_id=replica_id,
+            step=participant.step,
+            lineage=data.lineage,
+            store_address=participant.store_address,
+            addresses=data.addresses,
+            group=data.group,
+            num_groups=data.num_groups,
+            can_serve=data.can_serve,
+            may_heal=data.may_heal,
+            announced_to=frozenset(data.announced_to),
+            rules=data.rules,
+            is_irregular=data.is_irregular,
+            process=data.process,
+            claim=data.claim,
+            structure=data.structure,
+        )
+
+    def _belongs(self, replica_id: str, participant: Any, data: _MemberData) -> bool:
+        if self._keys is None:
+            return not data.signature
+        signed = _signed(replica_id, participant.step, participant.store_address, data)
+        if not self._keys.verifies(data.signature, _PURPOSE, signed):
+            return False
+        # What a replica has said before, somebody else may say again.
+        if data.number < self._last_numbers.get(replica_id, 0):
+            return False
+        if replica_id not in self._last_numbers and len(self._last_numbers) >= _MAX_REMEMBERED:
+            self._last_numbers.clear()
+        self._last_numbers[replica_id] = data.number
+        return True
+
+
+def _signed(replica_id: str, step: int, store_address: str, data: _MemberData) -> bytes:
+    unsigned = msgspec.structs.replace(data, signature="")
+    return msgspec.json.encode((replica_id, step, store_address, unsigned))
