@@ -7,6 +7,7 @@ operations times out. Data goes through a gloo group (``coordination.exchange``)
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported, undeclared
 
 from ft_transport.coordination.heartbeat import Heartbeat, HeartbeatWatch
+from ft_transport.coordination.seal import Seal
 from ft_transport.coordination.store_channel import AT_ONCE, DirectStore, Pacing, StoreChannel
 from ft_transport.coordination.votes import (
     AbandonedError,
@@ -36,6 +38,7 @@ from ft_transport.coordination.votes import (
     tally,
 )
 from ft_transport.errors import ConfigurationError, PeerProtocolError, RankGoneError, TransportError
+from ft_transport.keys import Keys
 
 T = TypeVar("T")
 
@@ -58,12 +61,14 @@ class RankGroup:
         size: How many they are.
         global_ranks: Their ranks in all of ``torch.distributed``.
         shared: The part of the store; ``None`` where there is one rank.
+        keys: Of the job token: what the ranks agree on is signed with them.
     """
 
     rank: int = 0
     size: int = 1
     global_ranks: tuple[int, ...] = (0,)
     shared: Any = None
+    keys: Keys | None = None
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None) -> RankGroup:
@@ -74,7 +79,7 @@ class RankGroup:
                 initialised. No collective of it runs.
 
         Raises:
-            ConfigurationError: This rank does not belong to it.
+            ConfigurationError: This rank does not belong to it, or the environment names no job token.
         """
         if process_group is None and not dist.is_initialized():
             return cls()
@@ -90,7 +95,7 @@ class RankGroup:
         default: Any = dist.distributed_c10d._get_default_store()
         ranks = "-".join(map(str, global_ranks)) if size <= 64 else name
         shared = PrefixStore(f"ft_transport/{name}/{ranks}/{number}", default)
-        return cls(rank=rank, size=size, global_ranks=global_ranks, shared=shared)
+        return cls(rank=rank, size=size, global_ranks=global_ranks, shared=shared, keys=Keys.from_environment())
 
     def store(self, prefix: str) -> Any:
         """A part of the store, for one purpose; ``None`` where there is one rank."""
@@ -119,6 +124,9 @@ class Agreement:
     def __init__(self, group: RankGroup, channel: str, timeout: timedelta) -> None:
         self.rank, self.size = group.rank, group.size
         self._channel = group.channel(channel) if group.size > 1 else None
+        self._seal = Seal(group.keys, channel, *map(str, group.global_ranks))
+        # Of this agreement, so that nobody can tell it what another one was told.
+        self._nonce = secrets.token_hex(8)
         self._timeout = timeout
         self._beat_s = min(_LONGEST_BEAT_S, timeout.total_seconds() / 4)
         self._heartbeat = (
@@ -177,7 +185,7 @@ class Agreement:
         self.sequence += 1
         self._beat()
         try:
-            vote = Vote(phase=phase, payload=action() or b"")
+            vote = Vote(phase=phase, payload=action() or b"", nonce=self._nonce)
         except Exception as error:
             vote = Vote(phase=phase, failure=describe(error))
             self._announce()
@@ -188,7 +196,7 @@ class Agreement:
             self._cast(vote)
             raise
         try:
-            votes = self._exchange(vote)
+            votes = self._checked(self._exchange(vote), vote)
         except TransportError as error:
             error.step = self.step
             return GiveUp(error)
@@ -240,7 +248,8 @@ class Agreement:
             others = Vote(phase=vote.phase, failure=describe(AbandonedError("gave up because rank 0 has")))
             self._settle(self._channel, [vote, *[others] * (self.size - 1)])
         else:
-            self._channel.post(f"vote/{self.sequence}/{self.rank}", encode(vote), self._timeout)
+            key = f"vote/{self.sequence}/{self.rank}"
+            self._channel.post(key, self._seal.sealed(encode(vote), key), self._timeout)
 
     def _exchange(self, vote: Vote) -> list[Vote | None]:
         if self._channel is None:
@@ -250,10 +259,10 @@ class Agreement:
             self._cast(vote)
             (verdict,) = self._await(self._channel, {0: f"verdict/{number}"})
             if verdict is not None:
-                return decode_all(verdict, self.size)
+                return self._opened(verdict)
             return self._settle(self._channel, [None, *[vote] * (self.size - 1)])
         found = self._await(self._channel, {rank: f"vote/{number}/{rank}" for rank in range(1, self.size)})
-        votes = [vote, *(None if each is None else _decoded(vote.phase, each) for each in found)]
+        votes = [vote, *(self._vote_of(rank, each, vote.phase) for rank, each in enumerate(found, start=1))]
         if None in votes:
             return self._settle(self._channel, votes)
         # All ranks have read the verdict before the last one.
@@ -264,8 +273,29 @@ class Agreement:
         self, channel: StoreChannel, votes: Sequence[Vote | None], *, remove: Sequence[str] = ()
     ) -> list[Vote | None]:
         """Makes ``votes`` the verdict, unless there is one already. Returns what it is for all."""
-        verdict = channel.set_once(f"verdict/{self.sequence}", encode_all(votes), self._timeout, remove=remove)
-        return decode_all(verdict, self.size)
+        key = f"verdict/{self.sequence}"
+        proposed = self._seal.sealed(encode_all(votes), key)
+        return self._opened(channel.set_once(key, proposed.decode(), self._timeout, remove=remove))
+
+    def _opened(self, verdict: bytes) -> list[Vote | None]:
+        return decode_all(self._seal.opened(verdict, f"verdict/{self.sequence}"), self.size)
+
+    def _checked(self, votes: list[Vote | None], own: Vote) -> list[Vote | None]:
+        """Makes sure that a success of all ranks is one of this rank's own vote, and not of an earlier run."""
+        succeeded = all(vote is not None and vote.failure is None for vote in votes)
+        if succeeded and votes[self.rank] != own:
+            raise PeerProtocolError(
+                f"expected the verdict of {own.phase!r} to have this rank's own vote, it has another"
+            )
+        return votes
+
+    def _vote_of(self, rank: int, encoded: bytes | None, phase: str) -> Vote | None:
+        if encoded is None:
+            return None
+        try:
+            return decode(self._seal.opened(encoded, f"vote/{self.sequence}/{rank}"))
+        except PeerProtocolError as error:
+            return Vote(phase=phase, failure=describe(error))
 
     def _await(self, channel: StoreChannel, keys: Mapping[int, str]) -> list[bytes | None]:
         """Waits for a key of each rank, for as long as it shows heartbeats. Returns ``None`` for ranks given up."""
@@ -287,10 +317,3 @@ class Agreement:
                 came = {rank: channel.get([key], AT_ONCE) for rank, key in keys.items() if rank not in gone}
                 return [each[0] if (each := came.get(rank)) else None for rank in keys]
         return list(found)
-
-
-def _decoded(phase: str, encoded: bytes) -> Vote:
-    try:
-        return decode(encoded)
-    except PeerProtocolError as error:
-        return Vote(phase=phase, failure=describe(error))

@@ -88,11 +88,13 @@ class Vote(Struct, frozen=True, array_like=True, kw_only=True):
         phase: Which one; ranks that are in different ones have lost each other.
         failure: What went wrong, ``None`` if nothing did.
         payload: What the others are to know.
+        nonce: Drawn at random by whoever votes, so that no earlier vote can stand for this one.
     """
 
     phase: str
     failure: Failure | None = None
     payload: bytes = b""
+    nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +188,9 @@ def encode(vote: Vote) -> bytes:
     return msgspec.msgpack.encode(vote)
 
 
-def encode_all(votes: Sequence[Vote | None]) -> str:
-    """All votes, as one message; a str, because the store compares no other values."""
-    return msgspec.json.encode(list(votes)).decode()
+def encode_all(votes: Sequence[Vote | None]) -> bytes:
+    """All votes, as one message; text, because the store compares no other values."""
+    return msgspec.json.encode(list(votes))
 
 
 def decode(encoded: bytes) -> Vote:

@@ -9,16 +9,19 @@ from typing import TypeVar
 from torch.distributed import HashStore
 
 from ft_transport.coordination.consensus import RankGroup
+from ft_transport.keys import Keys
 
 T = TypeVar("T")
 
 _LONG_S = 60.0
 
 
-def groups_of(size: int, store: HashStore | None = None) -> list[RankGroup]:
+def groups_of(size: int, store: HashStore | None = None, token: str | None = None) -> list[RankGroup]:
     """The same group as each of its ranks sees it."""
     shared = store if store is not None else HashStore()
-    return [RankGroup(rank=rank, size=size, global_ranks=tuple(range(size)), shared=shared) for rank in range(size)]
+    keys = Keys.of(token) if token is not None else None
+    ranks = tuple(range(size))
+    return [RankGroup(rank=rank, size=size, global_ranks=ranks, shared=shared, keys=keys) for rank in ranks]
 
 
 def run_ranks(*ranks: Callable[[], T]) -> list[T]:

@@ -193,7 +193,13 @@ def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("Connection reset by peer")
 
-    group = SimpleNamespace(rank=0, size=2, channel=lambda prefix: StoreChannel(DirectStore(GoneStore())))
+    group = SimpleNamespace(
+        rank=0,
+        size=2,
+        global_ranks=(0, 1),
+        keys=None,
+        channel=lambda prefix: StoreChannel(DirectStore(GoneStore())),
+    )
     agreement = Agreement(group, "test", LONG)  # type: ignore[arg-type]
     with pytest.raises(RankGoneError, match=r"key-value store of torch\.distributed to answer: Connection reset"):
         agreement.run_on_all_ranks("write", lambda: None)

@@ -223,7 +223,7 @@ def test_all_ranks_decide_alike_from_what_has_travelled(seed: int) -> None:
     known: list[BaseException | None] = [None, PASSES, STAYS, AbandonedError("gave up"), WriterFailedError("died")]
     votes = voted(*(pick.choice(known) for _ in range(5)))
     sent = encode_all([decode(encode(vote)) if vote is not None else None for vote in votes])
-    travelled = decode_all(sent.encode(), len(votes))
+    travelled = decode_all(sent, len(votes))
     assert travelled == votes
     here, there = tally(votes), tally(travelled)
     assert type(here) is type(there)
@@ -232,7 +232,7 @@ def test_all_ranks_decide_alike_from_what_has_travelled(seed: int) -> None:
 
 
 def test_a_vote_that_is_missing_stays_missing_on_the_way() -> None:
-    assert decode_all(encode_all([None, voted(None)[0]]).encode(), 2) == [None, voted(None)[0]]
+    assert decode_all(encode_all([None, voted(None)[0]]), 2) == [None, voted(None)[0]]
 
 
 _FAILURES = (

@@ -1,0 +1,87 @@
+"""Somebody writes to the key-value store in which the ranks vote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+from ranks_on_threads import groups_of, run_ranks
+from torch.distributed import HashStore
+
+from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.votes import Vote, encode, encode_all
+from ft_transport.errors import PeerProtocolError, TransportError
+
+LONG = timedelta(seconds=20)
+OWN, PLANTED = b"/checkpoints/step-1", b"/planted"
+
+
+def _told(store: HashStore, token: str | None, rounds: int = 1) -> list[list[bytes] | TransportError]:
+    """What two ranks take for the first one's decision, by rank; or why they do not."""
+    agreements = [Agreement(group, "test", LONG) for group in groups_of(2, store, token)]
+
+    def act(agreement: Agreement) -> list[bytes] | TransportError:
+        try:
+            return [agreement.on_first("choose", lambda: OWN) for _ in range(rounds)]
+        except TransportError as error:
+            return error
+
+    return run_ranks(*(lambda each=each: act(each) for each in agreements))  # type: ignore[misc]
+
+
+def _planted() -> Sequence[Vote]:
+    return [Vote(phase="choose", payload=PLANTED), Vote(phase="choose")]
+
+
+def test_without_a_token_whoever_writes_to_the_store_decides() -> None:
+    """Says what the token is for: what the next test refuses is believed without one, on one rank or on both."""
+    store = HashStore()
+    store.set("test/verdict/1", encode_all(_planted()).decode())
+    first, second = _told(store, None)
+    assert [PLANTED] in (first, second) or isinstance(second, PeerProtocolError)
+
+
+def test_a_verdict_that_no_rank_signed_sends_nobody_elsewhere() -> None:
+    store = HashStore()
+    store.set("test/verdict/1", encode_all(_planted()).decode())
+    told = _told(store, "right")
+    assert all(isinstance(each, PeerProtocolError) for each in told)
+    assert all("signed with the job token" in str(each) for each in told)
+
+
+def test_a_vote_that_no_rank_signed_fails_the_phase_for_all() -> None:
+    store = HashStore()
+    store.set("test/vote/1/1", encode(Vote(phase="choose", payload=PLANTED)))
+    told = _told(store, "right")
+    # The rank's own vote may have taken the place of the forged one in time.
+    assert told == [[OWN], [OWN]] or all("signed with the job token" in str(each) for each in told)
+
+
+@pytest.mark.parametrize("key", ["test/verdict/1", "test/vote/1/1"])
+def test_what_an_earlier_run_decided_decides_nothing(key: str) -> None:
+    earlier, store = HashStore(), HashStore()
+    assert _told(earlier, "right") == [[OWN], [OWN]]
+    store.set(key, earlier.get(key).decode("latin-1") if "verdict" in key else earlier.get(key))
+    told = _told(store, "right")
+    if "verdict" in key:
+        assert all("own vote" in str(each) for each in told)
+    else:  # the rank's own vote may have taken the place of the earlier one in time
+        assert all(each == [OWN] or isinstance(each, TransportError) for each in told)
+
+
+def test_signed_votes_are_all_that_is_needed() -> None:
+    assert _told(HashStore(), "right", rounds=5) == [[OWN] * 5] * 2
+
+
+def test_another_token_is_named() -> None:
+    store = HashStore()
+    groups = [groups_of(2, store, token)[rank] for rank, token in enumerate(["right", "wrong"])]
+    agreements = [Agreement(group, "test", LONG) for group in groups]
+
+    def act(agreement: Agreement) -> str:
+        with pytest.raises(TransportError, match="job token") as caught:
+            agreement.on_first("choose", lambda: OWN)
+        return str(caught.value)
+
+    run_ranks(*(lambda each=each: act(each) for each in agreements))  # type: ignore[misc]
