@@ -16,19 +16,23 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined] # exported, undeclared
 
 from ft_transport.coordination.consensus import RankGroup
-from ft_transport.errors import RankGoneError
+from ft_transport.errors import PeerProtocolError, RankGoneError
 
 T = TypeVar("T")
 
 _TAG: Final = 1
-_MAX_MESSAGE_BYTES: Final = 1 << 30
-"""Larger ones go in pieces: gloo counts in 32 bits on some of its ways."""
+_PIECE_BYTES: Final = 16 << 20
+"""Larger messages go in pieces: gloo counts in 32 bits on some of its ways, and a rank that announces more than it has
+makes the others take no more memory than for one."""
+MAX_MESSAGE_BYTES: Final = 4 << 30
+"""What is exchanged describes states, whose headers have 100 MB at most; a rank that announces more is not believed."""
 
 
 class Exchange:
     """Sends bytes between ranks. One thread at a time, the same calls on every rank.
 
-    What exchanges data raises `RankGoneError` where a rank does not take part in time, or its connection ends.
+    What exchanges data raises `RankGoneError` where a rank does not take part in time, or its connection ends, and
+    `PeerProtocolError` where one announces a length that cannot be.
 
     Args:
         group: The ranks.
@@ -92,9 +96,10 @@ class Exchange:
     def broadcast(self, data: bytes | None) -> bytes:
         """Gives all ranks what the first has."""
         (length,) = self._broadcast_numbers([len(data)] if data is not None else None, 1)
-        buffer = bytearray(data) if data is not None else bytearray(length)
-        self._broadcast(_pieces(buffer))
-        return bytes(buffer)
+        if data is not None:
+            self._broadcast(_pieces_of(data))
+            return data
+        return _joined(length, 0, lambda piece: self._broadcast([piece]))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """What every rank has, on all of them; of one shape and dtype."""
@@ -104,15 +109,12 @@ class Exchange:
 
     def send(self, data: bytes, target: int) -> None:
         """Sends to one rank, which calls `receive`."""
-        for piece in _pieces(bytearray(data)):
+        for piece in _pieces_of(data):
             self.wait(self.begin_send(piece, target, _TAG))
 
     def receive(self, num_bytes: int, source: int) -> bytes:
-        """Receives what one rank gives to `send`."""
-        buffer = bytearray(num_bytes)
-        for piece in _pieces(buffer):
-            self.wait(self.begin_receive(piece, source, _TAG))
-        return bytes(buffer)
+        """Receives what one rank gives to `send`, which has announced its length."""
+        return _joined(num_bytes, source, lambda piece: self.wait(self.begin_receive(piece, source, _TAG)))
 
     def begin_all_gather(self, tensor: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
         """Begins what `all_gather` does; the tensors are there when `wait` has returned."""
@@ -176,8 +178,21 @@ class Exchange:
         )
 
 
-def _pieces(buffer: bytearray) -> Iterator[torch.Tensor]:
-    """The buffer itself, as tensors that gloo can count."""
-    for start in range(0, len(buffer), _MAX_MESSAGE_BYTES):
-        count = min(len(buffer) - start, _MAX_MESSAGE_BYTES)
-        yield torch.frombuffer(buffer, dtype=torch.uint8, count=count, offset=start)
+def _pieces_of(data: bytes) -> Iterator[torch.Tensor]:
+    """Copies of it, as tensors that gloo can count."""
+    for start in range(0, len(data), _PIECE_BYTES):
+        yield torch.frombuffer(bytearray(data[start : start + _PIECE_BYTES]), dtype=torch.uint8)
+
+
+def _joined(num_bytes: int, source: int, receive: Callable[[torch.Tensor], object]) -> bytes:
+    """What comes in pieces, each of which gets its memory when those before it are there."""
+    if not 0 <= num_bytes <= MAX_MESSAGE_BYTES:
+        raise PeerProtocolError(
+            f"expected rank {source} to announce up to {MAX_MESSAGE_BYTES} bytes, it announced {num_bytes}"
+        )
+    pieces = []
+    for start in range(0, num_bytes, _PIECE_BYTES):
+        piece = bytearray(min(num_bytes - start, _PIECE_BYTES))
+        receive(torch.frombuffer(piece, dtype=torch.uint8))
+        pieces.append(piece)
+    return b"".join(pieces)

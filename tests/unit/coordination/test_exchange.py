@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TypeVar
 
@@ -13,7 +15,7 @@ from ranks_on_threads import groups_of, run_ranks
 
 from ft_transport.coordination.consensus import RankGroup
 from ft_transport.coordination.exchange import Exchange
-from ft_transport.errors import RankGoneError
+from ft_transport.errors import PeerProtocolError, RankGoneError
 
 T = TypeVar("T")
 
@@ -88,3 +90,36 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout() ->
     with pytest.raises(RankGoneError, match=r"expected all 2 ranks to connect within 0:00:00\.5"):
         first.gather(b"x")
     assert time.monotonic() - began_s < AT_ONCE_S
+
+
+@pytest.mark.parametrize("length", [2**62, -1])
+def test_a_length_that_cannot_be_is_not_believed(exchanges: list[Exchange], length: int) -> None:
+    def act(each: Exchange) -> None:
+        if each.rank == 1:  # announces what it does not have, in place of `gather`
+            each.all_gather(torch.tensor([length]))
+        else:
+            with pytest.raises(PeerProtocolError, match=f"it announced {length}") if not each.rank else nullcontext():
+                each.gather(b"")
+
+    on_all(exchanges, act)
+
+
+def test_what_is_announced_takes_memory_only_as_it_comes(exchanges: list[Exchange]) -> None:
+    peaks = []
+
+    def act(each: Exchange) -> None:
+        if each.rank == 1:
+            each.all_gather(torch.tensor([4 << 30]))
+            each.send(b"x" * 1000, 0)
+            each.close()
+        elif each.rank == 2:
+            each.gather(b"")
+        else:
+            tracemalloc.start()
+            with pytest.raises(RankGoneError):
+                each.gather(b"")
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+
+    on_all(exchanges, act)
+    assert peaks[0] < 128 << 20
