@@ -282,7 +282,7 @@ def _decoded(encoded: bytes, decode: Callable[[], T], max_bytes: int) -> T:
         raise PeerProtocolError(f"expected a rank to send at most {max_bytes} bytes, got {len(encoded)}")
     try:
         return decode()
-    except msgspec.DecodeError as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise PeerProtocolError(f"expected votes of ranks, got {encoded[:_MAX_SHOWN]!r}…: {error}") from error
 
 

@@ -226,7 +226,7 @@ def decode_delta(data: bytes | bytearray, *, max_bytes: int | None = None) -> De
         raise ManifestError(f"expected a delta that fits into {max_bytes} bytes, got a header of {length}")
     try:
         header = msgspec.msgpack.decode(view[_LENGTH_BYTES : _LENGTH_BYTES + length], type=_Header)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"expected the header of a delta: {error}") from error
     if header.format != _FORMAT:
         raise ManifestError(f"expected a delta of format {_FORMAT}, got {header.format}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import random
 
@@ -32,6 +33,7 @@ from ft_transport.errors import (
     FetchFailedError,
     IntegrityError,
     PeerNotReadyError,
+    PeerProtocolError,
     PeerUnreachableError,
     RankFailedError,
     RankGoneError,
@@ -313,3 +315,16 @@ def test_an_error_with_what_is_no_character_reaches_the_others(error: Exception)
     travelled = decode(encode(Vote(phase="write", failure=describe(error)))).failure
     assert travelled is not None
     assert "\\ud" in str(rebuild(travelled))
+
+
+@pytest.mark.parametrize("surplus", [b"\x91" * 5_000 + b"\x01", b"\xa1\xff", b"\xdd\xff\xff\xff\xff"])
+def test_a_vote_with_more_than_it_should_have_is_a_typed_error(surplus: bytes) -> None:
+    encoded = encode(voted(None)[0])
+    with contextlib.suppress(PeerProtocolError):
+        decode(bytes([encoded[0] + 1]) + encoded[1:] + surplus)
+
+
+@pytest.mark.parametrize("encoded", [b"[" * 100_000, b'["\\ud800",' * 3, b"\xff", b'[["\xff"]]', b"1" * 10_000])
+def test_votes_that_are_none_are_a_typed_error(encoded: bytes) -> None:
+    with pytest.raises(PeerProtocolError):
+        decode_all(encoded, 1)

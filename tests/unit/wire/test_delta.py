@@ -162,3 +162,11 @@ def test_a_header_that_takes_more_memory_than_allowed_is_not_decoded() -> None:
     packed = msgspec.msgpack.encode([1, 2, 1, [["", 0, 1, 0, 0]] * 1000, 0, [0, 0]])
     with pytest.raises(ManifestError, match=f"fits into 100000 bytes, got a header of {len(packed)}"):
         decode_delta(len(packed).to_bytes(8, "little") + packed, max_bytes=100_000)
+
+
+@pytest.mark.parametrize("surplus", [b"\x91" * 5_000 + b"\x01", b"\xa1\xff", b"\xdd\xff\xff\xff\xff"])
+def test_a_header_with_more_than_it_should_have_is_no_delta(surplus: bytes) -> None:
+    """What is not asked for is skipped: nested without end, characters that are none, an array that is not there."""
+    header = b"\x97" + msgspec.msgpack.encode([1, 2, 1, [], 0, [0, 0]])[1:] + surplus
+    with pytest.raises(ManifestError):
+        decode_delta(len(header).to_bytes(8, "little") + header)
