@@ -68,6 +68,16 @@ class Timeouts:
             return f"no data came for {self.progress.timeout_s:.3g} s"
         return "the deadline passed"
 
+    def check_deadline(self) -> None:
+        """To be called now and then by what takes long on this side, which counts as no lack of progress.
+
+        Raises:
+            DeadlineExceededError: The deadline passed.
+        """
+        if time.monotonic() >= self.deadline_s:
+            raise DeadlineExceededError("timed out making sense of what the peer has sent: the deadline passed")
+        self.note_progress()
+
     def remaining_s(self, doing: str, peer: PeerAddress) -> float:
         """Seconds left.
 

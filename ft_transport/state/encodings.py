@@ -17,10 +17,12 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from typing_extensions import TypeIs
 
 from ft_transport.errors import ConfigurationError, ManifestError, UnsupportedLeafError
 from ft_transport.state.dtypes import DTYPES_BY_NAME, name_of
 from ft_transport.wire.nodes import (
+    MAX_BIG_INT_DIGITS,
     BigIntNode,
     BytesNode,
     ComplexNode,
@@ -33,7 +35,7 @@ from ft_transport.wire.nodes import (
 )
 
 _JSON_INT_LIMIT: Final = 2**63
-_MAX_BIG_INT_DIGITS: Final = 1 << 20
+_MAX_SHOWN_PATH: Final = 200
 
 DEFAULT_FACTORIES: Final[dict[str, Callable[[], object] | None]] = {
     "none": None, "list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str, "bool": bool,
@@ -111,15 +113,32 @@ def key_label(key: object) -> str:
     return f"<{type(key).__name__}>"
 
 
-def encode_int(value: int) -> Node:
-    """An int of any size."""
-    return value if -_JSON_INT_LIMIT <= value < _JSON_INT_LIMIT else BigIntNode(f"{value:x}")
+def is_small_int(value: object) -> TypeIs[int]:
+    """Whether it is an int of 64 bits, which stands for itself."""
+    return type(value) is int and -_JSON_INT_LIMIT <= value < _JSON_INT_LIMIT
+
+
+def encode_int(value: int, path: str) -> Node:
+    """An int.
+
+    Raises:
+        UnsupportedLeafError: It has more than `MAX_BIG_INT_DIGITS` hexadecimal digits.
+    """
+    if is_small_int(value):
+        return value
+    if value.bit_length() > 4 * MAX_BIG_INT_DIGITS:
+        raise UnsupportedLeafError(
+            f"expected an int of at most {4 * MAX_BIG_INT_DIGITS} bits, got one of {value.bit_length()}; put it into "
+            "the state as bytes (int.to_bytes)",
+            path=path[:_MAX_SHOWN_PATH],
+        )
+    return BigIntNode(f"{value:x}")
 
 
 def decode_int(node: BigIntNode) -> int:
     """The inverse of ``encode_int`` for ints outside the 64-bit range."""
-    if len(node.digits) > _MAX_BIG_INT_DIGITS:
-        raise ManifestError(f"expected an int of at most {_MAX_BIG_INT_DIGITS} digits, got {len(node.digits)}")
+    if len(node.digits) > MAX_BIG_INT_DIGITS + 1:
+        raise ManifestError(f"expected an int of at most {MAX_BIG_INT_DIGITS} digits, got {len(node.digits)}")
     return int(node.digits, 16)
 
 

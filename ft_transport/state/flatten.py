@@ -22,6 +22,7 @@ from ft_transport.state.fast_lane import FastLane, OffLaneError
 from ft_transport.state.placements import LayoutEncoder
 from ft_transport.state.views import Base, ViewKey, find_views, view_key
 from ft_transport.wire.nodes import (
+    MAX_DEPTH,
     BytesNode,
     CustomNode,
     DefaultDictNode,
@@ -43,8 +44,6 @@ from ft_transport.wire.nodes import (
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-MAX_DEPTH: Final = 100
-"""Deepest nesting accepted: a level takes up to seven frames of Python's default thousand."""
 _MAX_LANE_ATTEMPTS: Final = 3
 _INLINE_BYTES: Final = 4096
 """Longer bytes leaves go to the data, where they are copied, chunked and digested like tensors."""
@@ -129,7 +128,7 @@ class _Flattener:
             deque: lambda value, path: DequeNode(value.maxlen, self._items(value, value, path)),
             type(None): lambda _value, _path: None,
             bool: lambda value, _path: bool(value),
-            int: lambda value, _path: encodings.encode_int(value),
+            int: encodings.encode_int,
             float: lambda value, _path: encodings.encode_float(value),
             complex: lambda value, _path: encodings.encode_complex(value),
             str: lambda value, _path: encodings.encode_str(value),
@@ -212,7 +211,7 @@ class _Flattener:
         try:
             prefix = f"{path}." if path else ""
             return [
-                encodings.encode_int(value) if type(value) is int else self.encode(value, f"{prefix}{index}")
+                value if encodings.is_small_int(value) else self.encode(value, f"{prefix}{index}")
                 for index, value in enumerate(values)
             ]
         finally:
@@ -246,7 +245,7 @@ class _Flattener:
                         names.append(name)
                         sources.append(item)
                         continue
-                elif type(key) is int and encodings.encode_int(key) is key:
+                elif encodings.is_small_int(key):
                     name = f"{prefix}{key}"
                     add(key)
                 else:

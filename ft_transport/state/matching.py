@@ -27,6 +27,7 @@ from ft_transport.wire.nodes import (
     SequenceNode,
     TensorNode,
 )
+from ft_transport.wire.tree_codec import STRIDE, CheckTime, unbounded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -95,6 +96,10 @@ class Offer(NamedTuple):
 class Matcher:
     """Finds, for each entry of the table, a tensor of the receiver that can take its bytes.
 
+    Args:
+        manifest: What comes.
+        check_time: Called now and then.
+
     Attributes:
         direct: By entry, the tensor whose memory takes the bytes as they come.
         indirect: Tensors that are copied to at the end.
@@ -103,8 +108,10 @@ class Matcher:
         mismatches: Tensors that stand where one of another dtype or shape comes.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, check_time: CheckTime = unbounded) -> None:
         self._manifest = manifest
+        self._check_time = check_time
+        self._num_seen = 0
         # What the fast lane took, column by column: an object for each tensor would wake the garbage collector.
         self._plain: dict[int, torch.Tensor] = {}
         self._plain_starts: list[int] = []
@@ -134,6 +141,9 @@ class Matcher:
                 self.indirect.append((offer.node, offer.tensor))
 
     def _collect(self, node: Node, into: object) -> None:
+        self._num_seen += 1
+        if self._num_seen % STRIDE == 0:
+            self._check_time()
         match node:
             case None | bool() | int() | float() | str():
                 return
@@ -191,10 +201,12 @@ class Matcher:
                 mesh = into.device_mesh
                 at = mesh.get_coordinate()
                 own = f"the part of coordinate {tuple(at or ())} of {tuple(mesh.mesh.shape)} by {into.placements}"
-            self.mismatches.append(Mismatch(self._manifest.tensors[node.index].name, own, received))
+            self._add_mismatch(Mismatch(self._manifest.tensors[node.index].name, own, received))
 
     def _collect_values(self, items: Sequence[Node], into: Mapping[object, object]) -> None:
-        for key, value in zip(items[::2], items[1::2], strict=False):
+        for num_before, (key, value) in enumerate(zip(items[::2], items[1::2], strict=False)):
+            if num_before % STRIDE == 0:
+                self._check_time()
             if isinstance(key, (str, int)):
                 counterpart = into.get(key)
                 if counterpart is None or (
@@ -250,7 +262,12 @@ class Matcher:
 
     def _note_mismatch(self, path: str, into: torch.Tensor, dtype: str, shape: Sequence[int]) -> None:
         own = f"{name_of(into.dtype)}{list(into.shape)}"
-        self.mismatches.append(Mismatch(path, own, f"{dtype[:64]}{list(shape)}"))
+        self._add_mismatch(Mismatch(path, own, f"{dtype[:64]}{list(shape)}"))
+
+    def _add_mismatch(self, mismatch: Mismatch) -> None:
+        """There is no place for one tensor to come twice, but in a tree that repeats a key, which is refused later."""
+        if len(self.mismatches) <= len(self._manifest.tensors):
+            self.mismatches.append(mismatch)
 
     def _offer(self, node: TensorNode | LayoutNode, into: torch.Tensor, *, is_row_major: bool) -> None:
         if not has_own_memory(into):

@@ -32,6 +32,7 @@ from ft_transport.wire.merging import Path, StoredLeaf, TensorLike, merge_trees,
 from ft_transport.wire.nodes import DTensorNode, LayoutNode, Node, TensorNode, ViewNode
 from ft_transport.wire.reshard import StoredNode, Wanted
 from ft_transport.wire.slices import row_major_strides
+from ft_transport.wire.tree_codec import CheckTime, unbounded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -88,6 +89,7 @@ def reshard(
     *,
     like: LikeFunction | None = None,
     names: Sequence[str] | None = None,
+    check_time: CheckTime = unbounded,
 ) -> Resharding:
     """Says what a receiver needs of a state whose parts several sources have.
 
@@ -99,6 +101,7 @@ def reshard(
             default they are divided as those tensors of ``into`` are which have the same shape and layout at the
             sources.
         names: What the sources are called in errors.
+        check_time: Called now and then.
 
     Raises:
         RestoreError: The sources contradict each other; or what they have as a DTensor has no counterpart in ``into``
@@ -106,11 +109,11 @@ def reshard(
         ManifestError: A manifest contradicts itself.
     """
     with collector_paused():
-        builder = _Builder(manifests, into, like, None, names)
+        builder = _Builder(manifests, into, like, None, names, check_time=check_time)
         tree = builder.build()
         if builder.num_missing:
             # Only now is it known how those are divided that the receiver has.
-            builder = _Builder(manifests, into, like, builder.learned, names)
+            builder = _Builder(manifests, into, like, builder.learned, names, check_time=check_time)
             tree = builder.build()
     order = sorted(range(len(builder.wanted)), key=builder.held_starts.__getitem__)
     home = manifests[0]
@@ -139,6 +142,7 @@ class _Builder:
         like: See `reshard`.
         learned: How tensors of each kind are divided by the receiver; ``None`` while that is being found out.
         names: Of the sources.
+        check_time: Called now and then.
     """
 
     def __init__(
@@ -148,8 +152,11 @@ class _Builder:
         like: LikeFunction | None,
         learned: dict[_Kind, set[_Where | None]] | None,
         names: Sequence[str] | None,
+        *,
+        check_time: CheckTime,
     ) -> None:
         self._names = names
+        self._check_time = check_time
         self._manifests = manifests
         self._into = into
         self._like = like
@@ -167,7 +174,8 @@ class _Builder:
         self.data_bytes = 0
 
     def build(self) -> Node:
-        return merge_trees([manifest.tree for manifest in self._manifests], self, names=self._names)
+        trees = [manifest.tree for manifest in self._manifests]
+        return merge_trees(trees, self, names=self._names, check_time=self._check_time)
 
     def tensor(self, path: Path, sources: tuple[int, ...], nodes: tuple[TensorLike, ...]) -> Node:
         """See ``wire.merging.LeafVisitor``."""

@@ -29,6 +29,7 @@ from ft_transport.state.unflatten import Unflattener, as_plain
 from ft_transport.state.views import extent_bytes, has_own_memory, view_key
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import DTensorNode, LayoutNode, LeafNode, Node, TensorNode, ViewNode
+from ft_transport.wire.tree_codec import CheckTime, unbounded
 
 _ALIGN_BYTES: Final = 64
 _KEEP_SHARED_BYTES: Final = 16 << 10
@@ -80,6 +81,7 @@ class Restore:
             but is on a device or has another memory layout is copied to at the end. Everything else is ignored.
         meshes: Meshes for DTensors that have no counterpart in ``into``.
         max_bytes: Refuse a snapshot larger than this.
+        check_time: Called now and then, here and in `finish`.
 
     Attributes:
         incoming: What comes, before it does.
@@ -89,7 +91,13 @@ class Restore:
     """
 
     def __init__(
-        self, manifest: Manifest, *, into: object = None, meshes: Sequence[DeviceMesh] = (), max_bytes: int
+        self,
+        manifest: Manifest,
+        *,
+        into: object = None,
+        meshes: Sequence[DeviceMesh] = (),
+        max_bytes: int,
+        check_time: CheckTime = unbounded,
     ) -> None:
         if manifest.data_bytes > max_bytes:
             raise RestoreError(
@@ -100,7 +108,8 @@ class Restore:
         self._into = into
         self._meshes = meshes
         self._touched = SafeEvent()
-        matcher = Matcher(manifest)
+        self._check_time = check_time
+        matcher = Matcher(manifest, check_time)
         try:
             with collector_paused():
                 matcher.match(manifest.tree, into)
@@ -149,6 +158,7 @@ class Restore:
             tensor_of=self._tensor,
             is_destination=self._is_destination,
             meshes=placements.MeshResolver(self._into, self._meshes),
+            check_time=self._check_time,
         )
         try:
             with collector_paused():

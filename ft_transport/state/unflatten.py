@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 
@@ -14,10 +15,12 @@ from ft_transport.errors import ManifestError, RestoreError, TransportError
 from ft_transport.state import encodings
 from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import DTYPES_BY_NAME, QUANTIZED, WHOLE_BYTE_DTYPES_BY_NAME, carrier_of, is_dense
+from ft_transport.state.hostile_keys import HashWatch, distinct, set_of
 from ft_transport.state.placements import MeshResolver, matches, rebuild
 from ft_transport.state.views import as_bytes, has_own_memory, view_key
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import (
+    MAX_DEPTH,
     BigIntNode,
     BytesNode,
     ComplexNode,
@@ -41,8 +44,20 @@ from ft_transport.wire.nodes import (
     TensorNode,
     ViewNode,
 )
+from ft_transport.wire.tree_codec import STRIDE, CheckTime, unbounded
 
 _MAX_LABEL_CHARACTERS: Final = 200
+_MAX_PATH_CHARACTERS: Final = 1000
+"""A longer path is not continued: deep in a tree, each of very many items would take a copy of it."""
+_SPARE_COPY_BYTES: Final = 1 << 20
+_SCALARS: Final = frozenset({type(None), bool, int, float, str})
+
+
+_MAX_NODE_DEPTH: Final = 3 * MAX_DEPTH
+"""A parameter that is a quantized tensor, or a part of one, takes three nodes in each other."""
+
+_TensorKey: TypeAlias = int | bytes | tuple[int | bytes, bool, bool]
+_encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class Unflattener:
@@ -54,6 +69,7 @@ class Unflattener:
         is_destination: Whether a tensor of the receiver's was chosen to take the data of an entry.
         manifest: Whose layouts the DTensors name.
         meshes: Where DTensors without a counterpart go.
+        check_time: Called now and then.
     """
 
     def __init__(
@@ -63,12 +79,17 @@ class Unflattener:
         tensor_of: Callable[[int], torch.Tensor],
         is_destination: Callable[[int, torch.Tensor], bool],
         meshes: MeshResolver,
+        check_time: CheckTime = unbounded,
     ) -> None:
         self._manifest = manifest
         self._tensor_of = tensor_of
         self._is_destination = is_destination
         self._meshes = meshes
-        self._tensors: dict[Node, torch.Tensor] = {}
+        self._check_time = check_time
+        # Each entry of the table is copied once or not at all; nodes that name one again and again are refused.
+        self._copy_bytes_left = 2 * manifest.data_bytes + _SPARE_COPY_BYTES
+        self._depth = self._num_built = 0
+        self._tensors: dict[_TensorKey, torch.Tensor] = {}
 
     def build(self, node: Node, into: object, path: str = "") -> object:
         """The value that ``node`` describes.
@@ -82,12 +103,21 @@ class Unflattener:
         Raises:
             ManifestError: The node contradicts the tensor table or itself.
             RestoreError: It needs something that the receiver does not have.
+            DeadlineExceededError: ``check_time`` raised it.
         """
+        self._num_built += 1
+        if self._num_built % STRIDE == 0:
+            self._check_time()
+        self._depth += 1
         try:
+            if self._depth > _MAX_NODE_DEPTH:
+                raise ManifestError(f"expected at most {MAX_DEPTH} containers in each other, got more")
             return self._build(node, into, path)
         except TransportError as error:
             error.path = error.path or path or "(root)"
             raise
+        finally:
+            self._depth -= 1
 
     def _build(self, node: Node, into: object, path: str) -> object:
         match node:
@@ -101,7 +131,8 @@ class Unflattener:
                 return self._mapping(node, into, path)
             case DefaultDictNode():
                 # The factory's type follows from the node's closed set of names.
-                return defaultdict(encodings.DEFAULT_FACTORIES[node.factory], self._pairs(node.items, into, path))
+                pairs = distinct(dict(self._pairs(node.items, into, path)), len(node.items) // 2, path)
+                return defaultdict(encodings.DEFAULT_FACTORIES[node.factory], pairs)
             case SequenceNode():
                 return self._sequence(node, into, path)
             case NamedTupleNode():
@@ -118,6 +149,7 @@ class Unflattener:
                 return self._numpy_array(node, path)
             case StoredBytesNode():
                 data = self._bytes_of(node.index, path)
+                self._spend(data.nbytes, path)
                 return bytearray(data) if node.mutable else data.tobytes()
             case CustomNode():
                 return self._custom(node, path)
@@ -146,23 +178,23 @@ class Unflattener:
             raise ManifestError(f"expected a shape that torch can count, got {list(node.shape)}") from error
 
     def _stored(self, index: int, path: str) -> torch.Tensor:
-        key = TensorNode(index)
-        if key not in self._tensors:
+        if index not in self._tensors:
             try:
-                self._tensors[key] = self._tensor_of(index)
+                self._tensors[index] = self._tensor_of(index)
             except IndexError:
                 raise ManifestError(f"expected a tensor of the table, got index {index}", path=path) from None
-        return self._tensors[key]
+        return self._tensors[index]
 
     def _tensor(self, node: TensorNode | LayoutNode | ViewNode, into: object, path: str) -> torch.Tensor:
         # A view is never a destination of its own: it shows what its base was given.
         receiver = as_plain(into) if has_own_memory(into) else None
         if receiver is not None and type(node) is not ViewNode and self._is_destination(node.index, receiver):
             return receiver
-        known = self._tensors.get(node)
+        key = _key_of(node)
+        known = self._tensors.get(key)
         if known is None:
             known = self._make_tensor(node, path)
-            self._tensors[node] = known
+            self._tensors[key] = known
         if receiver is not None and known.numel() and view_key(receiver) == view_key(known):
             return receiver
         return known
@@ -182,14 +214,14 @@ class Unflattener:
                     raise ManifestError(f"expected a view inside {stored.numel()} elements, got {node}", path=path)
                 return stored.detach().as_strided(node.shape, node.stride, stored.storage_offset() + node.offset)
 
-    @staticmethod
-    def _laid_out(tensor: torch.Tensor, node: LayoutNode, path: str) -> torch.Tensor:
+    def _laid_out(self, tensor: torch.Tensor, node: LayoutNode, path: str) -> torch.Tensor:
         if tensor.stride() == node.stride:
             return tensor
         if len(node.stride) != len(node.shape) or not is_dense(node.shape, node.stride):
             raise ManifestError(f"expected strides of a dense layout, got {node.stride} for {node.shape}", path=path)
         # Expanded dimensions are stored repeated; one copy of each element is enough.
         compact = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in node.stride)]
+        self._spend(compact.nbytes, path)
         laid_out = torch.empty_strided(compact.shape, node.stride, dtype=tensor.dtype)
         carrier = carrier_of(tensor.dtype)
         laid_out.view(carrier).copy_(compact.view(carrier))
@@ -199,11 +231,18 @@ class Unflattener:
         if len(items) % 2:
             raise ManifestError("expected as many values as keys", path=path)
         counterparts: Mapping[Any, object] = into if isinstance(into, Mapping) else {}
-        for key_node, value_node in zip(items[::2], items[1::2], strict=True):
-            key: Any = key_node if type(key_node) is str else self.build(key_node, None, path)
-            label = (key if type(key) is str else encodings.key_label(key))[:_MAX_LABEL_CHARACTERS]
-            name = f"{path}.{label}" if path else label
+        watch = HashWatch()
+        prefix, is_short = f"{path}." if path else "", len(path) < _MAX_PATH_CHARACTERS
+        for num_before, (key_node, value_node) in enumerate(zip(items[::2], items[1::2], strict=True)):
+            if num_before % STRIDE == 0:
+                self._check_time()
+            is_text = type(key_node) is str
+            key: Any = key_node if is_text else self.build(key_node, None, path)
+            label = (key if is_text else encodings.key_label(key))[:_MAX_LABEL_CHARACTERS]
+            name = f"{prefix}{label}" if is_short else path
             try:
+                if not is_text:
+                    watch.admit(key, path)
                 counterpart = counterparts.get(key)
             except TypeError:
                 raise ManifestError(f"expected a hashable key, got {type(key).__name__}", path=path) from None
@@ -215,22 +254,30 @@ class Unflattener:
 
     def _mapping(self, node: MappingNode, into: object, path: str) -> object:
         pairs = self._pairs(node.items, into, path)
+        num_pairs = len(node.items) // 2
         match node.kind:
             case "dict":
-                return dict(pairs)
+                return distinct(dict(pairs), num_pairs, path)
             case "ordered":
-                return OrderedDict(pairs)
+                return distinct(OrderedDict(pairs), num_pairs, path)
             case "counter":
-                return Counter(dict(pairs))
+                return Counter(distinct(dict(pairs), num_pairs, path))
 
     def _items(self, items: Sequence[Node], into: object, path: str) -> list[object]:
         counterparts: Sequence[object] = (
             into if isinstance(into, (list, tuple, deque)) and len(into) == len(items) else [None] * len(items)
         )
-        return [
-            self.build(item, counterpart, f"{path}.{index}" if path else str(index))
-            for index, (item, counterpart) in enumerate(zip(items, counterparts, strict=True))
-        ]
+        built: list[object] = []
+        prefix, is_short = f"{path}." if path else "", len(path) < _MAX_PATH_CHARACTERS
+        for index, (item, counterpart) in enumerate(zip(items, counterparts, strict=True)):
+            if index % STRIDE == 0:
+                self._check_time()
+            built.append(
+                item
+                if type(item) in _SCALARS
+                else self.build(item, counterpart, f"{prefix}{index}" if is_short else path)
+            )
+        return built
 
     def _sequence(self, node: SequenceNode, into: object, path: str) -> object:
         items = self._items(node.items, into, path)
@@ -241,13 +288,21 @@ class Unflattener:
                 case "tuple":
                     return tuple(items)
                 case "set":
-                    return set(items)
+                    return set_of(items, path, self._check_time)
                 case "frozenset":
-                    return frozenset(items)
+                    return frozenset(set_of(items, path, self._check_time))
                 case "size":
                     return torch.Size(items)  # type: ignore[arg-type]
+        except ManifestError:
+            raise
         except (TypeError, ValueError, OverflowError) as error:
             raise ManifestError(f"expected the items of a {node.kind}: {error}", path=path) from error
+
+    def _spend(self, num_bytes: int, path: str) -> None:
+        """Takes note of a copy of bytes of the table."""
+        self._copy_bytes_left -= num_bytes
+        if self._copy_bytes_left < 0:
+            raise ManifestError("expected each entry of the table to be used once, got copies without end", path=path)
 
     def _bytes_of(self, index: int, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         stored = self._stored(index, path)
@@ -256,7 +311,9 @@ class Unflattener:
         return stored.reshape(-1).numpy()
 
     def _numpy_array(self, node: NumpyArrayNode, path: str) -> np.ndarray[Any, Any]:
-        values = encodings.numpy_values(node.dtype, bytearray(self._bytes_of(node.index, path)))
+        data = self._bytes_of(node.index, path)
+        self._spend(data.nbytes, path)
+        values = encodings.numpy_values(node.dtype, bytearray(data))
         if math.prod(node.shape) != len(values):
             raise ManifestError(f"expected values for {list(node.shape)}, got {len(values)}", path=path)
         try:
@@ -290,6 +347,7 @@ class Unflattener:
             raise ManifestError(f"expected the integers of a quantized tensor, got {node.dtype[:64]!r}", path=path)
         if abs(node.zero_point) >= 2**31:
             raise ManifestError(f"expected a zero point of 32 bits, got {node.zero_point}", path=path)
+        self._spend(values.nbytes, path)
         try:
             return torch._make_per_tensor_quantized_tensor(
                 values, encodings.float_from_bits(node.scale_bits), node.zero_point
@@ -313,15 +371,16 @@ class Unflattener:
         if node.requires_grad and not (value.is_floating_point() or value.is_complex()):
             raise ManifestError(f"expected a floating-point tensor to require grad, got {value.dtype}", path=path)
         # One parameter at several places stays one; a tensor's node is all that names it.
-        is_named = isinstance(node.value, (TensorNode, LayoutNode, ViewNode))
-        if is_named and node in self._tensors:
-            return self._tensors[node]
+        named = node.value if isinstance(node.value, (TensorNode, LayoutNode, ViewNode)) else None
+        key = (_key_of(named), node.parameter, node.requires_grad) if named is not None else None
+        if key is not None and key in self._tensors:
+            return self._tensors[key]
         if node.parameter:
             leaf: torch.Tensor = torch.nn.Parameter(value, requires_grad=node.requires_grad)
         else:
             leaf = value.detach().requires_grad_(node.requires_grad)
-        if is_named:
-            self._tensors[node] = leaf
+        if key is not None:
+            self._tensors[key] = leaf
         return leaf
 
     def _dtensor(self, node: DTensorNode, into: object, path: str) -> torch.Tensor:
@@ -336,6 +395,11 @@ class Unflattener:
         if not isinstance(local, torch.Tensor) or is_dtensor(local):
             raise ManifestError(f"expected a local shard, got {type(local).__name__}", path=path)
         return rebuild(local.detach(), layout, described, self._meshes.resolve(described, path), path)
+
+
+def _key_of(node: TensorNode | LayoutNode | ViewNode) -> int | bytes:
+    """What a tensor is found under: an index of the table, or bytes, whose hashes nobody can choose."""
+    return node.index if type(node) is TensorNode else _encode(node)
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -204,7 +204,11 @@ class StateClient(Generic[T]):
     def _receive(self, connection: Connection, manifest: Manifest, request: FetchRequest) -> Received[T]:
         settings = request.settings
         restore = Restore(
-            manifest, into=request.into, meshes=self._settings.meshes, max_bytes=self._settings.max_receive_bytes
+            manifest,
+            into=request.into,
+            meshes=self._settings.meshes,
+            max_bytes=self._settings.max_receive_bytes,
+            check_time=settings.timeouts.check_deadline,
         )
         if request.check is not None:
             request.check(restore.incoming)

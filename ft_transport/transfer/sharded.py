@@ -79,8 +79,12 @@ def receive_sharded(
     with _asked(request.sources, request.step, request.settings) as (sources, unreachable):
         try:
             names = [str(source.peer) for source in sources]
-            resharding = reshard([source.manifest for source in sources], request.into, like=request.like, names=names)
-            restore = Restore(resharding.manifest, into=request.into, meshes=meshes, max_bytes=max_bytes)
+            check_time = request.settings.timeouts.check_deadline
+            manifests = [source.manifest for source in sources]
+            resharding = reshard(manifests, request.into, like=request.like, names=names, check_time=check_time)
+            restore = Restore(
+                resharding.manifest, into=request.into, meshes=meshes, max_bytes=max_bytes, check_time=check_time
+            )
             if request.check is not None:
                 request.check(restore.incoming)
             try:

@@ -10,6 +10,7 @@ dimension.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, TypeAlias
@@ -128,8 +129,9 @@ def check(meshes: Sequence[Mesh], layouts: Iterable[Layout], *, peer: str | None
         num_dims = len(mesh.shape)
         at = mesh.coordinate
         if not (
-            0 < math.prod(mesh.shape) == len(mesh.ranks) == len(set(mesh.ranks))
+            0 < math.prod(mesh.shape) == len(mesh.ranks)
             and max(mesh.ranks) < 2**31
+            and _are_distinct(mesh.ranks)
             and (mesh.dim_names is None or len(set(mesh.dim_names)) == len(mesh.dim_names) == num_dims)
             and (at is None or (len(at) == num_dims and all(map(int.__lt__, at, mesh.shape))))
         ):
@@ -235,6 +237,11 @@ def _taken_of(intervals: Intervals, positions: Sequence[Interval]) -> Intervals:
                 taken.append((begin, until))
             first += until - begin
     return tuple(taken)
+
+
+def _are_distinct(ranks: Sequence[int]) -> bool:
+    """By sorting: in a set, numbers chosen for it would take time with the square of how many they are."""
+    return all(map(operator.lt, ordered := sorted(ranks), ordered[1:]))
 
 
 def _shown(value: object) -> str:

@@ -18,9 +18,11 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from ft_transport.errors import ManifestError
+from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, ChunkTable
 from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, check
 from ft_transport.wire.nodes import Count, Dimensions, Node
+from ft_transport.wire.tree_codec import STRIDE, CheckTime, decode_tree, encode_tree, unbounded
 
 SnapshotId = NewType("SnapshotId", str)
 """Names one snapshot among all of all replicas: 32 hexadecimal digits, drawn at random."""
@@ -101,7 +103,6 @@ class _HeaderEntry(Struct, frozen=True, gc=False):
 _entry_decoder = msgspec.json.Decoder(_HeaderEntry)
 _header_decoder = msgspec.json.Decoder(dict[str, Raw])
 _metadata_decoder = msgspec.json.Decoder(dict[str, str])
-_tree_decoder = msgspec.json.Decoder(Node)
 _meshes_decoder = msgspec.json.Decoder(tuple[Mesh, ...])
 _layouts_decoder = msgspec.json.Decoder(tuple[Layout, ...])
 _count_decoder = msgspec.json.Decoder(Count)
@@ -141,7 +142,7 @@ def encode_header(
         _PREFIX + "snapshot": snapshot_id,
         _PREFIX + "chunk_bytes": str(chunks.chunk_bytes),
         _PREFIX + "digests": _LATER if digests is None else encode_digests(digests),
-        _PREFIX + "tree": _encoder.encode(tree).decode(),
+        _PREFIX + "tree": encode_tree(tree, step=step),
         _PREFIX + "meshes": _encoder.encode(layouts.meshes if layouts is not None else []).decode(),
         _PREFIX + "layouts": _encoder.encode(layouts.layouts if layouts is not None else []).decode(),
     }
@@ -159,7 +160,9 @@ def encode_header(
     return padded_bytes.to_bytes(8, "little") + encoded.ljust(padded_bytes)
 
 
-def decode_header(encoded: bytes | memoryview, *, peer: str | None = None) -> Manifest:
+def decode_header(
+    encoded: bytes | memoryview, *, peer: str | None = None, check_time: CheckTime = unbounded
+) -> Manifest:
     """Decodes the JSON header (without the length prefix) that a peer sent.
 
     The input is not trusted: whatever the bytes, the outcome is a manifest that is consistent in itself or a
@@ -168,14 +171,17 @@ def decode_header(encoded: bytes | memoryview, *, peer: str | None = None) -> Ma
     Args:
         encoded: The header as it came, padding included.
         peer: Who sent it, for the error.
+        check_time: Called now and then.
 
     Raises:
         ManifestError: Malformed, inconsistent, of another format, or too large.
+        DeadlineExceededError: ``check_time`` raised it.
     """
     if len(encoded) > MAX_HEADER_BYTES:
         raise ManifestError(f"expected a header of at most {MAX_HEADER_BYTES} bytes, got {len(encoded)}", peer=peer)
     try:
-        header = _header_decoder.decode(encoded)
+        with collector_paused():
+            header = _header_decoder.decode(encoded)
         raw_metadata = header.pop(_RESERVED_NAME, None)
         if raw_metadata is None:
             raise ManifestError("expected a snapshot, got a safetensors header without __metadata__", peer=peer)
@@ -183,7 +189,8 @@ def decode_header(encoded: bytes | memoryview, *, peer: str | None = None) -> Ma
         version = _count_decoder.decode(_required(metadata, "format", peer))
         if version != FORMAT_VERSION:
             raise ManifestError(f"expected snapshot format {FORMAT_VERSION}, got {version}", peer=peer)
-        tensors = _decode_table(header, peer)
+        check_time()
+        tensors = _decode_table(header, peer, check_time)
         chunks = ChunkTable(
             data_bytes=max((tensor.end for tensor in tensors), default=0),
             chunk_bytes=_chunk_bytes_decoder.decode(_required(metadata, "chunk_bytes", peer)),
@@ -193,11 +200,12 @@ def decode_header(encoded: bytes | memoryview, *, peer: str | None = None) -> Ma
         meshes = _meshes_decoder.decode(_required(metadata, "meshes", peer))
         layouts = _layouts_decoder.decode(_required(metadata, "layouts", peer))
         check(meshes, layouts, peer=peer)
+        check_time()
         return Manifest(
             step=_count_decoder.decode(_required(metadata, "step", peer)),
             snapshot_id=_decode_snapshot_id(_required(metadata, "snapshot", peer), peer),
             tensors=tensors,
-            tree=_tree_decoder.decode(_required(metadata, "tree", peer)),
+            tree=decode_tree(_required(metadata, "tree", peer), peer=peer),
             meshes=meshes,
             layouts=layouts,
             chunks=chunks,
@@ -260,9 +268,11 @@ def decode_digests(text: str, num_chunks: int, *, peer: str | None) -> tuple[int
     return tuple(int.from_bytes(packed[at : at + width], "big") for at in range(0, len(packed), width))
 
 
-def _decode_table(header: dict[str, Raw], peer: str | None) -> tuple[TensorEntry, ...]:
+def _decode_table(header: dict[str, Raw], peer: str | None, check_time: CheckTime) -> tuple[TensorEntry, ...]:
     tensors = []
-    for name, raw in header.items():
+    for num_before, (name, raw) in enumerate(header.items()):
+        if num_before % STRIDE == 0:
+            check_time()
         entry = _entry_decoder.decode(raw)
         tensors.append(TensorEntry(name, entry.dtype, entry.shape, *entry.data_offsets))
     expected_start = 0

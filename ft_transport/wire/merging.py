@@ -6,6 +6,7 @@ model, for entries that only some have. The path is a tensor's name: the same pa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -13,27 +14,38 @@ import msgspec
 
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.wire.nodes import (
+    BigIntNode,
+    BytesNode,
+    ComplexNode,
+    ConstantNode,
     CustomNode,
     DefaultDictNode,
     DequeNode,
     DTensorNode,
+    FloatNode,
     LayoutNode,
     LeafNode,
     MappingNode,
     NamedTupleNode,
     Node,
     NumpyArrayNode,
+    NumpyScalarNode,
     QuantizedNode,
     SequenceNode,
     StoredBytesNode,
+    StringNode,
     TensorNode,
     ViewNode,
 )
+from ft_transport.wire.tree_codec import STRIDE, CheckTime, unbounded
 
 Path: TypeAlias = tuple[Node, ...]
 """Keys of mappings, as they are encoded, and positions in sequences."""
 TensorLike: TypeAlias = TensorNode | LayoutNode | ViewNode | DTensorNode
 StoredLeaf: TypeAlias = NumpyArrayNode | StoredBytesNode
+_KEYS: Final = (
+    str, bool, int, float, BigIntNode, FloatNode, ComplexNode, StringNode, BytesNode, ConstantNode, NumpyScalarNode
+)  # fmt: skip
 _TENSORS: Final[frozenset[type]] = frozenset({TensorNode, LayoutNode, ViewNode, DTensorNode})
 
 
@@ -47,20 +59,27 @@ class LeafVisitor(Protocol):
         """The node for a leaf whose bytes ``source`` has."""
 
 
-def merge_trees(trees: Sequence[Node], visitor: LeafVisitor, *, names: Sequence[str] | None = None) -> Node:
+def merge_trees(
+    trees: Sequence[Node],
+    visitor: LeafVisitor,
+    *,
+    names: Sequence[str] | None = None,
+    check_time: CheckTime = unbounded,
+) -> Node:
     """One tree that has all that any of ``trees`` has.
 
     Args:
         trees: By source.
         visitor: Makes the nodes for the leaves that have data.
         names: What the sources are called in errors.
+        check_time: Called now and then.
 
     Raises:
         RestoreError: Two sources have different values at one path.
         ManifestError: A tree is malformed.
     """
     try:
-        return _Merge(visitor, names).merge((), tuple(range(len(trees))), tuple(trees))
+        return _Merge(visitor, names, check_time).merge((), tuple(range(len(trees))), tuple(trees))
     except RecursionError as error:
         raise ManifestError("expected a tree that Python's recursion limit lets through") from error
 
@@ -71,11 +90,16 @@ def path_name(path: Path) -> str:
 
 
 class _Merge:
-    def __init__(self, visitor: LeafVisitor, names: Sequence[str] | None) -> None:
+    def __init__(self, visitor: LeafVisitor, names: Sequence[str] | None, check_time: CheckTime) -> None:
         self._visitor = visitor
         self._names = names
+        self._check_time = check_time
+        self._num_merged = 0
 
     def merge(self, path: Path, sources: tuple[int, ...], nodes: tuple[Any, ...]) -> Node:
+        self._num_merged += 1
+        if self._num_merged % STRIDE == 0:
+            self._check_time()
         first = nodes[0]
         kind = type(first)
         if kind is LeafNode:
@@ -121,12 +145,14 @@ class _Merge:
             for key, values in zip(keys, zip(*(node.items[1::2] for node in nodes), strict=True), strict=True):
                 items += (key, self.merge((*path, key), sources, values))
             return _with_items(first, items)
-        try:
-            by_key = [dict(zip(node.items[::2], node.items[1::2], strict=True)) for node in nodes]
-        except TypeError as error:
-            raise RestoreError(
-                f"expected the same keys from every source, or keys of str and int: {error}", path=path_name(path)
-            ) from error
+        for key in itertools.chain.from_iterable(node.items[::2] for node in nodes):
+            # Other nodes cannot be compared by a dict, or hash as whoever sends them likes.
+            if not (key is None or isinstance(key, _KEYS)):
+                raise RestoreError(
+                    f"expected the same keys from every source, or keys of str and int, got {repr(key)[:100]}",
+                    path=path_name(path),
+                )
+        by_key = [dict(zip(node.items[::2], node.items[1::2], strict=True)) for node in nodes]
         for key in dict.fromkeys(key for entries in by_key for key in entries):
             have = [position for position, entries in enumerate(by_key) if key in entries]
             values = tuple(by_key[position][key] for position in have)

@@ -7,12 +7,18 @@ whose first element is the tag. Tensor data is never in the tree: a node names a
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
 MAX_TENSOR_RANK = 64
 """Highest number of dimensions accepted from a peer; torch itself stops at 64."""
+
+MAX_DEPTH: Final = 100
+"""Most containers in each other: a level takes up to seven frames of Python's default thousand."""
+
+MAX_BIG_INT_DIGITS: Final = 1 << 14
+"""Most hexadecimal digits of an int: 65,536 bits. To write it in decimal digits takes time with the square of these."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
 FloatBits: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
@@ -211,4 +217,6 @@ TaggedNode: TypeAlias = (
     | LeafNode
     | DTensorNode
 )
-Node: TypeAlias = bool | int | float | str | TaggedNode | None
+SmallInt: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""An int as JSON's readers take it, of 64 bits; any other is a `BigIntNode`."""
+Node: TypeAlias = bool | SmallInt | float | str | TaggedNode | None
