@@ -14,8 +14,8 @@ TransportError
 │   ├── PeerUnreachableError    no connection, or it broke
 │   │   └── UnknownHostError    nobody knows an address for the peer's name
 │   ├── PeerProtocolError       an answer outside the protocol
+│   │   └── MessageDamagedError a request, or the head of its answer, was damaged on its way
 │   ├── PeerAuthenticationError the job token is missing or wrong
-│   ├── UnprovedAnswerError     a request or an answer was changed on its way, or is not the peer's
 │   ├── PeerNotReadyError       the peer has no snapshot yet
 │   ├── StepNotServedError      the peer serves other steps
 │   └── SnapshotReplacedError   the snapshot that a fetch was bound to is gone
@@ -183,16 +183,25 @@ class PeerProtocolError(PeerError):
     """The peer answered outside the protocol (wrong status, length, range or header)."""
 
 
+class MessageDamagedError(PeerProtocolError):
+    """The peer did not understand what was asked, or its answer did not come as it was meant: asking again may help.
+
+    ``refusal`` is what the answer means if it was meant after all: a server of another kind does not say what it has
+    understood.
+    """
+
+    retryable = True
+    refusal: TransportError | None = None
+
+    def __init__(self, message: str, *, refusal: TransportError | None = None, **where: Unpack[_Where]) -> None:
+        super().__init__(message, **where)
+        self.refusal = refusal
+
+
 class PeerAuthenticationError(PeerError):
     """The peer has no proof of the job token, or asks for one, and this process has none or another token."""
 
     http_status = 401
-
-
-class UnprovedAnswerError(PeerError):
-    """A request or an answer of a peer that has proved itself was changed on its way; nothing of it was used."""
-
-    retryable = True
 
 
 class PeerNotReadyError(PeerError):

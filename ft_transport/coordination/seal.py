@@ -46,8 +46,8 @@ class Seal:
         parts = self._parts(message, place)
         if not end or not self._keys.verifies(signature.decode("ascii", "replace"), _PURPOSE, *parts):
             raise PeerProtocolError(
-                f"expected {' '.join(place)} to be signed with the job token ({TOKEN_VARIABLE}); another one is used, or "
-                "somebody else writes to the store"
+                f"expected {' '.join(place)} to be signed with the job token ({TOKEN_VARIABLE}): another one is used, "
+                "or somebody else writes to the store"
             )
         return message
 

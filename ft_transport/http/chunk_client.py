@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ft_transport.errors import IntegrityError, PeerProtocolError
+from ft_transport.errors import IntegrityError, MessageDamagedError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
@@ -98,7 +98,7 @@ class _ChunkWire:
         content_range = response.headers.get("Content-Range")
         expected_range = f"bytes {position + start}-{position + stop - 1}/{manifest.total_bytes}"
         if response.length != stop - start or content_range != expected_range:
-            raise PeerProtocolError(
+            raise MessageDamagedError(
                 f"expected {expected_range!r}, got {str(content_range)[:100]!r} of {response.length} bytes",
                 peer=str(connection.peer),
             )

@@ -7,6 +7,7 @@ Python objects costs more than the transfer itself.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from urllib.parse import urlencode
 
 from ft_transport.errors import (
     DeadlineExceededError,
+    MessageDamagedError,
     PeerAuthenticationError,
     PeerError,
     PeerNotReadyError,
@@ -24,7 +26,6 @@ from ft_transport.errors import (
     SnapshotReplacedError,
     StepNotServedError,
     TransportError,
-    UnprovedAnswerError,
 )
 from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.http.fork_safety import close_in_children, making_socket
@@ -33,6 +34,7 @@ from ft_transport.http.peer_sessions import ClientSession, begin_session, make_c
 from ft_transport.http.timed_socket import TimedSocket
 from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.wire.authentication import CONTENT_DIGEST_HEADER, content_digest
+from ft_transport.wire.exchange_digest import EXCHANGE_DIGEST_HEADER, RequestRead, exchange_digest
 from ft_transport.wire.routes import AFTER_HEADER, CHALLENGE_ROUTE, SERVED_STEPS_HEADER, parse_after, parse_served_steps
 
 _MAX_ERROR_BODY_BYTES: Final = 2048
@@ -40,6 +42,7 @@ _MAX_VIEWS_PER_READ: Final = 512
 """Below IOV_MAX, which Linux puts at 1024 (``man 2 readv``)."""
 _WAKE_BYTES: Final = 256 << 10
 """Half the wake-ups that a receiver has without it; with far more, the sender runs into a full window."""
+_REQUEST_TIMEOUT: Final = 408
 _TICK_S: Final = 0.1
 """How often a read that waits for more looks at the clock."""
 
@@ -128,6 +131,7 @@ class Connection:
         Raises:
             PeerUnreachableError: No connection, it broke, or nothing came for too long.
             PeerError: The peer refused, or has not proved itself; the class says why.
+            MessageDamagedError: The peer has not understood the request, or the head of its answer was damaged.
             DeadlineExceededError: The deadline passed.
         """
         method = "GET" if body is None else "POST"
@@ -139,13 +143,16 @@ class Connection:
             signed = session.signed(method, path, headers, body) if session is not None else headers
             response = self._ask(http, method, path, signed, body=body, answer_within_s=answer_within_s)
             if session is not None and not session.is_proved(response.status, response.headers):
-                raise UnprovedAnswerError(
+                raise MessageDamagedError(
                     f"expected an answer with a proof of the job token, that of status {response.status} has none or "
                     "was changed on its way",
                     peer=str(self.peer),
                 )
-            if response.status != expected_status:
-                raise self._refusal(response)
+            refusal = self._refusal(response) if response.status != expected_status else None
+            if session is None and (refusal is None or not refusal.retryable or response.status == 409):
+                self._check_understood(RequestRead(method, path, headers, body or b""), response, refusal)
+            if refusal is not None:
+                raise refusal
             # What was read ahead while looking for the end of the head belongs to the body.
             assert self._socket is not None
             self._socket.head_complete = True
@@ -161,7 +168,7 @@ class Connection:
 
         Raises:
             PeerProtocolError: It is longer, or of unknown length.
-            UnprovedAnswerError: It was changed on its way.
+            MessageDamagedError: It was changed on its way.
             PeerUnreachableError: It ended early or came too slowly.
             DeadlineExceededError: The deadline passed.
         """
@@ -175,7 +182,7 @@ class Connection:
         self.read_into([memoryview(body)])
         if self._session is not None and response.headers.get(CONTENT_DIGEST_HEADER) != content_digest(body):
             self.close()
-            raise UnprovedAnswerError(f"the body of an answer of {length} bytes was changed", peer=str(self.peer))
+            raise MessageDamagedError(f"the body of an answer of {length} bytes was changed", peer=str(self.peer))
         self.end_response(response)
         return body
 
@@ -192,7 +199,7 @@ class Connection:
             reason = f"{response.status} {response.reason}" if response.status != 200 else "the proof is wrong"
             self._num_unproved += 1
             # The first time something on the way may have changed a byte.
-            error_type = UnprovedAnswerError if self._num_unproved == 1 else PeerAuthenticationError
+            error_type = MessageDamagedError if self._num_unproved == 1 else PeerAuthenticationError
             raise error_type(
                 f"expected the peer to prove that it knows the job token ({TOKEN_VARIABLE}), it did not: {reason}: "
                 f"{self._text_of(response)}",
@@ -359,7 +366,7 @@ class Connection:
                     raise PeerUnreachableError(what, peer=str(self.peer)) from error
                 case HTTPException():
                     what = f"expected an HTTP answer, got {type(error).__name__}: {str(error)[:200]!r}; {doing}"
-                    raise PeerProtocolError(what, peer=str(self.peer)) from error
+                    raise MessageDamagedError(what, peer=str(self.peer)) from error
                 case _:
                     raise
 
@@ -374,6 +381,32 @@ class Connection:
             peer=str(self.peer),
         )
 
+    def _check_understood(self, request: RequestRead, response: HTTPResponse, refusal: PeerError | None) -> None:
+        """Tells an answer that is meant from one to a request, or with a head, that was damaged on its way.
+
+        Raises:
+            MessageDamagedError: It was, as far as can be told.
+        """
+        announced = response.headers.get(EXCHANGE_DIGEST_HEADER)
+        if announced == exchange_digest(request, response.status, response.headers):
+            return
+        if refusal is None:
+            # What comes in answer to a body shows by nothing else that it is what was asked for.
+            if announced is None and not request.body:
+                return
+        elif response.status != _REQUEST_TIMEOUT:
+            # A peer that refuses may not have read the body, unless that is what it could not read.
+            unread = dataclasses.replace(request, body=b"")
+            if announced == exchange_digest(unread, response.status, response.headers):
+                return
+        said = f"; it answered: {refusal.message}" if refusal is not None else ""
+        raise MessageDamagedError(
+            f"expected an answer to {request.method} {request.target[:200]} as it was sent; the peer has read "
+            f"something else, or its answer was damaged{said}",
+            refusal=refusal,
+            peer=str(self.peer),
+        )
+
     def _text_of(self, response: HTTPResponse) -> str:
         """What the peer says of its refusal."""
         with contextlib.suppress(OSError, HTTPException, ValueError):
@@ -385,7 +418,7 @@ class Connection:
         reason = f"{response.status} {response.reason}: {self._text_of(response)}"
         match response.status:
             case 401 if self._session is not None:
-                return UnprovedAnswerError(f"the peer did not get the request as it was made: {reason}", peer=peer)
+                return MessageDamagedError(f"the peer did not get the request as it was made: {reason}", peer=peer)
             case 401:
                 return PeerAuthenticationError(
                     f"the peer asks for a proof of the job token, and this side has none ({TOKEN_VARIABLE}): {reason}",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeAlias
 
-from ft_transport.errors import PeerProtocolError, PeerUnreachableError, UnprovedAnswerError
+from ft_transport.errors import MessageDamagedError, PeerUnreachableError
 from ft_transport.http.connection import Connection
 from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, digest_of
 from ft_transport.wire.manifest import Manifest, decode_digests
@@ -37,7 +37,7 @@ def fetch_digests(connection: Connection, manifest: Manifest, *, max_failures: i
     for _ in range(max_failures - 1):
         try:
             return _ask(connection, manifest)
-        except (PeerUnreachableError, UnprovedAnswerError):
+        except (PeerUnreachableError, MessageDamagedError):
             connection.close()
             time.sleep(_RETRY_PAUSE_S)
     return _ask(connection, manifest)
@@ -52,7 +52,7 @@ def _ask(connection: Connection, manifest: Manifest) -> tuple[int, ...]:
     )
     expected_bytes = DIGEST_HEX_DIGITS * manifest.chunks.num_chunks
     if response.length != expected_bytes:
-        raise PeerProtocolError(
+        raise MessageDamagedError(
             f"expected digests of {expected_bytes} bytes, the peer announced {response.length}",
             peer=str(connection.peer),
             step=manifest.step,

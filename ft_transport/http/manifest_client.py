@@ -12,13 +12,13 @@ from ft_transport.errors import (
     DeadlineExceededError,
     IntegrityError,
     ManifestError,
+    MessageDamagedError,
     PeerNotReadyError,
     PeerProtocolError,
     PeerUnreachableError,
     StepNotServedError,
     TransportError,
     UnknownHostError,
-    UnprovedAnswerError,
 )
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchSettings
@@ -56,7 +56,7 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
         PeerError: The peer refused, or answered outside the protocol.
         ManifestError: What it sent is no manifest.
         IntegrityError: The manifest was damaged on the way, time and again.
-        UnprovedAnswerError: It was changed, or the answers were.
+        MessageDamagedError: It was changed, or the answers were.
     """
     timeouts = settings.timeouts
     num_damaged = 0
@@ -89,10 +89,13 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
                     raise
             if isinstance(error, PeerNotReadyError) and error.after is not None:
                 after = error.after if after is None else min(after, error.after)
-        except (IntegrityError, UnprovedAnswerError) as error:
+        except (IntegrityError, MessageDamagedError) as error:
             connection.close()
             num_damaged += 1
             if num_damaged >= settings.max_failures:
+                if isinstance(error, MessageDamagedError) and error.refusal is not None:
+                    error.refusal.step = step
+                    raise error.refusal from error
                 raise
             last = error
         except StepNotServedError as error:
@@ -144,11 +147,10 @@ def _read_manifest(connection: Connection, step: StepSelector, after: int | None
     )
     length = response.length
     if not length or length > MAX_HEADER_BYTES:
-        raise ManifestError(
-            f"expected a manifest of 1 to {MAX_HEADER_BYTES} bytes, the peer announced {length}",
-            peer=peer,
-            step=step,
+        unusable = ManifestError(
+            f"expected a manifest of 1 to {MAX_HEADER_BYTES} bytes, the peer announced {length}", peer=peer, step=step
         )
+        raise MessageDamagedError(unusable.message, refusal=unusable, peer=peer, step=step)
     body = bytearray(length)
     connection.read_into([memoryview(body)])
     connection.end_response(response)
@@ -158,7 +160,7 @@ def _read_manifest(connection: Connection, step: StepSelector, after: int | None
         try:
             expected = int(announced, 16)
         except ValueError:
-            raise PeerProtocolError(
+            raise MessageDamagedError(
                 f"expected a manifest digest, got {announced[:64]!r}", peer=peer, step=step
             ) from None
         raise IntegrityError(
@@ -167,7 +169,7 @@ def _read_manifest(connection: Connection, step: StepSelector, after: int | None
     if settings.keys is not None and not settings.keys.verifies(
         response.headers.get(MANIFEST_SIGNATURE_HEADER), MANIFEST_PURPOSE, body
     ):
-        raise UnprovedAnswerError("expected a manifest that was signed with the job token", peer=peer, step=step)
+        raise MessageDamagedError("expected a manifest that was signed with the job token", peer=peer, step=step)
     manifest = decode_header(memoryview(body), peer=peer, check_time=timeouts.check_deadline)
     if isinstance(step, int) and manifest.step != step:
         raise PeerProtocolError(f"expected the manifest of step {step}, got step {manifest.step}", peer=peer, step=step)

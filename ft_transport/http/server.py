@@ -44,6 +44,7 @@ from ft_transport.wire.authentication import (
     content_digest,
 )
 from ft_transport.wire.chunks import CHUNK_BYTES
+from ft_transport.wire.exchange_digest import EXCHANGE_DIGEST_HEADER, RequestRead, exchange_digest
 from ft_transport.wire.routes import (
     AFTER_HEADER,
     CHALLENGE_ROUTE,
@@ -65,6 +66,8 @@ _START_TIMEOUT_S: Final = 30.0
 _KEEP_ALIVE_S: Final = 75.0
 """How long a connection may be silent; aiohttp's own default is an hour."""
 _SETTLING_ROUNDS: Final = 5
+_BODY: Final = web.RequestKey("body", bytes)
+"""Where a request keeps the body that was read of it."""
 _MAX_CONNECTIONS: Final = 512
 """No crowd of receivers may take the descriptors and the memory that the training needs."""
 
@@ -172,7 +175,7 @@ class SnapshotServer:
         app.router.add_get(DELTA_ROUTE, self._delta)
         app.router.add_get(STATUS_ROUTE, self._status, allow_head=True)
         app.router.add_get(CHALLENGE_ROUTE, self._challenge)
-        app.on_response_prepare.append(self._prove)
+        app.on_response_prepare.append(self._prove if self._sessions is not None else _say_what_was_understood)
         runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=0.1, keepalive_timeout=_KEEP_ALIVE_S
         )
@@ -310,6 +313,7 @@ class SnapshotServer:
                 body = await asyncio.wait_for(request.read(), self._stall_timeout_s)
             except (asyncio.TimeoutError, ConnectionError, web.RequestPayloadError):
                 raise web.HTTPRequestTimeout(text="the body did not come") from None
+            request[_BODY] = body
             if self._sessions is not None and request.headers.get(CONTENT_DIGEST_HEADER) != content_digest(body):
                 raise PeerAuthenticationError("expected the body of a request as it was made, it was changed")
             frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
@@ -338,6 +342,11 @@ class SnapshotServer:
     ) -> web.StreamResponse:
         response = web.StreamResponse(status=status, headers={**headers, "Cache-Control": "no-store"})
         return await send(request, reading, response, content, stall_timeout_s=self._stall_timeout_s)
+
+
+async def _say_what_was_understood(request: web.Request, response: web.StreamResponse) -> None:
+    read = RequestRead(request.method, request.raw_path, request.headers, request.get(_BODY, b""))
+    response.headers[EXCHANGE_DIGEST_HEADER] = exchange_digest(read, response.status, response.headers)
 
 
 class _Busy(asyncio.Protocol):

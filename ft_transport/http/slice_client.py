@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from ft_transport.errors import IntegrityError, PeerProtocolError
+from ft_transport.errors import IntegrityError, MessageDamagedError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
@@ -92,7 +92,7 @@ class _SliceWire:
             body=encode_request(frames),
         )
         if response.length != answer_bytes(frames):
-            raise PeerProtocolError(
+            raise MessageDamagedError(
                 f"expected an answer of {answer_bytes(frames)} bytes, got {response.length}", peer=str(connection.peer)
             )
         staging = memoryview(bytearray(max(sum(read.num_bytes for read in frame) for frame in request.units)))

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Generic, TypeVar, cast
 
-from ft_transport.errors import ConfigurationError, FetchFailedError, SnapshotReplacedError, TransportError
+from ft_transport.errors import (
+    ConfigurationError,
+    FetchFailedError,
+    MessageDamagedError,
+    SnapshotReplacedError,
+    TransportError,
+)
 from ft_transport.http.chunk_client import fetch_data
 from ft_transport.http.connection import Connection
 from ft_transport.http.delta_client import fetch_delta
@@ -295,6 +301,8 @@ def with_restarts(settings: FetchSettings, receive: Callable[[], Received[T]]) -
             # What an earlier attempt did to the receiver's tensors holds for the last one as well.
             error.destination_touched = touched = touched or error.destination_touched
             last = error.failures[-1] if isinstance(error, FetchFailedError) else error
+            if isinstance(last, MessageDamagedError) and last.refusal is not None:
+                last = last.refusal
             if not isinstance(last, SnapshotReplacedError):
                 raise
         # At once the first time, and then ever later, in case the peer says so of all that it serves.

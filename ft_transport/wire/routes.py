@@ -11,7 +11,8 @@ GET       /challenge                    begins a session of peers that know the 
 ``step`` is a number or ``latest``. ``?snapshot=ID`` binds a request to one snapshot (409 when it is gone), and
 ``?wait=SECONDS`` bounds how long the server may hold the request until the step is there. A request for ``latest``
 that ended without a snapshot (503) says in ``FT-After`` what ``?after=`` repeats when it is made again: any snapshot
-begun since the first request is then new enough, however long it takes.
+begun since the first request is then new enough, however long it takes. ``FT-Exchange-Digest``, in every answer, says
+which request was understood: see ``wire.exchange_digest``.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from ft_transport.errors import (
     StateMovedError,
     StepNotServedError,
     TransportError,
-    UnprovedAnswerError,
     WriterFailedError,
 )
 
@@ -143,8 +142,8 @@ def test_what_may_help_to_ask_again_says_so() -> None:
         SnapshotLimitError,
         StateMovedError,
         IntegrityError,
+        errors.MessageDamagedError,
         PeerUnreachableError,
-        UnprovedAnswerError,
         PeerNotReadyError,
         SnapshotReplacedError,
         SaveInProgressError,

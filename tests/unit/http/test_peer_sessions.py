@@ -21,7 +21,7 @@ from ft_transport import (
     TransportError,
     TransportSettings,
 )
-from ft_transport.errors import UnprovedAnswerError
+from ft_transport.errors import MessageDamagedError
 from ft_transport.http.peer_sessions import socket_address
 from ft_transport.keys import TOKEN_VARIABLE, Keys
 
@@ -151,7 +151,7 @@ def test_an_answer_that_somebody_changed_is_not_used(pattern: bytes, replacement
     with meddler(_changing(pattern, replacement)) as (proxy, _source), transport() as receiver:
         with pytest.raises(TransportError) as caught:
             receiver.fetch(proxy.url, 1, timeout=timedelta(seconds=5))
-        assert isinstance(caught.value, UnprovedAnswerError | FetchFailedError) or "damaged" in str(caught.value)
+        assert isinstance(caught.value, MessageDamagedError | FetchFailedError) or "damaged" in str(caught.value)
         assert not caught.value.destination_touched
 
 
@@ -160,7 +160,7 @@ def test_a_manifest_that_somebody_forged_is_not_used() -> None:
     with transport() as source, transport() as receiver:
         source.send_checkpoint([], 1, STATE, TIMEOUT)
         source._server.http._keys = Keys.of("another-one")
-        with pytest.raises(UnprovedAnswerError, match="signed with the job token"):
+        with pytest.raises(MessageDamagedError, match="signed with the job token"):
             receiver.fetch(source.metadata(), 1)
 
 

@@ -1,0 +1,66 @@
+"""A digest of a request and of the head of its answer: whether what was asked is what was answered.
+
+The data of a fetch has digests of its own. What asks for it has none: a damaged path is a 404, a damaged header a 400,
+and a damaged number in a request for slices brings bytes of another place, with the right digest. So the server says
+in each answer, as `EXCHANGE_DIGEST_HEADER`, the digest of the request as it has read it and of the status and headers
+that it answers with. The client compares: if they differ, or the answer has none, the request was damaged on its way,
+or the answer was, and asking again may help; if they are equal, a refusal is meant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, digest
+from ft_transport.wire.routes import AFTER_HEADER, MANIFEST_DIGEST_HEADER, SERVED_STEPS_HEADER
+
+EXCHANGE_DIGEST_HEADER: Final = "FT-Exchange-Digest"
+
+_REQUEST_HEADERS: Final = ("Range", "Authorization")
+"""Those that change what the server does. A proxy may add or change others."""
+_ANSWER_HEADERS: Final = ("Content-Range", MANIFEST_DIGEST_HEADER, SERVED_STEPS_HEADER, AFTER_HEADER)
+
+
+class HeadersOf(Protocol):
+    """Headers, found by their names in upper or lower case."""
+
+    def get(self, name: str, default: str, /) -> str:
+        """The value of one; ``default`` if it is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRead:
+    """A request, as it was sent or as it was read.
+
+    Attributes:
+        method: Its method.
+        target: Path and query, as they were sent.
+        headers: All of them, or those that count.
+        body: What was sent, or read, behind them.
+    """
+
+    method: str
+    target: str
+    headers: HeadersOf
+    body: bytes
+
+
+def exchange_digest(request: RequestRead, status: int, answered: HeadersOf) -> str:
+    """The value of the header.
+
+    Args:
+        request: The request.
+        status: Of the answer.
+        answered: The answer's headers.
+    """
+    values = [
+        request.method,
+        request.target,
+        *(request.headers.get(name, "") for name in _REQUEST_HEADERS),
+        str(status),
+        *(answered.get(name, "") for name in _ANSWER_HEADERS),
+    ]
+    # A line cannot hold a line end, so no two requests read the same.
+    text = "\n".join(values).encode("utf-8", "surrogateescape")
+    return f"{digest(b'%b|%b' % (text, request.body)):0{DIGEST_HEX_DIGITS}x}"
