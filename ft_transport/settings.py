@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from ft_transport.errors import ConfigurationError
 from ft_transport.keys import Keys
 from ft_transport.wire.chunks import CHUNK_BYTES
+from ft_transport.wire.digester import DigestKind
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,6 +54,8 @@ class TransportSettings:
         max_snapshots: Snapshots alive at once, each as large as the state.
         num_copy_threads: Threads that copy and digest a snapshot.
         chunk_bytes: Unit of fetch and of digest.
+        keyed_digests: How chunks are digested where there is a job token: ``blake3-64``, which nobody without it can
+            forge, or ``keyed-xxh3-64``, which is faster and withstands strangers alone (``wire.digester``).
         verify: Whether received chunks are compared with their digests.
         max_failures: Failures in a row after which a source is given up.
         connect_timeout: For one connection attempt.
@@ -74,6 +77,7 @@ class TransportSettings:
     max_snapshots: int = 2
     num_copy_threads: int = field(default_factory=default_num_threads)
     chunk_bytes: int = CHUNK_BYTES
+    keyed_digests: DigestKind = "blake3-64"
     verify: bool = True
     max_failures: int = 4
     connect_timeout: timedelta = timedelta(seconds=10)
@@ -92,6 +96,10 @@ class TransportSettings:
         if isinstance(self.reached_at, str) or not all(isinstance(each, str) for each in self.reached_at):
             raise ConfigurationError(f"expected a sequence of 'host:port' as reached_at, got {_shown(self.reached_at)}")
         _check_type("replica", self.replica, (str,), "a str")
+        if self.keyed_digests not in get_args(DigestKind):
+            raise ConfigurationError(
+                f"expected one of {get_args(DigestKind)} as keyed_digests, got {_shown(self.keyed_digests)}"
+            )
         _check_type("verify", self.verify, (bool,), "a bool")
         at_least = dict.fromkeys(
             ("max_snapshots", "num_copy_threads", "chunk_bytes", "max_failures", "max_receive_bytes"), 1

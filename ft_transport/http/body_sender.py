@@ -25,7 +25,7 @@ from ft_transport.errors import SnapshotError
 from ft_transport.http.slice_sender import send_frames
 from ft_transport.http.snapshot_cache import Reading
 from ft_transport.wire.chunks import CHUNK_BYTES
-from ft_transport.wire.served import MemoryFile, ServedMemory, SharedFile
+from ft_transport.wire.served import MemoryFile, ServedMemory, SharedFile, Snapshot
 from ft_transport.wire.slices import SliceFrame, answer_bytes
 
 logger = logging.getLogger(__name__)
@@ -159,8 +159,8 @@ class FileRange:
 class Slices:
     """The frames of a request for slices (``wire.slices``), each with its digest."""
 
-    def __init__(self, memory: ServedMemory, frames: Sequence[SliceFrame]) -> None:
-        self._memory = memory
+    def __init__(self, snapshot: Snapshot, frames: Sequence[SliceFrame]) -> None:
+        self._snapshot = snapshot
         self._frames = frames
         self.position = 0
         self.end = answer_bytes(frames)
@@ -168,7 +168,7 @@ class Slices:
     def send_to(self, connected: socket.socket) -> None:
         """See `Content`."""
         try:
-            for sent in send_frames(connected, self._memory, self._frames):
+            for sent in send_frames(connected, self._snapshot, self._frames):
                 self.position += sent
         except SnapshotError as error:
             raise ConnectionAbortedError(str(error)) from error

@@ -14,7 +14,6 @@ from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.wire.chunk_work import ChunkWork
-from ft_transport.wire.chunks import digest_of
 from ft_transport.wire.fetch import FetchMachine, Request
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import FULL_ROUTE, bound_path
@@ -115,7 +114,7 @@ class _ChunkWire:
         connection.read_into(views)
         if self._digests is None:
             return stop - start
-        actual = digest_of(views)
+        actual = self._manifest.digester.digest_of(views)
         if actual != self._digests[chunk]:
             raise IntegrityError(
                 f"chunk {chunk} (data bytes [{start}, {stop})) was damaged",

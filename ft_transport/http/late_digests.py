@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 
 from ft_transport.errors import MessageDamagedError, PeerUnreachableError
 from ft_transport.http.connection import Connection
-from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, digest_of
+from ft_transport.wire.chunks import DIGEST_HEX_DIGITS
 from ft_transport.wire.manifest import Manifest, decode_digests
 from ft_transport.wire.routes import DIGESTS_ROUTE, bound_path
 
@@ -79,7 +79,7 @@ def digest_chunks(manifest: Manifest, views: Views, *, num_threads: int) -> list
     """The digests of all chunks of data."""
 
     def digest(chunk: int) -> int:
-        return digest_of(views(*manifest.chunks.range_of(chunk, chunk + 1)))
+        return manifest.digester.digest_of(views(*manifest.chunks.range_of(chunk, chunk + 1)))
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-verify") as pool:
         return list(pool.map(digest, range(manifest.chunks.num_chunks)))

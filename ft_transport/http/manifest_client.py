@@ -170,7 +170,12 @@ def _read_manifest(connection: Connection, step: StepSelector, after: int | None
         response.headers.get(MANIFEST_SIGNATURE_HEADER), MANIFEST_PURPOSE, body
     ):
         raise MessageDamagedError("expected a manifest that was signed with the job token", peer=peer, step=step)
-    manifest = decode_header(memoryview(body), peer=peer, check_time=timeouts.check_deadline)
+    manifest = decode_header(
+        memoryview(body),
+        keys=settings.keys.current() if settings.keys is not None else (),
+        peer=peer,
+        check_time=timeouts.check_deadline,
+    )
     if isinstance(step, int) and manifest.step != step:
         raise PeerProtocolError(f"expected the manifest of step {step}, got step {manifest.step}", peer=peer, step=step)
     return manifest

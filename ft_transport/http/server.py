@@ -318,7 +318,7 @@ class SnapshotServer:
                 raise PeerAuthenticationError("expected the body of a request as it was made, it was changed")
             frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
             headers = {"Content-Type": "application/octet-stream"}
-            return await self._send(request, reading, headers, Slices(snapshot.memory, frames))
+            return await self._send(request, reading, headers, Slices(snapshot, frames))
 
     async def _delta(self, request: web.Request) -> web.StreamResponse:
         delta = self.deltas.leading_from(request.match_info["step"])

@@ -13,13 +13,14 @@ from ft_transport.errors import IntegrityError, MessageDamagedError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.wire.chunks import CHUNK_BYTES, digest_of
+from ft_transport.wire.chunks import CHUNK_BYTES
+from ft_transport.wire.digester import Hasher
 from ft_transport.wire.fetch import FetchMachine, Request
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.read_work import FrameOfReads, ReadWork
 from ft_transport.wire.reshard import Planner, Wanted
 from ft_transport.wire.routes import SLICES_ROUTE, bound_path
-from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, answer_bytes, encode_request, joined
+from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, answer_bytes, encode_request, frame_context, joined
 from ft_transport.wire.strided import Memory, put
 
 _LEAST_DIRECT_BYTES: Final = 4 << 10
@@ -96,12 +97,17 @@ class _SliceWire:
                 f"expected an answer of {answer_bytes(frames)} bytes, got {response.length}", peer=str(connection.peer)
             )
         staging = memoryview(bytearray(max(sum(read.num_bytes for read in frame) for frame in request.units)))
-        for frame in request.units:
-            self._receive_frame(connection, frame, staging, step=manifest.step)
+        for frame, asked in zip(request.units, frames, strict=True):
+            hasher = manifest.digester.hasher(
+                frame_context(manifest.snapshot_id, asked) if manifest.digester.is_keyed else b""
+            )
+            self._receive_frame(connection, frame, staging, hasher, step=manifest.step)
             yield sum(read.num_bytes for read in frame)
         connection.end_response(response)
 
-    def _receive_frame(self, connection: Connection, frame: FrameOfReads, staging: memoryview, *, step: int) -> None:
+    def _receive_frame(
+        self, connection: Connection, frame: FrameOfReads, staging: memoryview, hasher: Hasher, *, step: int
+    ) -> None:
         views: list[memoryview] = []
         staged: list[tuple[memoryview, Slice]] = []
         filled = 0
@@ -122,7 +128,9 @@ class _SliceWire:
         digest = bytearray(FRAME_DIGEST_BYTES)
         connection.read_into([*views, memoryview(digest)])
         if self._is_verified:
-            expected, actual = int.from_bytes(digest, "big"), digest_of(views)
+            for view in views:
+                hasher.update(view)
+            expected, actual = int.from_bytes(digest, "big"), hasher.intdigest()
             if actual != expected:
                 raise IntegrityError(
                     f"a frame with parts of {frame[0].wanted.path} was damaged",

@@ -8,31 +8,32 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ft_transport.errors import SnapshotError
-from ft_transport.wire.chunks import Hasher
-from ft_transport.wire.served import MemoryFile, ServedMemory
-from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, SliceFrame
+from ft_transport.wire.served import MemoryFile, ServedMemory, Snapshot
+from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, SliceFrame, frame_context
 from ft_transport.wire.strided import copy_out
 
 _LEAST_SENDFILE_BYTES: Final = 64 << 10
 """Below, a copy costs less than a system call of its own."""
 
 
-def send_frames(connected: socket.socket, memory: ServedMemory, frames: Sequence[SliceFrame]) -> Iterator[int]:
+def send_frames(connected: socket.socket, snapshot: Snapshot, frames: Sequence[SliceFrame]) -> Iterator[int]:
     """Sends the frames of a request; blocks. Yields after each piece how many bytes it had.
 
     Args:
         connected: A blocking socket.
-        memory: Where the snapshot lies.
+        snapshot: What is sent.
         frames: What is asked for; inside the data.
 
     Raises:
         SnapshotError: The data is lost, or a slice reaches from one tensor into another.
         OSError: The receiver is gone.
     """
+    memory = snapshot.memory
     largest = max(sum(piece.num_bytes for piece in frame) for frame in frames)
     staging = memoryview(bytearray(largest + FRAME_DIGEST_BYTES))
     for frame in frames:
-        hasher = Hasher()
+        context = frame_context(snapshot.snapshot_id, frame) if snapshot.digester.is_keyed else b""
+        hasher = snapshot.digester.hasher(context)
         filled = 0
         only = frame[0]
         if isinstance(memory, MemoryFile) and len(frame) == 1 and _is_worth_sendfile(only):

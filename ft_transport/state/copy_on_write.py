@@ -25,7 +25,8 @@ from ft_transport.errors import SnapshotError
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.state.arena import Arena
 from ft_transport.state.copying import Column, HostCopier, HostCopies
-from ft_transport.wire.chunks import ChunkTable, digest_of
+from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.digester import Digester
 from ft_transport.wire.manifest import encode_digests
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class CopyOnWriteMemory:
         give_back: Takes the arena at the end.
         copier: Copies and digests.
         chunk_bytes: Size of the chunks that are digested.
+        digester: How they are digested.
         check: Raises if the shared memory has changed without a `materialize`. Asked before it is copied, and before
             the digests are sent: no receiver relies on bytes without these.
 
@@ -73,6 +75,7 @@ class CopyOnWriteMemory:
         give_back: Callable[[Arena], None],
         copier: HostCopier,
         chunk_bytes: int,
+        digester: Digester,
         check: Callable[[], None],
     ) -> None:
         filled = np.flatnonzero(num_bytes)
@@ -92,6 +95,7 @@ class CopyOnWriteMemory:
         self._take_arena = take_arena
         self._give_back = give_back
         self._copier = copier
+        self._digester = digester
         self._check = check
         self._header = b""
         self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
@@ -252,7 +256,7 @@ class CopyOnWriteMemory:
         chunk_bytes = self._chunks.chunk_bytes
         for chunk in range(-(-start // chunk_bytes), -(-end // chunk_bytes)):
             if self._digests[chunk] is None:
-                self._digests[chunk] = digest_of(self._views(*self._chunks.range_of(chunk, chunk + 1)))
+                self._digests[chunk] = self._digester.digest_of(self._views(*self._chunks.range_of(chunk, chunk + 1)))
 
     def _views(self, start: int, end: int) -> list[memoryview]:
         blocks, starts = self._blocks, self._block_starts

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from ft_transport.errors import SnapshotError
 from ft_transport.runtime.handler_safety import SafeExecutor
-from ft_transport.wire.chunks import ChunkTable, digest
+from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.digester import PLAIN, Digester
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -64,12 +65,12 @@ class HostCopier:
             for future in futures:
                 future.exception()
 
-    def digests(self, data: memoryview, chunks: ChunkTable) -> list[int]:
+    def digests(self, data: memoryview, chunks: ChunkTable, digester: Digester = PLAIN) -> list[int]:
         """One digest per chunk of ``data``, computed by all threads."""
 
         def digest_of(index: int) -> int:
             start, end = chunks.range_of(index, index + 1)
-            return digest(data[start:end])
+            return digester.digest(data[start:end])
 
         return [future.result() for future in [self._submit(digest_of, index) for index in range(chunks.num_chunks)]]
 

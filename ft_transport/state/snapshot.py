@@ -26,6 +26,7 @@ from ft_transport.state.copying import Column, HostCopier, HostCopies
 from ft_transport.state.device import DeviceCopier, Marks
 from ft_transport.state.dtypes import carrier_of
 from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.digester import Digester
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.served import MemoryFile, Snapshot
 
@@ -69,6 +70,7 @@ class Workshop:
         device_copier: Copies from accelerators.
         chunk_bytes: Size of the chunks that are digested and fetched.
         is_digested: Whether snapshots have digests.
+        digester: Says for each snapshot how they are made.
     """
 
     pool: ArenaPool
@@ -76,6 +78,7 @@ class Workshop:
     device_copier: DeviceCopier
     chunk_bytes: int
     is_digested: bool
+    digester: Callable[[], Digester]
 
 
 class PendingSnapshot:
@@ -104,6 +107,7 @@ class PendingSnapshot:
         self._data_bytes = data_bytes_of(flat)
         self._arena = arena
         self._workshop = workshop
+        self._digester = workshop.digester()
         self._chunks = ChunkTable(data_bytes=self._data_bytes, chunk_bytes=workshop.chunk_bytes)
         self._deferred: Column = np.empty(0, dtype=np.int64)
         self._is_held = True
@@ -170,6 +174,7 @@ class PendingSnapshot:
                 digests=digests,
                 align_bytes=_DATA_ALIGN_BYTES,
                 layouts=self._flat.layouts,
+                digester=self._digester,
             )
             memory = self._put_header(header)
         except BaseException:
@@ -183,6 +188,7 @@ class PendingSnapshot:
             memory=memory,
             total_bytes=len(header) + self._data_bytes,
             close=self._closing(),
+            digester=self._digester,
         )
 
     def abandon(self) -> None:
@@ -216,6 +222,7 @@ class PendingSnapshot:
             give_back=self._workshop.pool.give_back,
             copier=self._workshop.copier,
             chunk_bytes=self._chunks.chunk_bytes,
+            digester=self._digester,
             check=self._check_shared,
         )
 
@@ -223,7 +230,7 @@ class PendingSnapshot:
         if self.shared is not None or not self._workshop.is_digested:
             return None
         assert self._arena is not None, "what is not shared is copied"
-        return self._workshop.copier.digests(self._arena.view[: self._data_bytes], self._chunks)
+        return self._workshop.copier.digests(self._arena.view[: self._data_bytes], self._chunks, self._digester)
 
     def _put_header(self, header: bytes) -> MemoryFile | CopyOnWriteMemory:
         if self.shared is not None:

@@ -14,6 +14,7 @@ from ft_transport.state.copying import HostCopier
 from ft_transport.state.device import Accelerator, DeviceCopier, Marks, pinning
 from ft_transport.state.flatten import flatten
 from ft_transport.state.snapshot import HeldState, PendingSnapshot, Workshop, data_bytes_of, nothing_moved
+from ft_transport.wire.digester import PLAIN, Digester
 
 
 class Stager:
@@ -24,6 +25,7 @@ class Stager:
         num_threads: Threads that copy and digest.
         chunk_bytes: Size of the chunks that are digested and fetched.
         is_digested: Whether snapshots have digests; who writes them to disk digests the files.
+        digester: Says for each snapshot how its digests are made.
         accelerator: Where streams come from; for tests. ``None`` takes torch's own.
     """
 
@@ -34,6 +36,7 @@ class Stager:
         num_threads: int,
         chunk_bytes: int,
         is_digested: bool = True,
+        digester: Callable[[], Digester] = lambda: PLAIN,
         accelerator: Accelerator | None = None,
     ) -> None:
         self._pool = ArenaPool(max_snapshots, pin=pinning())
@@ -43,6 +46,7 @@ class Stager:
             device_copier=DeviceCopier(accelerator if accelerator is not None else Accelerator()),
             chunk_bytes=chunk_bytes,
             is_digested=is_digested,
+            digester=digester,
         )
 
     def prefault(self, state: object) -> None:

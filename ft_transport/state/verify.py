@@ -19,7 +19,6 @@ from ft_transport.state.dtypes import carrier_of
 from ft_transport.state.flatten import flatten
 from ft_transport.state.restore import DestinationPlan
 from ft_transport.state.views import as_bytes
-from ft_transport.wire.chunks import digest_of
 from ft_transport.wire.layouts import Layout
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import MappingNode
@@ -138,7 +137,7 @@ def _differing_tensors(
     def agrees(chunk: int) -> bool:
         pieces = plan.pieces(*manifest.chunks.range_of(chunk, chunk + 1))
         parts = (sources[piece.slot][piece.offset : piece.offset + piece.num_bytes] for piece in pieces)
-        return digest_of(part.cpu().numpy().data for part in parts) == digests[chunk]
+        return manifest.digester.digest_of(part.cpu().numpy().data for part in parts) == digests[chunk]
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-verify") as pool:
         for chunk, is_equal in enumerate(pool.map(agrees, range(manifest.chunks.num_chunks))):

@@ -20,6 +20,7 @@ from ft_transport.settings import TransportSettings, check_number
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.snapshot import HeldState, PendingSnapshot
 from ft_transport.state.stager import Stager
+from ft_transport.wire.digester import PLAIN, Digester
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.served import MemoryFile
 
@@ -123,6 +124,7 @@ class StateServer:
             max_snapshots=settings.max_snapshots,
             num_threads=settings.num_copy_threads,
             chunk_bytes=settings.chunk_bytes,
+            digester=lambda: Digester.of(settings.keyed_digests, keys.current()[0]) if keys is not None else PLAIN,
         )
         try:
             self.http = SnapshotServer(

@@ -20,6 +20,8 @@ from msgspec import Meta, Raw, Struct
 from ft_transport.errors import ManifestError
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, ChunkTable
+from ft_transport.wire.digester import PLAIN, Digester
+from ft_transport.wire.key import Key
 from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, check
 from ft_transport.wire.nodes import Count, Dimensions, Node
 from ft_transport.wire.tree_codec import STRIDE, CheckTime, decode_tree, encode_tree, unbounded
@@ -68,9 +70,10 @@ class Manifest:
         meshes: The sender's meshes.
         layouts: How its DTensors lie on them; a node of the tree names one by index.
         chunks: How the data divides into chunks.
-        digests: One xxh3-64 digest per chunk, in order; ``None`` if they are computed while the data is sent, and have
+        digests: One digest per chunk, in order; ``None`` if they are computed while the data is sent, and have
             to be asked for afterwards.
         header_bytes: Length of everything before the data: 8 plus the JSON header with its padding.
+        digester: How the digests were made.
     """
 
     step: int
@@ -82,6 +85,7 @@ class Manifest:
     chunks: ChunkTable
     digests: tuple[int, ...] | None
     header_bytes: int
+    digester: Digester = PLAIN
 
     @property
     def data_bytes(self) -> int:
@@ -120,6 +124,7 @@ def encode_header(
     digests: list[int] | None,
     align_bytes: int,
     layouts: LayoutTable | None = None,
+    digester: Digester = PLAIN,
 ) -> bytes:
     """Encodes everything that precedes the data: the length prefix, the JSON header, and spaces as padding.
 
@@ -132,6 +137,7 @@ def encode_header(
         digests: One per chunk, or ``None`` if they come later.
         align_bytes: The result's length is a multiple of this.
         layouts: Those that the tree names.
+        digester: How the digests are made.
 
     Raises:
         ManifestError: The header would be larger than safetensors readers accept.
@@ -146,6 +152,8 @@ def encode_header(
         _PREFIX + "meshes": _encoder.encode(layouts.meshes if layouts is not None else []).decode(),
         _PREFIX + "layouts": _encoder.encode(layouts.layouts if layouts is not None else []).decode(),
     }
+    if digester.is_keyed:
+        metadata[_PREFIX + "digest"] = digester.name
     header: dict[str, object] = {_RESERVED_NAME: metadata}
     for entry in tensors:
         header[entry.name] = _HeaderEntry(entry.dtype, entry.shape, (entry.start, entry.end))
@@ -161,7 +169,11 @@ def encode_header(
 
 
 def decode_header(
-    encoded: bytes | memoryview, *, peer: str | None = None, check_time: CheckTime = unbounded
+    encoded: bytes | memoryview,
+    *,
+    keys: Sequence[Key] = (),
+    peer: str | None = None,
+    check_time: CheckTime = unbounded,
 ) -> Manifest:
     """Decodes the JSON header (without the length prefix) that a peer sent.
 
@@ -170,6 +182,7 @@ def decode_header(
 
     Args:
         encoded: The header as it came, padding included.
+        keys: Of the job. With any, digests that everybody could make are refused.
         peer: Who sent it, for the error.
         check_time: Called now and then.
 
@@ -211,9 +224,20 @@ def decode_header(
             chunks=chunks,
             digests=None if digests == _LATER else decode_digests(digests, chunks.num_chunks, peer=peer),
             header_bytes=8 + len(encoded),
+            digester=_digester(metadata.get(_PREFIX + "digest", PLAIN.name), keys, peer),
         )
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise ManifestError(f"expected the header of a snapshot: {error}", peer=peer) from error
+
+
+def _digester(name: str, keys: Sequence[Key], peer: str | None) -> Digester:
+    found = Digester.named(name, keys)
+    if found is None:
+        expected = (
+            "digests made with the key of the job token" if keys else f"{PLAIN.name} digests, without a job token"
+        )
+        raise ManifestError(f"expected {expected}, got {name[:64]!r}", peer=peer)
+    return found
 
 
 def _required(metadata: dict[str, str], key: str, peer: str | None) -> str:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from ft_transport.wire.digester import PLAIN, Digester
 from ft_transport.wire.manifest import SnapshotId
 
 
@@ -73,6 +74,7 @@ class Snapshot:
         memory: Where it lies until `close`: in a memory file, or in part in live memory that is shared.
         total_bytes: Length of the safetensors file.
         close: Gives the memory back. Called exactly once, when nobody reads any more.
+        digester: How its digests are made.
     """
 
     step: int
@@ -81,3 +83,4 @@ class Snapshot:
     memory: ServedMemory
     total_bytes: int
     close: Callable[[], None]
+    digester: Digester = PLAIN

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from ft_transport.errors import ConfigurationError
 from ft_transport.wire.chunks import CHUNK_BYTES
+from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.nodes import Count
 
 FRAME_DIGEST_BYTES: Final = 8
@@ -113,6 +114,11 @@ def joined(slices: Sequence[Slice]) -> SliceFrame:
         else:
             joint.append(piece)
     return tuple(joint)
+
+
+def frame_context(snapshot_id: SnapshotId, frame: SliceFrame) -> bytes:
+    """What the digest of a frame is about, so that with a key no frame can stand for another one."""
+    return snapshot_id.encode() + _encoder.encode(frame)
 
 
 def answer_bytes(frames: Sequence[SliceFrame]) -> int:

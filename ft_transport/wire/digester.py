@@ -1,0 +1,123 @@
+"""How chunks are digested: by xxh3-64 alone, or so that nobody without the job's key can make a digest.
+
+``xxh3-64`` finds bytes that were damaged. Anybody can make other bytes with the same digest.
+
+``blake3-64`` is keyed BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs, section 2.3), cut to 64 bits: a signature of
+the chunk. A forger's chance is one in 2**64 for each try, and each wrong try is seen. One core digests 4 to 9 GB/s.
+
+``keyed-xxh3-64`` is xxh3-64 with a seed from the job's key. It costs what xxh3 costs. A stranger cannot compute it, but
+it was not made to resist somebody who has seen many chunks with their digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol, TypeAlias, get_args
+
+import xxhash
+
+from ft_transport.wire.key import Key
+
+DigestKind: TypeAlias = Literal["blake3-64", "keyed-xxh3-64"]
+"""What a job with a key may digest with."""
+
+_PLAIN_NAME: Final = "xxh3-64"
+_PURPOSE: Final = "chunks"
+_DIGEST_BYTES: Final = 8
+
+
+class Hasher(Protocol):
+    """Takes bytes piece by piece. Releases the GIL for large buffers."""
+
+    def update(self, data: memoryview, /) -> object:
+        """Takes the next bytes."""
+
+    def intdigest(self) -> int:
+        """The digest of all that was taken, an unsigned 64-bit number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digester:
+    """One way to digest. Thread-safe.
+
+    Attributes:
+        name: As the manifest has it: the kind, and of a keyed one the key's id.
+    """
+
+    name: str = _PLAIN_NAME
+    _seed: int = field(default=0, repr=False)
+    _key: bytes = field(default=b"", repr=False)
+
+    @classmethod
+    def of(cls, kind: DigestKind, key: Key) -> Digester:
+        """The way that needs this key of the job."""
+        secret = key.mac(_PURPOSE, kind.encode())
+        name = f"{kind} {key.key_id}"
+        match kind:
+            case "blake3-64":
+                return cls(name, 0, secret)
+            case "keyed-xxh3-64":
+                return cls(name, int.from_bytes(secret[:_DIGEST_BYTES], "big"))
+
+    @classmethod
+    def named(cls, name: str, keys: Sequence[Key]) -> Digester | None:
+        """The way that a manifest names; ``None`` if it is none that these keys can verify.
+
+        Args:
+            name: As in the manifest.
+            keys: Of the job. Where there are any, digests that everybody can make verify nothing.
+        """
+        if not keys:
+            return PLAIN if name == _PLAIN_NAME else None
+        kind, _, key_id = name.partition(" ")
+        key = next((key for key in keys if key.key_id == key_id), None)
+        if key is None or kind not in get_args(DigestKind):
+            return None
+        return cls.of("blake3-64" if kind == "blake3-64" else "keyed-xxh3-64", key)
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether nobody without the key can make digests."""
+        return self.name != _PLAIN_NAME
+
+    def hasher(self, context: bytes = b"") -> Hasher:
+        """Takes the bytes of one digest.
+
+        Args:
+            context: What the bytes are, where nothing else ties the digest to it. Counts with a key alone.
+        """
+        hasher: Hasher = _Blake3(self._key) if self._key else xxhash.xxh3_64(seed=self._seed)
+        if context and self.is_keyed:
+            hasher.update(memoryview(len(context).to_bytes(_DIGEST_BYTES, "big") + context))
+        return hasher
+
+    def digest(self, data: memoryview) -> int:
+        """The digest of ``data``."""
+        if not self._key:
+            return xxhash.xxh3_64_intdigest(data, self._seed)
+        return self.digest_of([data])
+
+    def digest_of(self, pieces: Iterable[memoryview]) -> int:
+        """The digest of pieces of memory, as if they lay one behind the other."""
+        hasher = self.hasher()
+        for piece in pieces:
+            hasher.update(piece)
+        return hasher.intdigest()
+
+
+class _Blake3:
+    def __init__(self, key: bytes) -> None:
+        from blake3 import blake3  # noqa: PLC0415 - whoever has no key needs none of it
+
+        self._hasher = blake3(key=key)
+
+    def update(self, data: memoryview) -> None:
+        self._hasher.update(data)
+
+    def intdigest(self) -> int:
+        return int.from_bytes(self._hasher.digest(_DIGEST_BYTES), "big")
+
+
+PLAIN: Final = Digester()
+"""Finds damage, and no forgery."""
