@@ -1,21 +1,33 @@
-"""One group at a time may write to a directory: it holds a lock that ends with its process."""
+"""One group at a time may write to a directory: it holds a lock that ends with its process.
+
+``flock`` asks for nothing but an open descriptor, so whoever may read the locked file may lock it. The file is made so
+that its owner alone may open it (mode 0600), and one that was made otherwise is closed to those who may only read it.
+On NFS the system turns the lock into one that the server knows (flock(2)), which other hosts see.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import secrets
 import socket
+import stat
 import time
 import weakref
 from pathlib import Path
 from typing import Final
 
-from ft_transport.errors import CheckpointInUseError
+from ft_transport.checkpoint.regular_files import NotRegularFileError, make_directory, open_regular
+from ft_transport.errors import CheckpointError, CheckpointInUseError
 
 _OWNER_NAME: Final = ".owner"
+_OWNER_MODE: Final = 0o600
 _PAUSE_S: Final = 0.05
+_MAX_SHOWN_BYTES: Final = 1000
+_OTHERS: Final = (stat.S_IRGRP, stat.S_IWGRP), (stat.S_IROTH, stat.S_IWOTH)
 
 
 class RootClaim:
@@ -23,10 +35,13 @@ class RootClaim:
 
     Args:
         root: The directory; made if it is not there.
+        is_private: Whether others than its owner may read the directory, where it is made here.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, is_private: bool = False) -> None:
         self._root = root
+        self._path = root / _OWNER_NAME
+        self._is_private = is_private
         self._descriptor: int | None = None
         _claims.add(self)
 
@@ -38,20 +53,15 @@ class RootClaim:
             timeout_s: How long to wait for a process that is just ending.
 
         Raises:
-            CheckpointInUseError: Another group does.
+            CheckpointInUseError: Another group does, or another user's did.
+            CheckpointError: The file that is locked is a link, or something else that was put there.
             OSError: The root cannot be made or written to.
         """
-        self._root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._root / _OWNER_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        deadline_s = time.monotonic() + timeout_s
+        make_directory(self._root, is_private=self._is_private, is_ok_if_there=True)
+        descriptor = self._locked(time.monotonic() + timeout_s)
         try:
-            while not _try_lock(descriptor):
-                if time.monotonic() > deadline_s:
-                    holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "unknown"
-                    raise CheckpointInUseError(
-                        f"expected to be the only group that saves to {self._root}, and another one does: {holder}",
-                    )
-                time.sleep(_PAUSE_S)
+            if os.fstat(descriptor).st_nlink > 1:
+                descriptor = self._renewed(descriptor)
             text = json.dumps({"owner": owner, "host": socket.gethostname(), "process": os.getpid()}).encode()
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, text, 0)
@@ -74,6 +84,53 @@ class RootClaim:
         if descriptor is not None:
             os.close(descriptor)
 
+    def _locked(self, deadline_s: float) -> int:
+        while True:
+            descriptor = _open(self._path)
+            try:
+                if _try_lock(descriptor) and self._is_in_place(descriptor):
+                    return descriptor
+                if time.monotonic() > deadline_s:
+                    raise self._in_use(descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+            time.sleep(_PAUSE_S)
+
+    def _renewed(self, descriptor: int) -> int:
+        """Puts a file of its own in the place of a locked one that has other names, so that those keep what they have.
+
+        Only who holds the lock of the file in place does so, and who has waited for that lock looks again.
+        """
+        path = self._path.with_name(f"{_OWNER_NAME}.{secrets.token_hex(8)}")
+        new = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _OWNER_MODE)
+        try:
+            fcntl.flock(new, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rename(path, self._path)
+        except BaseException:
+            os.close(new)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+        os.close(descriptor)
+        return new
+
+    def _is_in_place(self, descriptor: int) -> bool:
+        """Whether the file that was locked is the one that others will open."""
+        try:
+            there = os.stat(self._path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(descriptor))
+
+    def _in_use(self, descriptor: int) -> CheckpointInUseError:
+        text = os.pread(descriptor, _MAX_SHOWN_BYTES, 0).decode(errors="replace")
+        return CheckpointInUseError(
+            f"expected to be the only group that saves to {self._root}, and another one does: "
+            f"{repr(text) if text else 'unknown'}, user {os.fstat(descriptor).st_uid}",
+        )
+
 
 _claims: weakref.WeakSet[RootClaim] = weakref.WeakSet()
 
@@ -84,6 +141,27 @@ def _forget_claims() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_claims)
+
+
+def _open(path: Path) -> int:
+    """Opens the file that is locked, or makes it, so that no one who may only read the directory can lock it."""
+    try:
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, _OWNER_MODE)
+    except NotRegularFileError as error:
+        raise CheckpointError(
+            f"expected a file of this store's own, {path} is a link or something else; delete it if no group saves here"
+        ) from error
+    except PermissionError as error:
+        raise CheckpointInUseError(
+            f"expected to be the only group that saves to {path.parent}, {path} belongs to another user: {error}"
+        ) from error
+    mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+    # Who may write there may save there as well, and claim the directory for it.
+    closed = mode & ~sum(read for read, write in _OTHERS if not mode & write)
+    if closed != mode:
+        with contextlib.suppress(PermissionError):  # another user's
+            os.fchmod(descriptor, closed)
+    return descriptor
 
 
 def _try_lock(descriptor: int) -> bool:

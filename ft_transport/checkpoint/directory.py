@@ -21,12 +21,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from ft_transport.checkpoint.regular_files import is_directory, is_regular, make_directory
+
 logger = logging.getLogger(__name__)
 
 _SUFFIXES: Final = r"(\.incomplete|\.replaced|\.deleted(?:-[0-9]+)?)?"
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2  # include/uapi/linux/fs.h
 _LOOK_S: Final = 0.02
+_MAX_DIGITS: Final = 18
+MAX_NUMBER: Final = 10**_MAX_DIGITS - 1
+"""What has more digits is none of these directories: no step is so large, and no message could carry it."""
 
 
 class NumberedDirectory:
@@ -36,31 +41,36 @@ class NumberedDirectory:
         root: Where they are; made if it is not there.
         prefix: What their names begin with, such as ``step``.
         last_file: Name of the file that is written last: a directory without it is not complete, whatever its name.
-            ``None``: the name alone says that it is.
+            ``None``: the name alone says that it is. A checkpoint may be reached by a link, a version may not, which is
+            copied from.
+        is_private: Whether others than the owner may read what is made here, if the umask lets them.
 
     Attributes:
         root: The same.
         prefix: The same.
     """
 
-    def __init__(self, root: Path, prefix: str, last_file: str | None) -> None:
+    def __init__(self, root: Path, prefix: str, last_file: str | None, *, is_private: bool = False) -> None:
         self.root = root
         self.prefix = prefix
         self._last_file = last_file
-        self._pattern = re.compile(rf"{prefix}-(0|[1-9][0-9]*){_SUFFIXES}")
+        self._is_private = is_private
+        self._pattern = re.compile(rf"{prefix}-(0|[1-9][0-9]{{0,{_MAX_DIGITS - 1}}}){_SUFFIXES}")
         self._warned_of: set[str] = set()
 
     def recover(self) -> None:
-        """Clears what an interrupted run has left, and puts back what it was about to replace."""
+        """Clears what an interrupted run has left, and puts back what it was about to replace.
+
+        What cannot be deleted, as what another user has put there, is passed by with a warning.
+        """
         for path, number, suffix in self._found():
-            final = self._path(number)
-            if suffix == ".replaced" and not self._is_complete(final):
-                with contextlib.suppress(FileNotFoundError):
-                    self._remove(final)
-                os.rename(path, final)
-                sync_directory(self.root)
-            elif suffix and path.is_dir() and not path.is_symlink():
-                self._remove(path)
+            try:
+                if suffix == ".replaced" and not self._is_complete(self._path(number)):
+                    self._put_back(path, self._path(number))
+                elif suffix:
+                    self._remove(path)
+            except OSError as error:
+                self._warn_once(path, "could not be deleted, and does not count: %s", error)
 
     # ------------------------------------------------------------------------------------------------------- what is
 
@@ -71,9 +81,8 @@ class NumberedDirectory:
             if suffix in ("", ".replaced"):
                 if self._is_complete(path):
                     found.add(number)
-                elif self._last_file is not None and path.name not in self._warned_of:
-                    self._warned_of.add(path.name)
-                    logger.warning("%s has no %s and does not count", path, self._last_file)
+                elif self._last_file is not None:
+                    self._warn_once(path, "has no %s and does not count", self._last_file)
         return sorted(found)
 
     def find(self, number: int) -> Path | None:
@@ -85,18 +94,19 @@ class NumberedDirectory:
 
     def begin(self, number: int) -> Path:
         """Makes the directory that the files of a number are written to, empty, and returns it."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_directory(self.root, is_private=self._is_private, is_ok_if_there=True)
         path = self._path(number, ".incomplete")
-        if path.exists():
-            self._remove(path)
-        path.mkdir()
+        if os.path.lexists(path):
+            # Another one takes its name; what cannot be deleted of it is no reason not to write.
+            self._delete_in_time(self._without_name(path))
+        make_directory(path, is_private=self._is_private)
         return path
 
     def commit(self, number: int) -> Path:
         """Makes what was written, and is on disk file by file, the directory of its number. Returns that."""
         incomplete, final = self._path(number, ".incomplete"), self._path(number)
         sync_directory(incomplete)
-        if final.exists():
+        if os.path.lexists(final):
             self._replace(incomplete, final)
         else:
             os.rename(incomplete, final)
@@ -125,13 +135,23 @@ class NumberedDirectory:
         """Deletes what `retire` has left. On any thread."""
         for path in retired:
             with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(path)
+                _delete(path)
 
     def clear(self) -> None:
-        """Deletes all of them, complete or not."""
-        for path, _, _ in self._found():
-            with contextlib.suppress(FileNotFoundError):
+        """Takes all of them out of those that count, and deletes them, complete or not.
+
+        Raises:
+            OSError: One still counts.
+        """
+        for path, _, suffix in self._found():
+            try:
                 self._remove(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if suffix in ("", ".replaced") and os.path.lexists(path):
+                    raise
+                self._warn_once(path, "could not be deleted, and does not count: %s", error)
 
     # --------------------------------------------------------------------------------------------------------- inside
 
@@ -148,7 +168,20 @@ class NumberedDirectory:
         return [(self.root / name, int(match[1]), match[2] or "") for name, match in matches if match is not None]
 
     def _is_complete(self, path: Path) -> bool:
-        return path.is_dir() if self._last_file is None else (path / self._last_file).is_file()
+        if self._last_file is None:
+            return is_directory(path, follows_links=False)
+        return is_regular(path / self._last_file)
+
+    def _warn_once(self, path: Path, text: str, *arguments: object) -> None:
+        if path.name not in self._warned_of:
+            self._warned_of.add(path.name)
+            logger.warning("%s " + text, path, *arguments)
+
+    def _put_back(self, replaced: Path, final: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._remove(final)
+        os.rename(replaced, final)
+        sync_directory(self.root)
 
     def _replace(self, incomplete: Path, final: Path) -> None:
         if _exchange(incomplete, final):
@@ -156,7 +189,7 @@ class NumberedDirectory:
             self._remove_in_time(incomplete)
             return
         replaced = final.with_name(final.name + ".replaced")
-        if replaced.exists():
+        if os.path.lexists(replaced):
             self._remove(replaced)
         os.rename(final, replaced)
         os.rename(incomplete, final)
@@ -170,20 +203,34 @@ class NumberedDirectory:
         except OSError as error:
             logger.warning("%s could not be deleted yet: %s", path, error)
 
+    def _delete_in_time(self, path: Path) -> None:
+        try:
+            _delete(path)
+        except OSError as error:
+            self._warn_once(path, "could not be deleted yet: %s", error)
+
     def _remove(self, path: Path) -> None:
         """Deletes a directory; it loses its name first, so that what is left is not taken for a whole."""
-        shutil.rmtree(path if ".deleted" in path.name else self._without_name(path))
+        _delete(path if ".deleted" in path.name else self._without_name(path))
 
     def _without_name(self, path: Path) -> Path:
         base = path.name.split(".")[0]
         number = 0
         deleted = self.root / f"{base}.deleted"
-        while deleted.exists():
+        while os.path.lexists(deleted):
             number += 1
             deleted = self.root / f"{base}.deleted-{number}"
         os.rename(path, deleted)
         sync_directory(self.root)
         return deleted
+
+
+def _delete(path: Path) -> None:
+    """Deletes a directory, or whatever else has the name of one; of a link nothing but the link."""
+    if is_directory(path, follows_links=False):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
 
 
 def wait_until_visible(path: Path, timeout_s: float, check: Callable[[], None]) -> None:

@@ -98,8 +98,7 @@ class Inventory:
             directory.recover()
             if existing == "clear":
                 directory.clear()
-            steps = directory.numbers()
-            if existing == "refuse" and steps:
+            if existing == "refuse" and (steps := directory.numbers()):
                 raise CheckpointExistsError(f"expected no checkpoints in {directory.root}, there are {steps}")
 
         def find() -> None:

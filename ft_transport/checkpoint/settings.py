@@ -11,6 +11,7 @@ from typing import Final, Literal, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from ft_transport.checkpoint.directory import MAX_NUMBER
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.errors import ConfigurationError
 from ft_transport.settings import check_duration, check_number, default_num_threads
@@ -115,7 +116,23 @@ def checked_selector(step: object) -> CheckpointSelector:
         return "latest"
     if isinstance(step, str):
         raise ConfigurationError(f"expected a step, or 'latest', got {step!r}")
-    return check_number("step", step, at_least=0)
+    return checked_directory_number("step", step)
+
+
+def checked_directory_number(name: str, number: object) -> int:
+    """A number that a directory can have.
+
+    Args:
+        name: Of the argument, for the error.
+        number: As the caller gave it.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    checked = check_number(name, number, at_least=0)
+    if checked > MAX_NUMBER:
+        raise ConfigurationError(f"expected {name} of at most {MAX_NUMBER}, got one of {len(str(checked))} digits")
+    return checked
 
 
 def checked_store_arguments(

@@ -22,6 +22,7 @@ from ft_transport.checkpoint.settings import (
     CheckpointSelector,
     Existing,
     StoreSettings,
+    checked_directory_number,
     checked_root,
     checked_store_arguments,
     compare_settings,
@@ -31,7 +32,6 @@ from ft_transport.coordination.consensus import Agreement, RankGroup
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import CheckpointError, ConfigurationError
 from ft_transport.runtime.handler_safety import SafeEnd
-from ft_transport.settings import check_number
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
 from ft_transport.transfer.server import SnapshotLease
@@ -360,7 +360,7 @@ class CheckpointStore:
         return load_step
 
     def _save(self, step: int, stage: Callable[[], StagedState], *, wait: bool, overwrite: bool) -> SaveHandle:
-        step = check_number("step", step, at_least=0)
+        step = checked_directory_number("step", step)
         self._check_saving(step)
         if not self._health.admits(step, self._settings.busy):
             return SaveHandle(step, is_skipped=True)

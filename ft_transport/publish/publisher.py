@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.checkpoint.settings import checked_root, compare_settings
+from ft_transport.checkpoint.settings import checked_directory_number, checked_root, compare_settings
 from ft_transport.coordination.consensus import Agreement, RankGroup
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import ConfigurationError, PublishError
@@ -196,7 +196,7 @@ class Publisher:
             StaleVersionError: The version is not newer.
             TransportError: A rank failed; the same error on all of them.
         """
-        version = check_number("version", version, at_least=0)
+        version = checked_directory_number("version", version)
         if self._is_closed:
             raise PublishError("expected a publisher that is open, this one is closed")
         assert self._exporter is not None, "it is open"
