@@ -7,7 +7,6 @@ others. All go through the chunks in one order, so that no two ranks wait for ea
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, digests_of
+from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry
+from ft_transport.checkpoint.patience import Patience
+from ft_transport.checkpoint.stored_file import CHUNK_IS_GOOD, StoredFile, damaged
 from ft_transport.coordination.exchange import Exchange
-from ft_transport.errors import CheckpointDamagedError
-from ft_transport.wire.chunks import digest
 from ft_transport.wire.slices import Slice
 from ft_transport.wire.strided import Memory, copy_out, put
 
@@ -33,7 +32,6 @@ _AHEAD: Final = 4
 """Chunks that are read, and received, before they are needed."""
 _MAX_SENDING: Final = 16
 _CHECK_EVERY: Final = 16
-_OK: Final = 1
 _NOBODY: Final = -1
 
 
@@ -99,16 +97,17 @@ class ChunkReader:
 
     Args:
         files: Of which.
-        chunks: Which, in the order in which they will be asked for.
+        chunks: Which, ascending: in the order in which they will be asked for.
+        patience: For what may pass.
     """
 
-    def __init__(self, files: DataFiles, chunks: Sequence[int]) -> None:
+    def __init__(self, files: DataFiles, chunks: Sequence[int], patience: Patience) -> None:
         self._files = files
         self._chunks = iter(chunks)
-        self._digests: dict[int, tuple[int, ...]] = {}
-        self._descriptors: dict[int, int] = {}
+        self._patience = patience
+        self._open: dict[int, StoredFile] = {}
         self._pool = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="ft-transport-read")
-        self._reading: deque[Future[bytearray]] = deque()
+        self._reading: deque[tuple[int, Future[bytearray]]] = deque()
         for _ in range(_AHEAD):
             self._read_ahead()
 
@@ -119,60 +118,41 @@ class ChunkReader:
             CheckpointDamagedError: It is not what was written.
             OSError: It cannot be read.
         """
-        reading = self._reading.popleft()
+        file, reading = self._reading.popleft()
         self._read_ahead()
-        return reading.result()
+        chunk = reading.result()
+        # As many files may be there as ranks have written, and a process may not open as many at once.
+        for done in [number for number in self._open if number < file]:
+            self._open.pop(done).close()
+        return chunk
 
     def __enter__(self) -> ChunkReader:
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+        for file in self._open.values():
+            file.close()
 
     def _read_ahead(self) -> None:
         chunk = next(self._chunks, None)
         if chunk is None:
             return
-        file, start, end = self._files.place_of(chunk)
-        entry = self._files.files[file]
-        if file not in self._digests:
-            self._digests[file] = digests_of(entry)
-        try:
-            if file not in self._descriptors:
-                self._descriptors[file] = os.open(self._files.directory / entry.name, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            failed: Future[bytearray] = Future()
-            failed.set_exception(_damaged(entry, f"cannot be opened: {error}"))
-            self._reading.append(failed)
-            return
-        expected = self._digests[file][start // CHUNK_BYTES]
-        self._reading.append(self._pool.submit(read_chunk, self._descriptors[file], entry, start, end, expected))
-
-
-def read_chunk(descriptor: int, entry: FileEntry, start: int, end: int, expected: int) -> bytearray:
-    """Reads bytes ``[start, end)`` of a file and compares them with their digest; one more byte says that they are.
-
-    Raises:
-        CheckpointDamagedError: They differ, or there are fewer.
-    """
-    chunk = bytearray(end - start + 1)
-    view = memoryview(chunk)
-    position = start
-    while position < end:
-        count = os.preadv(descriptor, [view[position - start : end - start]], position)
-        if not count:
-            raise _damaged(entry, f"expected {entry.num_bytes} bytes, it ends at {position}")
-        position += count
-    if digest(view[:-1]) != expected:
-        raise _damaged(entry, f"bytes {start} to {end} differ from what was written")
-    chunk[-1] = _OK
-    return chunk
+        number, start, _ = self._files.place_of(chunk)
+        file = self._open.get(number)
+        if file is None:
+            file = self._open[number] = StoredFile(self._files.directory, self._files.files[number], self._patience)
+        self._reading.append((number, self._pool.submit(file.read, start // CHUNK_BYTES)))
 
 
 def read_needs(
-    needs: Sequence[Need], files: DataFiles, exchange: Exchange, *, is_read_once: bool, check: Callable[[], None]
+    needs: Sequence[Need],
+    files: DataFiles,
+    exchange: Exchange,
+    *,
+    patience: Patience,
+    is_read_once: bool,
+    check: Callable[[], None],
 ) -> int:
     """Brings what this rank needs to where it belongs. Called on all ranks of the exchange.
 
@@ -180,6 +160,7 @@ def read_needs(
         needs: What.
         files: Where it is.
         exchange: Of the ranks.
+        patience: For what may pass.
         is_read_once: Whether each chunk is read by one rank and passed on; else each rank reads what it needs.
         check: Called now and then; what it raises ends this rank's part.
 
@@ -193,7 +174,7 @@ def read_needs(
     """
 
     def read() -> tuple[int, Exception | None]:
-        reading = _Reading(needs, files, exchange, is_read_once=is_read_once, check=check)
+        reading = _Reading(needs, files, exchange, patience=patience, is_read_once=is_read_once, check=check)
         return reading.run(), reading.failure
 
     num_bytes, failure = exchange.ending_on_failure(read)() if is_read_once else read()
@@ -210,10 +191,12 @@ class _Reading:
         files: DataFiles,
         exchange: Exchange,
         *,
+        patience: Patience,
         is_read_once: bool,
         check: Callable[[], None],
     ) -> None:
         self._files = files
+        self._patience = patience
         self._exchange = exchange
         self._check = check
         self._needs = deque(sorted(needs, key=lambda need: (need.file, need.piece.start)))
@@ -233,7 +216,7 @@ class _Reading:
         involved = np.flatnonzero(self._by_rank[self._rank] | (self._readers == self._rank))
         num_bytes = 0
         sending: deque[tuple[Any, torch.Tensor]] = deque()
-        with ChunkReader(self._files, own.tolist()) as reader:
+        with ChunkReader(self._files, own.tolist(), self._patience) as reader:
             receiving = _Receiving(self, [chunk for chunk in involved.tolist() if self._readers[chunk] != self._rank])
             for number, chunk in enumerate(involved.tolist()):
                 if not number % _CHECK_EVERY:
@@ -282,9 +265,9 @@ class _Reading:
 
     def _deliver(self, chunk: int, data: bytearray) -> None:
         view = memoryview(data)
-        if view[-1] != _OK:
+        if view[-1] != CHUNK_IS_GOOD:
             file, _, _ = self._files.place_of(chunk)
-            raise _damaged(self._files.files[file], f"rank {self._readers[chunk]} could not read its part of it")
+            raise damaged(self._files.files[file], f"rank {self._readers[chunk]} could not read its part of it")
         self._here[chunk] = view[:-1]
         while self._needs and self._files.chunks_of(self._needs[0])[-1] <= chunk:
             self._put(self._needs.popleft())
@@ -359,7 +342,3 @@ def _choose_readers(by_rank: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
             loads[reader] += 1
             readers[chunk] = reader
     return readers
-
-
-def _damaged(entry: FileEntry, what: str) -> CheckpointDamagedError:
-    return CheckpointDamagedError(f"{entry.name}: {what}", files=(entry.name,))

@@ -15,6 +15,8 @@ from msgspec import Struct
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.directory import NumberedDirectory, wait_until_visible
 from ft_transport.checkpoint.manifest import MANIFEST_NAME
+from ft_transport.checkpoint.patience import Patience
+from ft_transport.checkpoint.regular_files import NotRegularFileError, open_regular
 from ft_transport.checkpoint.settings import (
     CheckpointSelector,
     Existing,
@@ -22,7 +24,7 @@ from ft_transport.checkpoint.settings import (
     checked_selector,
     compare_settings,
 )
-from ft_transport.checkpoint.verify import find_damage, read_manifest
+from ft_transport.checkpoint.verify import decode_rank_files, find_damage, read_manifest, read_rank_files
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.errors import (
     CheckpointDamagedError,
@@ -68,12 +70,14 @@ class Inventory:
         agreement: Of the group, for the training thread.
         directory: Used on the first rank alone.
         keep: How many checkpoints stay after a save; ``None`` keeps all.
+        retry_s: How long what may pass is tried again.
     """
 
-    def __init__(self, agreement: Agreement, directory: NumberedDirectory, keep: int | None) -> None:
+    def __init__(self, agreement: Agreement, directory: NumberedDirectory, keep: int | None, *, retry_s: float) -> None:
         self._agreement = agreement
         self._directory = directory
         self._keep = keep
+        self._retry_s = retry_s
         # The training thread and the store's own both look, and rename.
         self._mutex = threading.Lock()
         self._retired: list[Path] = []
@@ -221,21 +225,29 @@ class Inventory:
 
     def _is_gone(self, found: FoundCheckpoint) -> bool:
         """Whether the name is not taken any more, or another checkpoint has it."""
+        patience = Patience(self._retry_s)
         try:
             return self._agreement.value_of_first(
-                "look whether it is still there", lambda: _identity(found.directory) != found.identity, bool
+                "look whether it is still there",
+                lambda: patience.call(lambda: _identity(found.directory)) != found.identity,
+                bool,
             )
         except TransportError:
             return False
 
     def _verify(self, found: FoundCheckpoint) -> None:
         agreement = self._agreement
+        patience = Patience(self._retry_s)
 
         def find() -> list[str]:
-            manifest = read_manifest(found.directory, found.step)
+            manifest = read_manifest(found.directory, found.step, patience)
             by_size = sorted(manifest.files, key=lambda entry: -entry.num_bytes)
             own = by_size[agreement.rank :: agreement.size]
-            return find_damage(found.directory, own, agreement.check_others)
+            damaged = find_damage(found.directory, own, patience, agreement.check_others)
+            if agreement.is_first and not damaged:
+                # Whole files may say what cannot be.
+                decode_rank_files(read_rank_files(found.directory, manifest, patience), manifest)
+            return damaged
 
         with self.reading(found):
             damaged = [text for each in agreement.values_of_all("verify", find, list[str]) for text in each]
@@ -256,19 +268,25 @@ class Inventory:
         return True
 
     def _on_directory(self, phase: str, action: Callable[[], T], kind: type[T]) -> T:
+        patience = Patience(self._retry_s)
+
         def run() -> T:
             with self._mutex:
                 return action()
 
-        return self._agreement.value_of_first(phase, run, kind)
+        return self._agreement.value_of_first(phase, lambda: patience.call(run), kind)
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """Of the list of files, which is written once; ``None`` if it is not there."""
+    """Of the list of files, which is written once; ``None`` if it is not there.
+
+    Raises:
+        OSError: It cannot be seen whether it is.
+    """
     try:
         # Opened, because a network file system may remember what a name alone has stood for.
-        descriptor = os.open(directory / MANIFEST_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        descriptor = open_regular(directory / MANIFEST_NAME)
+    except (FileNotFoundError, NotADirectoryError, NotRegularFileError):
         return None
     try:
         status = os.fstat(descriptor)

@@ -26,12 +26,12 @@ from ft_transport.checkpoint.manifest import (
     FileEntry,
     StoredRank,
     decode_manifest,
-    decode_rank_file,
     encode_manifest,
     rank_file_name,
 )
+from ft_transport.checkpoint.patience import Patience
 from ft_transport.checkpoint.phases import Phases
-from ft_transport.checkpoint.verify import find_missing, read_file, read_manifest
+from ft_transport.checkpoint.verify import decode_rank_files, find_missing, read_file, read_manifest, read_rank_files
 from ft_transport.checkpoint.write_items import LOCAL, SHARED
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
@@ -111,6 +111,7 @@ class LoadRequest:
         max_bytes: More than this is refused.
         is_read_once: Whether what several ranks need is read by one of them and passed on.
         is_comparable: Whether `LoadedCheckpoint.differences` will be called.
+        retry_s: How long what may pass is tried again.
     """
 
     directory: Path
@@ -122,6 +123,7 @@ class LoadRequest:
     max_bytes: int
     is_read_once: bool
     is_comparable: bool
+    retry_s: float
 
 
 class _Description(Struct, frozen=True):
@@ -139,11 +141,14 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
     """
     phases = Phases(agreement, exchange)
     loading: _Loading | None = None
+    patience = Patience(request.retry_s)
     try:
-        own = phases.run_on_first("read its description", lambda: _read_description(request.directory, request.step))
+        own = phases.run_on_first(
+            "read its description", lambda: _read_description(request.directory, request.step, patience)
+        )
         described = phases.broadcast("receive its description", own)
         loading = planned = phases.run("plan what to read", lambda: _planned(request, described, agreement))
-        phases.run("read", lambda: planned.read(exchange, agreement.check_others))
+        phases.run("read", lambda: planned.read(exchange, patience, agreement.check_others))
         return phases.run("load", planned.finish)
     except BaseException as error:
         if loading is not None:
@@ -152,24 +157,17 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
         raise
 
 
-def _read_description(directory: Path, step: int) -> bytes:
-    manifest = read_manifest(directory, step)
-    damaged = find_missing(directory, manifest.files)
+def _read_description(directory: Path, step: int, patience: Patience) -> bytes:
+    manifest = read_manifest(directory, step, patience)
+    damaged = find_missing(directory, manifest.files, patience)
     if damaged:
         raise CheckpointDamagedError("; ".join(damaged), files=tuple(text.split(":")[0] for text in damaged))
-    entries = {entry.name: entry for entry in manifest.files}
-    ranks = []
-    for rank in range(manifest.num_ranks):
-        entry = entries.get(rank_file_name(rank))
-        if entry is None:
-            raise CheckpointDamagedError(
-                f"{MANIFEST_NAME} does not list {rank_file_name(rank)}", files=(MANIFEST_NAME,)
-            )
-        ranks.append(read_file(directory, entries.pop(entry.name)))
-    for entry in entries.values():
+    ranks = read_rank_files(directory, manifest, patience)
+    rank_files = {rank_file_name(rank) for rank in range(manifest.num_ranks)}
+    for entry in manifest.files:
         # What is large is verified as it is read, and whole tensors are another program's to read.
-        if not entry.name.endswith((DATA_SUFFIX, ".safetensors")):
-            read_file(directory, entry)
+        if entry.name not in rank_files and not entry.name.endswith((DATA_SUFFIX, ".safetensors")):
+            read_file(directory, entry, patience)
     return msgspec.msgpack.encode(_Description(encode_manifest(manifest), tuple(ranks)))
 
 
@@ -185,9 +183,7 @@ class _Loading:
     def __init__(self, request: LoadRequest, description: _Description, rank: int, num_ranks: int) -> None:
         manifest = decode_manifest(description.manifest, name=MANIFEST_NAME)
         self._manifest = manifest
-        self._ranks = [
-            decode_rank_file(encoded, name=rank_file_name(number)) for number, encoded in enumerate(description.ranks)
-        ]
+        self._ranks = decode_rank_files(description.ranks, manifest)
         self._request = request
         self._rank = rank
         self._num_ranks = num_ranks
@@ -210,6 +206,7 @@ class _Loading:
             _refuse_misfits(resharding.manifest.tree, shared_into, self._restores[0])
         self._needs = _needs_of_shared(self._ranks, resharding.wanted, self._restores[0], names)
         self._plan_local(local_into)
+        self._check_needs()
 
     def _plan_local(self, into: object) -> None:
         """What each rank has for itself comes from the rank of the same number, of as many."""
@@ -231,10 +228,27 @@ class _Loading:
                 at = Slice(stored.positions[LOCAL][index], entry.end - entry.start)
                 self._needs.append(Need(self._rank, at, restore, Slice(entry.start, at.block_bytes), entry.name))
 
-    def read(self, exchange: Exchange, check: Callable[[], None]) -> None:
+    def _check_needs(self) -> None:
+        """What is asked for lies inside of its file, whatever the description says of how it is laid out there."""
+        for need in self._needs:
+            entry = self._files.files[need.file]
+            if not 0 <= need.piece.start < need.piece.end <= entry.num_bytes:
+                raise CheckpointDamagedError(
+                    f"{rank_file_name(need.file)}: expected bytes inside of {entry.name}, which has {entry.num_bytes}, "
+                    f"got {need.piece.start} to {need.piece.end}",
+                    files=(rank_file_name(need.file),),
+                    path=need.path,
+                )
+
+    def read(self, exchange: Exchange, patience: Patience, check: Callable[[], None]) -> None:
         """Reads what this rank needs, and brings it to where it belongs."""
         self._num_bytes_read = read_needs(
-            self._needs, self._files, exchange, is_read_once=self._request.is_read_once, check=check
+            self._needs,
+            self._files,
+            exchange,
+            patience=patience,
+            is_read_once=self._request.is_read_once,
+            check=check,
         )
 
     def finish(self) -> LoadedCheckpoint[Any]:

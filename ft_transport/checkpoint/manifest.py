@@ -13,10 +13,10 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from ft_transport.errors import CheckpointDamagedError
-from ft_transport.wire.chunks import digest
+from ft_transport.errors import CheckpointDamagedError, ManifestError
+from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, digest
 from ft_transport.wire.manifest import Manifest, decode_digests, decode_header, encode_digests
-from ft_transport.wire.nodes import Count
+from ft_transport.wire.nodes import Count, DefaultDictNode, MappingNode
 
 MANIFEST_NAME: Final = "manifest.json"
 """Written last; a directory without it is no checkpoint, whatever its name."""
@@ -31,9 +31,9 @@ NOT_HERE: Final = -1
 class FileEntry(Struct, frozen=True):
     """A file: its name, its length, and the xxh3-64 digest of each `CHUNK_BYTES` of it, in hexadecimal digits."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]+$")]
+    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]+\Z", max_length=255)]
     num_bytes: Count
-    digests: str
+    digests: Annotated[str, Meta(pattern=r"\A[0-9a-f]*\Z")]
 
 
 class CheckpointManifest(Struct, frozen=True, kw_only=True):
@@ -87,6 +87,26 @@ class StoredRank:
     manifests: tuple[Manifest, ...]
     positions: tuple[tuple[int, ...], ...]
 
+    def check_positions(self, num_bytes: int, *, name: str) -> None:
+        """Refuses what lies outside of the data file: its chunks are numbered, and behind them are another's.
+
+        Args:
+            num_bytes: Length of the data file.
+            name: Of the description.
+
+        Raises:
+            CheckpointDamagedError: Names the first tensor that does.
+        """
+        for manifest, positions in zip(self.manifests, self.positions, strict=True):
+            for entry, position in zip(manifest.tensors, positions, strict=True):
+                if position != NOT_HERE and not 0 <= position <= num_bytes - (entry.end - entry.start):
+                    raise CheckpointDamagedError(
+                        f"{name}: expected {entry.end - entry.start} bytes inside of {self.data_file}, which has "
+                        f"{num_bytes}, got them at {position}",
+                        files=(name,),
+                        path=entry.name,
+                    )
+
 
 _encoder = msgspec.json.Encoder()
 _sealed_decoder = msgspec.json.Decoder(_Sealed)
@@ -127,6 +147,11 @@ def decode_manifest(encoded: bytes, *, name: str) -> CheckpointManifest:
         raise CheckpointDamagedError(
             f"expected format {FORMAT_VERSION} in {name}, got {manifest.format}", files=(name,)
         )
+    if len({entry.name for entry in manifest.files}) != len(manifest.files):
+        raise CheckpointDamagedError(f"expected each file once in {name}", files=(name,))
+    for entry in manifest.files:
+        if len(entry.digests) != num_chunks_of(entry.num_bytes) * DIGEST_HEX_DIGITS:
+            raise CheckpointDamagedError(f"expected a digest of each chunk of {entry.name} in {name}", files=(name,))
     return manifest
 
 
@@ -152,8 +177,13 @@ def decode_rank_file(encoded: bytes, *, name: str) -> StoredRank:
         file = _rank_decoder.decode(encoded)
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise CheckpointDamagedError(f"{name} is no description of a rank's state: {error}", files=(name,)) from error
-    manifests = tuple(decode_header(bytes(part.header), peer=name) for part in file.parts)
+    try:
+        manifests = tuple(decode_header(bytes(part.header), peer=name) for part in file.parts)
+    except ManifestError as error:
+        raise CheckpointDamagedError(f"{name}: {error.message}", files=(name,)) from error
     for manifest, part in zip(manifests, file.parts, strict=True):
+        if not isinstance(manifest.tree, (MappingNode, DefaultDictNode)):
+            raise CheckpointDamagedError(f"{name}: expected a state that is a dict", files=(name,))
         if len(part.positions) != len(manifest.tensors):
             raise CheckpointDamagedError(f"expected a position for each tensor in {name}", files=(name,))
     return StoredRank(

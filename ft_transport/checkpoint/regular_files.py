@@ -67,8 +67,7 @@ def create_file(path: Path, *, is_private: bool = False) -> int:
 
 def make_directory(path: Path, *, is_private: bool = False, is_ok_if_there: bool = False) -> None:
     """Makes a directory, and those above it that are missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(_DIRECTORY_MODE & ~_umask(is_private), exist_ok=is_ok_if_there)
+    path.mkdir(_DIRECTORY_MODE & ~_umask(is_private), parents=True, exist_ok=is_ok_if_there)
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:

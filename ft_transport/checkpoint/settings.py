@@ -33,6 +33,9 @@ class StoreSettings:
             process may take for anything but writing.
         visible_timeout: How long a new directory may take to be seen by all ranks.
         claim_timeout: How long to wait for a process that still holds the root and is just ending.
+        retry_timeout: How long reading is tried again, where it fails for a reason that says nothing of the checkpoint:
+            no descriptor is left, a permission is missing, a file server has lost a handle. At most half of
+            ``timeout``.
         max_attempts: How often a save is tried, where what went wrong may pass.
         max_failed_saves: So many saves in a row may fail, each with a warning; after one more the trainer is stopped.
         busy: What happens to a save while the one before is not finished: it waits, is skipped, or is refused.
@@ -46,6 +49,7 @@ class StoreSettings:
     timeout: timedelta = timedelta(minutes=10)
     visible_timeout: timedelta = timedelta(seconds=30)
     claim_timeout: timedelta = timedelta(seconds=10)
+    retry_timeout: timedelta = timedelta(seconds=10)
     max_attempts: int = 3
     max_failed_saves: int = 3
     busy: BusyPolicy = "wait"
@@ -57,6 +61,7 @@ class StoreSettings:
     def __post_init__(self) -> None:
         for name in ("timeout", "visible_timeout", "claim_timeout"):
             check_duration(name, getattr(self, name), at_least=timedelta.resolution)
+        check_duration("retry_timeout", self.retry_timeout, at_least=timedelta(0))
         for name, least in {
             "max_attempts": 1,
             "max_failed_saves": 0,
@@ -70,6 +75,11 @@ class StoreSettings:
         for name, known in {"busy": ("wait", "skip", "error"), "read": ("once", "each")}.items():
             if getattr(self, name) not in known:
                 raise ConfigurationError(f"expected one of {known} as {name}, got {getattr(self, name)!r}")
+
+    @property
+    def retry_s(self) -> float:
+        """`retry_timeout`, in seconds, and no longer than other ranks wait."""
+        return min(self.retry_timeout, self.timeout / 2).total_seconds()
 
 
 def compare_settings(agreement: Agreement, phase: str, settings: Callable[[], Mapping[str, object]]) -> None:

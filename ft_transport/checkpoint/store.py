@@ -90,7 +90,7 @@ class CheckpointStore:
         self._claim = RootClaim(self._root)
         self._agreement = Agreement(group, "foreground", timeout)
         self._exchange = Exchange(group, "foreground", timeout)
-        self._inventory = Inventory(self._agreement, self._directory, keep)
+        self._inventory = Inventory(self._agreement, self._directory, keep, retry_s=self._settings.retry_s)
         self._stager = StateStager(self._settings.num_copy_threads)
         self._background = BackgroundSaver(group, self._directory, self._inventory, consolidate, self._settings)
         self._health = Health(self._agreement, Exchange(group, "health", timeout), self._background)
@@ -353,6 +353,7 @@ class CheckpointStore:
                 max_bytes=self._settings.max_load_bytes,
                 is_read_once=self._settings.read == "once",
                 is_comparable=is_comparable,
+                retry_s=self._settings.retry_s,
             )
             with self._inventory.reading(found):
                 return load(request, self._agreement, self._exchange)

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
-from ft_transport.checkpoint.chunk_reading import read_chunk
 from ft_transport.checkpoint.manifest import (
-    CHUNK_BYTES,
     MANIFEST_NAME,
     CheckpointManifest,
     FileEntry,
+    StoredRank,
     decode_manifest,
-    digests_of,
+    decode_rank_file,
+    rank_file_name,
 )
+from ft_transport.checkpoint.patience import Patience
+from ft_transport.checkpoint.regular_files import read_regular
+from ft_transport.checkpoint.stored_file import StoredFile
 from ft_transport.errors import CheckpointDamagedError
 
+_MAX_MANIFEST_BYTES: Final = 1 << 30
+"""The digests of 100 TB take less."""
+_MAX_RANK_FILE_BYTES: Final = 1 << 30
+"""Above what the description of a snapshot may have (``wire.manifest``), for each of its parts."""
 
-def read_manifest(directory: Path, step: int) -> CheckpointManifest:
+
+def read_manifest(directory: Path, step: int, patience: Patience) -> CheckpointManifest:
     """The list of files of the checkpoint of a step.
 
     Raises:
-        CheckpointDamagedError: It is not what was written, or cannot be read.
+        CheckpointDamagedError: It is not what was written, or is not there.
+        OSError: It cannot be read.
     """
-    try:
-        encoded = (directory / MANIFEST_NAME).read_bytes()
-    except OSError as error:
-        raise CheckpointDamagedError(f"{MANIFEST_NAME} cannot be read: {error}", files=(MANIFEST_NAME,)) from error
+    path = directory / MANIFEST_NAME
+    encoded = patience.read(MANIFEST_NAME, lambda: read_regular(path, max_bytes=_MAX_MANIFEST_BYTES))
     manifest = decode_manifest(encoded, name=MANIFEST_NAME)
     if manifest.step != step:
         raise CheckpointDamagedError(
@@ -38,61 +45,105 @@ def read_manifest(directory: Path, step: int) -> CheckpointManifest:
     return manifest
 
 
-def read_file(directory: Path, entry: FileEntry) -> bytes:
+def read_rank_files(directory: Path, manifest: CheckpointManifest, patience: Patience) -> list[bytes]:
+    """The description that each rank has written, as it was written.
+
+    Raises:
+        CheckpointDamagedError: One is not what was written, or says what cannot be.
+        OSError: One cannot be read.
+    """
+    entries = {entry.name: entry for entry in manifest.files}
+    encoded = []
+    for rank in range(manifest.num_ranks):
+        name = rank_file_name(rank)
+        entry = entries.get(name)
+        if entry is None:
+            raise CheckpointDamagedError(f"{MANIFEST_NAME} does not list {name}", files=(MANIFEST_NAME,))
+        if entry.num_bytes > _MAX_RANK_FILE_BYTES:
+            raise CheckpointDamagedError(
+                f"{name}: expected at most {_MAX_RANK_FILE_BYTES} bytes, it has {entry.num_bytes}", files=(name,)
+            )
+        encoded.append(read_file(directory, entry, patience))
+    return encoded
+
+
+def decode_rank_files(encoded: Sequence[bytes], manifest: CheckpointManifest) -> list[StoredRank]:
+    """What the ranks have described.
+
+    Raises:
+        CheckpointDamagedError: It says what cannot be.
+    """
+    entries = {entry.name: entry for entry in manifest.files}
+    ranks = []
+    for rank, each in enumerate(encoded):
+        name = rank_file_name(rank)
+        stored = decode_rank_file(each, name=name)
+        if stored.data_file not in entries:
+            raise CheckpointDamagedError(
+                f"{name}: expected a data file that {MANIFEST_NAME} lists, got {stored.data_file[:80]!r}",
+                files=(name,),
+            )
+        if len(stored.manifests) != (2 if manifest.local_keys else 1):
+            raise CheckpointDamagedError(
+                f"{name}: expected a part for each kind of state, got {len(stored.manifests)}", files=(name,)
+            )
+        stored.check_positions(entries[stored.data_file].num_bytes, name=name)
+        ranks.append(stored)
+    return ranks
+
+
+def read_file(directory: Path, entry: FileEntry, patience: Patience) -> bytes:
     """The content of a small file.
 
     Raises:
         CheckpointDamagedError: It is not what was written.
+        OSError: It cannot be read.
     """
-    return b"".join(_chunks(directory, entry))
+    return b"".join(_chunks(directory, entry, patience))
 
 
-def find_damage(directory: Path, files: Sequence[FileEntry], check: Callable[[], None]) -> list[str]:
+def find_damage(
+    directory: Path, files: Sequence[FileEntry], patience: Patience, check: Callable[[], None]
+) -> list[str]:
     """Reads files whole, and says of each that is not what was written what is wrong with it.
 
     Args:
         directory: Where they are.
         files: Which.
+        patience: For what may pass.
         check: Called now and then.
+
+    Raises:
+        OSError: One cannot be read.
     """
     damaged = []
     for entry in files:
         try:
-            for _ in _chunks(directory, entry):
+            for _ in _chunks(directory, entry, patience):
                 check()
         except CheckpointDamagedError as error:
             damaged.append(error.message)
     return damaged
 
 
-def find_missing(directory: Path, files: Sequence[FileEntry]) -> list[str]:
-    """Says of each file that is not there, or not of its length, what is wrong with it; reads none."""
+def find_missing(directory: Path, files: Sequence[FileEntry], patience: Patience) -> list[str]:
+    """Says of each file that is not there, or not of its length, what is wrong with it; reads none.
+
+    Raises:
+        OSError: One cannot be seen.
+    """
     damaged = []
     for entry in files:
         try:
-            num_bytes = os.stat(directory / entry.name).st_size
-        except OSError as error:
-            damaged.append(f"{entry.name}: cannot be opened: {error}")
-            continue
-        if num_bytes != entry.num_bytes:
-            damaged.append(f"{entry.name}: expected {entry.num_bytes} bytes, it has {num_bytes}")
+            with StoredFile(directory, entry, patience) as file:
+                file.check_length()
+        except CheckpointDamagedError as error:
+            damaged.append(error.message)
     return damaged
 
 
-def _chunks(directory: Path, entry: FileEntry) -> Iterator[memoryview]:
-    digests = digests_of(entry)
-    try:
-        descriptor = os.open(directory / entry.name, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointDamagedError(f"{entry.name}: cannot be opened: {error}", files=(entry.name,)) from error
-    try:
-        num_bytes = os.fstat(descriptor).st_size
-        if num_bytes != entry.num_bytes:
-            raise CheckpointDamagedError(
-                f"{entry.name}: expected {entry.num_bytes} bytes, it has {num_bytes}", files=(entry.name,)
-            )
-        for number, start in enumerate(range(0, entry.num_bytes, CHUNK_BYTES)):
-            end = min(start + CHUNK_BYTES, entry.num_bytes)
-            yield memoryview(read_chunk(descriptor, entry, start, end, digests[number]))[:-1]
-    finally:
-        os.close(descriptor)
+def _chunks(directory: Path, entry: FileEntry, patience: Patience) -> Iterator[memoryview]:
+    with StoredFile(directory, entry, patience) as file:
+        file.check_length()
+        for number in range(file.num_chunks):
+            yield memoryview(file.read(number))[:-1]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from other_users import NOBODY, acting_as, as_root
+from odd_files import put_directory, put_fifo, put_socket
+from other_users import NOBODY, acting_as, as_root, open_directory
 
 from ft_transport import CheckpointStore, ConfigurationError, StoreSettings
 from ft_transport.checkpoint.claim import RootClaim
@@ -24,30 +23,10 @@ _OWNER = ".owner"
 _SETTINGS = StoreSettings(timeout=timedelta(seconds=30), claim_timeout=timedelta(milliseconds=200))
 
 
-def put_fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def put_socket(path: Path) -> None:
-    # A socket's path is short, and that of a test's directory may not be.
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        with socket.socket(socket.AF_UNIX) as bound:
-            bound.bind(f"/proc/self/fd/{descriptor}/{path.name}")
-    finally:
-        os.close(descriptor)
-
-
-def put_directory(path: Path) -> None:
-    path.mkdir()
-
-
 @pytest.fixture
 def open_root() -> Iterator[Path]:
-    """A directory that every user may read, and get to."""
-    with tempfile.TemporaryDirectory() as path:
-        os.chmod(path, 0o755)
-        yield Path(path)
+    with open_directory() as root:
+        yield root
 
 
 class TestTheClaim:

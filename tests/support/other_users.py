@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +28,11 @@ def acting_as(user: int = NOBODY) -> Iterator[None]:
         os.seteuid(0)
         os.setegid(0)
         os.setgroups(groups)
+
+
+@contextmanager
+def open_directory() -> Iterator[Path]:
+    """A directory that every user may read, and get to; those of a test are its user's alone."""
+    with tempfile.TemporaryDirectory() as path:
+        os.chmod(path, 0o755)
+        yield Path(path)

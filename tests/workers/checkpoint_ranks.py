@@ -34,6 +34,7 @@ from ft_transport.checkpoint.checkpoint_storage import CheckpointStorage
 from ft_transport.checkpoint.collective_write import CollectiveWrite
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.manifest import data_file_name
+from ft_transport.checkpoint.patience import Patience
 from ft_transport.checkpoint.verify import read_manifest
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.exchange import Exchange
@@ -455,7 +456,7 @@ def stale(ranks: Ranks) -> dict[str, Any]:
             store.save(5, state_of(5, ranks.rank), wait=True)
         took_s = time.monotonic() - started_s
         dist.barrier()
-        listed = {entry.name for entry in read_manifest(ranks.root / "step-5", 5).files}
+        listed = {entry.name for entry in read_manifest(ranks.root / "step-5", 5, Patience(0)).files}
         there = {str(path.relative_to(ranks.root / "step-5")) for path in (ranks.root / "step-5").rglob("*")}
         return {
             "took_s": took_s,
