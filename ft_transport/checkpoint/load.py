@@ -39,6 +39,7 @@ from ft_transport.errors import CheckpointDamagedError, CheckpointError, Restore
 from ft_transport.http.late_digests import digest_chunks
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.settings import default_num_threads
+from ft_transport.state.encodings import decode_simple
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction, reshard
 from ft_transport.state.restore import Restore
@@ -54,6 +55,7 @@ from ft_transport.wire.nodes import (
     Node,
     QuantizedNode,
     SequenceNode,
+    StringNode,
     TensorNode,
     ViewNode,
 )
@@ -287,9 +289,15 @@ def _only_keys(rank: StoredRank, keys: Collection[object]) -> StoredRank:
     shared, *others = rank.manifests
     tree: Any = shared.tree
     pairs = zip(tree.items[::2], tree.items[1::2], strict=True)
-    items = [part for key, value in pairs if key in keys for part in (key, value)]
+    items = [part for key, value in pairs if _key_of(key) in keys for part in (key, value)]
     tree = msgspec.structs.replace(tree, items=items)
     return dataclasses.replace(rank, manifests=(dataclasses.replace(shared, tree=tree), *others))
+
+
+def _key_of(node: Any) -> object:
+    """The key that a node stands for, ``None`` for one that is neither text nor a whole number."""
+    key = decode_simple(node) if isinstance(node, StringNode) else node
+    return key if isinstance(key, (str, int)) else None
 
 
 def _refuse_misfits(tree: Node, into: object, restore: Restore) -> None:
@@ -317,7 +325,7 @@ def _tensors_of(node: Any, into: object, path: str) -> Iterator[tuple[str, Node,
         yield path or "(root)", node if is_tensor else None, into
     elif isinstance(into, Mapping):
         items = node.items if isinstance(node, (MappingNode, DefaultDictNode)) else []
-        stored = {key: value for key, value in zip(items[::2], items[1::2], strict=True) if isinstance(key, (str, int))}
+        stored = {_key_of(key): value for key, value in zip(items[::2], items[1::2], strict=True)}
         for key, value in into.items():
             yield from _tensors_of(stored.get(key), value, f"{path}.{key}" if path else str(key))
     elif isinstance(into, (list, tuple)):

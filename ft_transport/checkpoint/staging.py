@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, TypeAlias
 
@@ -124,6 +124,13 @@ class StateStager:
         self._local.close()
 
     def _stage_local(self, staged: StagedState, step: int, state: Mapping[str, object]) -> None:
+        keys: Iterable[object] = state
+        for key in keys:
+            # The list of files names them in JSON.
+            if not isinstance(key, str) or any("\ud800" <= character <= "\udfff" for character in key):
+                raise CheckpointError(
+                    f"expected text without lone surrogates as keys of what a rank has for itself, got {key!r}"
+                )
         if state:
             staged.local_keys = tuple(state)
             staged.add(self._local.begin(step, dict(state)))

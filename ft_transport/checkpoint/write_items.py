@@ -109,8 +109,10 @@ class Described:
 
     def shared_values(self) -> int:
         """A digest of the values that all ranks have in common."""
+        shared = [value for value in self.values if value.part == SHARED]
+        # A key may have lone surrogates, which msgpack's text has not.
         return digest(
-            msgspec.msgpack.encode([(value.name, value.node) for value in self.values if value.part == SHARED])
+            msgspec.msgpack.encode([(value.name.encode("utf-8", "surrogatepass"), value.node) for value in shared])
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from state_equality import exact
 from torch import nn
 
 from ft_transport import (
@@ -192,6 +193,30 @@ def test_what_cannot_be_saved_is_refused_in_the_call_and_the_next_save_succeeds(
     assert store.check_health().is_good, "nothing was tried in the background"
     store.save(2, _state(2), wait=True)
     assert store.steps() == (2,)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"\ud800": torch.ones(3)},
+        {"m": {"\ud800": torch.ones(3)}},
+        {"\ud800": 3, "w": torch.ones(2)},
+        {"m": {"a\udfff": "x"}},
+    ],
+    ids=ascii,
+)
+def test_keys_may_have_lone_surrogates(store: CheckpointStore, state: dict[str, Any]) -> None:
+    store.save(1, state, wait=True)
+    store.verify()
+    assert exact(store.load().state) == exact(state)
+
+
+@pytest.mark.parametrize("key", ["\ud800", "a\udfff", 5])
+def test_a_key_of_what_a_rank_has_for_itself_is_text(store: CheckpointStore, key: Any) -> None:
+    with pytest.raises(CheckpointError, match="lone surrogates"):
+        store.save(1, _state(1), local={key: torch.ones(1)})
+    assert store.check_health().is_good
+    store.save(1, _state(1), wait=True)
 
 
 def test_the_trainer_is_stopped_after_too_many_failed_saves_in_a_row(tmp_path: Path) -> None:
