@@ -114,7 +114,7 @@ class BackgroundSaver:
         consolidate: str | None,
         settings: StoreSettings,
     ) -> None:
-        self.writer: Final = WriterProcess()
+        self.writer: Final = WriterProcess(is_private=settings.private)
         self._inventory = inventory
         self._max_failed_saves = settings.max_failed_saves
         self._timeout_s = settings.timeout.total_seconds()

@@ -35,7 +35,7 @@ class RootClaim:
 
     Args:
         root: The directory; made if it is not there.
-        is_private: Whether others than its owner may read the directory, where it is made here.
+        is_private: Whether nobody but its owner may read the directory, where it is made here.
     """
 
     def __init__(self, root: Path, *, is_private: bool = False) -> None:

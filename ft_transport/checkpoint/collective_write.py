@@ -31,6 +31,7 @@ from msgspec import Struct
 from ft_transport.checkpoint.directory import NumberedDirectory, wait_until_visible
 from ft_transport.checkpoint.phases import Phases
 from ft_transport.checkpoint.plan import RankPlan
+from ft_transport.checkpoint.regular_files import create_file
 from ft_transport.checkpoint.settings import compare_settings
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
@@ -215,7 +216,7 @@ class CollectiveWrite(Generic[R]):
         self._storage.admit(request, is_retry=is_retry)
         directory = self._directory.begin(number)
         marker = f".set-up-{secrets.token_hex(8)}"
-        (directory / marker).touch()
+        os.close(create_file(directory / marker))
         return _Place(str(directory), marker)
 
     def _find(self, marker: Path) -> None:

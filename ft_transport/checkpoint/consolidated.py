@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ft_transport.checkpoint.regular_files import create_file
 from ft_transport.checkpoint.write_items import SHARED, Described, WriteItem
 from ft_transport.errors import CheckpointError
 from ft_transport.state.dtypes import DTYPES_BY_NAME, SAFETENSORS_NAMES
@@ -125,10 +126,10 @@ def name_below(item: WriteItem, root: str) -> str | None:
     return next((name for name in item.names if name.startswith(f"{root}.")), None)
 
 
-def create(directory: Path, consolidation: Consolidation) -> None:
+def create(directory: Path, consolidation: Consolidation, *, is_private: bool = False) -> None:
     """Makes the files, with their headers and at their full length."""
     for file in consolidation.files:
-        descriptor = os.open(directory / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        descriptor = create_file(directory / file.name, is_private=is_private)
         try:
             os.ftruncate(descriptor, file.num_bytes)
             _write_at(descriptor, memoryview(file.header), 0)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, file_entry
+from ft_transport.checkpoint.regular_files import create_file, open_regular
 from ft_transport.wire.chunks import Hasher, digest
 
 Buffer: TypeAlias = bytes | memoryview
@@ -27,12 +28,13 @@ class DigestedFile:
     Args:
         path: Must not exist.
         check: Called now and then; what it raises ends the writing.
+        is_private: Whether nobody but its owner may read it; else the umask says who may.
     """
 
-    def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None, *, is_private: bool = False) -> None:
         self._name = path.name
         self._check = check
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._descriptor = create_file(path, is_private=is_private)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-digest")
         self._digesting: Future[None] | None = None
         self._pending: list[Buffer] = []
@@ -119,9 +121,9 @@ class DigestedFile:
                     self._hasher = Hasher()
 
 
-def write_small(path: Path, content: bytes) -> FileEntry:
+def write_small(path: Path, content: bytes, *, is_private: bool = False) -> FileEntry:
     """Writes a small file to disk."""
-    with DigestedFile(path) as file:
+    with DigestedFile(path, is_private=is_private) as file:
         file.write(content)
         return file.finish()
 
@@ -136,7 +138,7 @@ def digested(path: Path, check: Callable[[], None]) -> FileEntry:
     digests = []
     num_bytes = 0
     buffer = memoryview(bytearray(CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         while True:
             filled = 0
             while filled < CHUNK_BYTES and (count := file.readinto(buffer[filled:])):

@@ -43,7 +43,7 @@ class NumberedDirectory:
         last_file: Name of the file that is written last: a directory without it is not complete, whatever its name.
             ``None``: the name alone says that it is. A checkpoint may be reached by a link, a version may not, which is
             copied from.
-        is_private: Whether others than the owner may read what is made here, if the umask lets them.
+        is_private: Whether nobody but the owner may read what is made here; else the umask says who may.
 
     Attributes:
         root: The same.

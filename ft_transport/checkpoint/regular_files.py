@@ -15,6 +15,7 @@ from typing import Final
 PRIVATE_UMASK: Final = 0o077
 """Takes away all that is not the owner's (umask(2))."""
 _FILE_MODE: Final = 0o666
+_WRITE_BITS: Final = 0o222
 _DIRECTORY_MODE: Final = 0o777
 
 
@@ -37,7 +38,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = _FILE_MODE) -
     assert not flags & os.O_TRUNC, "what it is comes first"
     try:
         # A regular file ignores O_NONBLOCK; a FIFO and a device open at once.
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
     except OSError as error:
         # ELOOP: a link. ENXIO: a socket, a device that is not there, or a FIFO that nobody reads.
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
@@ -57,7 +58,7 @@ def create_file(path: Path, *, is_private: bool = False) -> int:
 
     Args:
         path: Of the file.
-        is_private: Whether others than its owner may read it, if the umask lets them.
+        is_private: Whether nobody but its owner may read it; else the umask says who may.
 
     Raises:
         OSError: There is one, or it cannot be made.
@@ -68,6 +69,11 @@ def create_file(path: Path, *, is_private: bool = False) -> int:
 def make_directory(path: Path, *, is_private: bool = False, is_ok_if_there: bool = False) -> None:
     """Makes a directory, and those above it that are missing."""
     path.mkdir(_DIRECTORY_MODE & ~_umask(is_private), parents=True, exist_ok=is_ok_if_there)
+
+
+def make_read_only(path: Path) -> None:
+    """Has nobody write to a file any more; who may read it stays."""
+    path.chmod(stat.S_IMODE(path.stat().st_mode) & ~_WRITE_BITS)
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:

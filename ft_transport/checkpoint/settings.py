@@ -20,7 +20,7 @@ BusyPolicy: TypeAlias = Literal["wait", "skip", "error"]
 Existing: TypeAlias = Literal["keep", "clear", "refuse"]
 CheckpointSelector: TypeAlias = int | Literal["latest"]
 
-_COMMON_SETTINGS: Final = ("max_attempts", "max_failed_saves", "busy", "read")
+_COMMON_SETTINGS: Final = ("max_attempts", "max_failed_saves", "busy", "read", "private")
 """Those of `StoreSettings` that all ranks need alike."""
 
 
@@ -41,6 +41,7 @@ class StoreSettings:
         busy: What happens to a save while the one before is not finished: it waits, is skipped, or is refused.
         read: ``once``: what several ranks need is read by one of them and passed on. ``each``: each rank reads what
             it needs, which is faster where reading is cheaper than the network between ranks.
+        private: Whether files and directories are their owner's alone (0600, 0700); else the umask says who may read.
         num_copy_threads: Threads that copy a snapshot.
         max_load_bytes: The largest state that is loaded. Default: this machine's memory.
         meshes: Device meshes for loaded DTensors that have no counterpart in the loader's own state.
@@ -54,6 +55,7 @@ class StoreSettings:
     max_failed_saves: int = 3
     busy: BusyPolicy = "wait"
     read: Literal["once", "each"] = "once"
+    private: bool = False
     num_copy_threads: int = field(default_factory=default_num_threads)
     max_load_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     meshes: Sequence[DeviceMesh] = ()
@@ -69,6 +71,9 @@ class StoreSettings:
             "max_load_bytes": 1,
         }.items():
             object.__setattr__(self, name, check_number(name, getattr(self, name), at_least=least))
+        private: object = self.private
+        if not isinstance(private, bool):
+            raise ConfigurationError(f"expected True or False as private, got {private!r}")
         meshes: object = self.meshes
         if not isinstance(meshes, Sequence) or not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
             raise ConfigurationError(f"expected a sequence of DeviceMesh as meshes, got {meshes!r}")

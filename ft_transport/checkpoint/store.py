@@ -86,8 +86,8 @@ class CheckpointStore:
         self._root = checked_root(root)
         group = RankGroup.of(process_group)
         timeout = self._settings.timeout
-        self._directory = NumberedDirectory(self._root, "step", MANIFEST_NAME)
-        self._claim = RootClaim(self._root)
+        self._directory = NumberedDirectory(self._root, "step", MANIFEST_NAME, is_private=self._settings.private)
+        self._claim = RootClaim(self._root, is_private=self._settings.private)
         self._agreement = Agreement(group, "foreground", timeout)
         self._exchange = Exchange(group, "foreground", timeout)
         self._inventory = Inventory(self._agreement, self._directory, keep, retry_s=self._settings.retry_s)

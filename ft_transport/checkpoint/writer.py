@@ -35,6 +35,7 @@ from ft_transport.checkpoint.manifest import (
     rank_file_name,
 )
 from ft_transport.checkpoint.plan import OWN_STATE_ADVICE, RankPlan, SavePlan, find_diverged, make_plan
+from ft_transport.checkpoint.regular_files import open_regular
 from ft_transport.checkpoint.write_items import SHARED, Described, Describer, WriteItem, describe, value_of
 from ft_transport.checkpoint.writer_messages import (
     Bytes,
@@ -229,7 +230,7 @@ class Writer:
             targets = [(at, start) for at, file, start in plan.targets if file == number]
             if not targets:
                 continue
-            descriptor = os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC)
+            descriptor = open_regular(directory / name, os.O_WRONLY)
             try:
                 for at, start in targets:
                     self._check()

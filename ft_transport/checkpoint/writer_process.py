@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from ft_transport.checkpoint.regular_files import PRIVATE_UMASK
 from ft_transport.checkpoint.writer_messages import Cancel, Failed, WriterAnswer, WriterRequest, receive_answer, send
 from ft_transport.coordination.votes import rebuild
 from ft_transport.errors import WriterFailedError
@@ -35,10 +36,12 @@ class WriterProcess:
 
     Args:
         command: What to run; the number of its socket's descriptor is added.
+        is_private: Whether nobody but the owner may read what it writes; else the umask says who may.
     """
 
-    def __init__(self, command: Sequence[str] = _COMMAND) -> None:
+    def __init__(self, command: Sequence[str] = _COMMAND, *, is_private: bool = False) -> None:
         self._command = tuple(command)
+        self._umask = PRIVATE_UMASK if is_private else -1
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self.number = 0
@@ -80,6 +83,7 @@ class WriterProcess:
                     stdin=subprocess.DEVNULL,
                     env=environment,
                     start_new_session=True,
+                    umask=self._umask,
                 )
         except OSError as error:
             self.close()

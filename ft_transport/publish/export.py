@@ -23,6 +23,7 @@ from ft_transport.checkpoint.digested_file import write_small
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.phases import Phases
 from ft_transport.checkpoint.plan import RankPlan, SavePlan, find_diverged, make_plan
+from ft_transport.checkpoint.regular_files import make_read_only, open_regular
 from ft_transport.checkpoint.write_items import Described, WriteItem, describe
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
@@ -80,6 +81,7 @@ class Exporter:
         directory: Used on the first rank alone.
         weight_format: Of every version.
         num_threads: That copy.
+        is_private: Whether nobody but the owner may read the files; else the umask says who may.
     """
 
     def __init__(
@@ -90,8 +92,10 @@ class Exporter:
         *,
         weight_format: WeightFormat,
         num_threads: int,
+        is_private: bool = False,
     ) -> None:
         self._agreement = agreement
+        self._is_private = is_private
         self._format = weight_format
         self._directory = directory
         self._write = CollectiveWrite(
@@ -199,7 +203,7 @@ class Exporter:
 
         def protect() -> None:
             for path in directory.iterdir():
-                path.chmod(0o444)
+                make_read_only(path)
 
         return protect
 
@@ -246,11 +250,11 @@ class Exporter:
     def _write_all(self, directory: Path, plan: RankPlan, exchange: Exchange) -> None:
         consolidation = self._planned().consolidation
         assert consolidation is not None, "it was asked for"
-        create(directory, consolidation)
+        create(directory, consolidation, is_private=self._is_private)
         with ExitStack() as stack:
             descriptors = []
             for file in consolidation.files:
-                descriptors.append(os.open(directory / file.name, os.O_WRONLY | os.O_CLOEXEC))
+                descriptors.append(open_regular(directory / file.name, os.O_WRONLY))
                 stack.callback(os.close, descriptors[-1])
             for at, file_number, start in plan.targets:
                 item = self._described.items[at]
@@ -273,9 +277,9 @@ class Exporter:
 
     def _write_other_files(self, directory: Path, consolidation: Consolidation) -> None:
         if len(consolidation.files) > 1:
-            write_small(directory / INDEX_NAME, consolidation.index)
+            write_small(directory / INDEX_NAME, consolidation.index, is_private=self._is_private)
         for name, data in {**self._files, **self._own().files}.items():
-            write_small(directory / name, data)
+            write_small(directory / name, data, is_private=self._is_private)
 
 
 def _names_in(directory: Path) -> set[str]:

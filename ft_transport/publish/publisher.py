@@ -78,6 +78,8 @@ class Publisher:
         poll_interval: How often each engine is asked which version it serves, as long as nothing is delivered to it.
             One that has lost the newest version, because it was restarted, or that was out of reach is told of it
             again. An engine that is down is asked less often. ``None``: none is asked.
+        private: Whether files and directories are their owner's alone (0400, 0700), so that only engines of the same
+            user read them; else the umask says who may.
 
     Raises:
         CheckpointInUseError: Another publisher writes to this root.
@@ -102,6 +104,7 @@ class Publisher:
         keep_for: timedelta = timedelta(hours=1),
         weight_format: WeightFormat | None = None,
         poll_interval: timedelta | None = timedelta(seconds=10),
+        private: bool = False,
     ) -> None:
         check_duration("keep_for", keep_for, at_least=timedelta(0))
         if poll_interval is not None:
@@ -120,8 +123,8 @@ class Publisher:
         self._agreement = Agreement(group, "publish", timeout)
         self._exchange = Exchange(group, "publish", timeout)
         self._reports = ReportStore(group.channel("publish/reports"), silence_timeout.total_seconds())
-        self._directory = NumberedDirectory(self._root, "version", None)
-        self._claim = RootClaim(self._root)
+        self._directory = NumberedDirectory(self._root, "version", None, is_private=private)
+        self._claim = RootClaim(self._root, is_private=private)
         self._exporter: Exporter | None = None
         self._notifier: EngineNotifier | None = None
         self._server = VersionServer(transport, self._directory, deltas=deltas) if transport is not None else None
@@ -154,7 +157,12 @@ class Publisher:
             # Engines of one that was dropped without an end may belong to another one by now.
             weakref.finalize(self, self._notifier.stop_polling).atexit = False
             self._exporter = Exporter(
-                self._agreement, self._exchange, self._directory, weight_format=self._format, num_threads=threads
+                self._agreement,
+                self._exchange,
+                self._directory,
+                weight_format=self._format,
+                num_threads=threads,
+                is_private=private,
             )
             return {"policy": policy, "engine_timeout": engine_timeout, **self._format.stated()}
 

@@ -134,6 +134,7 @@ def _become(request: dict[str, Any], descriptors: list[int], base_path: list[str
         first = kept + 1
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.umask(request["umask"])
     os.chdir(request["directory"])
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115

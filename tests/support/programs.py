@@ -96,6 +96,12 @@ def _understood(command: Sequence[str], directory: str) -> dict[str, Any] | None
     return {"kind": kind, "program": program, "argv": argv, "first_place": place, "filters": filters}
 
 
+def _umask() -> int:
+    current = os.umask(0o077)
+    os.umask(current)
+    return current
+
+
 class Program(subprocess.Popen[Any]):
     """A ``subprocess.Popen`` that has a Python program forked by the server.
 
@@ -126,6 +132,7 @@ class Program(subprocess.Popen[Any]):
             "directory": directory,
             "descriptors": [0, 1, 2, *pass_fds],
             "is_new_session": start_new_session,
+            "umask": umask if umask >= 0 else _umask(),
         }
         connection = SERVER.connect()
         try:
