@@ -19,7 +19,7 @@ SHARED := -n 3 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-slow test-engines torchft-tests proxy-faults soak check format bench bench-quick clean
+.PHONY: help env demo test test-slow test-engines torchft-tests proxy-faults fuzz soak check format bench bench-quick clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -86,6 +86,9 @@ torchft-tests: $(STAMP) ## time the tests that torchft ships with our Manager an
 
 proxy-faults: $(STAMP) ## fetches through proxies that hurt connections (by hand: ARGS="--num 20000 --seed 7")
 	@PYTHONPATH=.:tests/support $(VENV)/bin/python tests/workers/proxy_faults.py $(ARGS)
+
+fuzz: $(STAMP) ## mutate what peers and disks say (by hand: ARGS="--num 10000000 --seed 7", or --minutes 5)
+	@PYTHONPATH=.:tests/support $(VENV)/bin/python tests/workers/fuzz.py $(ARGS)
 
 soak: $(STAMP) ## random faults on 3 replicas of 2 ranks (by hand: half an hour; ARGS="--minutes 2 --seed 7")
 	@PYTHONPATH=.:tests/support $(VENV)/bin/python tests/workers/soak.py $(ARGS)

@@ -141,7 +141,7 @@ def decode_manifest(encoded: bytes, *, name: str) -> CheckpointManifest:
         if f"{digest(bytes(sealed.body)):016x}" != sealed.digest:
             raise CheckpointDamagedError(f"{name} differs from its own digest", files=(name,))
         manifest = _manifest_decoder.decode(sealed.body)
-    except (msgspec.MsgspecError, UnicodeError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise CheckpointDamagedError(f"{name} is no list of files: {error}", files=(name,)) from error
     if manifest.format != FORMAT_VERSION:
         raise CheckpointDamagedError(
@@ -175,7 +175,7 @@ def decode_rank_file(encoded: bytes, *, name: str) -> StoredRank:
     """
     try:
         file = _rank_decoder.decode(encoded)
-    except (msgspec.MsgspecError, UnicodeError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise CheckpointDamagedError(f"{name} is no description of a rank's state: {error}", files=(name,)) from error
     try:
         manifests = tuple(decode_header(bytes(part.header), peer=name) for part in file.parts)

@@ -312,7 +312,7 @@ class _Builder:
         step = path[-1]
         if isinstance(parent, Mapping):
             return parent.get(step) if isinstance(step, (str, int)) else None
-        if isinstance(parent, Sequence) and isinstance(step, int) and step < len(parent):
+        if isinstance(parent, Sequence) and isinstance(step, int) and 0 <= step < len(parent):
             return parent[step]
         return None
 
