@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ft_transport.errors import ConfigurationError, DeadlineExceededError, RankGoneError
+from ft_transport.errors import ConfigurationError, DeadlineExceededError, PeerProtocolError, RankGoneError
 
 ConfigError: Final = ConfigurationError
 
@@ -198,7 +198,7 @@ def quorum_errors() -> Iterator[None]:
         yield
     except DeadlineExceededError as error:
         raise QuorumTimeoutError(str(error)) from error
-    except RankGoneError as error:
+    except (RankGoneError, PeerProtocolError) as error:
         raise QuorumError(str(error)) from error
 
 

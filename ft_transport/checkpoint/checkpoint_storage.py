@@ -37,6 +37,7 @@ from ft_transport.checkpoint.writer_messages import (
 )
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.plain_values import from_msgpack
 from ft_transport.errors import CheckpointExistsError, WriterFailedError
 from ft_transport.transfer.server import SnapshotLease
 
@@ -147,7 +148,7 @@ class CheckpointStorage:
     def plan(self, request: SaveRequest, headers: Sequence[bytes]) -> Sequence[RankPlan]:
         """See `StorageWriter`."""
         del request
-        by_rank = tuple(msgspec.msgpack.decode(each, type=tuple[bytes, ...]) for each in headers)
+        by_rank = tuple(from_msgpack(each, tuple[bytes, ...]) for each in headers)
         return self._ask(Plan(by_rank, self._consolidate), RankPlans).plans
 
     def digest(self, plan: RankPlan) -> bytes:

@@ -35,6 +35,7 @@ from ft_transport.checkpoint.regular_files import create_file
 from ft_transport.checkpoint.settings import compare_settings
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
+from ft_transport.coordination.plain_values import from_msgpack
 from ft_transport.errors import TransportError
 
 logger = logging.getLogger(__name__)
@@ -237,7 +238,7 @@ class CollectiveWrite(Generic[R]):
         if plans is not None:
             is_compared = any(plan.compared for plan in plans)
             assigned = [msgspec.msgpack.encode(_Assigned(plan, is_compared)) for plan in plans]
-        self._assigned = msgspec.msgpack.decode(phases.scatter("divide the work", assigned), type=_Assigned)
+        self._assigned = from_msgpack(phases.scatter("divide the work", assigned), _Assigned)
         self._plan_key = key
 
     def _discard(self, number: int) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported, undeclared
 
 from ft_transport.coordination.heartbeat import Heartbeat, HeartbeatWatch
+from ft_transport.coordination.plain_values import from_msgpack
 from ft_transport.coordination.seal import Seal
 from ft_transport.coordination.store_channel import AT_ONCE, DirectStore, Pacing, StoreChannel
 from ft_transport.coordination.votes import (
@@ -174,12 +175,12 @@ class Agreement:
 
     def value_of_first(self, phase: str, action: Callable[[], T], kind: type[T]) -> T:
         """As `on_first`, with a value of a kind that msgpack has in place of bytes."""
-        return msgspec.msgpack.decode(self.on_first(phase, lambda: msgspec.msgpack.encode(action())), type=kind)
+        return from_msgpack(self.on_first(phase, lambda: msgspec.msgpack.encode(action())), kind)
 
     def values_of_all(self, phase: str, action: Callable[[], T], kind: type[T]) -> list[T]:
         """As `run_on_all_ranks`, with values of a kind that msgpack has in place of bytes."""
         encoded = self.run_on_all_ranks(phase, lambda: msgspec.msgpack.encode(action()))
-        return [msgspec.msgpack.decode(each, type=kind) for each in encoded]
+        return [from_msgpack(each, kind) for each in encoded]
 
     def _outcome(self, phase: str, action: Callable[[], bytes | None]) -> Verdict:
         self.sequence += 1

@@ -27,6 +27,7 @@ from ft_transport.checkpoint.regular_files import make_read_only, open_regular
 from ft_transport.checkpoint.write_items import Described, WriteItem, describe
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
+from ft_transport.coordination.plain_values import from_msgpack
 from ft_transport.errors import PublishError, StaleVersionError
 from ft_transport.publish.adapter import CONFIG_NAME
 from ft_transport.publish.content import Content
@@ -174,7 +175,7 @@ class Exporter:
     def plan(self, request: ExportRequest, headers: Sequence[bytes]) -> Sequence[RankPlan]:
         """See `StorageWriter`."""
         kind = self._own().kind
-        decoded = [msgspec.msgpack.decode(header, type=_Header) for header in headers]
+        decoded = [from_msgpack(header, _Header) for header in headers]
         if self._format.names is not None:
             check_engine_names([each.renamed for each in decoded], self._format.names)
         described = [_described_by_name(each.header) for each in decoded]
@@ -190,7 +191,7 @@ class Exporter:
 
     def compare(self, digests: Sequence[bytes]) -> None:
         """See `StorageWriter`."""
-        find_diverged(self._planned(), [msgspec.msgpack.decode(each, type=list[int]) for each in digests])
+        find_diverged(self._planned(), [from_msgpack(each, list[int]) for each in digests])
 
     def write(self, request: ExportRequest, directory: Path, plan: RankPlan, phases: Phases) -> Callable[[], None]:
         """See `StorageWriter`: the first rank alone writes, so that no disk has to be shared with the others."""

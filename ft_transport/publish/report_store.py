@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from ft_transport.coordination.heartbeat import Heartbeat, HeartbeatWatch
+from ft_transport.coordination.plain_values import from_json
 from ft_transport.coordination.store_channel import AT_ONCE, Pacing, StoreChannel
 from ft_transport.errors import DeadlineExceededError, RankGoneError
 from ft_transport.publish.report import PublishReport
@@ -95,7 +96,7 @@ class ReportStore:
         while True:
             found = self._channel.get([_key(version)], AT_ONCE)
             if found is not None:
-                report = msgspec.json.decode(found[0], type=PublishReport)
+                report = from_json(found[0], PublishReport)
                 if until(report):
                     return report
             now_s = time.monotonic()

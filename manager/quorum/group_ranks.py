@@ -17,6 +17,7 @@ from typing import Final
 
 import msgspec
 
+from ft_transport.coordination.plain_values import from_json
 from ft_transport.coordination.store_channel import StoreChannel
 from ft_transport.errors import TransportError
 from ft_transport.runtime.deadline import Deadline
@@ -215,7 +216,8 @@ class GroupRanks:
             agreed = self.exchange(kind, report, _refusals, gathering=gathering, answering=answering)
         except _AtOddsError as error:
             return (str(error),)
-        return tuple(msgspec.json.decode(agreed, type=list[str]))
+        with quorum_errors():
+            return tuple(from_json(agreed, list[str]))
 
     def close(self) -> None:
         """Let no other rank wait for this one, as far as the store still answers."""
@@ -248,7 +250,8 @@ class GroupRanks:
         keys = {self._key(number, rank): rank for rank in range(1, self.world_size)}
         try:
             found = self._await(store, keys, deadline.cap(_LONGEST))
-            all_sent = (sent, *(msgspec.json.decode(each, type=_Sent) for each in found))
+            with quorum_errors():
+                all_sent = (sent, *(from_json(each, _Sent) for each in found))
             if len({each.kind for each in all_sent}) > 1:
                 came = ", ".join(f"rank {rank} for {each.kind.value}" for rank, each in enumerate(all_sent))
                 raise _AtOddsError(f"the ranks of this replica came for different things: {came}")
@@ -278,7 +281,7 @@ class GroupRanks:
         if answer.error:
             error_type = QuorumTimeoutError if answer.is_timeout else _AtOddsError if answer.is_at_odds else QuorumError
             raise error_type(f"rank 0 of this replica: {answer.error}")
-        is_to_this = answer.kind is kind and answer.attempts[self.rank] == sent.attempt
+        is_to_this = answer.kind is kind and answer.attempts[self.rank : self.rank + 1] == (sent.attempt,)
         # A vote counts as it was taken, also where this rank has thought better of it meanwhile.
         if is_to_this or answer.kind is kind is not Exchange.QUORUM:
             return bytes(answer.result)
@@ -286,7 +289,8 @@ class GroupRanks:
 
     def _answer(self, store: StoreChannel, number: int, deadline: Deadline) -> _Answer:
         (found,) = self._await(store, {self._key(number, "answer"): 0}, deadline.cap(_LONGEST))
-        return msgspec.json.decode(found, type=_Answer)
+        with quorum_errors():
+            return from_json(found, _Answer)
 
     def _publish(
         self, store: StoreChannel, number: int, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()
@@ -297,7 +301,8 @@ class GroupRanks:
             stored = store.set_once(key, msgspec.json.encode(answer).decode(), timeout, remove=remove)
         self._current = (number + 1, 0)
         self._old_keys += [key, *(self._key(number, rank) for rank in range(1, self.world_size))]
-        return msgspec.json.decode(stored, type=_Answer)
+        with quorum_errors():
+            return from_json(stored, _Answer)
 
     def _await(self, store: StoreChannel, keys: dict[str, int], timeout: timedelta) -> list[bytes]:
         """Wait for what others write; ``keys`` says which key comes from which rank."""

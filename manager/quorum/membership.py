@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch.distributed import AllreduceOptions
 
+from ft_transport.coordination.plain_values import from_json
 from ft_transport.coordination.rendezvous import nobody_listens, rendezvous
 from ft_transport.coordination.store_connections import StoreConnections
 from ft_transport.keys import Keys
@@ -209,7 +210,8 @@ class Membership:
             gathering=deadline.cap(gathering),
             answering=deadline.cap(gathering + asking) + _GRACE,
         )
-        members = msgspec.json.decode(answered, type=tuple[Member, ...])
+        with quorum_errors():
+            members = from_json(answered, tuple[Member, ...])
         return decide(members, self.replica_id, rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals)
 
     def _ask(

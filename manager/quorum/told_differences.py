@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from ft_transport.coordination.plain_values import from_json
 from ft_transport.coordination.store_connections import StoreConnections
 from ft_transport.errors import TransportError
 from manager.errors import StatesDivergedError
@@ -43,7 +44,7 @@ class ToldDifferences:
         with suppress(TransportError):
             told = self._stores.at_address(store_address).get([self._tables_key()], _ASKING)
             if told is not None:
-                return msgspec.json.decode(told[0], type=dict[str, dict[str, str]])
+                return from_json(told[0], dict[str, dict[str, str]])
         return None
 
     def differing_tensors(
@@ -62,10 +63,10 @@ class ToldDifferences:
             store = self._stores.at_address(error.store_address)
             store.set(f"{prefix}/{replica_id}", msgspec.json.encode(table), timeout)
             told = store.get([f"{prefix}/{replica}" for replica in error.replicas], timeout)
+            tables = [from_json(each, dict[str, int]) for each in told or ()]
         except TransportError as unanswered:
             logger.warning("replica %s: which tensors differ is not known: %s", replica_id, unanswered)
             return ()
-        tables = [msgspec.json.decode(each, type=dict[str, int]) for each in told or ()]
         paths = dict.fromkeys(path for each in tables for path in each)
         return tuple(path for path in paths if len({each.get(path) for each in tables}) > 1)
 

@@ -10,6 +10,7 @@ import msgspec
 
 from ft_transport import TransportError
 from ft_transport.coordination.consensus import Agreement, RankGroup
+from ft_transport.coordination.plain_values import from_json
 from ft_transport.coordination.votes import Failure, describe, rebuild
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class RecoveringRanks:
         named = self._agreement.run_on_all_ranks("name the sources", lambda: msgspec.json.encode(addresses))
 
         def ask() -> bytes:
-            everywhere = [address for each in named for address in msgspec.json.decode(each, type=list[str])]
+            everywhere = [address for each in named for address in from_json(each, list[str])]
             try:
                 step = transport.common_step(
                     list(dict.fromkeys(everywhere)), timeout=timeout, unreachable_timeout=unreachable_timeout
@@ -66,7 +67,7 @@ class RecoveringRanks:
                 return msgspec.json.encode(_StepReply(failure=describe(error)))
             return msgspec.json.encode(_StepReply(step=step))
 
-        reply = msgspec.json.decode(self._agreement.on_first("agree on a step", ask), type=_StepReply)
+        reply = from_json(self._agreement.on_first("agree on a step", ask), _StepReply)
         if reply.failure is not None:
             raise rebuild(reply.failure)
         return reply.step
