@@ -150,7 +150,7 @@ class Connection:
                 )
             refusal = self._refusal(response) if response.status != expected_status else None
             if session is None and (refusal is None or not refusal.retryable or response.status == 409):
-                self._check_understood(RequestRead(method, path, headers, body or b""), response, refusal)
+                self._check_understood(RequestRead(method, path, headers, body), response, refusal)
             if refusal is not None:
                 raise refusal
             # What was read ahead while looking for the end of the head belongs to the body.
@@ -392,11 +392,11 @@ class Connection:
             return
         if refusal is None:
             # What comes in answer to a body shows by nothing else that it is what was asked for.
-            if announced is None and not request.body:
+            if announced is None and request.body is None:
                 return
         elif response.status != _REQUEST_TIMEOUT:
             # A peer that refuses may not have read the body, unless that is what it could not read.
-            unread = dataclasses.replace(request, body=b"")
+            unread = dataclasses.replace(request, body=None)
             if announced == exchange_digest(unread, response.status, response.headers):
                 return
         said = f"; it answered: {refusal.message}" if refusal is not None else ""

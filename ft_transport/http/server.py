@@ -345,7 +345,7 @@ class SnapshotServer:
 
 
 async def _say_what_was_understood(request: web.Request, response: web.StreamResponse) -> None:
-    read = RequestRead(request.method, request.raw_path, request.headers, request.get(_BODY, b""))
+    read = RequestRead(request.method, request.raw_path, request.headers, request.get(_BODY))
     response.headers[EXCHANGE_DIGEST_HEADER] = exchange_digest(read, response.status, response.headers)
 
 

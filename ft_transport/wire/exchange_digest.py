@@ -37,13 +37,13 @@ class RequestRead:
         method: Its method.
         target: Path and query, as they were sent.
         headers: All of them, or those that count.
-        body: What was sent, or read, behind them.
+        body: What was sent, or read, behind them; ``None`` if nothing was, which is not the same as a body of no bytes.
     """
 
     method: str
     target: str
     headers: HeadersOf
-    body: bytes
+    body: bytes | None
 
 
 def exchange_digest(request: RequestRead, status: int, answered: HeadersOf) -> str:
@@ -63,4 +63,5 @@ def exchange_digest(request: RequestRead, status: int, answered: HeadersOf) -> s
     ]
     # A line cannot hold a line end, so no two requests read the same.
     text = "\n".join(values).encode("utf-8", "surrogateescape")
-    return f"{digest(b'%b|%b' % (text, request.body)):0{DIGEST_HEX_DIGITS}x}"
+    read = text if request.body is None else b"%b|%b" % (text, request.body)
+    return f"{digest(read):0{DIGEST_HEX_DIGITS}x}"

@@ -26,7 +26,7 @@ from ft_transport import (
 
 NUM_ITEMS = 4000
 STALL = timedelta(seconds=0.3)
-PLACES = range(0, 100, 4)
+PLACES = range(0, 100, 6)
 
 
 def state() -> dict[str, Any]:
@@ -83,6 +83,18 @@ def test_a_wrong_number_in_a_request_for_slices_brings_no_wrong_bytes() -> None:
             assert torch.equal(received["a"], first)
             assert torch.equal(received["b"], second)
         assert proxy.hurt["byte"] > 40
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_a_body_that_seems_to_be_empty_is_not_one_that_was_not_read() -> None:
+    mesh = mesh_of((1,), 0)
+    content = {"w": part_of(torch.arange(NUM_ITEMS), mesh, [Replicate()])}
+    with network(content) as (receiver, proxy, faults):
+        url = f"http://127.0.0.1:{proxy.port}/checkpoint/"
+        for place in range(70, 160):
+            faults[:] = [None, Fault("byte", to_server=True, after=place, byte=ord("0"))]
+            received: Any = receiver.fetch_sharded([url], 1, timeout=timedelta(seconds=3)).state
+            assert torch.equal(received["w"], torch.arange(NUM_ITEMS))
 
 
 @pytest.mark.parametrize("place", range(9, 200, 13))
