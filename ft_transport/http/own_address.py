@@ -16,7 +16,8 @@ from ft_transport.errors import ConfigurationError
 ADVERTISE_VARIABLE: Final = "FT_TRANSPORT_ADVERTISE"
 """Environment variable: host name, address or network interface that peers should use."""
 _SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
-LISTEN_BACKLOG: Final = 1024
+LISTEN_BACKLOG: Final = 4096
+"""Whoever finds it full tries again after a second; in the kernel, a connection that waits costs next to nothing."""
 
 
 def listen(host: str | None, port: int) -> socket.socket:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -28,13 +28,17 @@ from ft_transport.errors import (
     StepNotServedError,
     TransportError,
 )
+from ft_transport.http.admission import Admission, Place
 from ft_transport.http.body_sender import Content, FileRange, Slices, send
 from ft_transport.http.fork_safety import close_in_children
 from ft_transport.http.kept_deltas import KeptDeltas
-from ft_transport.http.own_address import LISTEN_BACKLOG, advertised_host, listen
+from ft_transport.http.listener import Listener, max_connections
+from ft_transport.http.own_address import advertised_host, listen
+from ft_transport.http.peer_protocol import PeerProtocol, place_of
 from ft_transport.http.peer_sessions import ServerSessions
 from ft_transport.http.snapshot_cache import Reading, SnapshotCache
 from ft_transport.http.snapshot_requests import SnapshotRequests
+from ft_transport.http.trouble_log import TroubleLog, describe_failure
 from ft_transport.keys import Keys
 from ft_transport.wire.authentication import (
     CONTENT_DIGEST_HEADER,
@@ -64,12 +68,10 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S: Final = 30.0
 _KEEP_ALIVE_S: Final = 75.0
-"""How long a connection may be silent; aiohttp's own default is an hour."""
+"""How long a connection may be silent that belongs to the job; aiohttp's own default is an hour."""
 _SETTLING_ROUNDS: Final = 5
 _BODY: Final = web.RequestKey("body", bytes)
 """Where a request keeps the body that was read of it."""
-_MAX_CONNECTIONS: Final = 512
-"""No crowd of receivers may take the descriptors and the memory that the training needs."""
 
 
 class SnapshotServer:
@@ -120,6 +122,8 @@ class SnapshotServer:
             self.requests = SnapshotRequests(cache, max_wait_s=max_wait_s)
             self._closing = False
             self._handlers: set[asyncio.Task[object]] = set()
+            self._admission = Admission(max_connections(), time.monotonic)
+            self._trouble = TroubleLog(logger, time.monotonic)
             started: Future[None] = Future()
             self._thread = threading.Thread(target=self._run, args=(started,), name="ft-transport-server", daemon=True)
             self._thread.start()
@@ -152,6 +156,9 @@ class SnapshotServer:
     def _run(self, started: Future[None]) -> None:
         loop = self._loop
         asyncio.set_event_loop(loop)
+        # asyncio's own words, and all of them in its debug mode, quote what the peer sent.
+        loop.set_debug(False)
+        loop.set_exception_handler(self._on_loop_error)
         try:
             try:
                 runner, listener = loop.run_until_complete(self._start())
@@ -166,8 +173,8 @@ class SnapshotServer:
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
 
-    async def _start(self) -> tuple[web.AppRunner, asyncio.AbstractServer]:
-        app = web.Application(middlewares=[self._guard], client_max_size=MAX_REQUEST_BODY_BYTES)
+    async def _start(self) -> tuple[web.AppRunner, Listener]:
+        app = web.Application(middlewares=[self._keep_place, self._guard], client_max_size=MAX_REQUEST_BODY_BYTES)
         app.router.add_get(METADATA_ROUTE, self._metadata, allow_head=True)
         app.router.add_get(FULL_ROUTE, self._full, allow_head=True)
         app.router.add_get(DIGESTS_ROUTE, self._digests)
@@ -176,36 +183,46 @@ class SnapshotServer:
         app.router.add_get(STATUS_ROUTE, self._status, allow_head=True)
         app.router.add_get(CHALLENGE_ROUTE, self._challenge)
         app.on_response_prepare.append(self._prove if self._sessions is not None else _say_what_was_understood)
-        runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, shutdown_timeout=0.1, keepalive_timeout=_KEEP_ALIVE_S
-        )
+        runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=0.1)
         await runner.setup()
         server = runner.server
         assert server is not None
-        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Each may take two, while a body is sent.
-        max_connections = _MAX_CONNECTIONS if soft_limit < 0 else min(_MAX_CONNECTIONS, soft_limit // 4)
 
-        def accept() -> asyncio.BaseProtocol:
-            return server() if len(server.connections) < max_connections else _Busy()
+        def make_protocol(place: Place) -> PeerProtocol:
+            return PeerProtocol(
+                server,
+                loop=self._loop,
+                keep_alive_s=_KEEP_ALIVE_S,
+                admission=self._admission,
+                place=place,
+                trouble=self._trouble,
+            )
 
-        return runner, await self._loop.create_server(accept, sock=self._socket, backlog=LISTEN_BACKLOG)
+        return runner, Listener(self._socket, self._admission, make_protocol, self._trouble)
 
-    async def _stop(self, runner: web.AppRunner, listener: asyncio.AbstractServer) -> None:
-        listener.close()
-        # asyncio takes three rounds of the loop from an accepted connection to one that can be closed.
-        for _ in range(_SETTLING_ROUNDS):
-            await asyncio.sleep(0)
+    async def _stop(self, runner: web.AppRunner, listener: Listener) -> None:
+        await listener.stop()
         for handler in tuple(self._handlers):
             handler.cancel()
         await runner.cleanup()
-        # And one from a closed transport to a closed socket.
+        # asyncio takes a few rounds of the loop from a closed transport to a closed socket.
         for _ in range(_SETTLING_ROUNDS):
             await asyncio.sleep(0)
+
+    def _on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        failure = describe_failure(context.get("exception"))
+        self._trouble.note(logging.ERROR, "the server", f"{context.get('message', 'an error')}: {failure}")
 
     def _on_change(self) -> None:
         with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown at the same moment.
             self._loop.call_soon_threadsafe(self.requests.wake)
+
+    @web.middleware
+    async def _keep_place(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        with self._admission.serving(place_of(request)):
+            return await handler(request)
 
     @web.middleware
     async def _guard(
@@ -216,12 +233,15 @@ class SnapshotServer:
         assert task is not None
         self._handlers.add(task)
         try:
-            if self._sessions is not None and request.path != CHALLENGE_ROUTE:
-                self._sessions.admit(request)
+            if request.path != CHALLENGE_ROUTE:
+                if self._sessions is not None:
+                    self._sessions.admit(request)
+                self._admission.authenticated(place_of(request))
             return await handler(request)
         except TransportError as error:
-            # The path as it came: a decoded one may hold line ends, and forge lines of the log.
-            logger.info("%s %s from %s refused: %s", request.method, request.raw_path[:200], request.remote, error)
+            # The receiver is told more: what it asked for stays out of this log.
+            refusal = f"a request was refused: {type(error).__name__}"
+            self._trouble.note(logging.INFO, place_of(request).address, refusal)
             headers = {SERVED_STEPS_HEADER: ",".join(map(str, self._cache.steps()))}
             if isinstance(error, PeerNotReadyError):
                 headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
@@ -307,15 +327,17 @@ class SnapshotServer:
             return web.Response(text=await computing)
 
     async def _slices(self, request: web.Request) -> web.StreamResponse:
+        # First, because no snapshot is to be kept for a body that does not come.
+        try:
+            with self._admission.waiting(place_of(request)):
+                body = await asyncio.wait_for(request.read(), self._stall_timeout_s)
+        except (asyncio.TimeoutError, ConnectionError, web.RequestPayloadError):
+            raise web.HTTPRequestTimeout(text="the body did not come", headers={"Connection": "close"}) from None
+        request[_BODY] = body
+        if self._sessions is not None and request.headers.get(CONTENT_DIGEST_HEADER) != content_digest(body):
+            raise PeerAuthenticationError("expected the body of a request as it was made, it was changed")
         reading = await self.requests.read(request)
         with reading as snapshot:
-            try:
-                body = await asyncio.wait_for(request.read(), self._stall_timeout_s)
-            except (asyncio.TimeoutError, ConnectionError, web.RequestPayloadError):
-                raise web.HTTPRequestTimeout(text="the body did not come") from None
-            request[_BODY] = body
-            if self._sessions is not None and request.headers.get(CONTENT_DIGEST_HEADER) != content_digest(body):
-                raise PeerAuthenticationError("expected the body of a request as it was made, it was changed")
             frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
             headers = {"Content-Type": "application/octet-stream"}
             return await self._send(request, reading, headers, Slices(snapshot, frames))
@@ -347,17 +369,6 @@ class SnapshotServer:
 async def _say_what_was_understood(request: web.Request, response: web.StreamResponse) -> None:
     read = RequestRead(request.method, request.raw_path, request.headers, request.get(_BODY))
     response.headers[EXCHANGE_DIGEST_HEADER] = exchange_digest(read, response.status, response.headers)
-
-
-class _Busy(asyncio.Protocol):
-    """Answers whoever connects while there are too many, and closes."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.write(
-            b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-        )
-        transport.close()
 
 
 def _asked_range(request: web.Request, total: int, etag: str) -> tuple[int, int] | None:

@@ -1,0 +1,234 @@
+"""Accepting connections: as many as there are places for, and the others wait in the kernel.
+
+asyncio's own server accepts whatever waits, up to a thousand sockets, before the first of them is counted: a burst
+takes the descriptors that the training needs. Here each one has a place (``http.admission``) before the next is
+accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import re
+import resource
+import socket
+from collections.abc import Callable
+from typing import Final
+
+from ft_transport.http.admission import Admission, Place, client_of
+from ft_transport.http.own_address import LISTEN_BACKLOG
+from ft_transport.http.trouble_log import TroubleLog
+
+_MAX_CONNECTIONS: Final = 512
+"""No crowd of receivers may take the descriptors and the memory that the training needs."""
+_DESCRIPTOR_SHARE: Final = 8
+"""A connection takes two descriptors while a body is sent, and all of them a quarter of what the process may have."""
+_LEAST_CONNECTIONS: Final = 8
+_FULL_BACKLOG: Final = 16
+"""How many wait in the kernel while every place is taken; further ones are not answered, and try again."""
+_FULL_PAUSE_S: Final = 0.05
+_BATCH: Final = 16
+_BATCH_PAUSE_S: Final = 0.002
+"""Between two batches, so that a crowd that comes without end leaves the interpreter to the training."""
+_ROUNDS_TO_ASK: Final = 8
+"""aiohttp needs six rounds of the loop to a connection's first request; none loses its place for those behind it."""
+_NO_DESCRIPTOR_PAUSE_S: Final = 1.0
+_SWEEP_S: Final = 1.0
+_HELD_UP_S: Final = 0.5
+"""A loop that comes later than this has been held up; what waits in its sockets has to be read before it's judged."""
+_OUT_OF_RESOURCES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_MAX_PEEK_BYTES: Final = 16 << 10
+_HEAD_BEGINS: Final = re.compile(
+    rb"[A-Z]+( ([!-~]+( (H|HT|HTT|HTTP|HTTP/1?|HTTP/1\.[01]?(\r?|\r\n.*))?)?)?)?\Z", re.DOTALL
+)
+"""A request line (RFC 9112, section 3) as far as it has come, and what follows it. Anything else is refused at once."""
+_BUSY: Final = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+def max_connections() -> int:
+    """How many connections a server may have, as this process may have descriptors."""
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit < 0:
+        return _MAX_CONNECTIONS
+    return max(_LEAST_CONNECTIONS, min(_MAX_CONNECTIONS, soft_limit // _DESCRIPTOR_SHARE))
+
+
+class Listener:
+    """Accepts connections on a listening socket. Belongs to the server's event loop.
+
+    A connection gets its protocol when the head of a request is there: until then it costs a socket and little more.
+
+    Args:
+        listening: The socket; it stays the caller's.
+        admission: Gives the places.
+        make_protocol: Makes the protocol of a connection. From ``connection_made`` on the protocol sets the ``end`` of
+            its place, and it gives the place back in ``connection_lost``.
+        trouble: Is told where the system gives no further socket.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        admission: Admission,
+        make_protocol: Callable[[Place], asyncio.BaseProtocol],
+        trouble: TroubleLog,
+    ) -> None:
+        self._listening = listening
+        self._admission = admission
+        self._make_protocol = make_protocol
+        self._trouble = trouble
+        self._loop = asyncio.get_running_loop()
+        self._waiting: set[_Waiting] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._resuming: asyncio.TimerHandle | None = None
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._backlog = LISTEN_BACKLOG
+        listening.setblocking(False)
+        self._resume()
+
+    async def stop(self) -> None:
+        """Accepts no further connection, and closes those that have asked for nothing yet."""
+        self._loop.remove_reader(self._listening.fileno())
+        for timer in (self._resuming, self._sweeping):
+            if timer is not None:
+                timer.cancel()
+        for waiting in tuple(self._waiting):
+            waiting.end()
+        for task in self._connecting:
+            task.cancel()
+        await asyncio.gather(*self._connecting, return_exceptions=True)
+
+    def _pause(self, pause_s: float) -> None:
+        self._loop.remove_reader(self._listening.fileno())
+        self._resuming = self._loop.call_later(pause_s, self._resume)
+
+    def _resume(self) -> None:
+        self._resuming = None
+        self._loop.add_reader(self._listening.fileno(), self._accept)
+
+    def _set_backlog(self, backlog: int) -> None:
+        if backlog != self._backlog:
+            self._backlog = backlog
+            self._listening.listen(backlog)
+
+    def _accept(self) -> None:
+        num_to_connect = max(1, self._admission.max_newcomers_of_address // _ROUNDS_TO_ASK)
+        for _ in range(_BATCH):
+            if not self._admission.make_room():
+                if self._admission.is_full:
+                    self._set_backlog(_FULL_BACKLOG)
+                    self._pause(_FULL_PAUSE_S)
+                return
+            self._set_backlog(LISTEN_BACKLOG)
+            try:
+                accepted, address = self._listening.accept()
+            except OSError as error:
+                if error.errno in _OUT_OF_RESOURCES:
+                    self._trouble.note(logging.ERROR, "the server", f"cannot accept a connection: {error.strerror}")
+                    self._pause(_NO_DESCRIPTOR_PAUSE_S)
+                return  # Nobody waits any more, or who did has gone.
+            num_to_connect -= self._enter(accepted, client_of(address[0]))
+            if not num_to_connect:
+                break
+        self._pause(_BATCH_PAUSE_S)
+
+    def _enter(self, accepted: socket.socket, address: str) -> bool:
+        """Gives a connection a place; says whether the head of a request is there already."""
+        accepted.setblocking(False)
+        place = self._admission.enter(address, lambda: None)
+        if place is None:
+            with accepted, contextlib.suppress(OSError):
+                accepted.send(_BUSY)
+            return False
+        if self._sweeping is None:
+            self._sweep_later()
+        return _Waiting(self, accepted, place).look()
+
+    def _connect(self, accepted: socket.socket, place: Place) -> None:
+        self._admission.asks(place)
+
+        async def connect() -> None:
+            await self._loop.connect_accepted_socket(lambda: self._make_protocol(place), accepted)
+
+        def connected(task: asyncio.Task[None]) -> None:
+            self._connecting.discard(task)
+            if task.cancelled() or task.exception() is not None:
+                self._admission.leave(place)
+                accepted.close()
+
+        task = self._loop.create_task(connect())
+        place.end = task.cancel
+        self._connecting.add(task)
+        task.add_done_callback(connected)
+
+    def _sweep_later(self) -> None:
+        due_s = self._loop.time() + _SWEEP_S
+        self._sweeping = self._loop.call_at(due_s, self._sweep, due_s)
+
+    def _sweep(self, due_s: float) -> None:
+        self._sweeping = None
+        if self._loop.time() - due_s < _HELD_UP_S:
+            self._admission.end_overdue()
+        if self._admission.has_newcomers:
+            self._sweep_later()
+
+
+class _Waiting:
+    """A connection that has not sent the head of a request yet. What it has sent stays in the kernel."""
+
+    def __init__(self, listener: Listener, accepted: socket.socket, place: Place) -> None:
+        self._listener = listener
+        self._accepted = accepted
+        self._place = place
+        self._num_bytes = 0
+        self._is_watched = False
+        place.end = self.end
+
+    def look(self) -> bool:
+        """Hands the connection on if the head is there, or will never be; returns whether it is."""
+        try:
+            sent = self._accepted.recv(_MAX_PEEK_BYTES, socket.MSG_PEEK)
+            if not sent:
+                self.end()
+                return False
+            if len(sent) > self._num_bytes and _may_become_a_head(sent):
+                self._num_bytes = len(sent)
+                self._accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(sent) + 1)
+                self._watch()
+                return False
+            self._accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        except (BlockingIOError, InterruptedError):
+            self._watch()
+            return False
+        except OSError:
+            self.end()
+            return False
+        self._unwatch()
+        self._listener._connect(self._accepted, self._place)
+        return True
+
+    def end(self) -> None:
+        self._unwatch()
+        self._accepted.close()
+        self._listener._admission.leave(self._place)
+
+    def _watch(self) -> None:
+        if not self._is_watched:
+            self._is_watched = True
+            self._listener._waiting.add(self)
+            self._listener._loop.add_reader(self._accepted.fileno(), self.look)
+
+    def _unwatch(self) -> None:
+        if self._is_watched:
+            self._is_watched = False
+            self._listener._waiting.discard(self)
+            self._listener._loop.remove_reader(self._accepted.fileno())
+
+
+def _may_become_a_head(sent: bytes) -> bool:
+    """Whether it is the beginning of a request whose head is not complete, or may be."""
+    if len(sent) >= _MAX_PEEK_BYTES or b"\r\n\r\n" in sent:
+        return False
+    return bool(_HEAD_BEGINS.match(sent))
