@@ -7,7 +7,6 @@ Python objects costs more than the transfer itself.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +18,11 @@ from ft_transport.errors import (
     DeadlineExceededError,
     MessageDamagedError,
     PeerAuthenticationError,
-    PeerError,
-    PeerNotReadyError,
     PeerProtocolError,
     PeerUnreachableError,
-    SnapshotReplacedError,
-    StepNotServedError,
     TransportError,
 )
+from ft_transport.http.answers import MAX_ERROR_BODY_BYTES, check_understood, refusal_of
 from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.http.fork_safety import close_in_children, making_socket
 from ft_transport.http.peer_address import PeerAddress, look_up
@@ -34,15 +30,13 @@ from ft_transport.http.peer_sessions import ClientSession, begin_session, make_c
 from ft_transport.http.timed_socket import TimedSocket
 from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.wire.authentication import CONTENT_DIGEST_HEADER, content_digest
-from ft_transport.wire.exchange_digest import EXCHANGE_DIGEST_HEADER, RequestRead, exchange_digest
-from ft_transport.wire.routes import AFTER_HEADER, CHALLENGE_ROUTE, SERVED_STEPS_HEADER, parse_after, parse_served_steps
+from ft_transport.wire.exchange_digest import RequestRead
+from ft_transport.wire.routes import CHALLENGE_ROUTE
 
-_MAX_ERROR_BODY_BYTES: Final = 2048
 _MAX_VIEWS_PER_READ: Final = 512
 """Below IOV_MAX, which Linux puts at 1024 (``man 2 readv``)."""
 _WAKE_BYTES: Final = 256 << 10
 """Half the wake-ups that a receiver has without it; with far more, the sender runs into a full window."""
-_REQUEST_TIMEOUT: Final = 408
 _TICK_S: Final = 0.1
 """How often a read that waits for more looks at the clock."""
 
@@ -148,9 +142,13 @@ class Connection:
                     "was changed on its way",
                     peer=str(self.peer),
                 )
-            refusal = self._refusal(response) if response.status != expected_status else None
+            refusal = (
+                refusal_of(response, self.peer, in_session=self._session is not None)
+                if response.status != expected_status
+                else None
+            )
             if session is None and (refusal is None or not refusal.retryable or response.status == 409):
-                self._check_understood(RequestRead(method, path, headers, body), response, refusal)
+                check_understood(RequestRead(method, path, headers, body), response, refusal, self.peer)
             if refusal is not None:
                 raise refusal
             # What was read ahead while looking for the end of the head belongs to the body.
@@ -190,21 +188,22 @@ class Connection:
         """Has the peer prove that it knows the job token, at the address where it was reached."""
         assert self._socket is not None
         challenge = make_challenge(keys, socket_address(self._socket.raw.getpeername()))
-        response = self._ask(http, "GET", f"{CHALLENGE_ROUTE}?{urlencode(challenge.query())}", {})
-        if response.status == 503:
-            raise self._refusal(response)
-        body = response.read(_MAX_ERROR_BODY_BYTES) if response.status == 200 else b""
-        session = begin_session(keys, challenge, body)
+        path = f"{CHALLENGE_ROUTE}?{urlencode(challenge.query())}"
+        response = self._ask(http, "GET", path, {})
+        expected = f"expected the peer to prove that it knows the job token ({TOKEN_VARIABLE})"
+        if response.status != 200:
+            refusal = refusal_of(response, self.peer, in_session=False)
+            if refusal.retryable:
+                raise refusal
+            refusal = PeerAuthenticationError(f"{expected}, it did not: {refusal.message}", peer=str(self.peer))
+            check_understood(RequestRead("GET", path, {}, None), response, refusal, self.peer)
+            raise refusal
+        session = begin_session(keys, challenge, response.read(MAX_ERROR_BODY_BYTES))
         if session is None:
-            reason = f"{response.status} {response.reason}" if response.status != 200 else "the proof is wrong"
             self._num_unproved += 1
             # The first time something on the way may have changed a byte.
             error_type = MessageDamagedError if self._num_unproved == 1 else PeerAuthenticationError
-            raise error_type(
-                f"expected the peer to prove that it knows the job token ({TOKEN_VARIABLE}), it did not: {reason}: "
-                f"{self._text_of(response)}",
-                peer=str(self.peer),
-            )
+            raise error_type(f"{expected}, its proof is wrong", peer=str(self.peer))
         self._num_unproved = 0
         self.end_response(response)
         return session
@@ -380,69 +379,3 @@ class Connection:
             f"{self._timeouts.min_bytes_per_s:.0f} bytes/s",
             peer=str(self.peer),
         )
-
-    def _check_understood(self, request: RequestRead, response: HTTPResponse, refusal: PeerError | None) -> None:
-        """Tells an answer that is meant from one to a request, or with a head, that was damaged on its way.
-
-        Raises:
-            MessageDamagedError: It was, as far as can be told.
-        """
-        announced = response.headers.get(EXCHANGE_DIGEST_HEADER)
-        if announced == exchange_digest(request, response.status, response.headers):
-            return
-        if refusal is None:
-            # What comes in answer to a body shows by nothing else that it is what was asked for.
-            if announced is None and request.body is None:
-                return
-        elif response.status != _REQUEST_TIMEOUT:
-            # A peer that refuses may not have read the body, unless that is what it could not read.
-            unread = dataclasses.replace(request, body=None)
-            if announced == exchange_digest(unread, response.status, response.headers):
-                return
-        said = f"; it answered: {refusal.message}" if refusal is not None else ""
-        raise MessageDamagedError(
-            f"expected an answer to {request.method} {request.target[:200]} as it was sent; the peer has read "
-            f"something else, or its answer was damaged{said}",
-            refusal=refusal,
-            peer=str(self.peer),
-        )
-
-    def _text_of(self, response: HTTPResponse) -> str:
-        """What the peer says of its refusal."""
-        with contextlib.suppress(OSError, HTTPException, ValueError):
-            return response.read(_MAX_ERROR_BODY_BYTES).decode("utf-8", "replace")
-        return ""
-
-    def _refusal(self, response: HTTPResponse) -> PeerError:
-        peer = str(self.peer)
-        reason = f"{response.status} {response.reason}: {self._text_of(response)}"
-        match response.status:
-            case 401 if self._session is not None:
-                return MessageDamagedError(f"the peer did not get the request as it was made: {reason}", peer=peer)
-            case 401:
-                return PeerAuthenticationError(
-                    f"the peer asks for a proof of the job token, and this side has none ({TOKEN_VARIABLE}): {reason}",
-                    peer=peer,
-                )
-            case 404 | 410:
-                served = parse_served_steps(response.headers.get(SERVED_STEPS_HEADER))
-                return StepNotServedError(
-                    f"the peer does not serve it: {reason}", served=served, is_past=response.status == 410, peer=peer
-                )
-            case 409:
-                return SnapshotReplacedError(f"the snapshot was replaced: {reason}", peer=peer)
-            case 503:
-                retry_after_s = _seconds(response.headers.get("Retry-After"))
-                after = parse_after(response.headers.get(AFTER_HEADER))
-                return PeerNotReadyError(
-                    f"the peer is not ready: {reason}", retry_after_s=retry_after_s, after=after, peer=peer
-                )
-            case _:
-                return PeerProtocolError(f"unexpected answer {reason}", peer=peer)
-
-
-def _seconds(text: str | None) -> float:
-    """What a ``Retry-After`` header says, within reason; one second where it says nothing of use."""
-    if text is not None and text.isascii() and text.isdigit() and len(text) <= 3:
-        return float(text)
-    return 1.0

@@ -96,13 +96,17 @@ class ServerSessions:
             raise PeerAuthenticationError("expected a request as it was made, once; it was changed or repeated")
         found.last_number = number
 
-    def prove(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Adds the proof to an answer whose headers are complete; without a session it stays without."""
+    def prove(self, request: web.Request, response: web.StreamResponse) -> bool:
+        """Adds the proof to an answer whose headers are complete, if the request came within a session.
+
+        Returns:
+            Whether it did.
+        """
         transport = request.transport
         found = self._sessions.get(transport) if transport is not None else None
         number = request.get(_NUMBER)
         if found is None or number is None:
-            return
+            return False
         if isinstance(response, web.Response):
             body = response.body
             response.headers[CONTENT_DIGEST_HEADER] = content_digest(
@@ -111,6 +115,7 @@ class ServerSessions:
         headers: dict[str, str] = dict(response.headers)
         headers["Content-Length"] = str(response.content_length or 0)
         response.headers[PROOF_HEADER] = found.session.proof(number, response.status, headers)
+        return True
 
 
 class _ServerSession:

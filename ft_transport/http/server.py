@@ -182,7 +182,7 @@ class SnapshotServer:
         app.router.add_get(DELTA_ROUTE, self._delta)
         app.router.add_get(STATUS_ROUTE, self._status, allow_head=True)
         app.router.add_get(CHALLENGE_ROUTE, self._challenge)
-        app.on_response_prepare.append(self._prove if self._sessions is not None else _say_what_was_understood)
+        app.on_response_prepare.append(self._prove)
         runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=0.1)
         await runner.setup()
         server = runner.server
@@ -259,8 +259,8 @@ class SnapshotServer:
             self._handlers.discard(task)
 
     async def _prove(self, request: web.Request, response: web.StreamResponse) -> None:
-        if self._sessions is not None:
-            self._sessions.prove(request, response)
+        if self._sessions is None or not self._sessions.prove(request, response):
+            _say_what_was_understood(request, response)
 
     async def _challenge(self, request: web.Request) -> web.StreamResponse:
         if self._sessions is None:
@@ -366,7 +366,7 @@ class SnapshotServer:
         return await send(request, reading, response, content, stall_timeout_s=self._stall_timeout_s)
 
 
-async def _say_what_was_understood(request: web.Request, response: web.StreamResponse) -> None:
+def _say_what_was_understood(request: web.Request, response: web.StreamResponse) -> None:
     read = RequestRead(request.method, request.raw_path, request.headers, request.get(_BODY))
     response.headers[EXCHANGE_DIGEST_HEADER] = exchange_digest(read, response.status, response.headers)
 

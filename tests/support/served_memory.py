@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPMessage
 
 from ft_transport.errors import SnapshotLimitError
+from ft_transport.http.connection import Connection
+from ft_transport.http.fetch_timeouts import Timeouts
+from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.server import SnapshotServer
 from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.snapshot_requests import FreshSnapshot
@@ -92,6 +95,22 @@ class Serving:
         except SnapshotLimitError:  # The server has not yet seen that the last receiver closed its connection.
             return False
         return True
+
+    def proved(self) -> Connection:
+        """A connection of somebody who knows the token."""
+        timeouts = Timeouts(
+            deadline_s=time.monotonic() + 20, connect_timeout_s=20, stall_timeout_s=20, min_bytes_per_s=1
+        )
+        address = PeerAddress(host="127.0.0.1", port=self.server.port)
+        return Connection(address, keys=self.server._keys, timeouts=timeouts)
+
+    def ask_proved(self, path: str, *, expected_status: int = 200) -> bytes:
+        """The body of an answer to somebody who knows the token."""
+        with self.proved() as peer:
+            response = peer.get(path, headers={}, expected_status=expected_status, answer_within_s=20)
+            body = bytearray(response.length or 0)
+            peer.read_into([memoryview(body)])
+            return bytes(body)
 
     def connect(self) -> HTTPConnection:
         return HTTPConnection("127.0.0.1", self.server.port, timeout=20)

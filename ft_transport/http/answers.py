@@ -1,0 +1,109 @@
+"""What an answer means that is no success, and whether it is one to the request that was made."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from http.client import HTTPException, HTTPResponse
+from typing import Final
+
+from ft_transport.errors import (
+    MessageDamagedError,
+    PeerAuthenticationError,
+    PeerError,
+    PeerNotReadyError,
+    PeerProtocolError,
+    SnapshotReplacedError,
+    StepNotServedError,
+)
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.keys import TOKEN_VARIABLE
+from ft_transport.wire.exchange_digest import EXCHANGE_DIGEST_HEADER, RequestRead, exchange_digest
+from ft_transport.wire.routes import AFTER_HEADER, SERVED_STEPS_HEADER, parse_after, parse_served_steps
+
+MAX_ERROR_BODY_BYTES: Final = 2048
+_REQUEST_TIMEOUT: Final = 408
+
+
+def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool) -> PeerError:
+    """The error that an answer means which is no success.
+
+    Args:
+        response: Its head; its body is read.
+        source: Who sent it.
+        in_session: Whether the peer has proved itself, and the answer.
+    """
+    peer = str(source)
+    reason = f"{response.status} {response.reason}: {_text_of(response)}"
+    match response.status:
+        case 401 if in_session:
+            return MessageDamagedError(f"the peer did not get the request as it was made: {reason}", peer=peer)
+        case 401:
+            return PeerAuthenticationError(
+                f"the peer asks for a proof of the job token, and this side has none ({TOKEN_VARIABLE}): {reason}",
+                peer=peer,
+            )
+        case 404 | 410:
+            served = parse_served_steps(response.headers.get(SERVED_STEPS_HEADER))
+            return StepNotServedError(
+                f"the peer does not serve it: {reason}", served=served, is_past=response.status == 410, peer=peer
+            )
+        case 409:
+            return SnapshotReplacedError(f"the snapshot was replaced: {reason}", peer=peer)
+        case 503:
+            retry_after_s = _seconds(response.headers.get("Retry-After"))
+            after = parse_after(response.headers.get(AFTER_HEADER))
+            return PeerNotReadyError(
+                f"the peer is not ready: {reason}", retry_after_s=retry_after_s, after=after, peer=peer
+            )
+        case _:
+            return PeerProtocolError(f"unexpected answer {reason}", peer=peer)
+
+
+def check_understood(
+    request: RequestRead, response: HTTPResponse, refusal: PeerError | None, peer: PeerAddress
+) -> None:
+    """Tells an answer that is meant from one to a request, or with a head, that was damaged on its way.
+
+    Args:
+        request: As it was sent.
+        response: Its head.
+        refusal: What it means if it is no success.
+        peer: Who sent it.
+
+    Raises:
+        MessageDamagedError: It was, as far as can be told.
+    """
+    announced = response.headers.get(EXCHANGE_DIGEST_HEADER)
+    if announced == exchange_digest(request, response.status, response.headers):
+        return
+    if refusal is None:
+        # What comes in answer to a body shows by nothing else that it is what was asked for.
+        if announced is None and request.body is None:
+            return
+    elif response.status != _REQUEST_TIMEOUT:
+        # A peer that refuses may not have read the body, unless that is what it could not read.
+        unread = dataclasses.replace(request, body=None)
+        if announced == exchange_digest(unread, response.status, response.headers):
+            return
+    said = f"; it answered: {refusal.message}" if refusal is not None else ""
+    raise MessageDamagedError(
+        f"expected an answer to {request.method} {request.target[:200]} as it was sent; the peer has read "
+        f"something else, or its answer was damaged{said}",
+        refusal=refusal,
+        peer=str(peer),
+    )
+
+
+def _text_of(response: HTTPResponse) -> str:
+    """What the peer says of its refusal."""
+    with contextlib.suppress(OSError, HTTPException, ValueError):
+        return response.read(MAX_ERROR_BODY_BYTES).decode("utf-8", "replace")
+    return ""
+
+
+def _seconds(text: str | None) -> float:
+    """What a ``Retry-After`` header says, within reason; one second where it says nothing of use."""
+    if text is not None and text.isascii() and text.isdigit() and len(text) <= 3:
+        return float(text)
+    return 1.0
