@@ -24,6 +24,7 @@ TransportError
 │   ├── CheckpointNotFoundError no complete checkpoint of that step
 │   ├── CheckpointExistsError   one is there already
 │   ├── CheckpointDamagedError  files that differ from what was written, named
+│   ├── CheckpointUntrustedError files that the job token has not signed
 │   ├── CheckpointInUseError    another group saves to this place
 │   ├── ReplicasDivergedError   ranks that have to hold the same do not
 │   ├── RankFailedError         one rank failed; raised alike on all of them
@@ -280,6 +281,10 @@ class CheckpointDamagedError(CheckpointError):
     def __init__(self, message: str, *, files: tuple[str, ...] = (), **where: Unpack[_Where]) -> None:
         super().__init__(message, **where)
         self.files = files
+
+
+class CheckpointUntrustedError(CheckpointError):
+    """A checkpoint is not signed with the job token, or was signed for another job; it is not loaded."""
 
 
 class CheckpointInUseError(CheckpointError):

@@ -17,6 +17,7 @@ from ft_transport.checkpoint.collective_write import CollectiveWrite
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.inventory import Inventory
 from ft_transport.checkpoint.settings import StoreSettings
+from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.consensus import Agreement, RankGroup
 from ft_transport.coordination.exchange import Exchange
@@ -101,6 +102,7 @@ class BackgroundSaver:
         inventory: Retires old checkpoints when a newer one is complete.
         consolidate: Path of the part of the state that also goes to consolidated files.
         settings: Of the store.
+        trust: Signs what is saved.
 
     Attributes:
         writer: This rank's writer process.
@@ -113,6 +115,8 @@ class BackgroundSaver:
         inventory: Inventory,
         consolidate: str | None,
         settings: StoreSettings,
+        *,
+        trust: Trust,
     ) -> None:
         self.writer: Final = WriterProcess(is_private=settings.private)
         self._inventory = inventory
@@ -126,6 +130,8 @@ class BackgroundSaver:
             writer=self.writer,
             timeout_s=self._timeout_s,
             consolidate=consolidate,
+            trust=trust,
+            is_private=settings.private,
             after_commit=inventory.retire_old,
         )
         self._write = CollectiveWrite(

@@ -12,9 +12,12 @@ from typing import Final, TypeVar
 import msgspec
 
 from ft_transport.checkpoint.collective_write import TakenSnapshot
+from ft_transport.checkpoint.digested_file import write_small
 from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.checkpoint.manifest import MANIFEST_NAME
 from ft_transport.checkpoint.phases import Phases
 from ft_transport.checkpoint.plan import RankPlan
+from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.staging import StagedState
 from ft_transport.checkpoint.writer_messages import (
     Bytes,
@@ -73,6 +76,8 @@ class CheckpointStorage:
         writer: This rank's writer process.
         timeout_s: For the writer's answers; for files, as long again as they take at 1 MiB/s.
         consolidate: Path of the part of the state that also goes to consolidated files.
+        trust: Signs the list of files.
+        is_private: Whether nobody but its owner may read that; else the umask says who may.
         after_commit: Called on the first rank with the step of a checkpoint that is complete, before any rank is told.
     """
 
@@ -84,6 +89,8 @@ class CheckpointStorage:
         writer: WriterProcess,
         timeout_s: float,
         consolidate: str | None,
+        trust: Trust,
+        is_private: bool,
         after_commit: Callable[[int], None],
     ) -> None:
         self._agreement = agreement
@@ -91,6 +98,8 @@ class CheckpointStorage:
         self._writer = writer
         self._timeout_s = timeout_s
         self._consolidate = consolidate
+        self._trust = trust
+        self._is_private = is_private
         self._after_commit = after_commit
         self._files: Sequence[SnapshotLease] = ()
 
@@ -135,6 +144,7 @@ class CheckpointStorage:
                 rank=self._agreement.rank,
                 starts=tuple(file.start for file in files),
                 num_bytes=tuple(file.num_bytes for file in files),
+                hash_name=self._trust.hash_name,
             ),
             Taken,
             descriptors=[file.descriptor for file in files],
@@ -196,16 +206,19 @@ class CheckpointStorage:
         gathered = phases.gather("gather what was written", encode_written(written))
 
         def describe() -> None:
-            self._ask(
+            (body,) = self._ask(
                 Describe(
                     directory=str(directory),
                     step=request.step,
                     local_keys=request.staged.local_keys,
                     written=tuple(gathered),
                     reread=tuple(consolidated),
+                    job=self._trust.job if self._trust.keys is not None else "",
                 ),
-                Done,
-            )
+                Bytes,
+            ).parts
+            # The keys stay in this process.
+            write_small(directory / MANIFEST_NAME, self._trust.seal(body), is_private=self._is_private)
 
         return describe
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ft_transport.checkpoint.hashing import HashName
 from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry
 from ft_transport.checkpoint.patience import Patience
 from ft_transport.checkpoint.stored_file import CHUNK_IS_GOOD, StoredFile, damaged
@@ -60,20 +61,22 @@ class DataFiles:
     Attributes:
         directory: Where they are.
         files: The files, in the order of their numbers.
+        hash_name: What they were digested by.
         first_chunks: The number of each file's first chunk, and behind the last the number of all.
     """
 
     directory: Path
     files: tuple[FileEntry, ...]
+    hash_name: HashName
     first_chunks: tuple[int, ...]
 
     @classmethod
-    def of(cls, directory: Path, files: Sequence[FileEntry]) -> DataFiles:
+    def of(cls, directory: Path, files: Sequence[FileEntry], hash_name: HashName) -> DataFiles:
         """Numbers the chunks of some files."""
         first = [0]
         for file in files:
             first.append(first[-1] + -(-file.num_bytes // CHUNK_BYTES))
-        return cls(directory, tuple(files), tuple(first))
+        return cls(directory, tuple(files), hash_name, tuple(first))
 
     @property
     def num_chunks(self) -> int:
@@ -141,7 +144,9 @@ class ChunkReader:
         number, start, _ = self._files.place_of(chunk)
         file = self._open.get(number)
         if file is None:
-            file = self._open[number] = StoredFile(self._files.directory, self._files.files[number], self._patience)
+            files = self._files
+            file = StoredFile(files.directory, files.files[number], files.hash_name, self._patience)
+            self._open[number] = file
         self._reading.append((number, self._pool.submit(file.read, start // CHUNK_BYTES)))
 
 

@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from ft_transport.checkpoint.hashing import CHECKSUM, HashName, hash_of, new_hash
 from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, file_entry
 from ft_transport.checkpoint.regular_files import create_file, open_regular
-from ft_transport.wire.chunks import Hasher, digest
 
 Buffer: TypeAlias = bytes | memoryview
 
@@ -29,9 +29,17 @@ class DigestedFile:
         path: Must not exist.
         check: Called now and then; what it raises ends the writing.
         is_private: Whether nobody but its owner may read it; else the umask says who may.
+        hash_name: What it is digested by.
     """
 
-    def __init__(self, path: Path, check: Callable[[], None] = lambda: None, *, is_private: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        check: Callable[[], None] = lambda: None,
+        *,
+        is_private: bool = False,
+        hash_name: HashName = CHECKSUM,
+    ) -> None:
         self._name = path.name
         self._check = check
         self._descriptor = create_file(path, is_private=is_private)
@@ -39,9 +47,10 @@ class DigestedFile:
         self._digesting: Future[None] | None = None
         self._pending: list[Buffer] = []
         self._pending_bytes = 0
-        self._hasher = Hasher()
+        self._hash_name = hash_name
+        self._hasher = new_hash(hash_name)
         self._hashed_bytes = 0
-        self._digests: list[int] = []
+        self._digests: list[str] = []
         self._start_write_back = _write_back_function()
         self._written = 0
         self.position = 0
@@ -67,7 +76,7 @@ class DigestedFile:
             if self._digesting is not None:
                 self._digesting.result()
             if self._hashed_bytes % CHUNK_BYTES:
-                self._digests.append(self._hasher.intdigest())
+                self._digests.append(self._hasher.hexdigest())
             os.fsync(self._descriptor)
         finally:
             self.close()
@@ -117,23 +126,24 @@ class DigestedFile:
                 self._hashed_bytes += count
                 start += count
                 if not self._hashed_bytes % CHUNK_BYTES:
-                    self._digests.append(self._hasher.intdigest())
-                    self._hasher = Hasher()
+                    self._digests.append(self._hasher.hexdigest())
+                    self._hasher = new_hash(self._hash_name)
 
 
-def write_small(path: Path, content: bytes, *, is_private: bool = False) -> FileEntry:
+def write_small(path: Path, content: bytes, *, is_private: bool = False, hash_name: HashName = CHECKSUM) -> FileEntry:
     """Writes a small file to disk."""
-    with DigestedFile(path, is_private=is_private) as file:
+    with DigestedFile(path, is_private=is_private, hash_name=hash_name) as file:
         file.write(content)
         return file.finish()
 
 
-def digested(path: Path, check: Callable[[], None]) -> FileEntry:
+def digested(path: Path, check: Callable[[], None], *, hash_name: HashName = CHECKSUM) -> FileEntry:
     """The entry of a file that is complete already.
 
     Args:
         path: Of the file.
         check: Called now and then.
+        hash_name: What it is digested by.
     """
     digests = []
     num_bytes = 0
@@ -144,7 +154,7 @@ def digested(path: Path, check: Callable[[], None]) -> FileEntry:
             while filled < CHUNK_BYTES and (count := file.readinto(buffer[filled:])):
                 filled += count
             if filled:
-                digests.append(digest(buffer[:filled]))
+                digests.append(hash_of(hash_name, buffer[:filled]))
                 num_bytes += filled
             if filled < CHUNK_BYTES:
                 return file_entry(path.name, num_bytes, digests)

@@ -24,12 +24,14 @@ from ft_transport.checkpoint.settings import (
     checked_selector,
     compare_settings,
 )
+from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.verify import decode_rank_files, find_damage, read_manifest, read_rank_files
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.errors import (
     CheckpointDamagedError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointUntrustedError,
     TransportError,
 )
 from ft_transport.settings import check_number
@@ -71,13 +73,17 @@ class Inventory:
         directory: Used on the first rank alone.
         keep: How many checkpoints stay after a save; ``None`` keeps all.
         retry_s: How long what may pass is tried again.
+        trust: Which checkpoints are believed.
     """
 
-    def __init__(self, agreement: Agreement, directory: NumberedDirectory, keep: int | None, *, retry_s: float) -> None:
+    def __init__(
+        self, agreement: Agreement, directory: NumberedDirectory, keep: int | None, *, retry_s: float, trust: Trust
+    ) -> None:
         self._agreement = agreement
         self._directory = directory
         self._keep = keep
         self._retry_s = retry_s
+        self._trust = trust
         # The training thread and the store's own both look, and rename.
         self._mutex = threading.Lock()
         self._retired: list[Path] = []
@@ -240,10 +246,10 @@ class Inventory:
         patience = Patience(self._retry_s)
 
         def find() -> list[str]:
-            manifest = read_manifest(found.directory, found.step, patience)
+            manifest = read_manifest(found.directory, found.step, self._trust, patience)
             by_size = sorted(manifest.files, key=lambda entry: -entry.num_bytes)
             own = by_size[agreement.rank :: agreement.size]
-            damaged = find_damage(found.directory, own, patience, agreement.check_others)
+            damaged = find_damage(found.directory, own, manifest.hash, patience, agreement.check_others)
             if agreement.is_first and not damaged:
                 # Whole files may say what cannot be.
                 decode_rank_files(read_rank_files(found.directory, manifest, patience), manifest)
@@ -261,6 +267,9 @@ class Inventory:
             self._verify(self.find(step))
         except CheckpointDamagedError as error:
             logger.warning("step %d: the checkpoint is damaged: %s", step, error)
+            return False
+        except CheckpointUntrustedError as error:
+            logger.warning("step %d: the checkpoint is not trusted: %s", step, error)
             return False
         except CheckpointNotFoundError as error:
             logger.warning("step %d: the checkpoint is gone: %s", step, error)

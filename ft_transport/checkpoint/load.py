@@ -31,6 +31,7 @@ from ft_transport.checkpoint.manifest import (
 )
 from ft_transport.checkpoint.patience import Patience
 from ft_transport.checkpoint.phases import Phases
+from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.verify import decode_rank_files, find_missing, read_file, read_manifest, read_rank_files
 from ft_transport.checkpoint.write_items import LOCAL, SHARED
 from ft_transport.coordination.consensus import Agreement
@@ -114,6 +115,7 @@ class LoadRequest:
         is_read_once: Whether what several ranks need is read by one of them and passed on.
         is_comparable: Whether `LoadedCheckpoint.differences` will be called.
         retry_s: How long what may pass is tried again.
+        trust: Which checkpoints are believed.
     """
 
     directory: Path
@@ -126,6 +128,7 @@ class LoadRequest:
     is_read_once: bool
     is_comparable: bool
     retry_s: float
+    trust: Trust
 
 
 class _Description(Struct, frozen=True):
@@ -145,9 +148,7 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
     loading: _Loading | None = None
     patience = Patience(request.retry_s)
     try:
-        own = phases.run_on_first(
-            "read its description", lambda: _read_description(request.directory, request.step, patience)
-        )
+        own = phases.run_on_first("read its description", lambda: _read_description(request, patience))
         described = phases.broadcast("receive its description", own)
         loading = planned = phases.run("plan what to read", lambda: _planned(request, described, agreement))
         phases.run("read", lambda: planned.read(exchange, patience, agreement.check_others))
@@ -159,9 +160,10 @@ def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> Load
         raise
 
 
-def _read_description(directory: Path, step: int, patience: Patience) -> bytes:
-    manifest = read_manifest(directory, step, patience)
-    damaged = find_missing(directory, manifest.files, patience)
+def _read_description(request: LoadRequest, patience: Patience) -> bytes:
+    directory = request.directory
+    manifest = read_manifest(directory, request.step, request.trust, patience)
+    damaged = find_missing(directory, manifest, patience)
     if damaged:
         raise CheckpointDamagedError("; ".join(damaged), files=tuple(text.split(":")[0] for text in damaged))
     ranks = read_rank_files(directory, manifest, patience)
@@ -169,7 +171,7 @@ def _read_description(directory: Path, step: int, patience: Patience) -> bytes:
     for entry in manifest.files:
         # What is large is verified as it is read, and whole tensors are another program's to read.
         if entry.name not in rank_files and not entry.name.endswith((DATA_SUFFIX, ".safetensors")):
-            read_file(directory, entry, patience)
+            read_file(directory, entry, manifest.hash, patience)
     return msgspec.msgpack.encode(_Description(encode_manifest(manifest), tuple(ranks)))
 
 
@@ -190,7 +192,7 @@ class _Loading:
         self._rank = rank
         self._num_ranks = num_ranks
         entries: dict[str, FileEntry] = {entry.name: entry for entry in manifest.files}
-        self._files = DataFiles.of(request.directory, [entries[each.data_file] for each in self._ranks])
+        self._files = DataFiles.of(request.directory, [entries[each.data_file] for each in self._ranks], manifest.hash)
         self._num_bytes_read = 0
         shared_into, local_into = _split(request.into, manifest)
         if isinstance(shared_into, Mapping):

@@ -7,20 +7,23 @@ not belong to the checkpoint. ``rank-K.json`` has, for each snapshot that rank K
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from ft_transport.checkpoint.hashing import CHECKSUM, SECURE_HASH, HashName, num_digits_of
 from ft_transport.errors import CheckpointDamagedError, ManifestError
-from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, digest
-from ft_transport.wire.manifest import Manifest, decode_digests, decode_header, encode_digests
+from ft_transport.wire.chunks import digest
+from ft_transport.wire.manifest import Manifest, decode_header
 from ft_transport.wire.nodes import Count, DefaultDictNode, MappingNode
 
 MANIFEST_NAME: Final = "manifest.json"
 """Written last; a directory without it is no checkpoint, whatever its name."""
-FORMAT_VERSION: Final = 1
+FORMAT_VERSIONS: Final[dict[HashName, int]] = {CHECKSUM: 1, SECURE_HASH: 2}
+"""By what the files are digested by: who knows the first alone refuses the second."""
 CHUNK_BYTES: Final = 4 << 20
 """What is digested, read and sent at once."""
 DATA_SUFFIX: Final = ".distcp"
@@ -29,14 +32,14 @@ NOT_HERE: Final = -1
 
 
 class FileEntry(Struct, frozen=True):
-    """A file: its name, its length, and the xxh3-64 digest of each `CHUNK_BYTES` of it, in hexadecimal digits."""
+    """A file: its name, its length, and the digest of each `CHUNK_BYTES` of it, in hexadecimal digits."""
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]+\Z", max_length=255)]
     num_bytes: Count
     digests: Annotated[str, Meta(pattern=r"\A[0-9a-f]*\Z")]
 
 
-class CheckpointManifest(Struct, frozen=True, kw_only=True):
+class CheckpointManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The list of files.
 
     Attributes:
@@ -45,6 +48,8 @@ class CheckpointManifest(Struct, frozen=True, kw_only=True):
         num_ranks: How many ranks wrote it.
         local_keys: Top-level keys of the state whose values each rank has for itself.
         files: All other files.
+        hash: What the files are digested by.
+        job: Name of the run that signed it.
     """
 
     format: int
@@ -52,11 +57,14 @@ class CheckpointManifest(Struct, frozen=True, kw_only=True):
     num_ranks: Annotated[int, Meta(ge=1)]
     local_keys: tuple[str, ...]
     files: tuple[FileEntry, ...]
+    hash: HashName = CHECKSUM
+    job: str = ""
 
 
-class _Sealed(Struct, frozen=True):
+class _Sealed(Struct, frozen=True, omit_defaults=True):
     digest: str
     body: Raw
+    signature: Annotated[str, Meta(max_length=200)] = ""
 
 
 class StoredPart(Struct, frozen=True):
@@ -125,34 +133,56 @@ def data_file_name(rank: int) -> str:
 
 
 def encode_manifest(manifest: CheckpointManifest) -> bytes:
-    """The content of ``manifest.json``, with a digest of its own."""
-    body = _encoder.encode(manifest)
-    return _encoder.encode(_Sealed(f"{digest(body):016x}", Raw(body)))
+    """A list of files, as it is sealed."""
+    return _encoder.encode(manifest)
 
 
-def decode_manifest(encoded: bytes, *, name: str) -> CheckpointManifest:
+def decode_manifest(body: bytes, *, name: str) -> CheckpointManifest:
     """The inverse of `encode_manifest`.
 
     Raises:
         CheckpointDamagedError: It is not what was written, or of a newer format.
     """
     try:
-        sealed = _sealed_decoder.decode(encoded)
-        if f"{digest(bytes(sealed.body)):016x}" != sealed.digest:
-            raise CheckpointDamagedError(f"{name} differs from its own digest", files=(name,))
-        manifest = _manifest_decoder.decode(sealed.body)
+        manifest = _manifest_decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise CheckpointDamagedError(f"{name} is no list of files: {error}", files=(name,)) from error
-    if manifest.format != FORMAT_VERSION:
+    if manifest.format != FORMAT_VERSIONS[manifest.hash]:
         raise CheckpointDamagedError(
-            f"expected format {FORMAT_VERSION} in {name}, got {manifest.format}", files=(name,)
+            f"expected format {FORMAT_VERSIONS[manifest.hash]} in {name}, got {manifest.format}", files=(name,)
         )
     if len({entry.name for entry in manifest.files}) != len(manifest.files):
         raise CheckpointDamagedError(f"expected each file once in {name}", files=(name,))
     for entry in manifest.files:
-        if len(entry.digests) != num_chunks_of(entry.num_bytes) * DIGEST_HEX_DIGITS:
+        if len(entry.digests) != num_chunks_of(entry.num_bytes) * num_digits_of(manifest.hash):
             raise CheckpointDamagedError(f"expected a digest of each chunk of {entry.name} in {name}", files=(name,))
     return manifest
+
+
+def encode_sealed(body: bytes, signature: str) -> bytes:
+    """The content of ``manifest.json``: a list of files with a digest of its own.
+
+    Args:
+        body: The list, encoded.
+        signature: Of the list; empty for none.
+    """
+    return _encoder.encode(_Sealed(f"{digest(body):016x}", Raw(body), signature))
+
+
+def decode_sealed(encoded: bytes, *, name: str) -> tuple[CheckpointManifest, bytes, str]:
+    """The inverse of `encode_sealed`: the list, as it was encoded, and its signature, which is not verified here.
+
+    Raises:
+        CheckpointDamagedError: It is not what was written, or of a newer format.
+    """
+    try:
+        sealed = _sealed_decoder.decode(encoded)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise CheckpointDamagedError(f"{name} is no list of files: {error}", files=(name,)) from error
+    body = bytes(sealed.body)
+    if f"{digest(body):016x}" != sealed.digest:
+        raise CheckpointDamagedError(f"{name} differs from its own digest", files=(name,))
+    return decode_manifest(body, name=name), body, sealed.signature
 
 
 def encode_rank_file(data_file: str, headers: list[bytes], positions: list[list[int]]) -> bytes:
@@ -196,11 +226,12 @@ def num_chunks_of(num_bytes: int) -> int:
     return -(-num_bytes // CHUNK_BYTES)
 
 
-def file_entry(name: str, num_bytes: int, digests: list[int]) -> FileEntry:
+def file_entry(name: str, num_bytes: int, digests: Sequence[str]) -> FileEntry:
     """The entry of a file with these digests."""
-    return FileEntry(name, num_bytes, encode_digests(digests))
+    return FileEntry(name, num_bytes, "".join(digests))
 
 
-def digests_of(entry: FileEntry) -> tuple[int, ...]:
-    """The digest of each chunk of a file."""
-    return decode_digests(entry.digests, num_chunks_of(entry.num_bytes), peer=entry.name)
+def digest_of(entry: FileEntry, chunk: int, hash_name: HashName) -> str:
+    """The digest of a chunk of a file."""
+    num_digits = num_digits_of(hash_name)
+    return entry.digests[chunk * num_digits : (chunk + 1) * num_digits]

@@ -12,15 +12,17 @@ from typing import Final, Literal, TypeAlias
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.checkpoint.directory import MAX_NUMBER
+from ft_transport.checkpoint.signing import Trust
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.errors import ConfigurationError
+from ft_transport.keys import Keys
 from ft_transport.settings import check_duration, check_number, default_num_threads
 
 BusyPolicy: TypeAlias = Literal["wait", "skip", "error"]
 Existing: TypeAlias = Literal["keep", "clear", "refuse"]
 CheckpointSelector: TypeAlias = int | Literal["latest"]
 
-_COMMON_SETTINGS: Final = ("max_attempts", "max_failed_saves", "busy", "read", "private")
+_COMMON_SETTINGS: Final = ("max_attempts", "max_failed_saves", "busy", "read", "private", "accept_unsigned", "job")
 """Those of `StoreSettings` that all ranks need alike."""
 
 
@@ -42,6 +44,10 @@ class StoreSettings:
         read: ``once``: what several ranks need is read by one of them and passed on. ``each``: each rank reads what
             it needs, which is faster where reading is cheaper than the network between ranks.
         private: Whether files and directories are their owner's alone (0600, 0700); else the umask says who may read.
+        token: The job token, or two of them, as for a transport; by default the environment's. With one, checkpoints
+            are signed, and none is loaded that is not.
+        accept_unsigned: Whether checkpoints without a signature are loaded nevertheless.
+        job: Name of the run, which is signed as well: a checkpoint that was signed for another one is not loaded.
         num_copy_threads: Threads that copy a snapshot.
         max_load_bytes: The largest state that is loaded. Default: this machine's memory.
         meshes: Device meshes for loaded DTensors that have no counterpart in the loader's own state.
@@ -56,6 +62,9 @@ class StoreSettings:
     busy: BusyPolicy = "wait"
     read: Literal["once", "each"] = "once"
     private: bool = False
+    token: str | None = field(default=None, repr=False)
+    accept_unsigned: bool = False
+    job: str = ""
     num_copy_threads: int = field(default_factory=default_num_threads)
     max_load_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     meshes: Sequence[DeviceMesh] = ()
@@ -71,9 +80,12 @@ class StoreSettings:
             "max_load_bytes": 1,
         }.items():
             object.__setattr__(self, name, check_number(name, getattr(self, name), at_least=least))
-        private: object = self.private
-        if not isinstance(private, bool):
-            raise ConfigurationError(f"expected True or False as private, got {private!r}")
+        for name in ("private", "accept_unsigned"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"expected True or False as {name}, got {getattr(self, name)!r}")
+        for name, types in {"token": (str, type(None)), "job": (str,)}.items():
+            if not isinstance(getattr(self, name), types):
+                raise ConfigurationError(f"expected text as {name}, got {type(getattr(self, name)).__name__}")
         meshes: object = self.meshes
         if not isinstance(meshes, Sequence) or not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
             raise ConfigurationError(f"expected a sequence of DeviceMesh as meshes, got {meshes!r}")
@@ -85,6 +97,15 @@ class StoreSettings:
     def retry_s(self) -> float:
         """`retry_timeout`, in seconds, and no longer than other ranks wait."""
         return min(self.retry_timeout, self.timeout / 2).total_seconds()
+
+    def trust(self) -> Trust:
+        """Which checkpoints are believed.
+
+        Raises:
+            ConfigurationError: The token is none, or its file cannot be read.
+        """
+        keys = Keys.of(self.token) if self.token is not None else Keys.from_environment()
+        return Trust(keys, self.job, self.accept_unsigned)
 
 
 def compare_settings(agreement: Agreement, phase: str, settings: Callable[[], Mapping[str, object]]) -> None:

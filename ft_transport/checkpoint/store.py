@@ -27,6 +27,7 @@ from ft_transport.checkpoint.settings import (
     checked_store_arguments,
     compare_settings,
 )
+from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.staging import StagedState, State, StateStager
 from ft_transport.coordination.consensus import Agreement, RankGroup
 from ft_transport.coordination.exchange import Exchange
@@ -82,6 +83,12 @@ class CheckpointStore:
         self._settings = settings if settings is not None else StoreSettings()
         if not isinstance(self._settings, StoreSettings):
             raise ConfigurationError(f"expected StoreSettings as settings, got {type(settings).__name__}")
+        trouble: ConfigurationError | None = None
+        try:
+            self._trust = self._settings.trust()
+        except ConfigurationError as error:
+            # The other ranks are told below.
+            self._trust, trouble = Trust(None, "", accepts_unsigned=False), error
         self._is_read_only = read_only
         self._root = checked_root(root)
         group = RankGroup.of(process_group)
@@ -90,17 +97,28 @@ class CheckpointStore:
         self._claim = RootClaim(self._root, is_private=self._settings.private)
         self._agreement = Agreement(group, "foreground", timeout)
         self._exchange = Exchange(group, "foreground", timeout)
-        self._inventory = Inventory(self._agreement, self._directory, keep, retry_s=self._settings.retry_s)
+        self._inventory = Inventory(
+            self._agreement, self._directory, keep, retry_s=self._settings.retry_s, trust=self._trust
+        )
         self._stager = StateStager(self._settings.num_copy_threads)
-        self._background = BackgroundSaver(group, self._directory, self._inventory, consolidate, self._settings)
+        self._background = BackgroundSaver(
+            group, self._directory, self._inventory, consolidate, self._settings, trust=self._trust
+        )
         self._health = Health(self._agreement, Exchange(group, "health", timeout), self._background)
         self._end = SafeEnd()
         self._is_closed = False
 
         def check() -> Mapping[str, object]:
+            if trouble is not None:
+                raise trouble
             common = checked_store_arguments(rank_local, existing, keep, consolidate, self._settings)
             self._stager.rank_local = cast(tuple[str, ...], common["rank_local"])
-            return {**common, "read_only": bool(read_only), "start_writers": bool(start_writers)}
+            return {
+                **common,
+                "read_only": bool(read_only),
+                "start_writers": bool(start_writers),
+                "token": "none" if self._trust.keys is None else "one",
+            }
 
         try:
             compare_settings(self._agreement, "compare the settings", check)
@@ -354,6 +372,7 @@ class CheckpointStore:
                 is_read_once=self._settings.read == "once",
                 is_comparable=is_comparable,
                 retry_s=self._settings.retry_s,
+                trust=self._trust,
             )
             with self._inventory.reading(found):
                 return load(request, self._agreement, self._exchange)

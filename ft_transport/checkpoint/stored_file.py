@@ -7,11 +7,11 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, digests_of
+from ft_transport.checkpoint.hashing import HashName, hash_of
+from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, digest_of, num_chunks_of
 from ft_transport.checkpoint.patience import Patience
 from ft_transport.checkpoint.regular_files import open_regular
 from ft_transport.errors import CheckpointDamagedError
-from ft_transport.wire.chunks import digest
 
 CHUNK_IS_GOOD: Final = 1
 """Stands behind the bytes of a chunk that is what was written."""
@@ -23,14 +23,15 @@ class StoredFile:
     Args:
         directory: Where it is.
         entry: What was written.
+        hash_name: What it was digested by.
         patience: For what may pass.
     """
 
-    def __init__(self, directory: Path, entry: FileEntry, patience: Patience) -> None:
+    def __init__(self, directory: Path, entry: FileEntry, hash_name: HashName, patience: Patience) -> None:
         self._path = directory / entry.name
         self._entry = entry
         self._patience = patience
-        self._digests = digests_of(entry)
+        self._hash_name = hash_name
         self._mutex = threading.Lock()
         self._descriptor: int | None = None
         self._given_up: list[int] = []
@@ -38,7 +39,7 @@ class StoredFile:
     @property
     def num_chunks(self) -> int:
         """How many chunks it has."""
-        return len(self._digests)
+        return num_chunks_of(self._entry.num_bytes)
 
     def check_length(self) -> None:
         """Compares the length of the file.
@@ -113,7 +114,7 @@ class StoredFile:
             if not count:
                 raise damaged(self._entry, f"expected {self._entry.num_bytes} bytes, it ends at {position}")
             position += count
-        if digest(view) != self._digests[number]:
+        if hash_of(self._hash_name, view) != digest_of(self._entry, number, self._hash_name):
             raise damaged(self._entry, f"bytes {start} to {end} differ from what was written")
         chunk[-1] = CHUNK_IS_GOOD
         return chunk

@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from ft_transport.checkpoint.hashing import HashName
 from ft_transport.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointManifest,
     FileEntry,
     StoredRank,
-    decode_manifest,
     decode_rank_file,
     rank_file_name,
 )
 from ft_transport.checkpoint.patience import Patience
 from ft_transport.checkpoint.regular_files import read_regular
+from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.stored_file import StoredFile
 from ft_transport.errors import CheckpointDamagedError
 
@@ -26,16 +27,17 @@ _MAX_RANK_FILE_BYTES: Final = 1 << 30
 """Above what the description of a snapshot may have (``wire.manifest``), for each of its parts."""
 
 
-def read_manifest(directory: Path, step: int, patience: Patience) -> CheckpointManifest:
+def read_manifest(directory: Path, step: int, trust: Trust, patience: Patience) -> CheckpointManifest:
     """The list of files of the checkpoint of a step.
 
     Raises:
         CheckpointDamagedError: It is not what was written, or is not there.
+        CheckpointUntrustedError: The job token has not signed it.
         OSError: It cannot be read.
     """
     path = directory / MANIFEST_NAME
     encoded = patience.read(MANIFEST_NAME, lambda: read_regular(path, max_bytes=_MAX_MANIFEST_BYTES))
-    manifest = decode_manifest(encoded, name=MANIFEST_NAME)
+    manifest = trust.open(encoded, name=MANIFEST_NAME)
     if manifest.step != step:
         raise CheckpointDamagedError(
             f"{MANIFEST_NAME}: expected that of step {step}, as the directory is named, got that of step "
@@ -63,7 +65,7 @@ def read_rank_files(directory: Path, manifest: CheckpointManifest, patience: Pat
             raise CheckpointDamagedError(
                 f"{name}: expected at most {_MAX_RANK_FILE_BYTES} bytes, it has {entry.num_bytes}", files=(name,)
             )
-        encoded.append(read_file(directory, entry, patience))
+        encoded.append(read_file(directory, entry, manifest.hash, patience))
     return encoded
 
 
@@ -92,24 +94,29 @@ def decode_rank_files(encoded: Sequence[bytes], manifest: CheckpointManifest) ->
     return ranks
 
 
-def read_file(directory: Path, entry: FileEntry, patience: Patience) -> bytes:
+def read_file(directory: Path, entry: FileEntry, hash_name: HashName, patience: Patience) -> bytes:
     """The content of a small file.
 
     Raises:
         CheckpointDamagedError: It is not what was written.
         OSError: It cannot be read.
     """
-    return b"".join(_chunks(directory, entry, patience))
+    return b"".join(_chunks(directory, entry, hash_name, patience))
 
 
 def find_damage(
-    directory: Path, files: Sequence[FileEntry], patience: Patience, check: Callable[[], None]
+    directory: Path,
+    files: Sequence[FileEntry],
+    hash_name: HashName,
+    patience: Patience,
+    check: Callable[[], None],
 ) -> list[str]:
     """Reads files whole, and says of each that is not what was written what is wrong with it.
 
     Args:
         directory: Where they are.
         files: Which.
+        hash_name: What they were digested by.
         patience: For what may pass.
         check: Called now and then.
 
@@ -119,31 +126,31 @@ def find_damage(
     damaged = []
     for entry in files:
         try:
-            for _ in _chunks(directory, entry, patience):
+            for _ in _chunks(directory, entry, hash_name, patience):
                 check()
         except CheckpointDamagedError as error:
             damaged.append(error.message)
     return damaged
 
 
-def find_missing(directory: Path, files: Sequence[FileEntry], patience: Patience) -> list[str]:
+def find_missing(directory: Path, manifest: CheckpointManifest, patience: Patience) -> list[str]:
     """Says of each file that is not there, or not of its length, what is wrong with it; reads none.
 
     Raises:
         OSError: One cannot be seen.
     """
     damaged = []
-    for entry in files:
+    for entry in manifest.files:
         try:
-            with StoredFile(directory, entry, patience) as file:
+            with StoredFile(directory, entry, manifest.hash, patience) as file:
                 file.check_length()
         except CheckpointDamagedError as error:
             damaged.append(error.message)
     return damaged
 
 
-def _chunks(directory: Path, entry: FileEntry, patience: Patience) -> Iterator[memoryview]:
-    with StoredFile(directory, entry, patience) as file:
+def _chunks(directory: Path, entry: FileEntry, hash_name: HashName, patience: Patience) -> Iterator[memoryview]:
+    with StoredFile(directory, entry, hash_name, patience) as file:
         file.check_length()
         for number in range(file.num_chunks):
             yield memoryview(file.read(number))[:-1]

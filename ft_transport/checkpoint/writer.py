@@ -24,9 +24,9 @@ from ft_transport.checkpoint.consolidated import INDEX_NAME, create, put
 from ft_transport.checkpoint.dcp_format import DCP_METADATA_NAME, EnvelopeTable, encode_dcp_metadata, saved
 from ft_transport.checkpoint.digested_file import DigestedFile, digested, write_small
 from ft_transport.checkpoint.directory import sync_directory
+from ft_transport.checkpoint.hashing import CHECKSUM, HashName
 from ft_transport.checkpoint.manifest import (
-    FORMAT_VERSION,
-    MANIFEST_NAME,
+    FORMAT_VERSIONS,
     NOT_HERE,
     CheckpointManifest,
     data_file_name,
@@ -87,6 +87,7 @@ class Writer:
         self._check = check
         self._envelopes = EnvelopeTable()
         self._rank = 0
+        self._hash_name: HashName = CHECKSUM
         self._headers: list[bytes] = []
         self._manifests: list[Manifest] = []
         self._data: list[memoryview] = []
@@ -135,6 +136,7 @@ class Writer:
     def _take(self, request: Take, descriptors: list[int]) -> Taken:
         self.drop()
         self._rank = request.rank
+        self._hash_name = request.hash_name
         try:
             for descriptor, start, num_bytes in zip(descriptors, request.starts, request.num_bytes, strict=True):
                 begin = start - start % mmap.ALLOCATIONGRANULARITY
@@ -169,10 +171,12 @@ class Writer:
         consolidation = self._plan.consolidation
         assert consolidation is not None, "it is asked for where there is one"
         create(directory, consolidation)
-        return Written((write_small(directory / INDEX_NAME, consolidation.index),), ())
+        index = write_small(directory / INDEX_NAME, consolidation.index, hash_name=self._hash_name)
+        return Written((index,), ())
 
     def _reread(self, directory: Path, names: tuple[str, ...]) -> Written:
-        return Written(tuple(digested(directory / name, self._check) for name in names), ())
+        each = (digested(directory / name, self._check, hash_name=self._hash_name) for name in names)
+        return Written(tuple(each), ())
 
     def _compare(self, request: Compare) -> Done:
         assert self._plan is not None, "the plan comes first"
@@ -199,7 +203,7 @@ class Writer:
         positions = [[NOT_HERE] * len(manifest.tensors) for manifest in self._manifests]
         name = data_file_name(self._rank)
         self._check()
-        with DigestedFile(directory / name, self._check) as file:
+        with DigestedFile(directory / name, self._check, hash_name=self._hash_name) as file:
             for at in plan.items:
                 item = self._described.items[at]
                 before = after = b""
@@ -221,7 +225,7 @@ class Writer:
         # A trainer that has died meanwhile has a successor, perhaps, who has made a directory of this name.
         self._check()
         description = encode_rank_file(name, self._headers, positions)
-        description_file = write_small(directory / rank_file_name(self._rank), description)
+        description_file = write_small(directory / rank_file_name(self._rank), description, hash_name=self._hash_name)
         sync_directory(directory)
         return Written((data_file, description_file), tuple(places))
 
@@ -241,7 +245,7 @@ class Writer:
             finally:
                 os.close(descriptor)
 
-    def _describe(self, request: Describe) -> Done:
+    def _describe(self, request: Describe) -> Bytes:
         assert self._plan is not None, "the plan comes first"
         directory = Path(request.directory)
         written = [decode_written(each) for each in request.written]
@@ -250,16 +254,17 @@ class Writer:
         # By the same plan everything is at the same place again, as a rule, and 10,000 tensors take half a second.
         if self._dcp_metadata is None or self._dcp_metadata[0] != places:
             self._dcp_metadata = (places, encode_dcp_metadata(self._plan, places))
-        files = [write_small(directory / DCP_METADATA_NAME, self._dcp_metadata[1])]
+        files = [write_small(directory / DCP_METADATA_NAME, self._dcp_metadata[1], hash_name=self._hash_name)]
         manifest = CheckpointManifest(
-            format=FORMAT_VERSION,
+            format=FORMAT_VERSIONS[self._hash_name],
             step=request.step,
             num_ranks=len(written),
             local_keys=request.local_keys,
             files=(*files, *(file for each in (*written, *reread) for file in each.files)),
+            hash=self._hash_name,
+            job=request.job,
         )
-        write_small(directory / MANIFEST_NAME, encode_manifest(manifest))
-        return Done()
+        return Bytes((encode_manifest(manifest),))
 
 
 class _IgnoringTensors:

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 import msgspec
 from msgspec import Struct
 
+from ft_transport.checkpoint.hashing import HashName
 from ft_transport.checkpoint.manifest import FileEntry
 from ft_transport.checkpoint.plan import RankPlan
 from ft_transport.coordination.votes import Failure
@@ -24,12 +25,14 @@ _LENGTH_BYTES: Final = 8
 class Take(Struct, tag=True):
     """Take these snapshots, by part, in place of those that you have; one descriptor comes for each.
 
-    ``starts`` says where in its memory file each safetensors file begins, ``num_bytes`` how long it is.
+    ``starts`` says where in its memory file each safetensors file begins, ``num_bytes`` how long it is; ``hash_name``
+    what the files that are written of them are digested by.
     """
 
     rank: int
     starts: tuple[int, ...]
     num_bytes: tuple[int, ...]
+    hash_name: HashName
 
 
 class Cancel(Struct, tag=True):
@@ -80,13 +83,14 @@ class Write(Struct, tag=True):
 
 
 class Describe(Struct, tag=True):
-    """Write what describes the whole checkpoint: what the other ranks have written is in ``written``, by rank."""
+    """Write what DCP reads, and answer with the list of files; what the ranks have written is in ``written``."""
 
     directory: str
     step: int
     local_keys: tuple[str, ...]
     written: tuple[bytes, ...]
     reread: tuple[bytes, ...]
+    job: str
 
 
 class Taken(Struct, tag=True):

@@ -52,6 +52,7 @@ _SAME_EVERYWHERE: Final = (
     errors.CheckpointExistsError,
     errors.CheckpointInUseError,
     errors.CheckpointDamagedError,
+    errors.CheckpointUntrustedError,
     errors.ReplicasDivergedError,
 )
 """About what all ranks share; which of them has found it does not matter."""

@@ -20,7 +20,7 @@ from ranks import run_ranks
 from state_equality import exact
 
 from ft_transport import CheckpointDamagedError, CheckpointNotFoundError, CheckpointStore
-from ft_transport.checkpoint.manifest import CHUNK_BYTES, decode_manifest
+from ft_transport.checkpoint.manifest import CHUNK_BYTES, decode_sealed
 
 _TIMEOUT_S = 150
 _DATA, _RANK, _METADATA, _MANIFEST = "__0_0.distcp", "rank-0.json", ".metadata", "manifest.json"
@@ -130,12 +130,12 @@ def test_one_bit_that_has_flipped_is_found_by_verifying_and_by_loading(root: Pat
 
 def test_each_bit_of_the_list_of_files_counts(root: Path) -> None:
     encoded = (root / "step-3" / _MANIFEST).read_bytes()
-    decode_manifest(encoded, name=_MANIFEST)
+    decode_sealed(encoded, name=_MANIFEST)
     for at in range(8 * len(encoded)):
         changed = bytearray(encoded)
         changed[at // 8] ^= 1 << at % 8
         with pytest.raises(CheckpointDamagedError) as caught:
-            decode_manifest(bytes(changed), name=_MANIFEST)
+            decode_sealed(bytes(changed), name=_MANIFEST)
         assert caught.value.files == (_MANIFEST,)
 
 

@@ -9,21 +9,22 @@ from typing import Any
 
 import msgspec
 
+from ft_transport.checkpoint.digested_file import digested
 from ft_transport.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointManifest,
     FileEntry,
-    decode_manifest,
+    decode_sealed,
     encode_manifest,
+    encode_sealed,
 )
-from ft_transport.checkpoint.writer import digested
 
 
 def forge_manifest(directory: Path, change: Callable[[CheckpointManifest], CheckpointManifest]) -> None:
     """Writes another list of files, with the digest of its own that fits it."""
     path = directory / MANIFEST_NAME
-    manifest = change(decode_manifest(path.read_bytes(), name=MANIFEST_NAME))
-    path.write_bytes(encode_manifest(manifest))
+    manifest, _, signature = decode_sealed(path.read_bytes(), name=MANIFEST_NAME)
+    path.write_bytes(encode_sealed(encode_manifest(change(manifest)), signature))
 
 
 def forge_file(directory: Path, name: str, change: Callable[[bytearray], None]) -> None:
@@ -48,9 +49,9 @@ def forge_json(directory: Path, name: str, change: Callable[[Any], None]) -> Non
 
 def relist(directory: Path, name: str) -> None:
     """Has the list of files say what a file is now."""
-    entry = digested(directory / name, lambda: None)
 
     def change(manifest: CheckpointManifest) -> CheckpointManifest:
+        entry = digested(directory / name, lambda: None, hash_name=manifest.hash)
         files: tuple[FileEntry, ...] = tuple(entry if each.name == name else each for each in manifest.files)
         return msgspec.structs.replace(manifest, files=files)
 

@@ -189,7 +189,7 @@ def _votes() -> Iterable[votes.Vote]:
 
 def _fuzz_checkpoint(data: bytes) -> object:
     sealed = b'{"digest":"%016x","body":%b}' % (digest(data), data)
-    return checkpoint_manifest.decode_manifest(sealed, name="manifest.json")
+    return checkpoint_manifest.decode_sealed(sealed, name="manifest.json")
 
 
 def _fuzz_rank_file(data: bytes) -> object:
@@ -197,9 +197,9 @@ def _fuzz_rank_file(data: bytes) -> object:
 
 
 def _checkpoint_manifest() -> bytes:
-    files = (checkpoint_manifest.file_entry("rank-0.json", 10, [1]),)
+    files = (checkpoint_manifest.file_entry("rank-0.json", 10, ["0" * 16]),)
     manifest = checkpoint_manifest.CheckpointManifest(
-        format=checkpoint_manifest.FORMAT_VERSION, step=3, num_ranks=1, local_keys=("rng",), files=files
+        format=checkpoint_manifest.FORMAT_VERSIONS["xxh3-64"], step=3, num_ranks=1, local_keys=("rng",), files=files
     )
     return msgspec.json.encode(manifest)
 

@@ -456,7 +456,9 @@ def stale(ranks: Ranks) -> dict[str, Any]:
             store.save(5, state_of(5, ranks.rank), wait=True)
         took_s = time.monotonic() - started_s
         dist.barrier()
-        listed = {entry.name for entry in read_manifest(ranks.root / "step-5", 5, Patience(0)).files}
+        listed = {
+            entry.name for entry in read_manifest(ranks.root / "step-5", 5, StoreSettings().trust(), Patience(0)).files
+        }
         there = {str(path.relative_to(ranks.root / "step-5")) for path in (ranks.root / "step-5").rglob("*")}
         return {
             "took_s": took_s,
