@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Final, TypeAlias
 
+import msgspec
 import torch
 from aiohttp import web
 
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_REQUEST_BYTES: Final = 64 << 10
 _START_TIMEOUT_S: Final = 30.0
+
+
+class _Served(msgspec.Struct):
+    address: str
 
 
 class WeightReceiver:
@@ -153,12 +158,10 @@ class WeightReceiver:
     async def _receive(self, request: web.Request) -> web.Response:
         version = int(request.match_info["version"])
         try:
-            address = (await request.json())["address"]
-        except (ValueError, KeyError, TypeError):
-            address = None
-        if not isinstance(address, str):
+            served = msgspec.json.decode(await request.read(), type=_Served)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
             return web.json_response({"error": 'expected {"address": URL}'}, status=400)
-        await asyncio.to_thread(self._fetch, address, version)
+        await asyncio.to_thread(self._fetch, served.address, version)
         return web.json_response({"version": self._version})
 
     def _fetch(self, address: str, version: int) -> None:
