@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ft_transport.errors import ConfigurationError
+from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.nodes import Count
@@ -30,8 +31,8 @@ _MAX_LOOPS: Final = 31
 """numpy has 32 dimensions at most in its first major version."""
 
 _Positive: TypeAlias = Annotated[int, Meta(ge=1, le=2**62)]
-Loop: TypeAlias = tuple[_Positive, Count]
-"""How often, and how many bytes further each time."""
+Loop: TypeAlias = tuple[Annotated[int, Meta(ge=2, le=2**62)], Count]
+"""How often, and how many bytes further each time. More than once: the fewer bytes, the fewer loops."""
 
 
 class Slice(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -61,7 +62,7 @@ SliceFrame: TypeAlias = tuple[Slice, ...]
 class SlicesRequest(Struct, frozen=True):
     """The body of a request, as JSON."""
 
-    frames: tuple[SliceFrame, ...]
+    frames: tuple[Annotated[SliceFrame, Meta(min_length=1)], ...]
 
 
 _request_decoder = msgspec.json.Decoder(SlicesRequest)
@@ -142,24 +143,32 @@ def decode_request(body: bytes, *, data_bytes: int) -> tuple[SliceFrame, ...]:
         ConfigurationError: It is no request, asks for what there is not, or for too much at once.
     """
     try:
-        frames = _request_decoder.decode(body).frames
+        with collector_paused():
+            frames = _request_decoder.decode(body).frames
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise ConfigurationError(f"expected a request for slices: {error}") from error
     num_slices = sum(map(len, frames))
     if num_slices > MAX_SLICES_PER_REQUEST:
         raise ConfigurationError(f"expected at most {MAX_SLICES_PER_REQUEST} slices in a request, got {num_slices}")
+    # This runs on the server's event loop: each slice is looked at once, and the first that is too large is the last.
+    num_asked = 0
     for frame in frames:
-        num_bytes = sum(piece.num_bytes for piece in frame)
+        num_bytes = num_blocks = 0
+        for piece in frame:
+            num_piece_bytes = piece.num_bytes
+            num_bytes += num_piece_bytes
+            num_blocks += num_piece_bytes // piece.block_bytes
+            if num_bytes > CHUNK_BYTES:
+                break
+            if piece.end > data_bytes:
+                raise ConfigurationError(f"expected slices of {data_bytes} bytes of data, got one up to {piece.end}")
         if not 0 < num_bytes <= CHUNK_BYTES:
             raise ConfigurationError(f"expected frames of 1 to {CHUNK_BYTES} bytes, got one of {num_bytes}")
-        num_blocks = sum(piece.num_bytes // piece.block_bytes for piece in frame)
         if num_blocks > MAX_BLOCKS_PER_FRAME:
             raise ConfigurationError(
                 f"expected frames of at most {MAX_BLOCKS_PER_FRAME} blocks, got one of {num_blocks}"
             )
-        for piece in frame:
-            if piece.end > data_bytes:
-                raise ConfigurationError(f"expected slices of {data_bytes} bytes of data, got one up to {piece.end}")
-    if not frames or answer_bytes(frames) > MAX_REQUEST_BYTES + FRAME_DIGEST_BYTES * len(frames):
-        raise ConfigurationError(f"expected a request for 1 to {MAX_REQUEST_BYTES} bytes of data")
+        num_asked += num_bytes
+    if not 0 < num_asked <= MAX_REQUEST_BYTES:
+        raise ConfigurationError(f"expected a request for 1 to {MAX_REQUEST_BYTES} bytes of data, got {num_asked}")
     return frames
