@@ -66,6 +66,8 @@ class Connection:
         self._body_bytes = 0
         self._tick_s = 0.0
         close_in_children(self)
+        if timeouts.handle is not None:
+            timeouts.handle.add(self)
 
     def is_mine(self, candidate: socket.socket) -> bool:
         """See ``http.fork_safety``."""
@@ -322,7 +324,7 @@ class Connection:
                 )
             self._received += got
             self._received_s = time.monotonic()
-            self._timeouts.note_progress()
+            self._timeouts.note_progress(got)
             while got:
                 size = len(views[index])
                 if got < size:

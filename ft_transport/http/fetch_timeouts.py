@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from ft_transport.errors import DeadlineExceededError
 from ft_transport.http.peer_address import PeerAddress
@@ -29,6 +31,44 @@ class Progress:
         self.last_s = time.monotonic()
 
 
+class Interruptible(Protocol):
+    """What waits for a peer."""
+
+    def interrupt(self) -> None:
+        """Ends the wait at once, and all waits to come. Thread-safe."""
+
+
+class FetchHandle:
+    """Of a fetch that another thread watches, and may end whatever it waits for. Thread-safe.
+
+    Attributes:
+        num_bytes: How many bytes of bodies have come so far, about.
+        reason: Why it was cancelled; empty while it was not.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.reason = ""
+        self._mutex = threading.Lock()
+        self._waiting: weakref.WeakSet[Interruptible] = weakref.WeakSet()
+
+    def cancel(self, reason: str) -> None:
+        """Ends the fetch as if its deadline had passed."""
+        with self._mutex:
+            self.reason = self.reason or reason
+            waiting = list(self._waiting)
+        for each in waiting:
+            each.interrupt()
+
+    def add(self, waiting: Interruptible) -> None:
+        """Has `cancel` interrupt it as well."""
+        with self._mutex:
+            self._waiting.add(waiting)
+            is_cancelled = bool(self.reason)
+        if is_cancelled:
+            waiting.interrupt()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
     """How long a peer may take.
@@ -39,6 +79,7 @@ class Timeouts:
         stall_timeout_s: The longest silence, and the head start that a slow body has before ``min_bytes_per_s`` counts.
         min_bytes_per_s: A body that comes slower than this, averaged over the request, is given up.
         progress: Ends everything where no data comes for too long, however many requests are tried.
+        handle: Ends everything when another thread says so.
     """
 
     deadline_s: float
@@ -46,9 +87,12 @@ class Timeouts:
     stall_timeout_s: float
     min_bytes_per_s: float
     progress: Progress | None = None
+    handle: FetchHandle | None = None
 
     def end_s(self) -> float:
         """When the deadline, or the time without progress, is over; the latter moves on with every byte."""
+        if self.handle is not None and self.handle.reason:
+            return 0.0
         if self.progress is None:
             return self.deadline_s
         return min(self.deadline_s, self.progress.last_s + self.progress.timeout_s)
@@ -57,13 +101,17 @@ class Timeouts:
         """Whether no more time is left."""
         return time.monotonic() >= self.end_s() - _CLOCK_TOLERANCE_S
 
-    def note_progress(self) -> None:
-        """The time without progress begins anew."""
+    def note_progress(self, num_bytes: int = 0) -> None:
+        """The time without progress begins anew; so many bytes have come."""
+        if self.handle is not None:
+            self.handle.num_bytes += num_bytes
         if self.progress is not None:
             self.progress.note()
 
     def reason(self) -> str:
         """Why no more time is left."""
+        if self.handle is not None and self.handle.reason:
+            return self.handle.reason
         if self.progress is not None and self.end_s() < self.deadline_s:
             return f"no data came for {self.progress.timeout_s:.3g} s"
         return "the deadline passed"

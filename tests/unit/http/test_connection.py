@@ -26,18 +26,25 @@ from ft_transport.errors import (
     TransportError,
 )
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_timeouts import Timeouts
+from ft_transport.http.fetch_timeouts import FetchHandle, Timeouts
 from ft_transport.http.peer_address import PeerAddress
 
 BODY = bytes(range(256)) * 64
 
 
-def timeouts(deadline_s: float = 20.0, *, stall_timeout_s: float = 20.0, min_bytes_per_s: float = 1.0) -> Timeouts:
+def timeouts(
+    deadline_s: float = 20.0,
+    *,
+    stall_timeout_s: float = 20.0,
+    min_bytes_per_s: float = 1.0,
+    handle: FetchHandle | None = None,
+) -> Timeouts:
     return Timeouts(
         deadline_s=time.monotonic() + deadline_s,
         connect_timeout_s=20.0,
         stall_timeout_s=stall_timeout_s,
         min_bytes_per_s=min_bytes_per_s,
+        handle=handle,
     )
 
 
@@ -447,3 +454,39 @@ def test_another_thread_ends_a_read_and_everything_after_it() -> None:
         assert isinstance(failures[0], PeerUnreachableError)
         with pytest.raises(PeerUnreachableError, match="given up"):
             receive(connection)
+
+
+@pytest.mark.parametrize("where", ["head", "body", "before"])
+def test_another_thread_ends_a_wait_at_once(where: str) -> None:
+    reached = threading.Event()
+
+    def script(peer: Peer) -> None:
+        peer.request()
+        if where == "body":
+            peer.send(ok()[:-1])
+        reached.set()
+        peer.hold()
+
+    handle = FetchHandle()
+
+    def end() -> None:
+        reached.wait(20)
+        handle.cancel("nobody waits for it")
+
+    ending = threading.Thread(target=end)
+    started_s = time.monotonic()
+    with scripted(script) as port:
+        if where == "before":
+            reached.set()
+        ending.start()
+        if where == "before":
+            ending.join()
+        patience = timeouts(handle=handle)
+        with connection_to(port, patience) as connection, pytest.raises(TransportError):
+            receive(connection)
+        assert patience.is_over()
+        assert patience.reason() == "nobody waits for it"
+    ending.join()
+    assert time.monotonic() - started_s < 5
+    # The last byte of the body did not come.
+    assert handle.num_bytes < len(BODY)
