@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import index
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Final, get_args
 
 from ft_transport.errors import ConfigurationError
 from ft_transport.keys import Keys
@@ -18,10 +18,20 @@ from ft_transport.wire.digester import DigestKind
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+ANYONE_VARIABLE: Final = "FT_TRANSPORT_ALLOW_ANYONE"
+"""Environment variable: 1 lets servers without a token listen beyond the loopback."""
+
 
 def default_num_threads() -> int:
     """Threads that saturate the memory of common machines; more only take cores from the training."""
     return min(8, os.cpu_count() or 1)
+
+
+def _environment_allows_anyone() -> bool:
+    value = os.environ.get(ANYONE_VARIABLE, "0")
+    if value not in ("0", "1"):
+        raise ConfigurationError(f"expected 0 or 1 in {ANYONE_VARIABLE}, got {value[:100]!r}")
+    return value == "1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +51,8 @@ class TransportSettings:
     """What few users change.
 
     Attributes:
-        host: Address to bind; ``None`` for all addresses of both families (IPv4 alone where IPv6 is off).
+        host: Address to bind; ``None`` for all addresses of both families (IPv4 alone where IPv6 is off), or without a
+            job token for the loopback alone.
         port: Port to bind; 0 for any free one.
         advertise: Host, address or network interface that peers are told. Default: the environment variable
             ``FT_TRANSPORT_ADVERTISE``, or else this host's name.
@@ -49,6 +60,8 @@ class TransportSettings:
         token: The job token, which peers prove to each other that they know, and never send; two, with a space between
             them, while it is replaced. Default: the environment variable ``FT_TRANSPORT_TOKEN``, or the file that
             ``FT_TRANSPORT_TOKEN_FILE`` names, which is read again when it changes; without any nobody is asked.
+        allow_anyone: Whether a server without a token listens beyond the loopback, so that anyone there can read the
+            weights. Default: whether the environment variable ``FT_TRANSPORT_ALLOW_ANYONE`` is 1.
         reached_at: ``host:port`` where peers reach this server through a translated address, such as a forwarded port.
             A peer that reached it at another address than one of these or its own takes it for an impostor.
         max_snapshots: Snapshots alive at once, each as large as the state.
@@ -73,6 +86,7 @@ class TransportSettings:
     advertise: str | None = None
     replica: str = field(default_factory=socket.gethostname)
     token: str | None = field(default=None, repr=False)
+    allow_anyone: bool = field(default_factory=_environment_allows_anyone)
     reached_at: Sequence[str] = ()
     max_snapshots: int = 2
     num_copy_threads: int = field(default_factory=default_num_threads)
@@ -100,7 +114,8 @@ class TransportSettings:
             raise ConfigurationError(
                 f"expected one of {get_args(DigestKind)} as keyed_digests, got {_shown(self.keyed_digests)}"
             )
-        _check_type("verify", self.verify, (bool,), "a bool")
+        for name in ("verify", "allow_anyone"):
+            _check_type(name, getattr(self, name), (bool,), "a bool")
         at_least = dict.fromkeys(
             ("max_snapshots", "num_copy_threads", "chunk_bytes", "max_failures", "max_receive_bytes"), 1
         )

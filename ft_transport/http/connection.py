@@ -94,6 +94,11 @@ class Connection:
         self._ahead = b""
 
     @property
+    def reached(self) -> str:
+        """Where the peer was reached last: an address and a port, and not the name that stands for it."""
+        return socket_address(self._address) if isinstance(self._address, tuple) else ""
+
+    @property
     def is_interrupted(self) -> bool:
         """Whether it was given up; no request on it succeeds any more."""
         return self._is_interrupted

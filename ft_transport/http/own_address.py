@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import functools
 import ipaddress
+import logging
 import os
 import socket
 import struct
@@ -13,11 +16,76 @@ from typing import Final
 
 from ft_transport.errors import ConfigurationError
 
+logger = logging.getLogger(__name__)
+
 ADVERTISE_VARIABLE: Final = "FT_TRANSPORT_ADVERTISE"
 """Environment variable: host name, address or network interface that peers should use."""
 _SIOCGIFADDR: Final = 0x8915  # linux/sockios.h
 LISTEN_BACKLOG: Final = 4096
 """Whoever finds it full tries again after a second; in the kernel, a connection that waits costs next to nothing."""
+_LOOPBACKS: Final = ("127.0.0.1", "::1")
+_REMEDY: Final = "set FT_TRANSPORT_TOKEN to the same secret on every host"
+_OPEN_REMEDY: Final = "or let anyone in with TransportSettings.allow_anyone=True or FT_TRANSPORT_ALLOW_ANYONE=1"
+
+
+def bound_host(host: str | None, *, is_guarded: bool, may_open: bool, allow_anyone: bool = False) -> str | None:
+    """The address to bind: with nothing to tell friends from strangers the loopback alone.
+
+    Args:
+        host: The setting; ``None`` for every address.
+        is_guarded: Whether peers have to prove the job token.
+        may_open: Whether ``allow_anyone`` is a setting here.
+        allow_anyone: Whether strangers are let in.
+
+    Raises:
+        ConfigurationError: The address is no loopback address, and strangers could come in there.
+    """
+    if is_guarded or (may_open and allow_anyone):
+        return host
+    remedy = f"{_REMEDY}, {_OPEN_REMEDY}" if may_open else _REMEDY
+    if host is None:
+        _say_that_it_is_local(remedy)
+        return next((each for each in _LOOPBACKS if can_bind(each)), _LOOPBACKS[0])
+    if not is_loopback(host):
+        raise ConfigurationError(
+            f"expected a loopback address to listen on while there is no job token, got {host!r}: {remedy}"
+        )
+    return host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this stands for nothing but the loopback."""
+    found = addresses_of(host)
+    return bool(found) and all(each.is_loopback for each in found)
+
+
+def addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """What an address or a name stands for on this host; empty if nothing is found. An address may be in brackets."""
+    with contextlib.suppress(ValueError):
+        return [ipaddress.ip_address(host.strip("[]"))]
+    try:
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(ipaddress.ip_address(str(info[4][0])) for info in infos))
+
+
+@functools.cache
+def _say_that_it_is_local(remedy: str) -> None:
+    """Says it once in a process."""
+    logger.warning(
+        "there is no job token, so this process listens on the loopback alone; for peers on other hosts %s", remedy
+    )
+
+
+def can_bind(address: str) -> bool:
+    """Whether it is an address of this host."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def listen(host: str | None, port: int) -> socket.socket:
@@ -109,8 +177,4 @@ def _is_wildcard(host: str | None) -> bool:
 
 
 def _resolves(name: str) -> bool:
-    try:
-        socket.getaddrinfo(name, None)
-    except (OSError, UnicodeError):
-        return False
-    return True
+    return bool(addresses_of(name))

@@ -33,9 +33,10 @@ from ft_transport.http.body_sender import Content, FileRange, Slices, send
 from ft_transport.http.fork_safety import close_in_children
 from ft_transport.http.kept_deltas import KeptDeltas
 from ft_transport.http.listener import Listener, max_connections
-from ft_transport.http.own_address import advertised_host, listen
+from ft_transport.http.own_address import bound_host, listen
 from ft_transport.http.peer_protocol import PeerProtocol, place_of
 from ft_transport.http.peer_sessions import ServerSessions
+from ft_transport.http.reachability import advertised_url
 from ft_transport.http.snapshot_cache import Reading, SnapshotCache
 from ft_transport.http.snapshot_requests import SnapshotRequests
 from ft_transport.http.trouble_log import TroubleLog, describe_failure
@@ -79,12 +80,13 @@ class SnapshotServer:
 
     Args:
         cache: What is served.
-        host: Address to bind, ``None`` for all.
+        host: Address to bind, ``None`` for all, or for the loopback without a key.
         port: Port to bind, 0 for any.
         advertise: Host, address or interface that peers are told.
         replica: How this replica calls itself in ``/status``.
         keys: Those of the job, if it has any; every route is asked for a proof of them.
         reached_at: ``host:port`` where peers reach this server beside its own addresses.
+        allow_anyone: Whether strangers are let in without one.
         max_wait_s: The longest that a request is held until its step is there, in seconds.
         stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
 
@@ -103,6 +105,7 @@ class SnapshotServer:
         replica: str,
         keys: Keys | None,
         reached_at: Sequence[str] = (),
+        allow_anyone: bool = False,
         max_wait_s: float,
         stall_timeout_s: float,
     ) -> None:
@@ -113,10 +116,13 @@ class SnapshotServer:
         self._stall_timeout_s = stall_timeout_s
         self.server_id = secrets.token_hex(8)
         self.deltas = KeptDeltas()
+        host = bound_host(host, is_guarded=keys is not None, may_open=True, allow_anyone=allow_anyone)
         self._socket = listen(host, port)
         try:
             self.port: int = self._socket.getsockname()[1]
-            self.address = f"http://{advertised_host(advertise, bound=host)}:{self.port}"
+            self.address = advertised_url(
+                advertise, bound=host, port=self.port, is_guarded=keys is not None, reached_at=reached_at
+            )
             # The class by name: a policy that the process has set may make loops without sendfile (uvloop).
             self._loop = asyncio.SelectorEventLoop()
             self.requests = SnapshotRequests(cache, max_wait_s=max_wait_s)

@@ -176,10 +176,24 @@ class StateClient(Generic[T]):
         settings = request.settings
 
         def receive() -> Received[T]:
+            started_s = time.monotonic()
             with Connection(request.source, keys=settings.keys, timeouts=settings.timeouts) as connection:
                 manifest = fetch_manifest(connection, request.step, settings)
                 settings.timeouts.note_progress()
-                return self._receive(connection, manifest, request)
+                reached = connection.reached
+                received = self._receive(connection, manifest, request)
+            took_s = time.monotonic() - started_s
+            num_bytes = received.num_bytes_fetched or 0
+            logger.info(
+                "step %d from %s at %s: %d bytes in %.2f s, %.1f MB/s",
+                received.step,
+                request.source,
+                reached,
+                num_bytes,
+                took_s,
+                num_bytes / max(took_s, 1e-6) / 1e6,
+            )
+            return received
 
         return with_restarts(settings, receive)
 

@@ -135,6 +135,7 @@ class StateServer:
                 replica=settings.replica,
                 keys=keys,
                 reached_at=settings.reached_at,
+                allow_anyone=settings.allow_anyone,
                 max_wait_s=max_wait_s,
                 stall_timeout_s=settings.stall_timeout.total_seconds(),
             )
