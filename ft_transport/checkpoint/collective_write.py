@@ -40,6 +40,7 @@ from ft_transport.errors import TransportError
 
 logger = logging.getLogger(__name__)
 
+_MARKER_BITS: Final = 63
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 
@@ -96,13 +97,6 @@ class StorageWriter(Protocol[R_contra]):
         """On the first rank: called when the directory is complete, before any rank is told."""
 
 
-class _Place(Struct, frozen=True, array_like=True):
-    """Where to write, and the name of an empty file there by which other ranks know that they see this directory."""
-
-    directory: str
-    marker: str
-
-
 class _Taken(Struct, frozen=True, array_like=True):
     """A rank's snapshot, and whether the rank knows the plan of the last write."""
 
@@ -123,7 +117,7 @@ class CollectiveWrite(Generic[R]):
     Args:
         agreement: Of the group, for this thread alone.
         exchange: Of the group, for this thread alone.
-        directory: Used on the first rank alone.
+        directory: As this rank sees it. No rank writes where another one says.
         storage: This rank's part.
         visible_s: How long a new directory may take to be seen by all ranks; ``None`` where the first alone writes.
         max_attempts: How often a write is tried, where what went wrong may pass.
@@ -185,12 +179,13 @@ class CollectiveWrite(Generic[R]):
     def _attempt(self, number: int, request: R, phases: Phases, *, is_retry: bool) -> Path:
         agreement, storage = self._agreement, self._storage
         compare_settings(agreement, phases.name("snapshot"), lambda: storage.settings(request))
-        place = agreement.value_of_first(
-            phases.name("set up the directory"), lambda: self._set_up(number, request, is_retry=is_retry), _Place
+        drawn = agreement.value_of_first(
+            phases.name("set up the directory"), lambda: self._set_up(number, request, is_retry=is_retry), int
         )
-        directory = Path(place.directory)
+        directory = self._directory.incomplete(number)
+        marker = directory / _marker_name(drawn)
         if self._visible_s is not None:
-            phases.run("find the directory", lambda: self._find(directory / place.marker))
+            phases.run("find the directory", lambda: self._find(marker))
         taken = agreement.values_of_all(
             phases.name("take the snapshot"), lambda: _Taken(storage.take(request), self._plan_key is not None), _Taken
         )
@@ -202,23 +197,24 @@ class CollectiveWrite(Generic[R]):
             phases.run_on_first("compare", lambda: storage.compare(gathered))
         finish = storage.write(request, directory, plan, phases)
 
-        def commit() -> str:
+        def commit() -> None:
             finish()
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(directory / place.marker)
-            final = self._directory.commit(number)
+                os.unlink(marker)
+            self._directory.commit(number)
             storage.committed(request)
-            return str(final)
 
-        return Path(agreement.value_of_first(phases.name("commit"), commit, str))
+        phases.run_on_first("commit", commit)
+        return self._directory.final(number)
 
-    def _set_up(self, number: int, request: R, *, is_retry: bool) -> _Place:
+    def _set_up(self, number: int, request: R, *, is_retry: bool) -> int:
+        """Makes the directory, and in it an empty file by which other ranks know that they see this directory."""
         # What there is of this number at a retry, this write may have made.
         self._storage.admit(request, is_retry=is_retry)
         directory = self._directory.begin(number)
-        marker = f".set-up-{secrets.token_hex(8)}"
-        os.close(create_file(directory / marker))
-        return _Place(str(directory), marker)
+        drawn = secrets.randbits(_MARKER_BITS)
+        os.close(create_file(directory / _marker_name(drawn)))
+        return drawn
 
     def _find(self, marker: Path) -> None:
         assert self._visible_s is not None, "all ranks write"
@@ -253,3 +249,7 @@ class CollectiveWrite(Generic[R]):
                     number,
                     error,
                 )
+
+
+def _marker_name(drawn: int) -> str:
+    return f".set-up-{drawn:016x}"

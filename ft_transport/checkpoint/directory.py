@@ -95,16 +95,24 @@ class NumberedDirectory:
     def begin(self, number: int) -> Path:
         """Makes the directory that the files of a number are written to, empty, and returns it."""
         make_directory(self.root, is_private=self._is_private, is_ok_if_there=True)
-        path = self._path(number, ".incomplete")
+        path = self.incomplete(number)
         if os.path.lexists(path):
             # Another one takes its name; what cannot be deleted of it is no reason not to write.
             self._delete_in_time(self._without_name(path))
         make_directory(path, is_private=self._is_private)
         return path
 
+    def incomplete(self, number: int) -> Path:
+        """Where `begin` makes the directory of a number."""
+        return self._path(number, ".incomplete")
+
+    def final(self, number: int) -> Path:
+        """What `commit` makes of it."""
+        return self._path(number)
+
     def commit(self, number: int) -> Path:
         """Makes what was written, and is on disk file by file, the directory of its number. Returns that."""
-        incomplete, final = self._path(number, ".incomplete"), self._path(number)
+        incomplete, final = self.incomplete(number), self.final(number)
         sync_directory(incomplete)
         if os.path.lexists(final):
             self._replace(incomplete, final)
@@ -116,7 +124,7 @@ class NumberedDirectory:
     def discard(self, number: int) -> None:
         """Removes what was written of a directory that will not be complete."""
         with contextlib.suppress(FileNotFoundError):
-            self._remove(self._path(number, ".incomplete"))
+            self._remove(self.incomplete(number))
 
     def retire(self, number: int) -> list[Path]:
         """Takes a directory out of those that count.

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from ranks_on_threads import groups_of, run_ranks
 from torch.distributed import HashStore
 
+from ft_transport.checkpoint.collective_write import CollectiveWrite
+from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.exchange import Exchange
 from ft_transport.coordination.votes import Vote, encode, encode_all
 from ft_transport.errors import PeerProtocolError, TransportError
 
@@ -85,3 +89,39 @@ def test_another_token_is_named() -> None:
         return str(caught.value)
 
     run_ranks(*(lambda each=each: act(each) for each in agreements))  # type: ignore[misc]
+
+
+class _NoStorage:
+    """Has nothing to write."""
+
+    def settings(self, request: str) -> dict[str, str]:
+        return {}
+
+    def admit(self, request: str, *, is_retry: bool) -> None:
+        pass
+
+
+@pytest.mark.parametrize("token", [None, "right"])
+def test_no_rank_writes_below_a_root_that_is_not_its_own(tmp_path: Path, token: str | None) -> None:
+    """The first rank names no directory: whatever it says, or whoever speaks for it, the others look into their own."""
+    roots = [tmp_path / "first", tmp_path / "second"]
+    writes = [
+        CollectiveWrite(
+            agreement=Agreement(group, "test", LONG),
+            exchange=Exchange(group, "test", LONG),
+            directory=NumberedDirectory(root, "step", None),
+            storage=_NoStorage(),  # type: ignore[arg-type]
+            visible_s=0.2,
+            max_attempts=1,
+        )
+        for group, root in zip(groups_of(2, HashStore(), token), roots, strict=True)
+    ]
+
+    def act(write: CollectiveWrite[str]) -> str:
+        with pytest.raises(TransportError, match="second") as caught:
+            write.write(5, "a", suffix="")
+        return str(caught.value)
+
+    run_ranks(*(lambda each=each: act(each) for each in writes))  # type: ignore[misc]
+    assert not roots[1].exists()
+    assert list(roots[0].iterdir()) == []
