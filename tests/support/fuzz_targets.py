@@ -227,7 +227,7 @@ TARGETS: dict[str, Target] = {
     "digests": Target(_fuzz_digests, (b"0123456789abcdef" * 2,), (b" ", b"g", b"f" * 16)),
     "delta": Target(_fuzz_delta, (_delta(),), _MSGPACK_WORDS),
     "vote": Target(_fuzz_vote, tuple(map(votes.encode, _votes())), _MSGPACK_WORDS),
-    "votes": Target(_fuzz_all_votes, tuple(votes.encode_all([vote, None]).encode() for vote in _votes())),
+    "votes": Target(_fuzz_all_votes, tuple(votes.encode_all([vote, None]) for vote in _votes())),
     "checkpoint": Target(_fuzz_checkpoint, (_checkpoint_manifest(),)),
     "rank_file": Target(_fuzz_rank_file, (_RANK_FILE,), _TREE_WORDS),
 }
