@@ -70,6 +70,13 @@ def content_of(weights: Weights | Callable[[], Weights], weight_format: WeightFo
     return Content(kind="weights", tensors=tensors, renamed=renamed)
 
 
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name or any("\ud800" <= character <= "\udfff" for character in name):
+        raise PublishError(
+            f"expected the name of each tensor to be text, not empty and without lone surrogates, got {name!r}"
+        )
+
+
 def _formatted(tensors: Mapping[str, object], weight_format: WeightFormat) -> tuple[Mapping[str, object], Renamed]:
     renamed: Renamed = {}
     if weight_format.names is not None:
@@ -77,6 +84,8 @@ def _formatted(tensors: Mapping[str, object], weight_format: WeightFormat) -> tu
         tensors = {new: tensors[name] for name, new in renamed.items() if new is not None}
         if not tensors:
             raise PublishError(f"expected names for some of {len(renamed)} tensors, got None for all")
+    for name in tensors:
+        _check_name(name)
     if weight_format.dtype is not None:
         for name, tensor in tensors.items():
             dtype = getattr(tensor, "dtype", None)

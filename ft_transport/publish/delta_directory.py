@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,33 +20,45 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import numpy as np
 
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.digested_file import write_small
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.errors import EngineRefusedError, EngineUnreachableError, IntegrityError, RestoreError
+from ft_transport.checkpoint.regular_files import make_read_only
+from ft_transport.errors import (
+    CheckpointInUseError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    IntegrityError,
+    RestoreError,
+)
+from ft_transport.publish.daemon_threads import in_daemon_thread
+from ft_transport.publish.delta_files import (
+    DELTA_NAME,
+    DIGESTS_NAME,
+    SAFETENSORS,
+    check_files,
+    copy_file,
+    digests_in,
+    digests_of,
+    headers_of,
+    num_bytes_of,
+    read_delta,
+    tensors_of,
+)
 from ft_transport.publish.deltas import delta_between
 from ft_transport.publish.engines.engine import Delivery, EngineConnection
 from ft_transport.publish.serving import weights_in
 from ft_transport.settings import check_duration, check_number
-from ft_transport.wire.chunks import Hasher
-from ft_transport.wire.delta import Bytes, Delta, apply_changes, decode_delta
+from ft_transport.wire.delta import Delta, apply_changes, decode_delta
 
 logger = logging.getLogger(__name__)
 
-_DELTA_NAME: Final = ".delta"
-_DIGESTS_NAME: Final = ".digests.json"
-"""No file of a version begins with a dot, so a user's file has neither name."""
-_SAFETENSORS: Final = ".safetensors"
-_MAX_HEADER_BYTES: Final = 100 << 20
-"""Of a safetensors file: what its own library accepts."""
-_READ_BYTES: Final = 4 << 20
 _TURN_S: Final = 0.05
-
-
-class _Entry(msgspec.Struct):
-    data_offsets: tuple[int, int]
+_DELTA_SURPLUS_BYTES: Final = 16 << 20
+"""A delta is smaller than the weights, but for its header."""
+_NO_LOCKS: Final = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+"""What file systems say that know no locks, as those of buckets do."""
 
 
 class DeltaDirectory:
@@ -56,14 +68,19 @@ class DeltaDirectory:
         root: Where it is. One publisher at a time writes there.
         anchor_every: So many versions from one that is whole to the next, at most.
         keep_anchors: What is older than so many of the newest whole ones is deleted.
+        private: Whether files and directories, restored ones as well, are their owner's alone; else the umask says who
+            may read them.
     """
 
     headers: Mapping[str, str] = {}
 
-    def __init__(self, root: str | os.PathLike[str], *, anchor_every: int = 10, keep_anchors: int = 2) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, anchor_every: int = 10, keep_anchors: int = 2, private: bool = False
+    ) -> None:
         self._anchor_every = check_number("anchor_every", anchor_every, at_least=1)
         self._keep_anchors = check_number("keep_anchors", keep_anchors, at_least=1)
-        self._directory = NumberedDirectory(Path(root).absolute(), "version", None)
+        self._directory = NumberedDirectory(Path(root).absolute(), "version", None, is_private=private)
+        self._is_private = private
         self._mutex = threading.Lock()
         self.url = self._directory.root.as_uri()
 
@@ -75,14 +92,14 @@ class DeltaDirectory:
         """See `Engine`: writes the version, as a delta where that is smaller."""
         del connection
         # A directory that hangs holds one thread, and not all those that the notifier tells other engines with.
-        while (version := await asyncio.to_thread(self._write_in_turn, delivery)) is None:
+        while (version := await in_daemon_thread(self._write_in_turn, delivery)) is None:
             await asyncio.sleep(_TURN_S)
         return version
 
     async def served_version(self, connection: EngineConnection, newest: Delivery) -> int | None:
         """See `PolledEngine`: the newest version that is there."""
         del connection, newest
-        return await asyncio.to_thread(self._newest)
+        return await in_daemon_thread(self._newest)
 
     def restore(
         self,
@@ -112,18 +129,18 @@ class DeltaDirectory:
         """
         keep = check_number("keep", keep, at_least=1)
         check_duration("timeout", timeout, at_least=timedelta(0))
-        local = NumberedDirectory(Path(directory), "version", None)
+        local = NumberedDirectory(Path(directory), "version", None, is_private=self._is_private)
         versions = self.versions()
         wanted = version if version is not None else max(versions, default=-1)
-        if (found := local.find(wanted)) is not None:
+        if (found := self._good_local(local, wanted)) is not None:
             return found
         if wanted not in versions:
             raise RestoreError(f"expected version {wanted} in {self._directory.root}, which has {versions or 'none'}")
-        claim = RootClaim(local.root)
+        claim = RootClaim(local.root, is_private=self._is_private)
         claim.take("restoring versions", timeout.total_seconds())
         try:
             local.recover()
-            return local.find(wanted) or self._restore_to(local, wanted, keep)
+            return self._good_local(local, wanted) or self._restore_to(local, wanted, keep)
         finally:
             claim.release()
 
@@ -134,9 +151,26 @@ class DeltaDirectory:
         if not self._mutex.acquire(blocking=False):
             return None
         try:
-            return self._write(delivery)
+            with self._claimed():
+                return self._write(delivery)
         finally:
             self._mutex.release()
+
+    @contextmanager
+    def _claimed(self) -> Iterator[None]:
+        """Keeps other publishers from writing at the same time, where the directory's file system has locks."""
+        claim = RootClaim(self._directory.root, is_private=self._is_private)
+        try:
+            claim.take("a publisher of deltas", 0)
+        except CheckpointInUseError as error:
+            raise EngineUnreachableError(error.message, peer=self.url) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        try:
+            yield
+        finally:
+            claim.release()
 
     def _newest(self) -> int | None:
         if not self._mutex.acquire(blocking=False):
@@ -149,9 +183,9 @@ class DeltaDirectory:
     def _write(self, delivery: Delivery) -> int:
         self._directory.recover()
         versions = self.versions()
-        digests = _digests_of(delivery.directory)
+        digests = digests_of(delivery.directory)
         if (there := self._directory.find(delivery.version)) is not None:
-            if _digests_in(there) == digests:
+            if digests_in(there) == digests:
                 return delivery.version
             raise EngineRefusedError(
                 f"expected a directory of this run, {self._directory.root} has another version {delivery.version}",
@@ -165,12 +199,12 @@ class DeltaDirectory:
         try:
             delta = self._delta_to(delivery, versions)
             for source in sorted(delivery.directory.iterdir()):
-                if delta is None or source.suffix != _SAFETENSORS:
-                    _copy(source, path / source.name)
+                if delta is None or source.suffix != SAFETENSORS:
+                    copy_file(source, path / source.name, is_private=self._is_private)
             if delta is not None:
-                write_small(path / _DELTA_NAME, delta)
+                write_small(path / DELTA_NAME, delta, is_private=self._is_private)
             told = {name: f"{each:016x}" for name, each in sorted(digests.items())}
-            write_small(path / _DIGESTS_NAME, msgspec.json.encode(told))
+            write_small(path / DIGESTS_NAME, msgspec.json.encode(told), is_private=self._is_private)
             self._directory.commit(delivery.version)
         except BaseException:
             # Parts of versions that failed must not fill what is full already.
@@ -192,9 +226,9 @@ class DeltaDirectory:
         there = self._directory.find(base)
         try:
             # The delta says what is in the files, and not how it is laid out there.
-            if there is None or _headers_of(directory) != _headers_of(delivery.directory):
+            if there is None or headers_of(directory) != headers_of(delivery.directory):
                 return None
-            if _digests_of(directory) != _digests_in(there):
+            if digests_of(directory) != digests_in(there):
                 return None
             return delta_between(delivery.version, weights_in(delivery.directory), base, weights_in(directory))
         except (FileNotFoundError, RestoreError):
@@ -209,8 +243,20 @@ class DeltaDirectory:
 
     # ------------------------------------------------------------------------------------------------------ restoring
 
+    def _good_local(self, local: NumberedDirectory, wanted: int) -> Path | None:
+        """A version that was restored before, if it still is that; one that is not there any more is believed."""
+        found, there = local.find(wanted), self._directory.find(wanted)
+        if found is None or there is None:
+            return found
+        try:
+            check_files(found, digests_in(there), wanted)
+        except (IntegrityError, RestoreError) as error:
+            logger.warning("version %d in %s is restored anew: %s", wanted, local.root, error)
+            return None
+        return found
+
     def _restore_to(self, local: NumberedDirectory, wanted: int, keep: int) -> Path:
-        have = local.numbers()
+        have = [number for number in local.numbers() if number != wanted]
         try:
             path = self._restore(local, wanted, have)
         except (IntegrityError, RestoreError):
@@ -226,10 +272,10 @@ class DeltaDirectory:
     def _restore(self, local: NumberedDirectory, wanted: int, have: Sequence[int]) -> Path:
         deltas: list[Delta] = []
         wholes = [*map(self._directory.find, self.versions()), *map(local.find, have)]
-        most = max(_num_bytes(each) for each in wholes if each is not None)
+        most = max(num_bytes_of(each) for each in wholes if each is not None)
         base = wanted
         while base not in have and (file := self._delta_file(base)) is not None:
-            deltas.append(decode_delta(file.read_bytes(), max_bytes=most))
+            deltas.append(decode_delta(read_delta(file, most + _DELTA_SURPLUS_BYTES), max_bytes=most))
             if deltas[-1].version != base or deltas[-1].base >= base:
                 raise RestoreError(f"expected a delta to version {base} in {file}, got one to {deltas[-1].version}")
             base = deltas[-1].base
@@ -243,26 +289,25 @@ class DeltaDirectory:
         path = local.begin(wanted)
         try:
             self._make(path, start, newest, deltas)
-            _check_files(path, _digests_in(newest), wanted)
+            check_files(path, digests_in(newest), wanted)
             for file in path.iterdir():
-                file.chmod(0o444)
+                make_read_only(file)
             return local.commit(wanted)
         except BaseException:
             with contextlib.suppress(OSError):
                 local.discard(wanted)
             raise
 
-    @staticmethod
-    def _make(path: Path, start: Path, newest: Path, deltas: Sequence[Delta]) -> None:
+    def _make(self, path: Path, start: Path, newest: Path, deltas: Sequence[Delta]) -> None:
         for source in start.iterdir():
-            if source.suffix == _SAFETENSORS:
-                _copy(source, path / source.name)
+            if source.suffix == SAFETENSORS:
+                copy_file(source, path / source.name, is_private=self._is_private)
         for source in newest.iterdir():
-            if source.suffix != _SAFETENSORS and source.name not in (_DELTA_NAME, _DIGESTS_NAME):
-                _copy(source, path / source.name)
+            if source.suffix != SAFETENSORS and source.name not in (DELTA_NAME, DIGESTS_NAME):
+                copy_file(source, path / source.name, is_private=self._is_private)
         if not deltas:
             return
-        with _tensors_of(path) as tensors:
+        with tensors_of(path) as tensors:
             for delta in reversed(deltas):
                 for change in delta.changes():
                     tensor = tensors.get(change.tensor.name)
@@ -278,107 +323,5 @@ class DeltaDirectory:
 
     def _delta_file(self, version: int) -> Path | None:
         directory = self._directory.find(version)
-        file = directory / _DELTA_NAME if directory is not None else None
+        file = directory / DELTA_NAME if directory is not None else None
         return file if file is not None and file.exists() else None
-
-
-def _digests_of(directory: Path) -> dict[str, int]:
-    """The digest of each file of a version, by its name."""
-    return {
-        file.name: _digest_of(file) for file in directory.iterdir() if file.name not in (_DELTA_NAME, _DIGESTS_NAME)
-    }
-
-
-def _digest_of(file: Path) -> int:
-    hasher = Hasher()
-    buffer = memoryview(bytearray(_READ_BYTES))
-    with file.open("rb", buffering=0) as opened:
-        while count := opened.readinto(buffer):
-            hasher.update(buffer[:count])
-    return hasher.intdigest()
-
-
-def _digests_in(directory: Path) -> dict[str, int]:
-    """What the directory of deltas says that `_digests_of` a version is.
-
-    Raises:
-        RestoreError: It says nothing.
-    """
-    file = directory / _DIGESTS_NAME
-    try:
-        told = msgspec.json.decode(file.read_bytes(), type=dict[str, str])
-        return {name: int(each, 16) for name, each in told.items()}
-    except (FileNotFoundError, ValueError, msgspec.MsgspecError) as error:
-        raise RestoreError(f"expected the digests of a version in {file}: {error}") from error
-
-
-def _check_files(path: Path, expected: Mapping[str, int], version: int) -> None:
-    actual = _digests_of(path)
-    if expected.keys() != actual.keys():
-        raise RestoreError(
-            f"expected the files of version {version}, got {sorted(expected.keys() ^ actual.keys())[:5]}"
-        )
-    for name in sorted(actual):
-        if actual[name] != expected[name]:
-            raise IntegrityError(
-                f"a file is not that of version {version}",
-                chunk=None,
-                expected=expected[name],
-                actual=actual[name],
-                path=name,
-                step=version,
-            )
-
-
-def _headers_of(directory: Path) -> dict[str, bytes]:
-    """What the safetensors files of a version say of their tensors."""
-    headers = {}
-    for file in directory.glob(f"*{_SAFETENSORS}"):
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            headers[file.name] = opened.read(min(length, _MAX_HEADER_BYTES))
-    return headers
-
-
-def _num_bytes(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.glob(f"*{_SAFETENSORS}"))
-
-
-@contextmanager
-def _tensors_of(directory: Path) -> Iterator[dict[str, Bytes]]:
-    """The bytes of all tensors in the safetensors files of a directory, to be changed in place and synced.
-
-    Raises:
-        RestoreError: A file is none of safetensors.
-    """
-    maps: list[np.memmap[tuple[int], np.dtype[np.uint8]]] = []
-    tensors: dict[str, Bytes] = {}
-    for file in sorted(directory.glob(f"*{_SAFETENSORS}")):
-        try:
-            data = np.memmap(file, np.uint8, "r+")
-            length = int.from_bytes(data[:8].tobytes(), "little")
-            if length > min(_MAX_HEADER_BYTES, len(data) - 8):
-                raise RestoreError(f"expected a safetensors file, got {file}")
-            header = msgspec.json.decode(data[8 : 8 + length].tobytes(), type=dict[str, msgspec.Raw])
-            header.pop("__metadata__", None)
-            for name, raw in header.items():
-                start, end = msgspec.json.decode(raw, type=_Entry).data_offsets
-                if not 0 <= start <= end <= len(data) - 8 - length:
-                    raise RestoreError(f"expected tensors inside of {file}", path=name)
-                tensors[name] = data[8 + length + start : 8 + length + end]
-        except (ValueError, msgspec.MsgspecError) as error:
-            # ValueError: it is empty.
-            raise RestoreError(f"expected a safetensors file, got {file}: {error}") from error
-        maps.append(data)
-    yield tensors
-    for data in maps:
-        data.flush()
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    descriptor = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,73 @@
+"""Calls on threads that a process does not wait for when it ends: what hangs in the system would keep it for good."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from ft_transport.runtime.at_exit import at_exit
+
+T = TypeVar("T")
+
+_EXIT_S: Final = 10.0
+"""How long a process that ends waits for what is under way, and may only be slow."""
+
+_running: set[threading.Thread] = set()
+_mutex = threading.Lock()
+
+
+async def in_daemon_thread(function: Callable[..., T], *arguments: object) -> T:
+    """As ``asyncio.to_thread``, whose threads every process waits for at its end (``concurrent.futures.thread``).
+
+    Args:
+        function: What to call. Who gives up waiting does not end it.
+        *arguments: For it.
+
+    Returns:
+        What it returned.
+
+    Raises:
+        Exception: What it raised.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)  # type: ignore[arg-type] # it is what was returned
+
+    def run() -> None:
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            result = function(*arguments)
+        except BaseException as error:
+            failure = error
+        with _mutex:
+            _running.discard(threading.current_thread())
+        # The loop may be closed by now, and then nobody waits.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    thread = threading.Thread(target=run, name="ft-transport-deltas", daemon=True)
+    with _mutex:
+        _running.add(thread)
+    thread.start()
+    return await answer
+
+
+@at_exit
+def _wait_for_all() -> None:
+    deadline_s = time.monotonic() + _EXIT_S
+    with _mutex:
+        threads = list(_running)
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
