@@ -76,6 +76,9 @@ class TransportSettings:
         min_bytes_per_s: A connection that delivers less is given up, so that a trickle cannot defeat the deadlines.
         lease: How long after its last request a snapshot still counts as being fetched while that receiver stays
             connected. Where data was sent it is at least ``stall_timeout``: the receiver may not have read it yet.
+        contended_bytes_per_s: How fast a snapshot has to be taken whose memory a newer one wants. From the first time
+            that the newer one is refused, receivers of the oldest have ``lease``, and as long as its bytes take at this
+            rate; then they are cut off and start again with a newer one. Else they may be slower.
         max_receive_bytes: The largest snapshot that is accepted. Default: this machine's memory.
         meshes: Device meshes for received DTensors that have no counterpart in the receiver's own state.
         on_progress: Called while receiving, after each chunk, on a receiving thread.
@@ -98,6 +101,7 @@ class TransportSettings:
     stall_timeout: timedelta = timedelta(seconds=30)
     min_bytes_per_s: float = 64 * 1024
     lease: timedelta = timedelta(seconds=5)
+    contended_bytes_per_s: float = 4 << 20
     max_receive_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     meshes: Sequence[DeviceMesh] = ()
     on_progress: Callable[[FetchProgress], None] | None = None
@@ -126,9 +130,10 @@ class TransportSettings:
         check_duration("lease", self.lease, at_least=timedelta(0))
         for name in ("connect_timeout", "stall_timeout"):
             check_duration(name, getattr(self, name), at_least=timedelta.resolution)
-        _check_type("min_bytes_per_s", self.min_bytes_per_s, (int, float), "a number")
-        if not self.min_bytes_per_s > 0:
-            raise ConfigurationError(f"expected a positive min_bytes_per_s, got {self.min_bytes_per_s}")
+        for name in ("min_bytes_per_s", "contended_bytes_per_s"):
+            _check_type(name, getattr(self, name), (int, float), "a number")
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"expected a positive {name}, got {getattr(self, name)}")
         if self.on_progress is not None and not callable(self.on_progress):
             raise ConfigurationError(f"expected a function as on_progress, got {_shown(self.on_progress)}")
 

@@ -246,6 +246,14 @@ async def _send_on_thread(request: web.Request, body: _Body, stall_timeout_s: fl
         raise error
 
 
+def drop_connection(transport: asyncio.Transport) -> None:
+    """Ends a connection at once, with all that was sent and not received; also a body that a thread is sending."""
+    connected = transport.get_extra_info("socket")
+    if connected is not None and not transport.is_closing():
+        _cut_off(connected)
+    transport.abort()
+
+
 def _cut_off(connected: socket.socket) -> None:
     """Wakes the thread that is sending; its call fails. What is unsent is dropped when the connection is closed."""
     with contextlib.suppress(OSError):  # The receiver was faster.

@@ -73,6 +73,8 @@ _KEEP_ALIVE_S: Final = 75.0
 _SETTLING_ROUNDS: Final = 5
 _BODY: Final = web.RequestKey("body", bytes)
 """Where a request keeps the body that was read of it."""
+_CANCEL_AGAIN_S: Final = 0.1
+_CANCEL_TIMEOUT_S: Final = 5.0
 
 
 class SnapshotServer:
@@ -208,8 +210,12 @@ class SnapshotServer:
 
     async def _stop(self, runner: web.AppRunner, listener: Listener) -> None:
         await listener.stop()
-        for handler in tuple(self._handlers):
-            handler.cancel()
+        give_up_s = self._loop.time() + _CANCEL_TIMEOUT_S
+        while self._handlers and self._loop.time() < give_up_s:
+            for handler in self._handlers:
+                handler.cancel()
+            # Again, if it comes to that: wait_for swallows it in the moment in which what it waits for is done.
+            await asyncio.wait(tuple(self._handlers), timeout=_CANCEL_AGAIN_S)
         await runner.cleanup()
         # asyncio takes a few rounds of the loop from a closed transport to a closed socket.
         for _ in range(_SETTLING_ROUNDS):
@@ -368,6 +374,8 @@ class SnapshotServer:
     async def _send(
         self, request: web.Request, reading: Reading, headers: dict[str, str], content: Content, *, status: int = 200
     ) -> web.StreamResponse:
+        # Whoever only asks what there is keeps nothing of it.
+        reading.is_leasing = request.method != "HEAD"
         response = web.StreamResponse(status=status, headers={**headers, "Cache-Control": "no-store"})
         return await send(request, reading, response, content, stall_timeout_s=self._stall_timeout_s)
 

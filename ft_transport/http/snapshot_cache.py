@@ -7,10 +7,15 @@ would replace a snapshot between two requests of the same fetch.
 
 The lease also guards what is on its way: ``sendfile`` gives the kernel the pages of the memory file and no copy of
 them, so a new snapshot in the same memory would change bytes that were sent but that the receiver has not read yet.
+
+Nobody holds memory for ever that a newer snapshot wants. From the first time that one is refused a place, the oldest
+snapshot in its way has ``lease_s`` and as long as its bytes take at ``contended_bytes_per_s``; then its receivers are
+cut off, and start again with a newer one. Where nothing newer is wanted, a receiver may be slower than that.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,15 +27,37 @@ from ft_transport.wire.routes import LATEST, StepSelector
 from ft_transport.wire.served import Snapshot
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    """Who reads a snapshot. Any thread may call its functions.
+
+    Attributes:
+        is_closed: Whether the reader's connection is; its lease ends with that. Names the reader too: one lease for
+            each distinct function.
+        cut_off: Ends the connection, and calls what it is given when nothing more can reach the reader; returns at
+            once. ``None`` for a reader of this process, which is never cut off.
+    """
+
+    is_closed: Callable[[], bool] = lambda: False
+    cut_off: Callable[[Callable[[], None]], None] | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
     snapshot: Snapshot
     sequence: int
     manifest_digest: int
-    num_readers: int = 0
     was_read: bool = False
-    leased_until_s: dict[Callable[[], bool], float] = field(default_factory=dict)
+    readers: list[Reader] = field(default_factory=list)
+    leases: dict[Callable[[], bool], tuple[Reader, float]] = field(default_factory=dict)
+    wanted_since_s: float | None = None
+    wanted_at_s: float = 0.0
     retired: bool = False
+    cut_off: bool = False
+
+    @property
+    def num_readers(self) -> int:
+        return len(self.readers)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,20 +68,22 @@ class Reading:
         snapshot: What is read.
         manifest_digest: Digest of its JSON header.
         unread_s: How long after the end some of it may still be on its way to the receiver, in seconds.
+        is_leasing: Whether more may be asked for afterwards, so that the snapshot is kept for a moment.
     """
 
     snapshot: Snapshot
     manifest_digest: int
     _cache: SnapshotCache
     _entry: _Entry
-    _is_closed: Callable[[], bool]
+    _reader: Reader
     unread_s: float = 0.0
+    is_leasing: bool = True
 
     def __enter__(self) -> Snapshot:
         return self.snapshot
 
     def __exit__(self, *_exc_info: object) -> None:
-        self._cache._end_reading(self._entry, self._is_closed, self.unread_s)
+        self._cache._end_reading(self._entry, self._reader, self.unread_s if self.is_leasing else None)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,11 +93,13 @@ class SnapshotCache:
     Attributes:
         max_snapshots: How many snapshots may be alive at once.
         lease_s: How long after its last request a snapshot counts as still being fetched, in seconds.
+        contended_bytes_per_s: How fast the receivers of a snapshot have to be where a newer one wants its memory.
         clock: Monotonic seconds.
     """
 
     max_snapshots: int
     lease_s: float
+    contended_bytes_per_s: float
     clock: Callable[[], float]
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _entries: list[_Entry] = field(default_factory=list)
@@ -86,11 +117,16 @@ class SnapshotCache:
     def reserve(self) -> None:
         """Makes sure that one more snapshot may be taken, retiring the oldest one that nobody reads if need be.
 
+        One that has been in the way for too long is taken from its receivers. That takes a moment, so it makes room for
+        the next call.
+
         Raises:
             SnapshotLimitError: All places are taken by snapshots that are being read.
             SnapshotError: The cache was cleared for good.
         """
         to_close: list[_Entry] = []
+        cut_offs: list[Callable[[], None]] = []
+        refused: SnapshotLimitError | None = None
         with self._lock:
             if self._closed:
                 raise SnapshotError("expected a transport that serves, and this one was shut down")
@@ -98,17 +134,24 @@ class SnapshotCache:
             if alive >= self.max_snapshots:
                 idle = [entry for entry in self._entries if not entry.num_readers and not self._is_leased(entry)]
                 if not idle:
+                    cut_offs = self._want_oldest()
                     readers = sum(entry.num_readers for entry in (*self._entries, *self._leaving))
-                    raise SnapshotLimitError(
+                    refused = SnapshotLimitError(
                         f"expected at most {self.max_snapshots} snapshots alive at once (max_snapshots): those of "
                         f"steps {[entry.snapshot.step for entry in (*self._entries, *self._leaving)]} are still being "
                         f"fetched ({readers} requests under way); it passes when they end, or raise max_snapshots"
                     )
-                self._entries.remove(idle[0])
-                to_close.append(idle[0])
-            self._num_reserved += 1
+                else:
+                    self._entries.remove(idle[0])
+                    to_close.append(idle[0])
+            if refused is None:
+                self._num_reserved += 1
         for entry in to_close:
             entry.snapshot.close()
+        for cut_off in cut_offs:
+            cut_off()
+        if refused is not None:
+            raise refused
 
     def cancel_reservation(self) -> None:
         """Gives a reserved place back without a snapshot."""
@@ -175,7 +218,7 @@ class SnapshotCache:
         *,
         snapshot_id: SnapshotId | None = None,
         after_sequence: int = 0,
-        is_closed: Callable[[], bool] = lambda: False,
+        reader: Reader | None = None,
     ) -> Reading | None:
         """Begins reading the newest snapshot that fits, or returns ``None`` if none does.
 
@@ -183,8 +226,7 @@ class SnapshotCache:
             step: A step, or ``latest``.
             snapshot_id: Only this snapshot.
             after_sequence: Only snapshots newer than this number.
-            is_closed: Whether the reader's connection is; its lease ends with that. Names the reader too: one lease
-                for each distinct function. Any thread may call it.
+            reader: Who reads; one of this process if not given.
         """
         with self._lock:
             for entry in reversed(self._entries):
@@ -194,9 +236,11 @@ class SnapshotCache:
                     and (snapshot_id is None or snapshot.snapshot_id == snapshot_id)
                     and entry.sequence > after_sequence
                 ):
-                    entry.num_readers += 1
+                    self._forget_past_want(entry)
+                    who = reader or Reader()
+                    entry.readers.append(who)
                     entry.was_read = True
-                    return Reading(snapshot, entry.manifest_digest, self, entry, is_closed)
+                    return Reading(snapshot, entry.manifest_digest, self, entry, who)
         return None
 
     def retire(self, snapshot_id: SnapshotId, *, even_if_needed: bool) -> None:
@@ -245,23 +289,78 @@ class SnapshotCache:
             if entry not in busy:
                 entry.snapshot.close()
 
+    def _hold_s(self, entry: _Entry) -> float:
+        """How long receivers may go on with a snapshot whose memory is wanted."""
+        return self.lease_s + entry.snapshot.total_bytes / self.contended_bytes_per_s
+
+    def _want_oldest(self) -> list[Callable[[], None]]:
+        """Notes that the oldest snapshot is in the way; returns what cuts its receivers off when its time is over."""
+        now_s = self.clock()
+        alive = sorted((*self._leaving, *self._entries), key=lambda entry: entry.sequence)
+        if any(entry.cut_off for entry in alive):
+            return []
+        for entry in alive:
+            readers = [*entry.readers, *(reader for reader, _ in entry.leases.values())]
+            if any(reader.cut_off is None for reader in readers):
+                continue
+            if entry.wanted_since_s is None:
+                entry.wanted_since_s = now_s
+            entry.wanted_at_s = now_s
+            if now_s - entry.wanted_since_s < self._hold_s(entry):
+                return []
+            return self._take_away(entry)
+        return []
+
+    def _take_away(self, entry: _Entry) -> list[Callable[[], None]]:
+        entry.cut_off = True
+        if not entry.retired:
+            self._entries.remove(entry)
+            entry.retired = True
+            self._leaving.append(entry)
+        leases, entry.leases = entry.leases, {}
+        cut_offs: list[Callable[[], None]] = [functools.partial(_cut_off, each, _nothing) for each in entry.readers]
+        for reader, _until_s in leases.values():
+            # What was sent to it may be on its way still: it counts as reading until that can't reach it any more.
+            entry.readers.append(reader)
+            ended = functools.partial(self._end_reading, entry, reader, None)
+            cut_offs.append(functools.partial(_cut_off, reader, ended))
+        return cut_offs
+
+    def _forget_past_want(self, entry: _Entry) -> None:
+        """Whoever begins to read what nobody has held for a while, or wanted, has all of its time before him."""
+        if entry.wanted_since_s is None or entry.readers or self._is_leased(entry):
+            return
+        if self.clock() - entry.wanted_at_s > self._hold_s(entry):
+            entry.wanted_since_s = None
+
     def _is_leased(self, entry: _Entry) -> bool:
         now_s = self.clock()
-        entry.leased_until_s = {
-            is_closed: until_s
-            for is_closed, until_s in entry.leased_until_s.items()
+        entry.leases = {
+            is_closed: (reader, until_s)
+            for is_closed, (reader, until_s) in entry.leases.items()
             if until_s > now_s and not is_closed()
         }
-        return bool(entry.leased_until_s)
+        return bool(entry.leases)
 
-    def _end_reading(self, entry: _Entry, is_closed: Callable[[], bool], unread_s: float) -> None:
+    def _end_reading(self, entry: _Entry, reader: Reader, unread_s: float | None) -> None:
         with self._lock:
-            entry.num_readers -= 1
+            entry.readers.remove(reader)
             self._is_leased(entry)  # forgets those that ended
-            until_s = self.clock() + max(self.lease_s, unread_s)
-            entry.leased_until_s[is_closed] = max(until_s, entry.leased_until_s.get(is_closed, 0.0))
-            closing = entry.retired and not entry.num_readers
+            if unread_s is not None and not entry.cut_off:
+                until_s = self.clock() + max(self.lease_s, unread_s)
+                _, earlier_s = entry.leases.get(reader.is_closed, (reader, 0.0))
+                entry.leases[reader.is_closed] = reader, max(until_s, earlier_s)
+            closing = entry.retired and not entry.readers
             if closing:
                 self._leaving.remove(entry)
         if closing:
             entry.snapshot.close()
+
+
+def _cut_off(reader: Reader, ended: Callable[[], None]) -> None:
+    assert reader.cut_off is not None, "a reader of this process is never cut off"
+    reader.cut_off(ended)
+
+
+def _nothing() -> None:
+    pass

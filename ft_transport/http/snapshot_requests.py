@@ -11,7 +11,8 @@ from typing import Final
 from aiohttp import web
 
 from ft_transport.errors import ConfigurationError, PeerNotReadyError, SnapshotReplacedError, StepNotServedError
-from ft_transport.http.snapshot_cache import Reading, SnapshotCache
+from ft_transport.http.body_sender import drop_connection
+from ft_transport.http.snapshot_cache import Reader, Reading, SnapshotCache
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import (
     AFTER_PARAMETER,
@@ -60,10 +61,10 @@ class SnapshotRequests:
             raise StepNotServedError(
                 f"expected a step number or 'latest' in the path, got {request.match_info['step'][:64]!r}"
             )
-        is_closed = _closed_of(request)
+        reader = _reader_of(request)
         bound_to = request.query.get(SNAPSHOT_PARAMETER)
         if bound_to is not None:
-            reading = self._cache.read(step, snapshot_id=SnapshotId(bound_to), is_closed=is_closed)
+            reading = self._cache.read(step, snapshot_id=SnapshotId(bound_to), reader=reader)
             if reading is None:
                 raise SnapshotReplacedError(
                     f"expected snapshot {bound_to[:32]} of step {step}, which is no longer served; start again"
@@ -73,7 +74,7 @@ class SnapshotRequests:
         deadline_s = time.monotonic() + self._wait_s(request)
         while True:
             changed = self._changed
-            reading = self._cache.read(step, after_sequence=after, is_closed=is_closed)
+            reading = self._cache.read(step, after_sequence=after, reader=reader)
             if reading is not None:
                 return reading
             remaining_s = deadline_s - time.monotonic()
@@ -85,7 +86,7 @@ class SnapshotRequests:
                     is_past=True,
                 )
             if remaining_s <= 0 or not self._may_come(step):
-                return self._read_or_refuse(step, after, is_closed)
+                return self._read_or_refuse(step, after, reader)
             with contextlib.suppress(asyncio.TimeoutError):
                 # Of a step that its owner passes without a snapshot nobody tells.
                 await asyncio.wait_for(changed.wait(), remaining_s if step == LATEST else min(remaining_s, _TICK_S))
@@ -114,9 +115,9 @@ class SnapshotRequests:
         newest_step = self._cache.newest_step()
         return step == LATEST or newest_step is None or step > newest_step
 
-    def _read_or_refuse(self, step: StepSelector, after: int, is_closed: Callable[[], bool]) -> Reading:
+    def _read_or_refuse(self, step: StepSelector, after: int, reader: Reader) -> Reading:
         """After the wait: what has come at the last moment, or the reason why nothing has."""
-        reading = self._cache.read(step, after_sequence=after, is_closed=is_closed)
+        reading = self._cache.read(step, after_sequence=after, reader=reader)
         if reading is not None:
             return reading
         served = self._cache.steps()
@@ -148,10 +149,24 @@ class SnapshotRequests:
         return min(asked_s, self._max_wait_s)
 
 
-def _closed_of(request: web.Request) -> Callable[[], bool]:
-    """Says whether the receiver of an answer can read no more of it."""
+def _reader_of(request: web.Request) -> Reader:
+    """Who gets the answer, and how to have done with it."""
     transport = request.transport
     if transport is None:
-        return lambda: True
+        return Reader(lambda: True, lambda ended: ended())
+    loop = asyncio.get_running_loop()
+
+    def cut_off(ended: Callable[[], None]) -> None:
+        try:
+            loop.call_soon_threadsafe(_cut_off, loop, transport, ended)
+        except RuntimeError:  # The loop was closed, and every connection before it.
+            ended()
+
     # Where the server itself closes after the answer, that says nothing of how far the receiver is.
-    return transport.is_closing if request.keep_alive else lambda: False
+    return Reader(transport.is_closing if request.keep_alive else lambda: False, cut_off)
+
+
+def _cut_off(loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, ended: Callable[[], None]) -> None:
+    drop_connection(transport)
+    # Behind what closes the socket.
+    loop.call_soon(ended)

@@ -13,7 +13,7 @@ import torch
 
 from ft_transport.errors import SnapshotError, TransportError
 from ft_transport.http.server import SnapshotServer
-from ft_transport.http.snapshot_cache import SnapshotCache
+from ft_transport.http.snapshot_cache import Reader, SnapshotCache
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import TransportSettings, check_number
@@ -118,7 +118,10 @@ class StateServer:
 
     def __init__(self, settings: TransportSettings, *, keys: Keys | None, max_wait_s: float) -> None:
         self._cache = SnapshotCache(
-            max_snapshots=settings.max_snapshots, lease_s=settings.lease.total_seconds(), clock=time.monotonic
+            max_snapshots=settings.max_snapshots,
+            lease_s=settings.lease.total_seconds(),
+            contended_bytes_per_s=settings.contended_bytes_per_s,
+            clock=time.monotonic,
         )
         self._stager = Stager(
             max_snapshots=settings.max_snapshots,
@@ -299,7 +302,7 @@ class StateServer:
         """
         released = threading.Event()
         # A reader on this host has read everything when it releases the lease: nothing is on its way any more.
-        reading = self._cache.read(step, is_closed=released.is_set)
+        reading = self._cache.read(step, reader=Reader(released.is_set))
         if reading is None:
             raise SnapshotError("expected a snapshot, there is none", step=step)
 

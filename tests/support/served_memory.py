@@ -128,11 +128,17 @@ def serving(
     token: str | None = None,
     max_snapshots: int = 4,
     lease_s: float = 0.0,
+    contended_bytes_per_s: float = 1.0,
     max_wait_s: float = 20.0,
     stall_timeout_s: float = 20.0,
     fresh_snapshot: FreshSnapshot | None = None,
 ) -> Iterator[Serving]:
-    cache = SnapshotCache(max_snapshots=max_snapshots, lease_s=lease_s, clock=time.monotonic)
+    cache = SnapshotCache(
+        max_snapshots=max_snapshots,
+        lease_s=lease_s,
+        contended_bytes_per_s=contended_bytes_per_s,
+        clock=time.monotonic,
+    )
     server = SnapshotServer(
         cache,
         host="127.0.0.1",

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 from served_memory import MemorySnapshot
 
 from ft_transport.errors import SnapshotLimitError
-from ft_transport.http.snapshot_cache import SnapshotCache
+from ft_transport.http.snapshot_cache import Reader, Reading, SnapshotCache
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import SnapshotId
 
 LEASE_S = 5.0
+RATE = 10.0
 
 
 class Clock:
@@ -38,7 +40,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def cache(clock: Clock) -> Iterator[SnapshotCache]:
-    made = SnapshotCache(max_snapshots=2, lease_s=LEASE_S, clock=clock)
+    made = SnapshotCache(max_snapshots=2, lease_s=LEASE_S, contended_bytes_per_s=RATE, clock=clock)
     yield made
     made.clear()
 
@@ -51,7 +53,7 @@ def put(cache: SnapshotCache, step: int) -> MemorySnapshot:
 
 
 def read_once(cache: SnapshotCache, step: int, connection: Connection | None = None, *, unread_s: float = 0.0) -> None:
-    reading = cache.read(step, is_closed=(connection or Connection()).is_closed)
+    reading = cache.read(step, reader=Reader((connection or Connection()).is_closed))
     assert reading is not None
     with reading:
         reading.unread_s = unread_s
@@ -260,3 +262,119 @@ def test_who_retires_a_snapshot_uncovers_no_older_one_of_its_step(cache: Snapsho
     put(cache, 2)
     assert cache.holds_newer(2)
     assert not cache.holds_newer(3)
+
+
+class Receiver:
+    """A connection that the cache may cut off; it is gone when the test says so."""
+
+    def __init__(self) -> None:
+        self.ends: list[Callable[[], None]] = []
+        self.reader = Reader(lambda: False, self.ends.append)
+
+
+@pytest.fixture
+def begin(cache: SnapshotCache) -> Iterator[Callable[..., Reading]]:
+    """Begins a reading that ends with the test."""
+    with ExitStack() as stack:
+
+        def begin(step: int, reader: Reader | None = None) -> Reading:
+            reading = cache.read(step, reader=reader)
+            assert reading is not None
+            stack.enter_context(reading)
+            return reading
+
+        yield begin
+
+
+Begin = Callable[..., Reading]
+
+
+def test_who_holds_what_a_newer_one_wants_has_as_long_as_its_bytes_take(
+    cache: SnapshotCache, clock: Clock, begin: Begin
+) -> None:
+    first, second = put(cache, 1), put(cache, 2)
+    receiver, other = Receiver(), Receiver()
+    reading = cache.read(1, reader=receiver.reader)
+    assert reading is not None
+    begin(2, other.reader)
+    clock.now_s += 1e6  # For as long as it likes, while nobody wants the place.
+    with pytest.raises(SnapshotLimitError):
+        cache.reserve()
+    clock.now_s += LEASE_S + first.total_bytes / RATE - 0.001
+    with pytest.raises(SnapshotLimitError):
+        cache.reserve()
+    assert receiver.ends == []
+    clock.now_s += 0.001
+    with pytest.raises(SnapshotLimitError):
+        cache.reserve()
+    assert (len(receiver.ends), len(other.ends)) == (1, 0), "the next one has its own time"
+    assert cache.read(1) is None
+    assert not first.closed.is_set(), "its receiver may still be sent some of it"
+    receiver.ends[0]()
+    reading.__exit__()
+    assert first.closed.is_set()
+    put(cache, 3)
+    assert not second.closed.is_set()
+    assert cache.steps() == (2, 3)
+
+
+def test_a_lease_that_is_renewed_for_ever_ends_with_its_connection(cache: SnapshotCache, clock: Clock) -> None:
+    first = put(cache, 1)
+    put(cache, 2)
+    receiver, waited_s = Receiver(), 0.0
+    while not receiver.ends:
+        for step in (1, 2):
+            reading = cache.read(step, reader=receiver.reader)
+            if reading is not None:
+                reading.__exit__()
+        with pytest.raises(SnapshotLimitError):
+            cache.reserve()
+        clock.now_s += LEASE_S / 2
+        waited_s += LEASE_S / 2
+        assert waited_s <= 2 * LEASE_S + first.total_bytes / RATE
+    assert not first.closed.is_set()
+    receiver.ends[0]()
+    assert first.closed.is_set()
+    put(cache, 3)
+
+
+def test_one_who_asks_what_there_is_holds_nothing(cache: SnapshotCache) -> None:
+    put(cache, 1)
+    put(cache, 2)
+    for step in (1, 2):
+        reading = cache.read(step, reader=Receiver().reader)
+        assert reading is not None
+        with reading:
+            reading.is_leasing = False
+    put(cache, 3)
+
+
+def test_a_reader_of_this_process_is_never_cut_off(cache: SnapshotCache, clock: Clock, begin: Begin) -> None:
+    first = put(cache, 1)
+    put(cache, 2)
+    receiver, other = Receiver(), Receiver()
+    begin(1)
+    begin(1, receiver.reader)
+    begin(2, other.reader)
+    for _ in range(2):
+        with pytest.raises(SnapshotLimitError):
+            cache.reserve()
+        clock.now_s += 1e6
+    assert (len(receiver.ends), len(other.ends)) == (0, 1)
+    assert not first.closed.is_set()
+
+
+def test_a_new_receiver_has_its_whole_time_after_a_pause(cache: SnapshotCache, clock: Clock, begin: Begin) -> None:
+    put(cache, 1)
+    put(cache, 2)
+    for step in (1, 2):
+        read_once(cache, step)
+    with pytest.raises(SnapshotLimitError):
+        cache.reserve()
+    clock.now_s += 1e6
+    late, other = Receiver(), Receiver()
+    begin(1, late.reader)
+    begin(2, other.reader)
+    with pytest.raises(SnapshotLimitError):
+        cache.reserve()
+    assert late.ends == []
