@@ -25,12 +25,14 @@ from benchmarks.options import Benchmark, Options, Size
 from benchmarks.replicas.pulling import weights_of
 from benchmarks.report import Group, Quantity, Role, Sample, Verdict
 from ft_transport import HTTPTransport, Publisher, PullingEngine, TransportSettings
+from ft_transport.keys import TOKEN_VARIABLE
 from ft_transport.wire.delta import TensorPair, apply_changes, decode_delta, encode_delta
 
 _FULL_BYTES: Final = 1 << 30
 _NUM_TENSORS: Final = 300
 _SHARE: Final = 0.01
 _TIMEOUT: Final = timedelta(seconds=120)
+_TOKEN: Final = "of-this-benchmark"
 _ENCODING: Final = Quantity("encoding", "GB/s")
 _APPLYING: Final = Quantity("applying", "GB/s")
 _SIZE: Final = Quantity("size, of the weights", "%")
@@ -125,6 +127,7 @@ def _measure_link(options: Options, weights: dict[str, torch.Tensor]) -> Group:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                env={**os.environ, TOKEN_VARIABLE: _TOKEN},
             )
         )
         assert engines.stdin is not None
@@ -133,11 +136,11 @@ def _measure_link(options: Options, weights: dict[str, torch.Tensor]) -> Group:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.directory)))
         publishers = {}
         for way in ways:
-            settings = TransportSettings(host=here, advertise=here)
+            settings = TransportSettings(host=here, advertise=here, token=_TOKEN)
             transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT, settings=settings)
             stack.callback(transport.shutdown)
             publishers[way] = Publisher(
-                [PullingEngine(engines.stdout.readline().strip())],
+                [PullingEngine(engines.stdout.readline().strip(), token=_TOKEN)],
                 directory / way.name,
                 engine_timeout=_TIMEOUT,
                 transport=transport,

@@ -3,40 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import threading
-from collections.abc import Callable, Mapping, Set
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Final, TypeAlias
+from typing import Final
 
-import msgspec
 import torch
-from aiohttp import web
 
-from ft_transport.errors import RestoreError, TransportError
-from ft_transport.http.own_address import advertised_host, listen
-from ft_transport.http.token import JobToken
-from ft_transport.publish.deltas import AppliedChanges, OwnChange, changes_of
-from ft_transport.publish.engines.pulling import ROUTE
+from ft_transport.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    FetchFailedError,
+    PeerUnreachableError,
+    TransportError,
+)
+from ft_transport.http.fetch_timeouts import FetchHandle
+from ft_transport.http.own_address import bound_host, listen
+from ft_transport.http.peer_sessions import socket_address
+from ft_transport.http.reachability import advertised_url
+from ft_transport.keys import Keys
+from ft_transport.publish.allowed_sources import AllowedSources, SourceRefusedError, addresses_of_name
+from ft_transport.publish.engines.pull_order import Challenges, Order, Question, Reason, reached_by
+from ft_transport.publish.order_queue import OrderQueue, OrderRefusedError
+from ft_transport.publish.order_server import Caller, OrderServer
+from ft_transport.publish.received_weights import ReceivedWeights, WeightsDifferError, WeightsUnusableError
 from ft_transport.runtime.handler_safety import SafeEnd
-from ft_transport.settings import TransportSettings, check_duration
-from ft_transport.state.dtensors import is_dtensor
-from ft_transport.state.dtypes import overlaps_itself
-from ft_transport.state.matching import Incoming
-from ft_transport.state.views import extent_bytes, has_own_memory
-from ft_transport.transport import HTTPTransport
+from ft_transport.settings import check_duration
 
 logger = logging.getLogger(__name__)
 
-_MAX_REQUEST_BYTES: Final = 64 << 10
-_START_TIMEOUT_S: Final = 30.0
-
-
-class _Served(msgspec.Struct):
-    address: str
+_MAX_TOLD_CHARACTERS: Final = 2000
 
 
 class WeightReceiver:
@@ -48,16 +46,24 @@ class WeightReceiver:
     it have landed leaves the one before. One that breaks off later leaves no weights to use: they are overwritten with
     NaN patterns, and ``version`` is ``None`` until one has arrived whole. The publisher counts such an engine out.
 
+    With a job token, who orders a version proves that it knows the token, and so does its transport. Without one the
+    receiver listens on the loopback alone, and fetches from there alone. What goes wrong is logged here; the publisher
+    hears one of a few reasons.
+
     Args:
         weights: By the names under which they are published, tensors on the CPU or on a device; or a function that
             returns them.
         paused: Returns a context in which no forward pass reads the weights, entered on a thread of the receiver's own.
-        host: Address to bind; ``None`` for all.
+        host: Address to bind; ``None`` for all, or without a token for the loopback.
         port: Port to bind; 0 for any free one.
         advertise: See ``TransportSettings``.
-        token: The job token that every request must carry. Default: the environment variable ``FT_TRANSPORT_TOKEN``;
-            without it no token is asked for.
+        token: The job token. Default: that of the environment, as for ``TransportSettings``.
+        reached_at: ``host:port`` of URLs by which publishers reach the receiver, beside its own addresses and names
+            that stand for them here; such as that of a forwarded port.
+        sources: From where versions may be fetched: networks (``10.0.0.0/8``), addresses and host names. Default: with
+            a token from anywhere, without one from the loopback; these narrow it.
         timeout: For fetching a version.
+        patience: While another order waits, a fetch that receives less than 1 MiB/s over so long is ended.
 
     Raises:
         ConfigurationError: A setting cannot work, or the address cannot be bound.
@@ -72,44 +78,48 @@ class WeightReceiver:
         port: int = 0,
         advertise: str | None = None,
         token: str | None = None,
+        reached_at: Sequence[str] = (),
+        sources: Sequence[str] | None = None,
         timeout: timedelta = timedelta(minutes=10),
+        patience: timedelta = timedelta(seconds=10),
     ) -> None:
-        check_duration("timeout", timeout, at_least=timedelta.resolution)
-        self._weights = weights
-        self._paused = paused
-        self._timeout = timeout
-        self._token = JobToken(token) if token is not None else JobToken.from_environment()
-        self._version: int | None = None
-        self._newest = -1
-        self.num_bytes_fetched = 0
-        self._mutex = threading.Lock()
+        for name, duration in (("timeout", timeout), ("patience", patience)):
+            check_duration(name, duration, at_least=timedelta.resolution)
+        keys = Keys.of(token) if token is not None else Keys.from_environment()
+        self._received = ReceivedWeights(weights, paused=paused, keys=keys, timeout=timeout)
+        allowed = AllowedSources(sources, loopback_only=keys is None)
         self._end = SafeEnd()
-        self._socket = listen(host, port)
-        self.url = f"http://{advertised_host(advertise, bound=host)}:{self._socket.getsockname()[1]}"
-        settings = TransportSettings(token=token) if token is not None else None
-        self._transport: HTTPTransport[Any] = HTTPTransport(timeout, settings=settings)
-        self._loop = asyncio.new_event_loop()
-        self._runner: web.AppRunner | None = None
-        self._thread = threading.Thread(target=self._run, name="ft-transport-weights", daemon=True)
-        started: Future[None] = Future()
-        self._started = started
-        self._thread.start()
-        started.result(_START_TIMEOUT_S)
+        host = bound_host(host, is_guarded=keys is not None, may_open=False)
+        listening = listen(host, port)
+        try:
+            self.url = advertised_url(
+                advertise,
+                bound=host,
+                port=listening.getsockname()[1],
+                # Publishers may know it by a name that stands for another address there.
+                is_guarded=False,
+                reached_at=reached_at,
+            )
+            names = frozenset({reached_by(self.url), *(each.lower() for each in reached_at)})
+            orders = _Orders(self._received, allowed, keys, names=names, patience_s=patience.total_seconds())
+            self._server = OrderServer(listening, orders)
+        except BaseException:
+            listening.close()
+            raise
 
     @property
     def version(self) -> int | None:
         """The version that the weights are; ``None`` before the first, and after one that failed on its way."""
-        return self._version
+        return self._received.version
+
+    @property
+    def num_bytes_fetched(self) -> int:
+        """How many bytes the last version took."""
+        return self._received.num_bytes_fetched
 
     def close(self) -> None:
-        """Stops answering. May be called twice."""
-        self._end(self._close)
-
-    def _close(self) -> None:
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-        self._transport.shutdown()
+        """Stops answering, and gives up a fetch that is under way. May be called twice."""
+        self._end(self._server.close)
 
     def __enter__(self) -> WeightReceiver:
         return self
@@ -117,160 +127,122 @@ class WeightReceiver:
     def __exit__(self, *_exc_info: object) -> None:
         self.close()
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._start())
-        except BaseException as error:
-            self._started.set_exception(error)
-            return
-        self._started.set_result(None)
-        self._loop.run_forever()
-        assert self._runner is not None, "it was started"
-        self._loop.run_until_complete(self._runner.cleanup())
-        self._loop.close()
 
-    async def _start(self) -> None:
-        app = web.Application(client_max_size=_MAX_REQUEST_BYTES, middlewares=[self._answering])
-        app.add_routes([web.get(ROUTE, self._say), web.post(ROUTE + r"/{version:\d{1,18}}", self._receive)])
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        await web.SockSite(self._runner, self._socket).start()
+class _Orders:
+    """What a receiver answers, and what it believes."""
 
-    @web.middleware
-    async def _answering(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
-        """Asks for the token, and turns errors into answers."""
-        if self._token is not None and not self._token.accepts(request.headers.get("Authorization")):
-            return web.json_response({"error": "expected the job token as 'Authorization: Bearer TOKEN'"}, status=401)
+    def __init__(
+        self,
+        received: ReceivedWeights,
+        allowed: AllowedSources,
+        keys: Keys | None,
+        *,
+        names: frozenset[str],
+        patience_s: float,
+    ) -> None:
+        self._received = received
+        self._allowed = allowed
+        self._keys = keys
+        self._names = names
+        self._challenges = Challenges(time.monotonic)
+        self._queue = OrderQueue(self._fetch, patience_s=patience_s)
+
+    async def end(self) -> None:
+        """See `Answering`."""
+        await self._queue.close()
+
+    async def answer_question(self, query: Mapping[str, str], caller: Caller) -> Mapping[str, object] | Reason:
+        """See `Answering`."""
+        if self._keys is None:
+            return {"version": self._received.version}
+        question = Question.proved(self._keys, query)
+        if question is None:
+            return "unproved"
+        if not await self._is_own(question.reached, caller):
+            return "reached_elsewhere"
+        return question.answer(self._keys, self._received.version, self._challenges.issue())
+
+    async def answer_order(
+        self, version: int, body: object, caller: Caller
+    ) -> tuple[Mapping[str, object], Reason | None]:
+        """See `Answering`."""
+        read = Order.read(version, body)
+        if read is None:
+            return {"version": None, "reason": "malformed"}, "malformed"
+        order, signature = read
+        reason = await self._disbelief(order, signature, caller)
+        if reason is not None:
+            return {"version": None, "reason": reason}, reason
         try:
-            response: web.StreamResponse = await handler(request)
-            return response
-        except web.HTTPException:
-            raise
+            await self._queue.carry_out(order)
         except Exception as error:
-            # Also what the engine's own functions raise: the publisher's report says why.
-            logger.warning("a version could not be received: %s", error, exc_info=not isinstance(error, TransportError))
-            return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=500)
+            reason = _reason_of(error)
+            is_own = reason in ("engine_failed", "weights_unusable") and not isinstance(error, TransportError)
+            logger.warning("version %d could not be received: %s", version, _told(error), exc_info=is_own)
+        return order.outcome(self._keys, version=self._received.version, reason=reason), reason
 
-    async def _say(self, _request: web.Request) -> web.Response:
-        return web.json_response({"version": self._version})
+    async def _disbelief(self, order: Order, signature: str, caller: Caller) -> Reason | None:
+        if self._keys is None:
+            return None
+        if not order.is_proved(self._keys, signature):
+            return "unproved"
+        if not await self._is_own(order.reached, caller):
+            return "reached_elsewhere"
+        return None if self._challenges.use(order.challenge) else "unproved"
 
-    async def _receive(self, request: web.Request) -> web.Response:
-        version = int(request.match_info["version"])
+    async def _is_own(self, reached: str, caller: Caller) -> bool:
+        """Whether the address that somebody with the token has used is this receiver's."""
+        if reached in self._names:
+            return True
+        if not caller.reached:
+            return False
+        own = socket_address(caller.reached)
+        if reached == own:
+            return True
+        host, _, port = reached.rpartition(":")
+        if not host or port != own.rpartition(":")[2] or host.startswith("["):
+            return False
+        addresses = await asyncio.to_thread(addresses_of_name, host, int(port))
+        return any(socket_address((str(each), port)) == own for each in addresses)
+
+    def _fetch(self, order: Order, handle: FetchHandle) -> None:
         try:
-            served = msgspec.json.decode(await request.read(), type=_Served)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError):
-            return web.json_response({"error": 'expected {"address": URL}'}, status=400)
-        await asyncio.to_thread(self._fetch, served.address, version)
-        return web.json_response({"version": self._version})
-
-    def _fetch(self, address: str, version: int) -> None:
-        with self._mutex:
-            # One of the same number is compared: another run counts from the beginning again.
-            if self._version is not None and version < self._version:
-                return
-            if version < self._newest:
-                raise RestoreError(f"expected version {self._newest}, which was begun before, or a later one")
-            own = _own_weights(self._weights() if callable(self._weights) else self._weights)
-            into = {"weights": {names[0]: tensor for names, tensor in own}}
-
-            def check(incoming: Incoming) -> None:
-                _refuse_others(incoming, {name for names, _ in own for name in names})
-
-            changes, num_delta_bytes = self._deltas(address, version, own)
-            applied = AppliedChanges()
-            with self._paused():
-                # Until all is there, or is what it was: undoing may fail as well.
-                base, self._version = self._version, None
-                try:
-                    applied.apply(changes)
-                    received = self._transport.fetch(
-                        address, version, into=into, check=check, timeout=self._timeout, only_changed=True
-                    )
-                except BaseException as error:
-                    if getattr(error, "destination_touched", False):
-                        self._newest = version
-                    else:
-                        applied.undo()
-                        self._version = base
-                    raise
-                self._newest = version
-                _refuse_unfilled(received.state["weights"], own)
-                self._version = received.step
-                self.num_bytes_fetched = num_delta_bytes + (received.num_bytes_fetched or 0)
-
-    def _deltas(self, address: str, version: int, own: _Own) -> tuple[list[OwnChange], int]:
-        """What changes the version that is here into another, and how many bytes came; nothing if chunks have to do."""
-        base = self._version
-        if base is None:
-            return [], 0
-        try:
-            deltas = self._transport.fetch_deltas(
-                address,
-                base,
-                version,
-                max_bytes=sum(each.nbytes for _, each in own),
-                timeout=self._timeout,
-            )
-            changes = changes_of(deltas, {name: tensor for names, tensor in own for name in names})
+            source = self._allowed.choose(order.address, is_given_up=lambda: bool(handle.reason))
+            self._received.fetch(source, order.version, handle)
         except TransportError as error:
-            logger.info("version %d: the deltas from version %d are of no use: %s", version, base, error)
-            return [], 0
-        return changes, sum(delta.num_bytes for delta in deltas)
+            if not handle.reason:
+                raise
+            # What broke then was broken off here.
+            ended = DeadlineExceededError(handle.reason)
+            ended.destination_touched = error.destination_touched
+            raise ended from error
 
 
-_Own: TypeAlias = list[tuple[list[str], torch.Tensor]]
+def _reason_of(error: Exception) -> Reason:
+    match error:
+        case OrderRefusedError():
+            return error.reason
+        case ConfigurationError():
+            return "malformed"
+        case SourceRefusedError():
+            return "source_refused"
+        case WeightsDifferError():
+            return "weights_differ"
+        case WeightsUnusableError():
+            return "weights_unusable"
+        case DeadlineExceededError():
+            return "too_slow"
+        case FetchFailedError() if error.failures and isinstance(error.failures[-1], PeerUnreachableError):
+            return "source_unreachable"
+        case PeerUnreachableError():
+            return "source_unreachable"
+        case TransportError():
+            return "source_failed"
+        case _:
+            return "engine_failed"
 
 
-def _own_weights(weights: Mapping[str, object]) -> _Own:
-    """The engine's tensors, each once with all its names, as plain tensors that share its memory.
-
-    Raises:
-        RestoreError: Something is no tensor that bytes can be received into, or two overlap.
-    """
-    own: dict[tuple[object, ...], tuple[list[str], torch.Tensor]] = {}
-    for name, value in weights.items():
-        plain: object = value
-        if isinstance(value, torch.Tensor) and not is_dtensor(value):
-            plain = value.detach().as_subclass(torch.Tensor)
-        if not has_own_memory(plain) or (not plain.is_contiguous() and overlaps_itself(plain.shape, plain.stride())):
-            kind = (
-                f"{type(value).__name__} on {value.device}" if isinstance(value, torch.Tensor) else type(value).__name__
-            )
-            raise RestoreError(f"expected a tensor with memory of its own to receive into, got {kind}", path=name)
-        key = (plain.device, plain.data_ptr(), plain.dtype, plain.shape, plain.stride()) if plain.numel() else (name,)
-        own.setdefault(key, ([], plain))[0].append(name)
-    found = list(own.values())
-    by_start = sorted((str(each.device), each.data_ptr(), extent_bytes(each), names[0]) for names, each in found)
-    for (device, start, length, name), (other_device, other_start, other_length, other) in itertools.pairwise(by_start):
-        if device == other_device and other_length and other_start < start + length:
-            raise RestoreError(f"expected weights that do not overlap, {other} begins inside {name}", path=other)
-    return found
-
-
-def _refuse_unfilled(state: Mapping[str, torch.Tensor], own: _Own) -> None:
-    """Makes sure that what has come is in the engine's own tensors; for a tie, that all its names are the same."""
-    for names, tensor in own:
-        if state[names[0]] is not tensor and tensor.numel():
-            raise RestoreError("expected it to be received in place, it was not", path=names[0])
-        for name in names[1:]:
-            if not torch.equal(_bits_of(state[name]), _bits_of(tensor)):
-                raise RestoreError(f"expected the same as {names[0]}, with which it shares memory here", path=name)
-
-
-def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _refuse_others(incoming: Incoming, own: Set[str]) -> None:
-    """What comes has to be just what is here."""
-    names = set(incoming.keys("weights") or ())
-    if incoming.mismatches or names != own:
-        missing, unexpected = sorted(own - names)[:5], sorted(names - own)[:5]
-        differing = "; ".join(
-            f"{each.path}: {each.own} here, {each.received} there" for each in incoming.mismatches[:5]
-        )
-        raise RestoreError(
-            f"expected the weights that are here; missing: {missing or 'none'}, unexpected: {unexpected or 'none'}, "
-            f"differing: {differing or 'none'}; nothing was received"
-        )
+def _told(error: Exception) -> str:
+    """An error on one line: it may hold what somebody else has sent."""
+    text = f"{type(error).__name__}: {error}"[:_MAX_TOLD_CHARACTERS]
+    return "".join(each if each.isprintable() else " " for each in text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -238,7 +239,9 @@ class TestPulling:
             assert len(entered) == 2
         transport.shutdown()
 
-    def test_other_weights_are_refused_and_nothing_is_received(self, tmp_path: Path) -> None:
+    def test_other_weights_are_refused_and_nothing_is_received(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         own = {"embedding": torch.zeros(1 << 20), "layer": torch.zeros(5), "head": torch.zeros(3)}
         transport: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1"))
         with (
@@ -246,8 +249,9 @@ class TestPulling:
             Publisher([PullingEngine(receiver.url)], tmp_path, transport=transport) as publisher,
         ):
             handle = publisher.publish(1, self.weights(1))
-            with pytest.raises(PublishError, match=r"missing: \['head'\].*layer: .*\[5\] here, .*\[262144\] there"):
+            with pytest.raises(PublishError, match=r"the engine has other weights .*\(weights_differ\)"):
                 handle.result(SOON)
+            assert re.search(r"missing: \['head'\].*layer: .*\[5\] here, .*\[262144\] there", caplog.text)
             assert receiver.version is None
             assert not own["embedding"].any()
         transport.shutdown()
@@ -292,7 +296,8 @@ class TestPulling:
             Publisher([PullingEngine(receiver.url)], tmp_path, transport=transport) as publisher,
         ):
             handle = publisher.publish(1, {"a": torch.ones(4), "b": torch.full((4,), 2.0)})
-            with pytest.raises(PublishError, match=r"status 500.*RestoreError.*expected"):
+            reason = "weights_differ" if kind == "tied here alone" else "weights_unusable"
+            with pytest.raises(PublishError, match=rf"status 500.*{reason}"):
                 handle.result(SOON)
             assert receiver.version is None
         transport.shutdown()
@@ -302,10 +307,10 @@ class TestPulling:
         monkeypatch.setenv("FT_TRANSPORT_TOKEN", "secret")
         transport: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1"))
         with WeightReceiver(own, host="127.0.0.1") as receiver:
-            engines = [PullingEngine(receiver.url, headers={"Authorization": "Bearer wrong"})]
+            engines = [PullingEngine(receiver.url, headers={"Authorization": "Bearer secret"}, token="wrong")]
             with Publisher(engines, tmp_path / "a", transport=transport) as publisher:
                 handle = publisher.publish(1, self.weights(1))
-                with pytest.raises(PublishError, match=r"status 401.*expected the job token"):
+                with pytest.raises(PublishError, match=r"status 401.*expected a proof of the job token"):
                     handle.result(SOON)
             with Publisher([PullingEngine(receiver.url)], tmp_path / "b", transport=transport) as publisher:
                 publisher.publish(1, self.weights(1)).result(SOON)

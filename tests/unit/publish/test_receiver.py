@@ -32,5 +32,5 @@ def test_a_body_that_names_no_address_is_a_bad_request(body: bytes, kind: str) -
             urllib.request.urlopen(request, timeout=30)
         with caught.value as answer:
             assert answer.code == 400
-            assert b'expected {\\"address\\": URL}' in answer.read()
+            assert b"malformed" in answer.read()
         assert receiver.version is None

@@ -1,0 +1,295 @@
+"""What a publisher and a ``WeightReceiver`` say to each other, and how they prove it; pure but for random numbers.
+
+The publisher asks which version the receiver has, and gets a challenge with the answer. The order to fetch a version
+repeats the challenge, so that it counts once; the outcome names it as well. Each of the four is signed with the job's
+key over all that it says and over the address at which the publisher reaches the receiver: what is passed on to
+another receiver, or comes a second time, proves nothing. The token itself is never sent.
+
+A job without a token sends the same without signatures and challenges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias, get_args
+from urllib.parse import urlsplit
+
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.keys import Keys
+from ft_transport.wire.key import Key, is_equal
+
+ROUTE: Final = "/weights"
+MAX_VERSION_DIGITS: Final = 18
+
+Reason: TypeAlias = Literal[
+    "malformed",
+    "unproved",
+    "reached_elsewhere",
+    "stale",
+    "superseded",
+    "busy",
+    "source_refused",
+    "source_unreachable",
+    "source_failed",
+    "too_slow",
+    "weights_differ",
+    "weights_unusable",
+    "engine_failed",
+    "closing",
+]
+"""Why a receiver does not have a version. Nothing else of what went wrong leaves it: whoever sends orders could read
+with it what the receiver alone can reach."""
+
+STATUS: Final[Mapping[Reason, int]] = {
+    "malformed": 400,
+    "unproved": 401,
+    "reached_elsewhere": 403,
+    "source_refused": 403,
+    "stale": 409,
+    "superseded": 409,
+    "busy": 503,
+    "closing": 503,
+}
+"""Of the answer; any other reason is a 500."""
+
+MEANING: Final[Mapping[Reason, str]] = {
+    "malformed": "expected an order of this package's publisher",
+    "unproved": "expected a proof of the job token (FT_TRANSPORT_TOKEN): the publisher has none or another one, or the "
+    "order was changed, too old or sent twice",
+    "reached_elsewhere": "the order was made for another address than the receiver's own; where an address is "
+    "translated on the way, name it in WeightReceiver.reached_at",
+    "stale": "the receiver has a later version of the same source, or has begun one",
+    "superseded": "a later order of the same source came before its turn",
+    "busy": "orders of too many sources wait for their turn",
+    "source_refused": "the receiver may not fetch from the publisher's address: without a job token from the loopback "
+    "alone, else from WeightReceiver.sources",
+    "source_unreachable": "the receiver cannot reach the publisher's transport",
+    "source_failed": "the publisher's transport did not deliver the version whole and proved",
+    "too_slow": "the weights did not come in time, or so slowly that another order went first",
+    "weights_differ": "the engine has other weights (names, shapes, dtypes or ties) than the version",
+    "weights_unusable": "the engine has weights that cannot be received into",
+    "engine_failed": "the engine's own code or its device failed",
+    "closing": "the receiver is being closed",
+}
+
+CHALLENGE_S: Final = 30.0
+_MAX_USED: Final = 4096
+_NONCE_BYTES: Final = 16
+_NONCE: Final = re.compile(f"[0-9a-f]{{{2 * _NONCE_BYTES}}}", re.ASCII)
+_CHALLENGE: Final = re.compile(f"([0-9a-f]{{1,16}})-([0-9a-f]{{{2 * _NONCE_BYTES}}})-([0-9a-f]{{64}})", re.ASCII)
+_MAX_TEXT: Final = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Which version does the receiver have?
+
+    Attributes:
+        nonce: Drawn at random, hexadecimal.
+        reached: ``host:port`` at which the receiver is reached.
+    """
+
+    nonce: str
+    reached: str
+
+    @classmethod
+    def of(cls, url: str) -> Question:
+        """A question with a nonce of its own, for the receiver at this URL."""
+        return cls(nonce=secrets.token_hex(_NONCE_BYTES), reached=reached_by(url))
+
+    def query(self, keys: Keys | None) -> dict[str, str]:
+        """Parameters of the request; none without a key."""
+        if keys is None:
+            return {}
+        signature = keys.sign("weights question", *_bytes(self.nonce, self.reached))
+        return {"nonce": self.nonce, "reached": self.reached, "signature": signature}
+
+    @classmethod
+    def proved(cls, keys: Keys, query: Mapping[str, str]) -> Question | None:
+        """What `query` made with one of these keys; ``None`` for anything else."""
+        nonce, reached = query.get("nonce", ""), query.get("reached", "")
+        if not _NONCE.fullmatch(nonce) or len(reached) > _MAX_TEXT:
+            return None
+        is_proved = keys.verifies(query.get("signature"), "weights question", *_bytes(nonce, reached))
+        return cls(nonce=nonce, reached=reached) if is_proved else None
+
+    def answer(self, keys: Keys, version: int | None, challenge: str) -> dict[str, object]:
+        """The answer of the receiver."""
+        signature = keys.sign("weights answer", *_bytes(self.nonce, self.reached, version, challenge))
+        return {"version": version, "challenge": challenge, "proof": signature}
+
+    def accepted(self, keys: Keys, answer: object) -> Status | None:
+        """What `answer` made; ``None`` if it does not prove that the receiver has the key."""
+        fields = _fields(answer)
+        version, challenge = fields.get("version"), fields.get("challenge")
+        if not _is_version(version) or not isinstance(challenge, str):
+            return None
+        parts = _bytes(self.nonce, self.reached, version, challenge)
+        if not keys.verifies(_text(fields.get("proof")), "weights answer", *parts):
+            return None
+        return Status(version=version, challenge=challenge)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What a receiver has said of itself.
+
+    Attributes:
+        version: The version that it has, if any.
+        challenge: For one order.
+    """
+
+    version: int | None
+    challenge: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Fetch a version.
+
+    Attributes:
+        version: The version.
+        address: URL of the transport that serves it.
+        reached: As in `Question`.
+        challenge: That of the status; empty without a key.
+    """
+
+    version: int
+    address: str
+    reached: str = ""
+    challenge: str = ""
+
+    def body(self, keys: Keys | None) -> dict[str, object]:
+        """The JSON body of the request; the version stands in its path."""
+        if keys is None:
+            return {"address": self.address}
+        return {
+            "address": self.address,
+            "reached": self.reached,
+            "challenge": self.challenge,
+            "signature": keys.sign("weights order", *self._signed()),
+        }
+
+    @classmethod
+    def read(cls, version: int, body: object) -> tuple[Order, str] | None:
+        """What `body` made, and its signature, which `is_proved` looks at; ``None`` for anything else."""
+        fields = _fields(body)
+        texts = [_text(fields.get(name, "")) for name in ("address", "reached", "challenge", "signature")]
+        if None in texts or not texts[0]:
+            return None
+        address, reached, challenge, signature = (text or "" for text in texts)
+        return cls(version=version, address=address, reached=reached, challenge=challenge), signature
+
+    def is_proved(self, keys: Keys, signature: str) -> bool:
+        """Whether one of these keys has signed it."""
+        return keys.verifies(signature, "weights order", *self._signed())
+
+    def outcome(self, keys: Keys | None, *, version: int | None, reason: Reason | None) -> dict[str, object]:
+        """The JSON body of the answer.
+
+        Args:
+            keys: Of the job.
+            version: The version that the receiver has now.
+            reason: Why it is not the one of the order.
+        """
+        said: dict[str, object] = {"version": version} | ({"reason": reason} if reason is not None else {})
+        if keys is not None and self.challenge:
+            said["proof"] = keys.sign("weights outcome", *self._signed(), *_bytes(version, reason))
+        return said
+
+    def accepted(self, keys: Keys | None, answer: object) -> Outcome | None:
+        """What `outcome` made; ``None`` if it is none, or is not proved."""
+        fields = _fields(answer)
+        version, reason = fields.get("version"), fields.get("reason")
+        if not _is_version(version) or not (reason is None or reason in get_args(Reason)):
+            return None
+        if keys is not None:
+            parts = (*self._signed(), *_bytes(version, reason))
+            if not keys.verifies(_text(fields.get("proof")), "weights outcome", *parts):
+                return None
+        return Outcome(version=version, reason=reason)
+
+    def _signed(self) -> tuple[bytes, ...]:
+        return _bytes(self.challenge, self.reached, self.version, self.address)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of an order.
+
+    Attributes:
+        version: The version that the receiver has now, if any.
+        reason: Why that is not the one of the order.
+    """
+
+    version: int | None
+    reason: Reason | None
+
+
+class Challenges:
+    """Those that a receiver has given out. Each counts once, for `CHALLENGE_S`. Belongs to one thread.
+
+    It remembers those that were used, not those that were given out: who asks without end takes no memory.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._key = Key.of(secrets.token_bytes(32))
+        self._used: dict[str, int] = {}
+
+    def issue(self) -> str:
+        """A new one."""
+        until_ms, nonce = int((self._clock() + CHALLENGE_S) * 1000), secrets.token_hex(_NONCE_BYTES)
+        return f"{until_ms:x}-{nonce}-{self._mac(until_ms, nonce)}"
+
+    def use(self, challenge: str) -> bool:
+        """Whether it is one of these, not too old and not used before. Called for orders that are signed."""
+        found = _CHALLENGE.fullmatch(challenge)
+        if found is None:
+            return False
+        until_ms, nonce = int(found[1], 16), found[2]
+        now_ms = int(self._clock() * 1000)
+        if not is_equal(found[3], self._mac(until_ms, nonce)) or until_ms <= now_ms:
+            return False
+        self._used = {each: end_ms for each, end_ms in self._used.items() if end_ms > now_ms}
+        if nonce in self._used or len(self._used) >= _MAX_USED:
+            return False
+        self._used[nonce] = until_ms
+        return True
+
+    def _mac(self, until_ms: int, nonce: str) -> str:
+        return self._key.mac("challenge", *_bytes(until_ms, nonce)).hex()
+
+
+def reached_by(url: str) -> str:
+    """``host:port`` of a URL, one form for each address."""
+    parts = urlsplit(url)
+    host = (parts.hostname or "").lower()
+    port = parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80
+    with contextlib.suppress(ValueError):
+        host = str(ipaddress.ip_address(host))
+    return str(PeerAddress(host=host, port=port))
+
+
+def _fields(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_version(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and len(value) <= _MAX_TEXT else None
+
+
+def _bytes(*parts: object) -> tuple[bytes, ...]:
+    return tuple(str(part).encode("utf-8", "surrogateescape") for part in parts)

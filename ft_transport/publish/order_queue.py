@@ -1,0 +1,146 @@
+"""Which order to fetch a version is carried out when: one at a time, and none can hold the others up for good."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from ft_transport.errors import TransportError
+from ft_transport.http.fetch_timeouts import FetchHandle
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.publish.engines.pull_order import Order, Reason
+
+_MAX_WAITING: Final = 8
+_LEAST_BYTES_PER_S: Final = 1 << 20
+_CLOSING_S: Final = 5.0
+
+
+class OrderRefusedError(TransportError):
+    """An order is not carried out, for a reason of `Reason`."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason: Reason = reason
+
+
+class OrderQueue:
+    """Carries out orders one after the other. Belongs to an event loop.
+
+    Versions are compared within a source, the ``host:port`` of its transport: of each source the latest version waits,
+    and an earlier one than that which was begun last is refused. Versions of different sources are not compared; of
+    them the later order wins.
+
+    Args:
+        fetch: Carries one out, on a thread; its handle ends it.
+        patience_s: While an order waits, the fetch that runs is ended unless it receives 1 MiB/s over so many seconds.
+    """
+
+    def __init__(self, fetch: Callable[[Order, FetchHandle], None], *, patience_s: float) -> None:
+        self._fetch = fetch
+        self._patience_s = patience_s
+        self._waiting: dict[str, _Entry] = {}
+        self._running: _Entry | None = None
+        self._newest: tuple[str, int] | None = None
+        self._working: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    async def carry_out(self, order: Order) -> None:
+        """Waits for its turn, and fetches the version.
+
+        Raises:
+            OrderRefusedError: It was not begun.
+            Exception: What the fetch raises.
+        """
+        entry = _Entry(order, str(PeerAddress.from_url(order.address)), asyncio.get_running_loop().create_future())
+        self._admit(entry)
+        if self._working is None or self._working.done():
+            self._working = asyncio.ensure_future(self._work())
+        elif self._watching is None or self._watching.done():
+            self._watching = asyncio.ensure_future(self._watch())
+        # Who sent it may have gone: it is carried out all the same.
+        await asyncio.shield(entry.done)
+
+    async def close(self) -> None:
+        """Ends the fetch that runs, and refuses the orders that wait."""
+        self._is_closed = True
+        for entry in self._waiting.values():
+            entry.fail(OrderRefusedError("closing", "the receiver is being closed"))
+        self._waiting.clear()
+        if self._running is not None:
+            self._running.handle.cancel("the receiver is being closed")
+        for task in (self._working, self._watching):
+            if task is not None:
+                await asyncio.wait({task}, timeout=_CLOSING_S)
+
+    def _admit(self, entry: _Entry) -> None:
+        source, version = entry.source, entry.order.version
+        if self._is_closed:
+            raise OrderRefusedError("closing", "the receiver is being closed")
+        waiting = self._waiting.get(source)
+        begun = [each.order.version for each in (waiting, self._running) if each is not None and each.source == source]
+        if self._newest is not None and self._newest[0] == source:
+            begun.append(self._newest[1])
+        if begun and version < max(begun):
+            raise OrderRefusedError(
+                "stale", f"expected version {max(begun)} of {source}, which was begun before, or a later one"
+            )
+        if waiting is not None:
+            waiting.fail(OrderRefusedError("superseded", f"version {version} of {source} came before its turn"))
+        elif len(self._waiting) >= _MAX_WAITING:
+            raise OrderRefusedError("busy", f"orders of {_MAX_WAITING} sources wait for their turn")
+        self._waiting[source] = entry
+
+    async def _work(self) -> None:
+        while self._waiting:
+            entry = self._waiting.pop(next(iter(self._waiting)))
+            self._running = entry
+            try:
+                await asyncio.to_thread(self._fetch, entry.order, entry.handle)
+            except Exception as error:
+                if getattr(error, "destination_touched", False):
+                    self._newest = entry.source, entry.order.version
+                entry.fail(error)
+            else:
+                self._newest = entry.source, entry.order.version
+                entry.end()
+            finally:
+                self._running = None
+
+    async def _watch(self) -> None:
+        """Ends what runs too slowly while others wait."""
+        while self._waiting and (entry := self._running) is not None:
+            before = entry.handle.num_bytes
+            await asyncio.wait({entry.done}, timeout=self._patience_s)
+            num_bytes = entry.handle.num_bytes - before
+            if self._running is entry and self._waiting and num_bytes < self._patience_s * _LEAST_BYTES_PER_S:
+                entry.handle.cancel(
+                    f"another order waits, and {num_bytes} bytes came within {self._patience_s:g} s; expected "
+                    f"{_LEAST_BYTES_PER_S} bytes/s"
+                )
+                await asyncio.wait({entry.done})
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    order: Order
+    source: str
+    done: asyncio.Future[None]
+    handle: FetchHandle
+
+    def __init__(self, order: Order, source: str, done: asyncio.Future[None]) -> None:
+        self.order = order
+        self.source = source
+        self.done = done
+        self.handle = FetchHandle()
+
+    def end(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+            self.done.exception()  # who sent the order may have gone
