@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from ft_transport.state.placements import spans_ranks
     from ft_transport.state.snapshot import HeldState
     from ft_transport.state.state_digest import TensorDigests, state_digest
+    from ft_transport.tls import TLSFiles
     from ft_transport.transfer.client import Received
     from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease
     from ft_transport.transport import HTTPTransport
@@ -104,6 +105,7 @@ else:
             "ft_transport.transfer.client": ("Received",),
             "ft_transport.transfer.server": ("SnapshotInProgress", "SnapshotLease"),
             "ft_transport.settings": ("FetchProgress", "TransportSettings"),
+            "ft_transport.tls": ("TLSFiles",),
             "ft_transport.checkpoint.background_saver": ("SaveHandle",),
             "ft_transport.checkpoint.health": ("StoreHealth",),
             "ft_transport.checkpoint.load": ("LoadedCheckpoint",),
@@ -181,6 +183,7 @@ __all__ = [
     "StepNotServedError",
     "StoreHealth",
     "StoreSettings",
+    "TLSFiles",
     "TensorDigests",
     "TransportError",
     "TransportSettings",

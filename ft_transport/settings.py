@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, get_args
 
 from ft_transport.errors import ConfigurationError
 from ft_transport.keys import Keys
+from ft_transport.tls import Certificates, TLSFiles
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.digester import DigestKind
 
@@ -62,6 +63,9 @@ class TransportSettings:
             ``FT_TRANSPORT_TOKEN_FILE`` names, which is read again when it changes; without any nobody is asked.
         allow_anyone: Whether a server without a token listens beyond the loopback, so that anyone there can read the
             weights. Default: whether the environment variable ``FT_TRANSPORT_ALLOW_ANYONE`` is 1.
+        tls: This process's certificate and the authority of its peers'. Then the server and every fetch speak TLS
+            alone, and both sides show a certificate. Default: the files that ``FT_TRANSPORT_TLS_CERT``,
+            ``FT_TRANSPORT_TLS_KEY`` and ``FT_TRANSPORT_TLS_CA`` name, or none.
         reached_at: ``host:port`` where peers reach this server through a translated address, such as a forwarded port.
             A peer that reached it at another address than one of these or its own takes it for an impostor.
         max_snapshots: Snapshots alive at once, each as large as the state.
@@ -90,6 +94,7 @@ class TransportSettings:
     replica: str = field(default_factory=socket.gethostname)
     token: str | None = field(default=None, repr=False)
     allow_anyone: bool = field(default_factory=_environment_allows_anyone)
+    tls: TLSFiles | None = None
     reached_at: Sequence[str] = ()
     max_snapshots: int = 2
     num_copy_threads: int = field(default_factory=default_num_threads)
@@ -111,6 +116,7 @@ class TransportSettings:
             _check_type(name, getattr(self, name), (str, type(None)), "a str or None")
         if not isinstance(self.token, (str, type(None))):
             raise ConfigurationError(f"expected a str or None as token, got {type(self.token).__name__}")
+        _check_type("tls", self.tls, (TLSFiles, type(None)), "TLSFiles or None")
         if isinstance(self.reached_at, str) or not all(isinstance(each, str) for each in self.reached_at):
             raise ConfigurationError(f"expected a sequence of 'host:port' as reached_at, got {_shown(self.reached_at)}")
         _check_type("replica", self.replica, (str,), "a str")
@@ -144,6 +150,15 @@ class TransportSettings:
             ConfigurationError: It is no token, or its file cannot be read.
         """
         return Keys.of(self.token) if self.token is not None else Keys.from_environment()
+
+    def certificates(self) -> Certificates | None:
+        """What this process proves itself with over TLS; ``None`` without TLS.
+
+        Raises:
+            ConfigurationError: The files cannot be read, or do not fit together.
+        """
+        files = self.tls if self.tls is not None else TLSFiles.from_environment()
+        return Certificates(files) if files is not None else None
 
 
 def check_duration(name: str, value: object, *, at_least: timedelta) -> None:
