@@ -71,13 +71,20 @@ class HTTPTransport(Generic[T]):
         settings = settings if settings is not None else TransportSettings()
         keys = settings.keys()
         self._keys = keys
+        certificates = settings.certificates()
         self._client = StateClient[T](
-            settings, timeout=timeout, num_connections=num_chunks or _DEFAULT_NUM_CONNECTIONS, keys=self._keys
+            settings,
+            timeout=timeout,
+            num_connections=num_chunks or _DEFAULT_NUM_CONNECTIONS,
+            keys=self._keys,
+            certificates=certificates,
         )
-        self._server = StateServer(settings, keys=self._keys, max_wait_s=timeout.total_seconds())
+        self._server = StateServer(
+            settings, keys=self._keys, certificates=certificates, max_wait_s=timeout.total_seconds()
+        )
 
     def metadata(self) -> str:
-        """What a receiver needs to find this transport: ``http://host:port/checkpoint/``."""
+        """What a receiver needs to find this transport: ``http://host:port/checkpoint/``, or ``https://`` with TLS."""
         return f"{self._server.http.address}/checkpoint/"
 
     def address(self) -> str:

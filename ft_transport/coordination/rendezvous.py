@@ -77,7 +77,8 @@ def nobody_listens(address: str, timeout_s: float) -> bool:
     """Whether the host says that nobody listens there. One that says nothing may be slow, or out of reach."""
     parts = urlsplit(address)
     try:
-        with socket.create_connection((parts.hostname or "", parts.port or 80), timeout_s):
+        default_port = 443 if parts.scheme == "https" else 80
+        with socket.create_connection((parts.hostname or "", parts.port or default_port), timeout_s):
             return False
     except ConnectionRefusedError:
         return True

@@ -16,7 +16,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 from aiohttp import web
@@ -24,6 +24,8 @@ from aiohttp import web
 from ft_transport.errors import SnapshotError
 from ft_transport.http.slice_sender import send_frames
 from ft_transport.http.snapshot_cache import Reading
+from ft_transport.http.tls_protocol import TLSTransport
+from ft_transport.http.tls_sender import EncryptedSocket
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.served import MemoryFile, ServedMemory, SharedFile, Snapshot
 from ft_transport.wire.slices import SliceFrame, answer_bytes
@@ -71,7 +73,8 @@ async def _send_body(request: web.Request, reading: Reading, content: Content, s
     # The kernel holds pages of a memory file until the receiver has read them.
     reading.unread_s = stall_timeout_s
     memory = reading.snapshot.memory
-    if isinstance(content, FileRange) and isinstance(memory, MemoryFile):
+    is_plain = not isinstance(transport, TLSTransport)
+    if is_plain and isinstance(content, FileRange) and isinstance(memory, MemoryFile):
         start, end = content.position, content.end
         num_first = min(_FIRST_BYTES, end - start)
         with open(memory.descriptor, "rb", buffering=0, closefd=False) as file:
@@ -97,11 +100,15 @@ async def _send_body(request: web.Request, reading: Reading, content: Content, s
     connected = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
     was_reading = transport.is_reading()
     transport.pause_reading()
+    # What a thread writes to the socket itself would go out in the clear.
+    channel = transport.lend() if isinstance(transport, TLSTransport) else None
     try:
-        body = _Body(connected, content)
+        body = _Body(connected, content, EncryptedSocket(connected, channel) if channel is not None else None)
         await _send_on_thread(request, body, stall_timeout_s)
     finally:
         connected.close()
+        if isinstance(transport, TLSTransport):
+            transport.give_back()
         if was_reading:
             transport.resume_reading()
 
@@ -114,6 +121,9 @@ class Content(Protocol):
 
     def send_to(self, connected: socket.socket) -> None:
         """Sends what is left; blocks. Counts ``position`` up."""
+
+    def send_encrypted(self, encrypted: EncryptedSocket) -> None:
+        """The same over TLS."""
 
 
 class FileRange:
@@ -130,6 +140,23 @@ class FileRange:
             self._send_file(connected, self._memory)
         else:
             self._send_shared(connected, self._memory)
+
+    def send_encrypted(self, encrypted: EncryptedSocket) -> None:
+        """See `Content`."""
+        while self.position < self.end:
+            end = min(self.end, self.position + CHUNK_BYTES)
+            if isinstance(self._memory, MemoryFile):
+                for view in _views(self._memory, self.position, end):
+                    encrypted.sendall(view)
+            else:
+                try:
+                    with self._memory.pin(self.position, end) as views:
+                        encrypted.encrypt(views)
+                except SnapshotError as error:
+                    raise ConnectionAbortedError(str(error)) from error
+                # The owner has waited for the encryption, and does not wait for the receiver.
+                encrypted.flush()
+            self.position = end
 
     def _send_file(self, connected: socket.socket, file: MemoryFile) -> None:
         # Where nobody says what the receiver has acknowledged, what the kernel took has to stand for it.
@@ -156,6 +183,15 @@ class FileRange:
                 raise ConnectionAbortedError(str(error)) from error
 
 
+def _views(file: MemoryFile, start: int, end: int) -> Iterator[memoryview]:
+    """Bytes ``[start, end)`` of the file: the header is mapped nowhere, its data is."""
+    num_header_bytes = file.data_start - file.start
+    if start < num_header_bytes:
+        yield memoryview(os.pread(file.descriptor, min(end, num_header_bytes) - start, file.start + start))
+    if end > num_header_bytes:
+        yield file.data[max(0, start - num_header_bytes) : end - num_header_bytes]
+
+
 class Slices:
     """The frames of a request for slices (``wire.slices``), each with its digest."""
 
@@ -167,6 +203,13 @@ class Slices:
 
     def send_to(self, connected: socket.socket) -> None:
         """See `Content`."""
+        self._send_frames(connected)
+
+    def send_encrypted(self, encrypted: EncryptedSocket) -> None:
+        """See `Content`."""
+        self._send_frames(encrypted)
+
+    def _send_frames(self, connected: socket.socket | EncryptedSocket) -> None:
         try:
             for sent in send_frames(connected, self._snapshot, self._frames):
                 self.position += sent
@@ -177,8 +220,9 @@ class Slices:
 class _Body:
     """What one thread sends, and how far the receiver is."""
 
-    def __init__(self, connected: socket.socket, content: Content) -> None:
+    def __init__(self, connected: socket.socket, content: Content, encrypted: EncryptedSocket | None) -> None:
         self.connected = connected
+        self._encrypted = encrypted
         self._content = content
         self._num_acked_before = _acked_bytes(connected)
         self._num_bytes = content.end - content.position
@@ -190,7 +234,10 @@ class _Body:
         try:
             # asyncio has it send each part at once; a body is better sent in full segments, until its end.
             self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
-            self._content.send_to(self.connected)
+            if self._encrypted is not None:
+                self._content.send_encrypted(self._encrypted)
+            else:
+                self._content.send_to(self.connected)
         finally:
             os.set_blocking(self.connected.fileno(), False)
             with contextlib.suppress(OSError):  # The receiver is gone.

@@ -28,7 +28,9 @@ from ft_transport.http.fork_safety import close_in_children, making_socket
 from ft_transport.http.peer_address import PeerAddress, look_up
 from ft_transport.http.peer_sessions import ClientSession, begin_session, make_challenge, socket_address
 from ft_transport.http.timed_socket import TimedSocket
+from ft_transport.http.tls_stream import TLSStream
 from ft_transport.keys import TOKEN_VARIABLE, Keys
+from ft_transport.tls import CERTIFICATE_VARIABLE, Certificates
 from ft_transport.wire.authentication import CONTENT_DIGEST_HEADER, content_digest
 from ft_transport.wire.exchange_digest import RequestRead
 from ft_transport.wire.routes import CHALLENGE_ROUTE
@@ -47,12 +49,16 @@ class Connection:
     Args:
         peer: The server.
         keys: Those of the job, if it has any: the peer has to prove that it knows them, and so does each request.
+        certificates: This side's, if it has any: peers are reached by TLS alone then, and otherwise without it.
         timeouts: How long things may take.
     """
 
-    def __init__(self, peer: PeerAddress, *, keys: Keys | None, timeouts: Timeouts) -> None:
+    def __init__(
+        self, peer: PeerAddress, *, keys: Keys | None, certificates: Certificates | None, timeouts: Timeouts
+    ) -> None:
         self.peer = peer
         self._keys = keys
+        self._certificates = certificates
         self._session: ClientSession | None = None
         self._num_unproved = 0
         self._timeouts = timeouts
@@ -268,11 +274,24 @@ class Connection:
     def _connected(self) -> HTTPConnection:
         if self._http is not None:
             return self._http
+        self._check_scheme()
         timed = self._open()
         self._http = HTTPConnection(self.peer.host, self.peer.port)
         self._http.auto_open = 0
         self._http.sock = timed
         return self._http
+
+    def _check_scheme(self) -> None:
+        """Refuses a peer that would be reached in another way than this side is reached."""
+        if self.peer.is_tls == (self._certificates is not None):
+            return
+        raise PeerAuthenticationError(
+            f"expected a certificate of this side ({CERTIFICATE_VARIABLE}), because the peer's address is https://"
+            if self.peer.is_tls
+            else f"expected an address https://, because this side has a certificate ({CERTIFICATE_VARIABLE}), and the "
+            "peer's is http://",
+            peer=str(self.peer),
+        )
 
     def _open(self) -> TimedSocket:
         """Connects to the first of the peer's addresses that answers."""
@@ -290,6 +309,10 @@ class Connection:
                 timed.raw.settimeout(timeout_s)
                 timed.raw.connect(address)
                 timed.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._certificates is not None:
+                    timed.tls = TLSStream(timed.raw, self.peer, self._certificates)
+                    timed.read_until_s = time.monotonic() + timeout_s
+                    timed.tls.shake_hands(timed.arm)
             except OSError as error:
                 self.close()
                 failures.append(f"{address[0]}: {type(error).__name__}: {error}")
@@ -316,10 +339,7 @@ class Connection:
         while index < len(views):
             self._check_pace()
             try:
-                if index == len(views) - 1:
-                    got = sock.raw.recv_into(views[index], 0, socket.MSG_WAITALL)
-                else:
-                    got = sock.raw.recvmsg_into(views[index:], 0, socket.MSG_WAITALL)[0]
+                got = sock.receive_into(views[index:])
             except BlockingIOError:
                 continue
             if not got:
@@ -364,6 +384,7 @@ class Connection:
             self.close()
             match error:
                 case TransportError():
+                    error.peer = error.peer if error.peer is not None else str(self.peer)
                     raise
                 case TimeoutError():
                     raise self._timed_out(doing) from error

@@ -20,6 +20,7 @@ from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.settings import FetchProgress
+from ft_transport.tls import Certificates
 from ft_transport.wire.fetch import (
     FetchMachine,
     Request,
@@ -39,6 +40,7 @@ class FetchSettings:
         verify: Whether each chunk is compared with its digest as it lands, where the manifest has them.
         max_failures: Failures in a row after which a source is given up.
         keys: Those of the job, if it has any.
+        certificates: This side's, if it has any.
         unreachable_s: How long a source may be out of reach before the first byte, in seconds.
         timeouts: Deadlines and the least throughput.
         on_progress: Called after each chunk, from the fetching threads, one call at a time; must be quick.
@@ -48,9 +50,14 @@ class FetchSettings:
     verify: bool
     max_failures: int
     keys: Keys | None
+    certificates: Certificates | None
     unreachable_s: float
     timeouts: Timeouts
     on_progress: Callable[[FetchProgress], None] | None
+
+    def connection_to(self, peer: PeerAddress) -> Connection:
+        """A connection that is made at its first request."""
+        return Connection(peer, keys=self.keys, certificates=self.certificates, timeouts=self.timeouts)
 
 
 class _ProgressError(Exception):
@@ -190,7 +197,7 @@ class FetchPool(Generic[Unit]):
                 with self._changed:
                     self._connections.remove(other)
             connections.clear()
-            connection = Connection(source, keys=settings.keys, timeouts=settings.timeouts)
+            connection = settings.connection_to(source)
             connections[request.source] = connection
             with self._changed:
                 self._connections.append(connection)

@@ -24,10 +24,11 @@ AddressInfo: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress:
-    """Host and port of a server; prints as ``host:port``."""
+    """Host and port of a server, and whether it speaks TLS; prints as ``host:port``."""
 
     host: str
     port: int
+    is_tls: bool = False
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -37,7 +38,7 @@ class PeerAddress:
         """The server that a URL names.
 
         Raises:
-            ConfigurationError: It is no ``http://host:port`` URL.
+            ConfigurationError: It is no ``http://host:port`` or ``https://host:port`` URL.
         """
         if not isinstance(url, str):
             raise ConfigurationError(f"expected the URL of a peer, got {url!r}")
@@ -46,9 +47,12 @@ class PeerAddress:
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise ConfigurationError(f"expected the URL of a peer, got {url[:200]!r}: {error}") from error
-        if parts.scheme != "http" or not host or parts.username is not None or not host.isprintable() or " " in host:
-            raise ConfigurationError(f"expected a URL like http://host:port/checkpoint/, got {url[:200]!r}")
-        return cls(host=host, port=port if port is not None else 80)
+        is_tls = parts.scheme == "https"
+        is_web = is_tls or parts.scheme == "http"
+        if not is_web or not host or parts.username is not None or not host.isprintable() or " " in host:
+            raise ConfigurationError(f"expected a URL like http(s)://host:port/checkpoint/, got {url[:200]!r}")
+        default_port = 443 if is_tls else 80
+        return cls(host=host, port=port if port is not None else default_port, is_tls=is_tls)
 
 
 _lock = threading.Lock()

@@ -29,7 +29,13 @@ _IFREQ: Final = struct.Struct("16s4x4s16x" if struct.calcsize("P") == 8 else "16
 
 
 def advertised_url(
-    setting: str | None, *, bound: str | None, port: int, is_guarded: bool, reached_at: Sequence[str]
+    setting: str | None,
+    *,
+    bound: str | None,
+    port: int,
+    is_guarded: bool,
+    reached_at: Sequence[str],
+    is_encrypted: bool = False,
 ) -> str:
     """The URL that peers are told; says in the log where that leads.
 
@@ -40,11 +46,12 @@ def advertised_url(
         is_guarded: Whether peers have to prove the job token; they take a server at an address that it does not know
             of for an impostor.
         reached_at: ``host:port`` of translated addresses.
+        is_encrypted: Whether the server speaks TLS.
 
     Raises:
         ConfigurationError: It cannot lead here.
     """
-    url = f"http://{advertised_host(setting, bound=bound)}:{port}"
+    url = f"{'https' if is_encrypted else 'http'}://{advertised_host(setting, bound=bound)}:{port}"
     peer = PeerAddress.from_url(url)
     found = addresses_of(peer.host)
     remedy = f"set TransportSettings.advertise or {ADVERTISE_VARIABLE} to a host, an address or a network interface"

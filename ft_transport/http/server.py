@@ -39,8 +39,10 @@ from ft_transport.http.peer_sessions import ServerSessions
 from ft_transport.http.reachability import advertised_url
 from ft_transport.http.snapshot_cache import Reading, SnapshotCache
 from ft_transport.http.snapshot_requests import SnapshotRequests
+from ft_transport.http.tls_protocol import TLSAcceptor, TLSProtocol
 from ft_transport.http.trouble_log import TroubleLog, describe_failure
 from ft_transport.keys import Keys
+from ft_transport.tls import Certificates
 from ft_transport.wire.authentication import (
     CONTENT_DIGEST_HEADER,
     MANIFEST_PURPOSE,
@@ -87,6 +89,7 @@ class SnapshotServer:
         advertise: Host, address or interface that peers are told.
         replica: How this replica calls itself in ``/status``.
         keys: Those of the job, if it has any; every route is asked for a proof of them.
+        certificates: This side's, if it has any: then it speaks TLS alone, with peers that show theirs.
         reached_at: ``host:port`` where peers reach this server beside its own addresses.
         allow_anyone: Whether strangers are let in without one.
         max_wait_s: The longest that a request is held until its step is there, in seconds.
@@ -106,6 +109,7 @@ class SnapshotServer:
         advertise: str | None,
         replica: str,
         keys: Keys | None,
+        certificates: Certificates | None,
         reached_at: Sequence[str] = (),
         allow_anyone: bool = False,
         max_wait_s: float,
@@ -115,15 +119,22 @@ class SnapshotServer:
         self._replica = replica
         self._keys = keys
         self._sessions = ServerSessions(keys, reached_at=reached_at) if keys is not None else None
+        self._tls = TLSAcceptor(certificates) if certificates is not None else None
         self._stall_timeout_s = stall_timeout_s
         self.server_id = secrets.token_hex(8)
         self.deltas = KeptDeltas()
-        host = bound_host(host, is_guarded=keys is not None, may_open=True, allow_anyone=allow_anyone)
+        is_guarded = keys is not None or certificates is not None
+        host = bound_host(host, is_guarded=is_guarded, may_open=True, allow_anyone=allow_anyone)
         self._socket = listen(host, port)
         try:
             self.port: int = self._socket.getsockname()[1]
             self.address = advertised_url(
-                advertise, bound=host, port=self.port, is_guarded=keys is not None, reached_at=reached_at
+                advertise,
+                bound=host,
+                port=self.port,
+                is_guarded=keys is not None,
+                is_encrypted=certificates is not None,
+                reached_at=reached_at,
             )
             # The class by name: a policy that the process has set may make loops without sendfile (uvloop).
             self._loop = asyncio.SelectorEventLoop()
@@ -206,10 +217,20 @@ class SnapshotServer:
                 trouble=self._trouble,
             )
 
-        return runner, Listener(self._socket, self._admission, make_protocol, self._trouble)
+        def make_encrypted(place: Place) -> TLSProtocol:
+            assert tls is not None, "it speaks TLS"
+            protocol = tls.protocol(lambda: make_protocol(place), refused=lambda: self._admission.leave(place))
+            place.end = protocol.abort
+            return protocol
+
+        tls = self._tls
+        made = make_protocol if tls is None else make_encrypted
+        return runner, Listener(self._socket, self._admission, made, self._trouble)
 
     async def _stop(self, runner: web.AppRunner, listener: Listener) -> None:
         await listener.stop()
+        if self._tls is not None:
+            self._tls.close()
         give_up_s = self._loop.time() + _CANCEL_TIMEOUT_S
         while self._handlers and self._loop.time() < give_up_s:
             for handler in self._handlers:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ft_transport.errors import SnapshotError
+from ft_transport.http.tls_sender import PIECE_BYTES, EncryptedSocket
 from ft_transport.wire.served import MemoryFile, ServedMemory, Snapshot
 from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, SliceFrame, frame_context
 from ft_transport.wire.strided import copy_out
@@ -16,11 +17,13 @@ _LEAST_SENDFILE_BYTES: Final = 64 << 10
 """Below, a copy costs less than a system call of its own."""
 
 
-def send_frames(connected: socket.socket, snapshot: Snapshot, frames: Sequence[SliceFrame]) -> Iterator[int]:
+def send_frames(
+    connected: socket.socket | EncryptedSocket, snapshot: Snapshot, frames: Sequence[SliceFrame]
+) -> Iterator[int]:
     """Sends the frames of a request; blocks. Yields after each piece how many bytes it had.
 
     Args:
-        connected: A blocking socket.
+        connected: A blocking socket, or one with TLS on it.
         snapshot: What is sent.
         frames: What is asked for; inside the data.
 
@@ -39,7 +42,10 @@ def send_frames(connected: socket.socket, snapshot: Snapshot, frames: Sequence[S
         if isinstance(memory, MemoryFile) and len(frame) == 1 and _is_worth_sendfile(only):
             # The digest brings it to the processor's cache; the kernel sends the pages themselves.
             hasher.update(memory.data[only.start : only.end])
-            yield from _send_file(connected, memory, only)
+            if isinstance(connected, EncryptedSocket):
+                yield from _encrypt(connected, memory.data[only.start : only.end])
+            else:
+                yield from _send_file(connected, memory, only)
         else:
             for piece in frame:
                 _gather(memory, piece, staging[filled : filled + piece.num_bytes])
@@ -53,6 +59,13 @@ def send_frames(connected: socket.socket, snapshot: Snapshot, frames: Sequence[S
 
 def _is_worth_sendfile(piece: Slice) -> bool:
     return not piece.loops and piece.block_bytes >= _LEAST_SENDFILE_BYTES
+
+
+def _encrypt(encrypted: EncryptedSocket, data: memoryview) -> Iterator[int]:
+    for start in range(0, len(data), PIECE_BYTES):
+        piece = data[start : start + PIECE_BYTES]
+        encrypted.sendall(piece)
+        yield len(piece)
 
 
 def _send_file(connected: socket.socket, memory: MemoryFile, piece: Slice) -> Iterator[int]:

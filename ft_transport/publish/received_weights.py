@@ -70,7 +70,13 @@ class ReceivedWeights:
         self._paused = paused
         self._timeout = timeout
         settings = TransportSettings(stall_timeout=_STALL_TIMEOUT)
-        self._client = StateClient[Any](settings, timeout=timeout, num_connections=_NUM_CONNECTIONS, keys=keys)
+        self._client = StateClient[Any](
+            settings,
+            timeout=timeout,
+            num_connections=_NUM_CONNECTIONS,
+            keys=keys,
+            certificates=settings.certificates(),
+        )
         self.version: int | None = None
         self.num_bytes_fetched = 0
 

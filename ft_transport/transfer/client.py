@@ -31,6 +31,7 @@ from ft_transport.settings import TransportSettings, check_duration, default_num
 from ft_transport.state.matching import Incoming
 from ft_transport.state.restore import Restore
 from ft_transport.state.verify import find_differences
+from ft_transport.tls import Certificates
 from ft_transport.transfer.sharded import ShardedRequest, poison, receive_sharded
 from ft_transport.wire.delta import Delta, decode_delta
 from ft_transport.wire.manifest import Manifest
@@ -112,15 +113,23 @@ class StateClient(Generic[T]):
         timeout: The default deadline.
         num_connections: Parallel connections.
         keys: Those of the job, if it has any.
+        certificates: This side's, if it has any.
     """
 
     def __init__(
-        self, settings: TransportSettings, *, timeout: timedelta, num_connections: int, keys: Keys | None
+        self,
+        settings: TransportSettings,
+        *,
+        timeout: timedelta,
+        num_connections: int,
+        keys: Keys | None,
+        certificates: Certificates | None,
     ) -> None:
         self._settings = settings
         self._timeout = timeout
         self._num_connections = num_connections
         self._keys = keys
+        self._certificates = certificates
         self._warned_paths: set[str] = set()
         self._warned_mutex = threading.Lock()
 
@@ -141,6 +150,7 @@ class StateClient(Generic[T]):
             verify=settings.verify,
             max_failures=settings.max_failures,
             keys=self._keys,
+            certificates=self._certificates,
             unreachable_s=(timeout if unreachable_timeout is None else unreachable_timeout).total_seconds(),
             timeouts=Timeouts(
                 deadline_s=time.monotonic() + timeout.total_seconds(),
@@ -168,7 +178,7 @@ class StateClient(Generic[T]):
             TransportError: None of this package answers there in time.
         """
         settings = self.fetch_settings(timeout, None, None)
-        with Connection(PeerAddress.from_url(address), keys=settings.keys, timeouts=settings.timeouts) as connection:
+        with settings.connection_to(PeerAddress.from_url(address)) as connection:
             return fetch_server_id(connection)
 
     def fetch(self, request: FetchRequest) -> Received[T]:
@@ -177,7 +187,7 @@ class StateClient(Generic[T]):
 
         def receive() -> Received[T]:
             started_s = time.monotonic()
-            with Connection(request.source, keys=settings.keys, timeouts=settings.timeouts) as connection:
+            with settings.connection_to(request.source) as connection:
                 manifest = fetch_manifest(connection, request.step, settings)
                 settings.timeouts.note_progress()
                 reached = connection.reached
@@ -203,7 +213,7 @@ class StateClient(Generic[T]):
         """Receives what leads from one version to another; see ``HTTPTransport.fetch_deltas``."""
         deltas: list[Delta] = []
         max_memory_bytes = max_bytes
-        with Connection(source, keys=settings.keys, timeouts=settings.timeouts) as connection:
+        with settings.connection_to(source) as connection:
             while base < version:
                 encoded = fetch_delta(connection, base, max_bytes=max_bytes)
                 if encoded is None:

@@ -20,6 +20,7 @@ from ft_transport.settings import TransportSettings, check_number
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.snapshot import HeldState, PendingSnapshot
 from ft_transport.state.stager import Stager
+from ft_transport.tls import Certificates
 from ft_transport.wire.digester import PLAIN, Digester
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.served import MemoryFile
@@ -107,6 +108,7 @@ class StateServer:
     Args:
         settings: How many snapshots, where to listen, and so on.
         keys: Those of the job, if it has any; every request is asked for a proof of them.
+        certificates: This side's, if it has any; TLS alone is spoken then.
         max_wait_s: Longest time that a request is held, in seconds.
 
     Attributes:
@@ -116,7 +118,9 @@ class StateServer:
         ConfigurationError: The address cannot be bound.
     """
 
-    def __init__(self, settings: TransportSettings, *, keys: Keys | None, max_wait_s: float) -> None:
+    def __init__(
+        self, settings: TransportSettings, *, keys: Keys | None, certificates: Certificates | None, max_wait_s: float
+    ) -> None:
         self._cache = SnapshotCache(
             max_snapshots=settings.max_snapshots,
             lease_s=settings.lease.total_seconds(),
@@ -137,6 +141,7 @@ class StateServer:
                 advertise=settings.advertise,
                 replica=settings.replica,
                 keys=keys,
+                certificates=certificates,
                 reached_at=settings.reached_at,
                 allow_anyone=settings.allow_anyone,
                 max_wait_s=max_wait_s,

@@ -137,7 +137,7 @@ def _asked(
             for peer in peers:
                 if peer in gone:
                     continue
-                connections[peer] = Connection(peer, keys=settings.keys, timeouts=settings.timeouts)
+                connections[peer] = settings.connection_to(peer)
             with ThreadPoolExecutor(
                 min(len(connections), _MAX_ASKED_AT_ONCE), thread_name_prefix="ft-transport-manifest"
             ) as pool:
@@ -199,7 +199,7 @@ def _answers(peer: PeerAddress, settings: FetchSettings) -> bool:
         deadline_s=min(settings.timeouts.deadline_s, time.monotonic() + _TICK_S),
     )
     try:
-        with Connection(peer, keys=settings.keys, timeouts=timeouts) as connection:
+        with dataclasses.replace(settings, timeouts=timeouts).connection_to(peer) as connection:
             fetch_server_id(connection)
     except (PeerUnreachableError, DeadlineExceededError):
         return False

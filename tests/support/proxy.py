@@ -136,7 +136,7 @@ class _Order:
 @dataclass
 class Proxy:
     """Attributes: ``port`` to connect to; ``num_bytes`` that reached the receiver; ``num_faulty`` connections;
-    ``watch`` is called with what receivers send."""
+    ``watch`` is called with what receivers send, ``watch_answers`` with what the sender sends."""
 
     target_port: int
     port: int = 0
@@ -144,6 +144,7 @@ class Proxy:
     num_faulty: int = 0
     requests: list[str] = field(default_factory=list)
     watch: Callable[[bytes], object] = lambda _data: None
+    watch_answers: Callable[[bytes], object] = lambda _data: None
     lock: threading.Lock = field(default_factory=threading.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
     _orders: list[_Order] = field(default_factory=list)
@@ -188,7 +189,7 @@ class Proxy:
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             stack.enter_context(receiver)
             first = receiver.recv(PIECE_BYTES)
-            fault = self._fault_for(first.split(b" ")[1].decode() if b" " in first else "")
+            fault = self._fault_for(first.split(b" ")[1].decode("latin-1") if b" " in first else "")
             sender = stack.enter_context(socket.create_connection(("127.0.0.1", self.target_port), timeout=60))
             with self.lock:
                 self._sockets.append(sender)
@@ -198,8 +199,10 @@ class Proxy:
             requests.start()
             try:
                 link = Link(self, receiver)
-                while (data := sender.recv(PIECE_BYTES)) and fault(link, data):
-                    pass
+                while data := sender.recv(PIECE_BYTES):
+                    self.watch_answers(data)
+                    if not fault(link, data):
+                        break
             finally:
                 for sock in (sender, receiver):
                     with contextlib.suppress(OSError):

@@ -19,6 +19,7 @@ from ft_transport.http.server import SnapshotServer
 from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
+from ft_transport.tls import Certificates, TLSFiles
 from ft_transport.wire.chunks import ChunkTable, digest
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.nodes import MappingNode, TensorNode
@@ -126,6 +127,7 @@ class Serving:
 def serving(
     *,
     token: str | None = None,
+    tls: TLSFiles | None = None,
     max_snapshots: int = 4,
     lease_s: float = 0.0,
     contended_bytes_per_s: float = 1.0,
@@ -146,6 +148,7 @@ def serving(
         advertise=None,
         replica="replica-7",
         keys=Keys.of(token) if token is not None else None,
+        certificates=Certificates(tls) if tls is not None else None,
         max_wait_s=max_wait_s,
         stall_timeout_s=stall_timeout_s,
     )

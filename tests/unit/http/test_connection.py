@@ -49,7 +49,9 @@ def timeouts(
 
 
 def connection_to(port: int, patience_: Timeouts | None = None) -> Connection:
-    return Connection(PeerAddress(host="127.0.0.1", port=port), keys=None, timeouts=patience_ or timeouts())
+    return Connection(
+        PeerAddress(host="127.0.0.1", port=port), keys=None, certificates=None, timeouts=patience_ or timeouts()
+    )
 
 
 def receive(connection: Connection, num_bytes: int = len(BODY)) -> bytes:
@@ -79,6 +81,8 @@ def answering_once(data: bytes) -> Script:
         ("http://node1:1234/checkpoint/", "node1", 1234, "node1:1234"),
         ("http://10.0.0.1:80", "10.0.0.1", 80, "10.0.0.1:80"),
         ("http://node1/", "node1", 80, "node1:80"),
+        ("https://node1/", "node1", 443, "node1:443"),
+        ("https://[::1]:1234/checkpoint/", "::1", 1234, "[::1]:1234"),
         ("HTTP://NODE1:9/x", "node1", 9, "node1:9"),
         ("http://[::1]:1234/checkpoint/", "::1", 1234, "[::1]:1234"),
         ("http://[fe80::1%25eth0]:5/", "fe80::1%25eth0", 5, "[fe80::1%25eth0]:5"),
@@ -87,12 +91,13 @@ def answering_once(data: bytes) -> Script:
 def test_an_address_is_read_from_a_url(url: str, host: str, port: int, text: str) -> None:
     address = PeerAddress.from_url(url)
     assert (address.host, address.port, str(address)) == (host, port, text)
+    assert address.is_tls == url.startswith("https")
 
 
 @pytest.mark.parametrize(
     "url",
     [
-        "", "node1:1234", "https://node1:1/", "ftp://node1/", "http://", "http:///x", "http://:80/", "http://[::1/",
+        "", "node1:1234", "ws://node1:1/", "ftp://node1/", "http://", "http:///x", "http://:80/", "http://[::1/",
         "http://node1:port/", "http://node1:70000/", "http://node1:-1/", "http://user@node1:1/", "http://a:b@node1:1/",
         "http://node 1:1/", "http://no\x00de:1/", "\x00", "file:///etc/passwd",
     ],
@@ -348,7 +353,7 @@ def test_a_closed_port_is_named(closed_port: int) -> None:
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 100, "a..b"])
 def test_a_host_that_does_not_resolve_is_unreachable(host: str) -> None:
     with pytest.raises(PeerUnreachableError):
-        receive(Connection(PeerAddress(host=host, port=1), keys=None, timeouts=timeouts()))
+        receive(Connection(PeerAddress(host=host, port=1), keys=None, certificates=None, timeouts=timeouts()))
 
 
 @pytest.fixture
@@ -372,12 +377,12 @@ def silent_resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event
 def test_a_look_up_ends_with_the_deadline(silent_resolver: threading.Event) -> None:
     started_s = time.monotonic()
     with pytest.raises(PeerUnreachableError, match="'silent' was not found in time"):
-        receive(Connection(PeerAddress(host="silent", port=1), keys=None, timeouts=timeouts(0.3)))
+        receive(Connection(PeerAddress(host="silent", port=1), keys=None, certificates=None, timeouts=timeouts(0.3)))
     assert silent_resolver.is_set()
     assert 0.3 <= time.monotonic() - started_s < 10
     # Whoever asks again waits for the same answer, and no further thread does.
     with pytest.raises(PeerUnreachableError, match="'silent' was not found in time"):
-        receive(Connection(PeerAddress(host="silent", port=1), keys=None, timeouts=timeouts(0.1)))
+        receive(Connection(PeerAddress(host="silent", port=1), keys=None, certificates=None, timeouts=timeouts(0.1)))
     assert sum(thread.name == "ft-transport-look-up" for thread in threading.enumerate()) == 1
 
 
@@ -387,11 +392,11 @@ def test_a_look_up_without_a_thread_is_an_error_of_the_peer(monkeypatch: pytest.
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(PeerUnreachableError, match="a thread to look up 'peer': can't start"):
-        receive(Connection(PeerAddress(host="peer", port=1), keys=None, timeouts=timeouts()))
+        receive(Connection(PeerAddress(host="peer", port=1), keys=None, certificates=None, timeouts=timeouts()))
 
 
 def test_another_thread_ends_a_look_up(silent_resolver: threading.Event) -> None:
-    connection = Connection(PeerAddress(host="silent", port=1), keys=None, timeouts=timeouts())
+    connection = Connection(PeerAddress(host="silent", port=1), keys=None, certificates=None, timeouts=timeouts())
     ending = threading.Thread(target=lambda: (silent_resolver.wait(20), connection.interrupt()))
     ending.start()
     started_s = time.monotonic()
@@ -405,7 +410,9 @@ def test_of_several_addresses_the_one_that_answers_is_used(monkeypatch: pytest.M
     with scripted(answering(ok())) as port:
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", p)) for p in (closed_port, port)]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
-        with Connection(PeerAddress(host="several", port=port), keys=None, timeouts=timeouts()) as connection:
+        with Connection(
+            PeerAddress(host="several", port=port), keys=None, certificates=None, timeouts=timeouts()
+        ) as connection:
             assert receive(connection) == BODY
 
 
@@ -421,7 +428,9 @@ def test_several_silent_addresses_do_not_add_up_beyond_the_deadline(monkeypatch:
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: found)
         started_s = time.monotonic()
         with pytest.raises(DeadlineExceededError, match="timed out connecting"):
-            receive(Connection(PeerAddress(host="silent", port=1), keys=None, timeouts=timeouts(0.4)))
+            receive(
+                Connection(PeerAddress(host="silent", port=1), keys=None, certificates=None, timeouts=timeouts(0.4))
+            )
     assert time.monotonic() - started_s < 3
 
 

@@ -1,0 +1,324 @@
+"""The server's end of TLS, between asyncio's transport and the protocol that answers requests.
+
+Not asyncio's own: a thread that sends a body has to encrypt on the connection that the event loop has begun, and
+asyncio shares its state of TLS with nobody. A body that a thread wrote to the socket beside it would go out in the
+clear. Here `TLSTransport.lend` hands that state over, and the loop leaves it alone until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from ft_transport.http.tls_channel import MAX_RECORD_BYTES, PLAIN_ALERT, TLSBrokenError, TLSChannel, TLSRefusedError
+from ft_transport.tls import Certificates
+
+logger = logging.getLogger(__name__)
+
+_HANDSHAKE_TIMEOUT_S: Final = 10.0
+_MAX_OUTSIDE: Final = 128
+"""Connections whose handshake is under way, or has failed; one more ends the oldest."""
+_LINGERING_S: Final = 1.0
+"""How long a refused peer is still listened to: closed at once, the connection would lose the alert that says why."""
+_TOLD_AGAIN_S: Final = 60.0
+_MAX_TOLD: Final = 256
+
+
+class TLSAcceptor:
+    """Makes the protocols of connections that have to begin with a handshake. Belongs to the event loop.
+
+    Args:
+        certificates: This side's.
+    """
+
+    def __init__(self, certificates: Certificates) -> None:
+        self._certificates = certificates
+        self._outside: dict[TLSProtocol, None] = {}
+        self._told_s: dict[str, float] = {}
+
+    def protocol(
+        self, make_protocol: Callable[[], asyncio.BaseProtocol], *, refused: Callable[[], object] = lambda: None
+    ) -> TLSProtocol:
+        """The protocol of one connection.
+
+        Args:
+            make_protocol: Makes the one inside, once both sides have shown their certificates.
+            refused: Called instead, when the connection has ended without one.
+        """
+        return TLSProtocol(self, make_protocol, refused)
+
+    def close(self) -> None:
+        """Ends all connections whose handshake is not over."""
+        for protocol in tuple(self._outside):
+            protocol.abort()
+
+    def begin(self, protocol: TLSProtocol) -> TLSChannel:
+        """Counts a connection, and says what its handshake is done with."""
+        if len(self._outside) >= _MAX_OUTSIDE:
+            oldest = next(iter(self._outside))
+            self.end(oldest)
+            oldest.abort()
+        self._outside[protocol] = None
+        return TLSChannel(self._certificates.for_server(), server_hostname=None)
+
+    def end(self, protocol: TLSProtocol) -> None:
+        """The handshake has succeeded, or the connection is over."""
+        self._outside.pop(protocol, None)
+
+    def tell(self, host: str, why: str) -> None:
+        """Logs why a peer was refused, once a minute for each host, and for so many hosts that nobody fills the log."""
+        now_s = time.monotonic()
+        self._told_s = {each: told_s for each, told_s in self._told_s.items() if now_s - told_s < _TOLD_AGAIN_S}
+        if host not in self._told_s and len(self._told_s) < _MAX_TOLD:
+            self._told_s[host] = now_s
+            logger.warning("a connection from %s was refused: %s", host, why)
+
+
+class TLSProtocol(asyncio.Protocol):
+    """One connection: handshake, then what comes is decrypted for the protocol inside."""
+
+    def __init__(
+        self,
+        acceptor: TLSAcceptor,
+        make_protocol: Callable[[], asyncio.BaseProtocol],
+        refused: Callable[[], object],
+    ) -> None:
+        self._acceptor = acceptor
+        self._make_protocol = make_protocol
+        self._when_refused = refused
+        self._is_refused = False
+        self._raw: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._channel: TLSChannel | None = None
+        self._inside: TLSTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See ``asyncio.Protocol``."""
+        assert isinstance(transport, asyncio.Transport)
+        self._raw = transport
+        self._channel = self._acceptor.begin(self)
+        self._timer = asyncio.get_running_loop().call_later(_HANDSHAKE_TIMEOUT_S, self._too_slow)
+
+    def data_received(self, data: bytes) -> None:
+        """See ``asyncio.Protocol``."""
+        assert self._raw is not None
+        channel = self._channel
+        if channel is None or self._is_refused or self._raw.is_closing():
+            return
+        try:
+            channel.feed(data)
+            if self._inside is None and not self._shake_hands(channel, self._raw):
+                return
+            assert self._inside is not None
+            self._inside.deliver()
+        except (TLSRefusedError, TLSBrokenError) as error:
+            self._refuse(channel, self._raw, str(error))
+
+    def eof_received(self) -> bool | None:
+        """See ``asyncio.Protocol``."""
+        if self._inside is not None:
+            self._inside.protocol.eof_received()
+        return None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See ``asyncio.Protocol``."""
+        self._stop_timer()
+        self._acceptor.end(self)
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            inside.protocol.connection_lost(exc)
+        else:
+            self._when_refused()
+
+    def pause_writing(self) -> None:
+        """See ``asyncio.Protocol``."""
+        if self._inside is not None:
+            self._inside.protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        """See ``asyncio.Protocol``."""
+        if self._inside is not None:
+            self._inside.protocol.resume_writing()
+
+    def abort(self) -> None:
+        """Ends the connection at once."""
+        if self._raw is not None:
+            self._raw.abort()
+
+    def _shake_hands(self, channel: TLSChannel, raw: asyncio.Transport) -> bool:
+        if not channel.shake_hands():
+            raw.write(channel.take())
+            return False
+        raw.write(channel.take())
+        self._stop_timer()
+        self._acceptor.end(self)
+        protocol = self._make_protocol()
+        assert isinstance(protocol, asyncio.Protocol)
+        self._inside = TLSTransport(raw, channel, protocol)
+        protocol.connection_made(self._inside)
+        return True
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        assert self._raw is not None
+        self._acceptor.tell(_host_of(self._raw), f"expected a handshake of TLS within {_HANDSHAKE_TIMEOUT_S:g} s")
+        self._raw.abort()
+
+    def _refuse(self, channel: TLSChannel, raw: asyncio.Transport, why: str) -> None:
+        self._is_refused = True
+        self._stop_timer()
+        self._acceptor.tell(_host_of(raw), why)
+        alert = channel.take()
+        if self._inside is not None:
+            raw.write(alert)
+            raw.close()
+            return
+        raw.write(alert or PLAIN_ALERT)
+        with contextlib.suppress(OSError, NotImplementedError):
+            raw.write_eof()
+        self._timer = asyncio.get_running_loop().call_later(_LINGERING_S, raw.abort)
+
+
+class TLSTransport(asyncio.Transport):
+    """What the protocol inside writes to: asyncio's transport, but for the encryption.
+
+    Args:
+        raw: Asyncio's.
+        channel: After the handshake.
+        protocol: The one inside.
+
+    Attributes:
+        protocol: The same.
+    """
+
+    def __init__(self, raw: asyncio.Transport, channel: TLSChannel, protocol: asyncio.Protocol) -> None:
+        super().__init__()
+        self.protocol = protocol
+        self._raw = raw
+        self._channel = channel
+        self._is_lent = False
+        self._unwritten: list[bytes] = []
+        self._is_reading = True
+
+    def lend(self) -> TLSChannel:
+        """Hands the state of TLS to a thread; until `give_back` nothing here reads, writes or closes by it."""
+        assert not self._is_lent, "one body at a time is sent on a connection"
+        self._is_lent = True
+        self._raw.pause_reading()
+        return self._channel
+
+    def give_back(self) -> None:
+        """The thread is done with the state; what waited meanwhile is done."""
+        self._is_lent = False
+        unwritten, self._unwritten = self._unwritten, []
+        self.writelines(unwritten)
+        if self._is_reading:
+            self._raw.resume_reading()
+
+    def deliver(self) -> None:
+        """Decrypts what has come, and passes it on."""
+        assert not self._is_lent, "nothing is read meanwhile"
+        channel = self._channel
+        buffer = memoryview(bytearray(MAX_RECORD_BYTES))
+        while not self._raw.is_closing() and (got := channel.read_into(buffer)):
+            self.protocol.data_received(bytes(buffer[:got]))
+        if channel.must_send and not self._raw.is_closing():
+            self._raw.write(channel.take())
+        if channel.is_ended and not self._raw.is_closing():
+            self.protocol.eof_received()
+            self.close()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """See ``asyncio.BaseTransport``."""
+        match name:
+            case "ssl_object":
+                return self._channel.object
+            case "sslcontext":
+                return self._channel.object.context
+            case "peercert":
+                return self._channel.object.getpeercert()
+            case "cipher":
+                return self._channel.object.cipher()
+            case _:
+                return self._raw.get_extra_info(name, default)
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        """See ``asyncio.WriteTransport``."""
+        if not data or self._raw.is_closing():
+            return
+        if self._is_lent:
+            self._unwritten.append(bytes(data))
+            return
+        self._channel.write(data)
+        self._raw.write(self._channel.take())
+
+    def writelines(self, list_of_data: Any) -> None:
+        """See ``asyncio.WriteTransport``."""
+        self.write(b"".join(list_of_data))
+
+    def can_write_eof(self) -> bool:
+        """See ``asyncio.WriteTransport``; TLS ends both directions together."""
+        return False
+
+    def close(self) -> None:
+        """See ``asyncio.BaseTransport``."""
+        if not self._is_lent and not self._raw.is_closing() and not self._raw.get_write_buffer_size():
+            self._channel.end()
+            # If there is room for it, as there is unless the peer does not read; nobody waits for that.
+            with contextlib.suppress(OSError):
+                os.write(self._raw.get_extra_info("socket").fileno(), self._channel.take())
+        self._raw.close()
+
+    def abort(self) -> None:
+        """See ``asyncio.WriteTransport``."""
+        self._raw.abort()
+
+    def is_closing(self) -> bool:
+        """See ``asyncio.BaseTransport``."""
+        return self._raw.is_closing()
+
+    def is_reading(self) -> bool:
+        """See ``asyncio.ReadTransport``."""
+        return self._is_reading
+
+    def pause_reading(self) -> None:
+        """See ``asyncio.ReadTransport``."""
+        self._is_reading = False
+        if not self._is_lent:
+            self._raw.pause_reading()
+
+    def resume_reading(self) -> None:
+        """See ``asyncio.ReadTransport``."""
+        self._is_reading = True
+        if not self._is_lent:
+            self._raw.resume_reading()
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        """See ``asyncio.BaseTransport``."""
+        return self.protocol
+
+    def get_write_buffer_size(self) -> int:
+        """See ``asyncio.WriteTransport``."""
+        return self._raw.get_write_buffer_size()
+
+    def get_write_buffer_limits(self) -> tuple[int, int]:
+        """See ``asyncio.WriteTransport``."""
+        return self._raw.get_write_buffer_limits()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """See ``asyncio.WriteTransport``."""
+        self._raw.set_write_buffer_limits(high, low)
+
+
+def _host_of(transport: asyncio.Transport) -> str:
+    address = transport.get_extra_info("peername")
+    return str(address[0]) if address else "somebody"

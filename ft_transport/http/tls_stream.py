@@ -1,0 +1,142 @@
+"""The receiver's end of a TLS connection, over a blocking socket whose waits somebody else bounds."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ft_transport.errors import PeerAuthenticationError
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.tls_channel import MAX_RECORD_BYTES, TLSChannel, TLSRefusedError
+from ft_transport.tls import Certificates
+
+_BUFFER_BYTES: Final = 256 << 10
+"""Taken from the socket at once; stays in the processor's cache until it is decrypted."""
+_ALERT_WAIT_S: Final = 1.0
+"""How long an alert is waited for where a request could not be sent."""
+
+
+class TLSStream:
+    """Encrypts what is sent on a socket, and decrypts what comes. Belongs to whoever has the socket.
+
+    Args:
+        raw: Connected.
+        peer: The server; its certificate has to be valid for the peer's host, unless the files say otherwise.
+        certificates: This side's.
+
+    Raises:
+        PeerAuthenticationError: The host's name can be in no certificate.
+    """
+
+    def __init__(self, raw: socket.socket, peer: PeerAddress, certificates: Certificates) -> None:
+        self._raw = raw
+        self._peer = peer
+        try:
+            self._channel = TLSChannel(certificates.for_client(), server_hostname=peer.host.partition("%")[0])
+        except TLSRefusedError as error:
+            raise self._refused(error) from error
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+
+    def shake_hands(self, arm: Callable[[], None]) -> None:
+        """Returns when the handshake is over; in TLS 1.3 the server may refuse this side yet.
+
+        Args:
+            arm: Called before each wait, to bound it.
+
+        Raises:
+            PeerAuthenticationError: One side refuses the other.
+            OSError: The connection broke, or a wait was too long.
+        """
+        is_over = False
+        while not is_over:
+            try:
+                is_over = self._channel.shake_hands()
+            except TLSRefusedError as error:
+                with contextlib.suppress(OSError):
+                    self._flush()
+                raise self._refused(error) from error
+            arm()
+            self._flush()
+            if not is_over:
+                arm()
+                self._feed(len(self._buffer), 0)
+                if self._channel.is_ended:
+                    raise ConnectionResetError("the server closed the connection in the handshake of TLS")
+
+    def receive_into(self, views: Sequence[memoryview]) -> int:
+        """Fills the views, in order, with what comes next, as far as it has come; waits for the first byte.
+
+        Raises:
+            PeerAuthenticationError: The server has refused this side.
+            OSError: The connection broke, or the wait was too long.
+        """
+        while not (got := self._decrypt_into(views)):
+            if self._channel.is_ended:
+                return 0
+            # So much is still to come at least: fewer and larger reads.
+            num_sure = len(views[0]) - self._channel.num_fed_bytes
+            if num_sure >= MAX_RECORD_BYTES:
+                self._feed(min(num_sure, len(self._buffer)), socket.MSG_WAITALL)
+            else:
+                self._feed(len(self._buffer), 0)
+        return got
+
+    def sendall(self, data: bytes) -> None:
+        """Sends a request.
+
+        Raises:
+            PeerAuthenticationError: The server has refused this side.
+            OSError: The connection broke, or the wait was too long.
+        """
+        self._channel.write(data)
+        try:
+            self._flush()
+        except ConnectionError:
+            self._raise_if_refused()
+            raise
+
+    def _decrypt_into(self, views: Sequence[memoryview]) -> int:
+        total = 0
+        read_into = self._channel.read_into
+        try:
+            for view in views:
+                filled = 0
+                while filled < len(view):
+                    got = read_into(view[filled:] if filled else view)
+                    if not got:
+                        return total + filled
+                    filled += got
+                total += filled
+        except TLSRefusedError as error:
+            raise self._refused(error) from error
+        finally:
+            # Such as the answer to a new key.
+            if self._channel.must_send:
+                with contextlib.suppress(OSError):
+                    self._flush()
+        return total
+
+    def _feed(self, num_bytes: int, flags: int) -> None:
+        got = self._raw.recv_into(self._buffer, num_bytes, flags)
+        if not got:
+            self._channel.is_ended = True
+        self._channel.feed(self._buffer[:got])
+
+    def _flush(self) -> None:
+        data = self._channel.take()
+        if data:
+            self._raw.sendall(data)
+
+    def _raise_if_refused(self) -> None:
+        """Looks for the reason why the server has closed the connection before it got a request."""
+        self._raw.settimeout(_ALERT_WAIT_S)
+        one = memoryview(bytearray(1))
+        with contextlib.suppress(OSError):
+            while not self._channel.is_ended:
+                self._feed(len(self._buffer), 0)
+                self._decrypt_into([one])
+
+    def _refused(self, error: TLSRefusedError) -> PeerAuthenticationError:
+        return PeerAuthenticationError(str(error), peer=str(self._peer))

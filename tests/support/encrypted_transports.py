@@ -1,0 +1,52 @@
+"""Transports that speak TLS on the loopback, and a tap on the wire between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from certificates import Issued
+from proxy import Proxy, proxied
+
+from ft_transport import HTTPTransport, TransportSettings
+
+TIMEOUT = timedelta(seconds=20)
+
+
+@contextmanager
+def transport(issued: Issued | None, *, num_connections: int = 2, **settings: Any) -> Iterator[HTTPTransport[Any]]:
+    """One that listens at 127.0.0.1, and speaks TLS if it is given a certificate."""
+    made: HTTPTransport[Any] = HTTPTransport(
+        TIMEOUT,
+        num_connections,
+        settings=TransportSettings(host="127.0.0.1", tls=issued.files if issued is not None else None, **settings),
+    )
+    try:
+        yield made
+    finally:
+        made.shutdown()
+
+
+class Tap:
+    """All that has passed on the wire, in both directions."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self.proxy = proxy
+        self.content = bytearray()
+        proxy.watch = proxy.watch_answers = self.content.extend
+
+    def address(self, of: HTTPTransport[Any]) -> str:
+        """Of the proxy, as that transport would tell its own."""
+        return of.metadata().replace(str(port_of(of)), str(self.proxy.port))
+
+
+@contextmanager
+def tapped(port: int) -> Iterator[Tap]:
+    with proxied(port) as proxy:
+        yield Tap(proxy)
+
+
+def port_of(transport: HTTPTransport[Any]) -> int:
+    return int(transport.metadata().split(":")[2].split("/")[0])

@@ -1,0 +1,511 @@
+"""TLS between peers: what is on the wire, who is refused and how both sides say so."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import ssl
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from http.client import HTTPConnection, HTTPSConnection, IncompleteRead
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from certificates import HOST, Issued, client_context, issue
+from encrypted_transports import TIMEOUT, port_of, tapped, transport
+from faulty_transports import fetching_threads
+from programs import run
+from served_memory import MemorySnapshot, Serving, serving, until
+
+from ft_transport import (
+    DeadlineExceededError,
+    FetchFailedError,
+    HTTPTransport,
+    PeerAuthenticationError,
+    PeerError,
+    PeerUnreachableError,
+    TransportError,
+)
+from ft_transport import tls as tls_files
+from ft_transport.coordination.rendezvous import nobody_listens
+from ft_transport.errors import SnapshotError
+from ft_transport.http import tls_protocol
+from ft_transport.tls import AUTHORITY_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE
+from ft_transport.wire.chunks import digest
+from ft_transport.wire.manifest import encode_digests
+from ft_transport.wire.slices import Slice, encode_request
+
+WEIGHTS = b"these are weights in the clear. "
+DATA = WEIGHTS * 40_000
+SHORT = timedelta(seconds=3)
+STATE = {"layer": torch.frombuffer(bytearray(WEIGHTS * 20_000), dtype=torch.uint8)}
+
+
+@pytest.fixture(scope="module")
+def issued(tmp_path_factory: pytest.TempPathFactory) -> Issued:
+    return issue(tmp_path_factory.mktemp("certificates") / "peer")
+
+
+@pytest.fixture
+def source(issued: Issued) -> Iterator[HTTPTransport[Any]]:
+    with transport(issued) as made:
+        made.send_checkpoint([], 1, STATE, TIMEOUT)
+        yield made
+
+
+def connection(port: int, issued: Issued | None) -> HTTPConnection:
+    """One of other software."""
+    if issued is None:
+        return HTTPConnection(HOST, port, timeout=20)
+    return HTTPSConnection(HOST, port, timeout=20, context=client_context(issued))
+
+
+def refusal(receiver: HTTPTransport[Any], address: str) -> PeerError:
+    with pytest.raises(PeerError) as raised:
+        receiver.fetch(address, 1, timeout=TIMEOUT)
+    return raised.value
+
+
+# ------------------------------------------------------------------------------------------------------------ the wire
+
+
+class LentMemory:
+    """Stands in for live memory, after ``wire.served.SharedFile``."""
+
+    def __init__(self, snapshot: MemorySnapshot) -> None:
+        self._content = memoryview(snapshot.content)
+        self._num_header_bytes = len(snapshot.header)
+        self.num_pinned = 0
+        self.is_lost = False
+
+    @contextmanager
+    def pin(self, start: int, end: int) -> Iterator[list[memoryview]]:
+        if self.is_lost:
+            raise SnapshotError("it is lost")
+        self.num_pinned += 1
+        try:
+            middle = (start + end) // 2
+            yield [self._content[start:middle], self._content[middle:end]]
+        finally:
+            self.num_pinned -= 1
+
+    @contextmanager
+    def pin_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
+        with self.pin(start + self._num_header_bytes, end + self._num_header_bytes):
+            yield [self._content[self._num_header_bytes + start : self._num_header_bytes + end]]
+
+    def encoded_digests(self) -> str:
+        return encode_digests([digest(self._content)])
+
+
+@contextmanager
+def lent(served: Serving, data: bytes = DATA) -> Iterator[LentMemory]:
+    """Live memory in the place of a snapshot's file."""
+    served.cache.reserve()
+    snapshot = MemorySnapshot(5, data)
+    file, memory = snapshot.memory, LentMemory(snapshot)
+    snapshot.memory = memory
+    close = snapshot.close
+
+    def close_file() -> None:
+        snapshot.memory = file
+        close()
+
+    snapshot.close = close_file  # type: ignore[method-assign]
+    served.cache.put(snapshot)
+    yield memory
+
+
+SLICES = encode_request(
+    [(Slice(0, 1 << 20),), (Slice(3, 5000), Slice(9000, 1)), (Slice(len(DATA) - 100_000, 100_000),)]
+)
+ROUTES: dict[str, tuple[str, str, dict[str, str], bytes | None, bytes]] = {
+    "full": ("GET", "/checkpoint/5/full", {}, None, WEIGHTS),
+    "a range": ("GET", "/checkpoint/5/full", {"Range": "bytes=2000-900000"}, None, WEIGHTS),
+    "a range inside the header": ("GET", "/checkpoint/5/full", {"Range": "bytes=8-80"}, None, b"Content-Range"),
+    "slices": ("POST", "/checkpoint/5/slices", {}, SLICES, WEIGHTS),
+    "metadata": ("GET", "/checkpoint/5/metadata", {}, None, b"data_offsets"),
+    "digests": ("GET", "/checkpoint/5/digests", {}, None, b"Content-Length"),
+    "delta": ("GET", "/checkpoint/4/delta", {}, None, WEIGHTS),
+    "status": ("GET", "/status", {}, None, b"replica-7"),
+}
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+@pytest.mark.parametrize(
+    ("route", "is_lent"),
+    # The digests of a file are in its metadata.
+    [(route, is_lent) for route in ROUTES for is_lent in (False, True) if is_lent or route != "digests"],
+)
+def test_the_wire_shows_nothing_in_any_route(issued: Issued, route: str, is_encrypted: bool, is_lent: bool) -> None:
+    """In the clear the same tap sees it all; and both ways the same comes."""
+    method, path, headers, body, content = ROUTES[route]
+    with serving(tls=issued.files if is_encrypted else None) as served, contextlib.ExitStack() as stack:
+        if is_lent:
+            stack.enter_context(lent(served))
+        else:
+            served.put(5, DATA)
+        served.server.deltas.keep(4, DATA)
+        answers = []
+        with tapped(served.server.port) as tap:
+            for port in (served.server.port, tap.proxy.port):
+                with closing(connection(port, issued if is_encrypted else None)) as http:
+                    # Twice: what is left of one answer would spoil the next one on the connection.
+                    for _ in range(2):
+                        http.request(method, path, body=body, headers=headers)
+                        response = http.getresponse()
+                        answers.append((response.status, response.read()))
+        assert {status for status, _ in answers} <= {200, 206}
+        assert len(set(answers)) == 1
+        assert len(tap.content) > 2 * len(answers[0][1])
+        assert (content in tap.content) == (not is_encrypted)
+
+
+@pytest.mark.parametrize("how", ["fetch", "fetch_sharded", "fetch_deltas", "only_changed", "with a token"])
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_what_is_received_is_what_was_sent_and_nobody_on_the_way_sees_it(
+    issued: Issued, how: str, is_encrypted: bool
+) -> None:
+    own = issued if is_encrypted else None
+    token = "correct-horse" if how == "with a token" else None
+    with tapped(0) as tap:
+        reached_at = [f"{HOST}:{tap.proxy.port}"]
+        with transport(own, token=token, reached_at=reached_at) as sender, transport(own, token=token) as receiver:
+            tap.proxy.target_port = port_of(sender)
+            sender.send_checkpoint([], 1, STATE, TIMEOUT)
+            address = tap.address(sender)
+            assert address.startswith("https://" if is_encrypted else "http://")
+            match how:
+                case "fetch" | "with a token":
+                    got = receiver.fetch(address, 1).state["layer"]
+                case "fetch_sharded":
+                    got = receiver.fetch_sharded([address], 1).state["layer"]
+                case "only_changed":
+                    own_layer = STATE["layer"].clone()
+                    own_layer[100] += 1
+                    got = receiver.fetch(address, 1, into={"layer": own_layer}, only_changed=True).state["layer"]
+                case _:
+                    got = STATE["layer"]
+                    sender.keep_delta(1, _delta())
+                    deltas = receiver.fetch_deltas(address, 1, 2, max_bytes=1 << 24)
+                    assert [(each.base, each.version) for each in deltas] == [(1, 2)]
+            assert torch.equal(got, STATE["layer"])
+            expected = b"w.secret" if how == "fetch_deltas" else WEIGHTS
+            assert (expected in tap.content) == (not is_encrypted)
+
+
+def _delta() -> bytes:
+    import numpy as np
+
+    from ft_transport.wire.delta import TensorPair, encode_delta
+
+    old = np.zeros(1000, np.uint8)
+    new = old.copy()
+    new[7] = 3
+    encoded = encode_delta(2, 1, [TensorPair("w.secret", 1, old, new)])
+    assert encoded is not None
+    return encoded
+
+
+def test_the_address_that_peers_are_told_is_reached(issued: Issued) -> None:
+    with transport(issued) as made:
+        assert made.metadata().startswith(f"https://{HOST}:")
+        made.check_address(TIMEOUT)
+        assert not nobody_listens(made.metadata(), 1.0)
+        address = made.metadata()
+    assert nobody_listens(address, 1.0)
+
+
+# ------------------------------------------------------------------------------------------------------- who is refused
+
+
+def expired(directory: Path) -> Issued:
+    return issue(directory, from_days=-9, to_days=-1)
+
+
+def not_yet_valid(directory: Path) -> Issued:
+    return issue(directory, from_days=1, to_days=9)
+
+
+def foreign(directory: Path) -> Issued:
+    return issue(directory, signed_by="another job")
+
+
+def named_otherwise(directory: Path) -> Issued:
+    return issue(directory, "another.example")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (expired, "certificate has expired"),
+        (not_yet_valid, "not yet valid"),
+        (foreign, "unable to get local issuer certificate"),
+        (named_otherwise, "IP address mismatch"),
+    ],
+)
+def test_a_receiver_refuses_a_server_by_its_certificate(issued: Issued, tmp_path: Path, make: Any, told: str) -> None:
+    with transport(make(tmp_path / "server")) as sender, transport(issued) as receiver:
+        error = refusal(receiver, sender.metadata())
+    assert isinstance(error, PeerAuthenticationError)
+    assert f"this side does not take the server's certificate: {error.message.partition(': ')[2]}" in error.message
+    assert told in error.message
+    assert error.peer == f"{HOST}:{port_of(sender)}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (expired, "expired", "certificate has expired"),
+        (not_yet_valid, "bad certificate", "not yet valid"),
+        (foreign, "unknown ca", "unable to get local issuer certificate"),
+    ],
+)
+def test_a_server_refuses_a_receiver_by_its_certificate(
+    source: HTTPTransport[Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    case: tuple[Any, str, str],
+) -> None:
+    make, told_here, told_there = case
+    with transport(make(tmp_path / "receiver")) as receiver, caplog.at_level(logging.WARNING, "ft_transport"):
+        errors = [refusal(receiver, source.metadata()) for _ in range(3)]
+    for error in errors:
+        assert isinstance(error, PeerAuthenticationError)
+        assert "the server does not take this side's certificate" in error.message
+        assert told_here in error.message
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1, "one for each peer and minute"
+    assert lines[0].startswith(f"a connection from {HOST} was refused: this side does not take the receiver's certif")
+    assert told_there in lines[0]
+
+
+def test_a_certificate_for_any_host_is_enough_where_only_the_chain_is_checked(tmp_path: Path) -> None:
+    with (
+        transport(named_otherwise(tmp_path / "server")) as sender,
+        transport(issue(tmp_path / "receiver", verify="chain")) as receiver,
+        transport(issue(tmp_path / "stranger", verify="chain", trusts="another job")) as stranger,
+    ):
+        sender.send_checkpoint([], 1, STATE, TIMEOUT)
+        assert torch.equal(receiver.fetch(sender.metadata(), 1).state["layer"], STATE["layer"])
+        assert isinstance(refusal(stranger, sender.metadata()), PeerAuthenticationError)
+
+
+def test_a_server_by_name_needs_that_name(tmp_path: Path) -> None:
+    with transport(issue(tmp_path / "server", "localhost")) as sender, transport(issue(tmp_path / "peer")) as receiver:
+        sender.send_checkpoint([], 1, STATE, TIMEOUT)
+        by_name = sender.metadata().replace(HOST, "localhost")
+        assert torch.equal(receiver.fetch(by_name, 1).state["layer"], STATE["layer"])
+        assert "IP address mismatch" in refusal(receiver, sender.metadata()).message
+
+
+def test_a_receiver_without_a_certificate_is_refused(source: HTTPTransport[Any], issued: Issued) -> None:
+    context = ssl.create_default_context(cafile=issued.files.authority)
+    with closing(HTTPSConnection(HOST, port_of(source), timeout=20, context=context)) as http:
+        http.request("GET", "/status")
+        with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
+            http.getresponse()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_plain_receiver_is_refused(source: HTTPTransport[Any], is_told: bool) -> None:
+    """By the address, or by the server's own first bytes."""
+    address = source.metadata() if is_told else source.metadata().replace("https:", "http:")
+    with transport(None) as receiver:
+        error = refusal(receiver, address)
+    assert isinstance(error, PeerAuthenticationError)
+    assert CERTIFICATE_VARIABLE in error.message
+
+
+def test_a_server_with_tls_answers_no_plain_request(source: HTTPTransport[Any]) -> None:
+    with socket.create_connection((HOST, port_of(source)), timeout=20) as connected:
+        connected.sendall(b"GET /checkpoint/1/full HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = b"".join(iter(lambda: connected.recv(4096), b""))
+    assert len(answer) == 7, "an alert and nothing else"
+    assert answer[0] == 0x15
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_receiver_with_tls_takes_nothing_in_the_clear(issued: Issued, is_told: bool) -> None:
+    with transport(None) as sender, transport(issued) as receiver:
+        sender.send_checkpoint([], 1, STATE, TIMEOUT)
+        address = sender.metadata()
+        error = refusal(receiver, address if is_told else address.replace("http:", "https:"))
+    assert isinstance(error, PeerAuthenticationError)
+    assert ("https://" if is_told else "expected TLS, the peer speaks without it") in error.message
+
+
+def test_an_older_version_is_refused_on_both_sides(source: HTTPTransport[Any], issued: Issued) -> None:
+    old = client_context(issued)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that is what it is about
+        old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
+    old.set_ciphers("ALL:@SECLEVEL=0")
+    connected = socket.create_connection((HOST, port_of(source)), timeout=20)
+    with connected, pytest.raises(ssl.SSLError, match="ALERT_PROTOCOL_VERSION"):
+        old.wrap_socket(connected, server_hostname=HOST)
+
+
+def test_tls_1_2_is_spoken_where_a_peer_has_nothing_newer(issued: Issued) -> None:
+    context = client_context(issued)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with serving(tls=issued.files) as served:
+        snapshot = served.put(5, DATA)
+        with closing(HTTPSConnection(HOST, served.server.port, timeout=20, context=context)) as http:
+            for _ in range(2):
+                http.request("GET", "/checkpoint/5/full")
+                assert http.getresponse().read() == snapshot.content
+
+
+def test_the_token_is_asked_for_as_well(issued: Issued) -> None:
+    with transport(issued, token="one") as sender, transport(issued, token="two") as receiver:
+        sender.send_checkpoint([], 1, STATE, TIMEOUT)
+        with pytest.raises(TransportError) as raised:
+            receiver.fetch(sender.metadata(), 1, timeout=SHORT)
+    assert "job token" in str(raised.value)
+
+
+def test_renewed_files_serve_new_connections_and_running_ones_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_files, "_LOOK_EVERY_S", 0.0)
+    theirs, ours = issue(tmp_path / "server"), issue(tmp_path / "receiver")
+    with transport(theirs) as sender, transport(ours) as receiver:
+        sender.send_checkpoint([], 1, STATE, TIMEOUT)
+        with closing(HTTPSConnection(HOST, port_of(sender), timeout=20, context=client_context(ours))) as before:
+            before.request("GET", "/status")
+            assert before.getresponse().read()
+            for each in (theirs, ours):
+                each.renew(signed_by="the next authority", trusts="the next authority")
+            assert torch.equal(receiver.fetch(sender.metadata(), 1).state["layer"], STATE["layer"])
+            before.request("GET", "/status")
+            assert before.getresponse().status == 200
+        theirs.renew()
+        assert isinstance(refusal(receiver, sender.metadata()), PeerAuthenticationError)
+
+
+# -------------------------------------------------------------------------------------------------- peers that stall
+
+
+def test_handshakes_that_stall_hold_up_nobody_and_end(issued: Issued, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_protocol, "_HANDSHAKE_TIMEOUT_S", 0.3)
+    with serving(tls=issued.files) as served, contextlib.ExitStack() as stack:
+        served.put(5, DATA)
+        stalled = [
+            stack.enter_context(socket.create_connection((HOST, served.server.port), timeout=20)) for _ in range(20)
+        ]
+        for each in stalled[::2]:
+            each.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+        with closing(connection(served.server.port, issued)) as http:
+            http.request("GET", "/status")
+            assert http.getresponse().status == 200
+        assert [each.recv(1) for each in stalled[1::2]] == [b""] * 10
+        for each in stalled[::2]:
+            with contextlib.suppress(ConnectionResetError):
+                assert each.recv(1) == b""
+
+
+def test_no_crowd_of_handshakes_keeps_a_peer_out(issued: Issued, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_protocol, "_MAX_OUTSIDE", 4)
+    with serving(tls=issued.files) as served, contextlib.ExitStack() as stack:
+        crowd = [
+            stack.enter_context(socket.create_connection((HOST, served.server.port), timeout=20)) for _ in range(30)
+        ]
+        with closing(connection(served.server.port, issued)) as http:
+            http.request("GET", "/status")
+            assert http.getresponse().status == 200
+        for each in crowd[:20]:
+            with contextlib.suppress(ConnectionResetError):
+                assert each.recv(1) == b""
+
+
+def test_a_server_that_never_shakes_hands_is_given_up_in_time(issued: Issued) -> None:
+    with socket.create_server((HOST, 0)) as silent, transport(issued) as receiver:
+        started_s = time.monotonic()
+        with pytest.raises((DeadlineExceededError, PeerUnreachableError, FetchFailedError)):
+            receiver.fetch(f"https://{HOST}:{silent.getsockname()[1]}/", 1, timeout=timedelta(seconds=0.5))
+        assert time.monotonic() - started_s < 5
+
+
+def test_a_receiver_that_reads_nothing_is_cut_off(issued: Issued) -> None:
+    with serving(tls=issued.files, stall_timeout_s=0.3) as served:
+        served.put(5, WEIGHTS * 1_000_000)
+        with closing(connection(served.server.port, issued)) as http:
+            http.request("GET", "/checkpoint/5/full")
+            until(lambda: served.cache.num_readers() == 1)
+            until(lambda: served.cache.num_readers() == 0)
+            response = http.getresponse()
+            with pytest.raises((OSError, IncompleteRead)):
+                response.read()
+
+
+def test_a_receiver_that_takes_its_time_holds_no_memory_that_is_lent(issued: Issued) -> None:
+    with serving(tls=issued.files) as served, lent(served, WEIGHTS * 1_000_000) as memory:
+        with closing(connection(served.server.port, issued)) as http:
+            http.request("GET", "/checkpoint/5/full")
+            http.getresponse()
+            until(lambda: served.cache.num_readers() == 1)
+            # The thread waits for this receiver now; the owner does not.
+            until(lambda: memory.num_pinned == 0)
+        until(lambda: served.cache.num_readers() == 0)
+
+
+def test_lent_memory_that_is_lost_cuts_the_answer_short(issued: Issued) -> None:
+    with serving(tls=issued.files) as served, lent(served) as memory:
+        memory.is_lost = True
+        with closing(connection(served.server.port, issued)) as http:
+            http.request("GET", "/checkpoint/5/full")
+            response = http.getresponse()
+            with pytest.raises((OSError, IncompleteRead)):
+                response.read()
+
+
+def test_a_shutdown_in_the_middle_of_a_body_leaves_nothing(issued: Issued) -> None:
+    with serving(tls=issued.files) as served:
+        served.put(5, WEIGHTS * 1_000_000)
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                http = stack.enter_context(closing(connection(served.server.port, issued)))
+                http.request("GET", "/checkpoint/5/full")
+            stack.enter_context(socket.create_connection((HOST, served.server.port), timeout=20))
+            until(lambda: served.cache.num_readers() == 4)
+            served.server.close(wait=True)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ft-transport")]
+
+
+def test_an_interrupted_fetch_leaves_no_thread(issued: Issued) -> None:
+    class InterruptionError(BaseException):
+        pass
+
+    def interrupt(_progress: object) -> None:
+        raise InterruptionError
+
+    state = {"layer": torch.arange(4 << 20, dtype=torch.int32)}
+    with (
+        transport(issued, chunk_bytes=1 << 20) as sender,
+        transport(issued, on_progress=interrupt, num_connections=4) as receiver,
+    ):
+        sender.send_checkpoint([], 1, state, TIMEOUT)
+        with pytest.raises(InterruptionError):
+            receiver.fetch(sender.metadata(), 1)
+        assert fetching_threads() == []
+
+
+@pytest.mark.slow
+def test_no_forked_child_is_left_a_socket(issued: Issued, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = issued.files
+    monkeypatch.setenv(CERTIFICATE_VARIABLE, str(files.certificate))
+    monkeypatch.setenv(KEY_VARIABLE, str(files.key))
+    monkeypatch.setenv(AUTHORITY_VARIABLE, str(files.authority))
+    worker = Path(__file__).parents[2] / "workers" / "forking_process.py"
+    command = [sys.executable, "-W", "ignore:This process:DeprecationWarning", str(worker), "20"]
+    done = run(command, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
