@@ -45,9 +45,23 @@ overwritten with a pattern that reads as NaN. All of them pickle, so they can cr
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, Final, TypedDict
 
 from typing_extensions import Unpack
+
+_MAX_WHERE_CHARACTERS: Final = 1000
+
+
+def escape_peer_text(text: str, *, max_characters: int) -> str:
+    """Text from a peer as it may stand in a message or a log: one line, and nothing that moves or hides other text.
+
+    Control characters, line ends, bidirectional and other invisible marks, and lone surrogates become escapes as in a
+    Python string; what is longer is cut off.
+    """
+    shown = "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:max_characters]
+    )
+    return shown + "…" if len(text) > max_characters else shown
 
 
 class _Where(TypedDict, total=False):
@@ -89,7 +103,7 @@ class TransportError(Exception):
 
     def __str__(self) -> str:
         where = [
-            f"{name} {value}"
+            f"{name} {escape_peer_text(str(value), max_characters=_MAX_WHERE_CHARACTERS)}"
             for name, value in (("at", self.path), ("peer", self.peer), ("step", self.step))
             if value is not None
         ]

@@ -15,6 +15,7 @@ from ft_transport.errors import (
     PeerProtocolError,
     SnapshotReplacedError,
     StepNotServedError,
+    escape_peer_text,
 )
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import TOKEN_VARIABLE
@@ -34,7 +35,9 @@ def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool)
         in_session: Whether the peer has proved itself, and the answer.
     """
     peer = str(source)
-    reason = f"{response.status} {response.reason}: {_text_of(response)}"
+    reason = escape_peer_text(
+        f"{response.status} {response.reason}: {_text_of(response)}", max_characters=MAX_ERROR_BODY_BYTES
+    )
     match response.status:
         case 401 if in_session:
             return MessageDamagedError(f"the peer did not get the request as it was made: {reason}", peer=peer)

@@ -164,3 +164,21 @@ def test_each_error_has_a_status_of_http() -> None:
         PeerNotReadyError: 503,
     }
     assert {cls: cls.http_status for cls in CLASSES} == {cls: special.get(cls, 500) for cls in CLASSES}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("step 5 ü 重み", "step 5 ü 重み"),
+        ("\x1b[2J\r\nforged", "\\x1b[2J\\r\\nforged"),
+        ("a\u202eb\u2066c\u2028d\u200b", "a\\u202eb\\u2066c\\u2028d\\u200b"),
+        ("\udcff\x00\x7f\x85", "\\udcff\\x00\\x7f\\x85"),
+        ("x" * 100, "x" * 40 + "…"),
+    ],
+)
+def test_text_from_a_peer_stays_in_its_line(text: str, shown: str) -> None:
+    assert errors.escape_peer_text(text, max_characters=40) == shown
+
+
+def test_a_path_that_a_peer_chose_stays_in_its_line() -> None:
+    assert str(errors.RestoreError("expected a tensor", path="w\n\x1b[2Jforged")).isprintable()

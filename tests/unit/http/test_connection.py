@@ -326,6 +326,19 @@ def test_a_refusal_says_why(
         assert getattr(refusal, name) == value
 
 
+def test_what_a_peer_says_cannot_move_the_terminal_or_forge_a_line() -> None:
+    body = "no\x1b[2J\r\nERROR forged \u202e".encode()
+    answer = b"HTTP/1.1 500 R\x1b[31m\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with (
+        scripted(answering(answer)) as port,
+        connection_to(port) as connection,
+        pytest.raises(PeerProtocolError) as caught,
+    ):
+        receive(connection)
+    assert str(caught.value).isprintable()
+    assert "no\\x1b[2J\\r\\nERROR forged \\u202e" in str(caught.value)
+
+
 def test_the_plain_encoding_is_asked_for() -> None:
     heads = []
 
