@@ -34,6 +34,7 @@ class Place:
         end: Ends the connection, at once or soon. Whoever makes the connection sets it.
         is_authenticated: Whether it has shown that it belongs to the job.
         is_ending: Whether its connection was told to end.
+        has_left: Whether it has ended.
     """
 
     address: str
@@ -41,6 +42,7 @@ class Place:
     end: Callable[[], object]
     is_authenticated: bool = False
     is_ending: bool = False
+    has_left: bool = False
 
 
 class _Queues:
@@ -207,6 +209,7 @@ class Admission:
         if place not in self._open:
             return
         self._open.remove(place)
+        place.has_left = True
         if place.is_ending:
             self._num_ending -= 1
         else:

@@ -29,6 +29,7 @@ from ft_transport.errors import (
     TransportError,
 )
 from ft_transport.http.admission import Admission, Place
+from ft_transport.http.audit import Audit, FetchKey
 from ft_transport.http.body_sender import Content, FileRange, Slices, send
 from ft_transport.http.fork_safety import close_in_children
 from ft_transport.http.kept_deltas import KeptDeltas
@@ -72,6 +73,9 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S: Final = 30.0
 _KEEP_ALIVE_S: Final = 75.0
 """How long a connection may be silent that belongs to the job; aiohttp's own default is an hour."""
+_REPLICA_HEADER: Final = "FT-Replica"
+"""A receiver may say which replica it is; for the audit alone."""
+_MAX_REPLICA_CHARACTERS: Final = 65
 _SETTLING_ROUNDS: Final = 5
 _BODY: Final = web.RequestKey("body", bytes)
 """Where a request keeps the body that was read of it."""
@@ -143,6 +147,7 @@ class SnapshotServer:
             self._handlers: set[asyncio.Task[object]] = set()
             self._admission = Admission(max_connections(), time.monotonic)
             self._trouble = TroubleLog(logger, time.monotonic)
+            self._audit = Audit(time.monotonic)
             started: Future[None] = Future()
             self._thread = threading.Thread(target=self._run, args=(started,), name="ft-transport-server", daemon=True)
             self._thread.start()
@@ -213,6 +218,7 @@ class SnapshotServer:
                 loop=self._loop,
                 keep_alive_s=_KEEP_ALIVE_S,
                 admission=self._admission,
+                audit=self._audit,
                 place=place,
                 trouble=self._trouble,
             )
@@ -238,6 +244,7 @@ class SnapshotServer:
             # Again, if it comes to that: wait_for swallows it in the moment in which what it waits for is done.
             await asyncio.wait(tuple(self._handlers), timeout=_CANCEL_AGAIN_S)
         await runner.cleanup()
+        self._audit.close()
         # asyncio takes a few rounds of the loop from a closed transport to a closed socket.
         for _ in range(_SETTLING_ROUNDS):
             await asyncio.sleep(0)
@@ -398,7 +405,23 @@ class SnapshotServer:
         # Whoever only asks what there is keeps nothing of it.
         reading.is_leasing = request.method != "HEAD"
         response = web.StreamResponse(status=status, headers={**headers, "Cache-Control": "no-store"})
-        return await send(request, reading, response, content, stall_timeout_s=self._stall_timeout_s)
+        start, began_s = content.position, time.monotonic()
+        outcome = "interrupted"
+        try:
+            await send(request, reading, response, content, stall_timeout_s=self._stall_timeout_s)
+            outcome = "done" if request.method == "HEAD" or content.position == content.end else "cut short"
+            return response
+        finally:
+            snapshot, place = reading.snapshot, place_of(request)
+            replica = request.headers.get(_REPLICA_HEADER, "")
+            self._audit.note(
+                place,
+                FetchKey(place.address, replica[:_MAX_REPLICA_CHARACTERS], snapshot.step, snapshot.snapshot_id),
+                route=request.path.rpartition("/")[2],
+                num_bytes=content.position - start,
+                began_s=began_s,
+                outcome=outcome,
+            )
 
 
 def _say_what_was_understood(request: web.Request, response: web.StreamResponse) -> None:
