@@ -59,9 +59,11 @@ def program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def num_sockets() -> int:
-    with contextlib.suppress(OSError):
-        return sum(os.readlink(f"/proc/self/fd/{name}").startswith("socket") for name in os.listdir("/proc/self/fd"))
-    return -1
+    num_found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            num_found += os.readlink(f"/proc/self/fd/{name}").startswith("socket")
+    return num_found
 
 
 class Trainer:
@@ -93,7 +95,7 @@ def train(receiver: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
         trainer.step()
-        if len(trainer.step_s) % 50 == 0:
+        with contextlib.suppress(OSError):
             trainer.num_sockets = max(trainer.num_sockets, num_sockets())
     step_s = trainer.step_s[:]
     fetch_s: list[float] = []
