@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import socket
 import struct
@@ -109,9 +110,8 @@ class _Borrowed(io.RawIOBase):
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         if self._timed.head_complete:
             return 0
-        self._timed.arm()
         view = memoryview(buffer)
-        got = self._timed.tls.receive_into([view]) if self._timed.tls is not None else self._timed.raw.recv_into(view)
+        got = self._receive_into(view)
         if self._timed.tls is None and self._is_at_start and view[:got].tobytes().startswith(_ALERT):
             raise PeerAuthenticationError(
                 f"expected an HTTP answer, the peer expects TLS, and this side has no certificate "
@@ -122,3 +122,12 @@ class _Borrowed(io.RawIOBase):
             # http.client would take what has come of the head for a whole one.
             raise ConnectionResetError("the peer closed the connection before the end of the answer's head")
         return got
+
+    def _receive_into(self, view: memoryview) -> int:
+        timed = self._timed
+        while True:
+            timed.arm()
+            if timed.tls is None:
+                return timed.raw.recv_into(view)
+            with contextlib.suppress(BlockingIOError):
+                return timed.tls.receive_into([view])

@@ -16,6 +16,7 @@ _BUFFER_BYTES: Final = 256 << 10
 """Taken from the socket at once; stays in the processor's cache until it is decrypted."""
 _ALERT_WAIT_S: Final = 1.0
 """How long an alert is waited for where a request could not be sent."""
+_MAX_READS_FOR_ALERT: Final = 3
 
 
 class TLSStream:
@@ -66,21 +67,27 @@ class TLSStream:
                     raise ConnectionResetError("the server closed the connection in the handshake of TLS")
 
     def receive_into(self, views: Sequence[memoryview]) -> int:
-        """Fills the views, in order, with what comes next, as far as it has come; waits for the first byte.
+        """Fills the views, in order, with what comes next, as far as it has come; 0 at the end.
+
+        Waits once for the network at most, so that its caller sees how time passes, however the bytes trickle.
 
         Raises:
+            BlockingIOError: Nothing has come yet, or a part of a record.
             PeerAuthenticationError: The server has refused this side.
             OSError: The connection broke, or the wait was too long.
         """
-        while not (got := self._decrypt_into(views)):
-            if self._channel.is_ended:
-                return 0
-            # So much is still to come at least: fewer and larger reads.
-            num_sure = len(views[0]) - self._channel.num_fed_bytes
-            if num_sure >= MAX_RECORD_BYTES:
-                self._feed(min(num_sure, len(self._buffer)), socket.MSG_WAITALL)
-            else:
-                self._feed(len(self._buffer), 0)
+        got = self._decrypt_into(views)
+        if got or self._channel.is_ended:
+            return got
+        # So much is still to come at least: fewer and larger reads.
+        num_sure = len(views[0]) - self._channel.num_fed_bytes
+        if num_sure >= MAX_RECORD_BYTES:
+            self._feed(min(num_sure, len(self._buffer)), socket.MSG_WAITALL)
+        else:
+            self._feed(len(self._buffer), 0)
+        got = self._decrypt_into(views)
+        if not got and not self._channel.is_ended:
+            raise BlockingIOError("expected a whole record, a part of one has come")
         return got
 
     def sendall(self, data: bytes) -> None:
@@ -134,7 +141,7 @@ class TLSStream:
         self._raw.settimeout(_ALERT_WAIT_S)
         one = memoryview(bytearray(1))
         with contextlib.suppress(OSError):
-            while not self._channel.is_ended:
+            for _ in range(_MAX_READS_FOR_ALERT):
                 self._feed(len(self._buffer), 0)
                 self._decrypt_into([one])
 

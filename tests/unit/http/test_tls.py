@@ -315,6 +315,17 @@ def test_a_receiver_without_a_certificate_is_refused(source: HTTPTransport[Any],
             http.getresponse()
 
 
+def test_a_receiver_that_is_refused_while_it_sends_still_hears_why(source: HTTPTransport[Any], issued: Issued) -> None:
+    """In TLS 1.3 it is refused after its own handshake. A reset would take away what it has not read yet."""
+    context = ssl.create_default_context(cafile=issued.files.authority)
+    connected = socket.create_connection((HOST, port_of(source)), timeout=20)
+    with connected, context.wrap_socket(connected, server_hostname=HOST) as encrypted:
+        for _ in range(20):
+            encrypted.sendall(bytes(1 << 16))
+        with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
+            encrypted.recv(1)
+
+
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_plain_receiver_is_refused(source: HTTPTransport[Any], is_told: bool) -> None:
     """By the address, or by the server's own first bytes."""
