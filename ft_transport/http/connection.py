@@ -7,6 +7,7 @@ Python objects costs more than the transfer itself.
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,12 +34,14 @@ from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.tls import CERTIFICATE_VARIABLE, Certificates
 from ft_transport.wire.authentication import CONTENT_DIGEST_HEADER, content_digest
 from ft_transport.wire.exchange_digest import RequestRead
-from ft_transport.wire.routes import CHALLENGE_ROUTE
+from ft_transport.wire.routes import CHALLENGE_ROUTE, REPLICA_HEADER
 
 _MAX_VIEWS_PER_READ: Final = 512
 """Below IOV_MAX, which Linux puts at 1024 (``man 2 readv``)."""
 _WAKE_BYTES: Final = 256 << 10
 """Half the wake-ups that a receiver has without it; with far more, the sender runs into a full window."""
+_NOT_IN_HEADERS: Final = re.compile("[^!-~]")
+_MAX_REPLICA_CHARACTERS: Final = 64
 _TICK_S: Final = 0.1
 """How often a read that waits for more looks at the clock."""
 
@@ -51,12 +54,22 @@ class Connection:
         keys: Those of the job, if it has any: the peer has to prove that it knows them, and so does each request.
         certificates: This side's, if it has any: peers are reached by TLS alone then, and otherwise without it.
         timeouts: How long things may take.
+        replica: What the peer is told of who asks, for its audit.
     """
 
     def __init__(
-        self, peer: PeerAddress, *, keys: Keys | None, certificates: Certificates | None, timeouts: Timeouts
+        self,
+        peer: PeerAddress,
+        *,
+        keys: Keys | None,
+        certificates: Certificates | None,
+        timeouts: Timeouts,
+        replica: str = "",
     ) -> None:
         self.peer = peer
+        self._always = {"Accept-Encoding": "identity"}
+        if replica:
+            self._always[REPLICA_HEADER] = _NOT_IN_HEADERS.sub("?", replica)[:_MAX_REPLICA_CHARACTERS]
         self._keys = keys
         self._certificates = certificates
         self._session: ClientSession | None = None
@@ -239,7 +252,7 @@ class Connection:
         )
         self._socket.in_head, self._socket.head_complete = True, False
         self._socket.wake_at(1)
-        http.request(method, path, body=body, headers={**headers, "Accept-Encoding": "identity"})
+        http.request(method, path, body=body, headers={**headers, **self._always})
         response = http.getresponse()
         self._socket.in_head = False
         self._started_s = self._received_s = time.monotonic()

@@ -44,6 +44,7 @@ class FetchSettings:
         unreachable_s: How long a source may be out of reach before the first byte, in seconds.
         timeouts: Deadlines and the least throughput.
         on_progress: Called after each chunk, from the fetching threads, one call at a time; must be quick.
+        replica: What the sources are told of who fetches, for their audit.
     """
 
     num_connections: int
@@ -54,10 +55,17 @@ class FetchSettings:
     unreachable_s: float
     timeouts: Timeouts
     on_progress: Callable[[FetchProgress], None] | None
+    replica: str = ""
 
     def connection_to(self, peer: PeerAddress) -> Connection:
         """A connection that is made at its first request."""
-        return Connection(peer, keys=self.keys, certificates=self.certificates, timeouts=self.timeouts)
+        return Connection(
+            peer,
+            keys=self.keys,
+            certificates=self.certificates,
+            timeouts=self.timeouts,
+            replica=self.replica,
+        )
 
 
 class _ProgressError(Exception):

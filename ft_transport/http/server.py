@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
-import msgspec
 from aiohttp import web
 
 from ft_transport.errors import (
@@ -29,8 +28,7 @@ from ft_transport.errors import (
     TransportError,
 )
 from ft_transport.http.admission import Admission, Place
-from ft_transport.http.audit import Audit, FetchKey
-from ft_transport.http.body_sender import Content, FileRange, Slices, send
+from ft_transport.http.audit import Audit
 from ft_transport.http.fork_safety import close_in_children
 from ft_transport.http.kept_deltas import KeptDeltas
 from ft_transport.http.listener import Listener, max_connections
@@ -38,47 +36,30 @@ from ft_transport.http.own_address import bound_host, listen
 from ft_transport.http.peer_protocol import PeerProtocol, place_of
 from ft_transport.http.peer_sessions import ServerSessions
 from ft_transport.http.reachability import advertised_url
-from ft_transport.http.snapshot_cache import Reading, SnapshotCache
+from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.snapshot_requests import SnapshotRequests
+from ft_transport.http.snapshot_routes import BODY, SnapshotRoutes
 from ft_transport.http.tls_protocol import TLSAcceptor, TLSProtocol
 from ft_transport.http.trouble_log import TroubleLog, describe_failure
 from ft_transport.keys import Keys
 from ft_transport.tls import Certificates
 from ft_transport.wire.authentication import (
-    CONTENT_DIGEST_HEADER,
-    MANIFEST_PURPOSE,
-    MANIFEST_SIGNATURE_HEADER,
     SCHEME,
-    content_digest,
 )
-from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.exchange_digest import EXCHANGE_DIGEST_HEADER, RequestRead, exchange_digest
 from ft_transport.wire.routes import (
     AFTER_HEADER,
     CHALLENGE_ROUTE,
-    DELTA_ROUTE,
-    DIGESTS_ROUTE,
-    FULL_ROUTE,
-    MANIFEST_DIGEST_HEADER,
-    METADATA_ROUTE,
     SERVED_STEPS_HEADER,
-    SLICES_ROUTE,
-    STATUS_ROUTE,
 )
-from ft_transport.wire.served import MemoryFile
-from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES, decode_request
+from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES
 
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S: Final = 30.0
 _KEEP_ALIVE_S: Final = 75.0
 """How long a connection may be silent that belongs to the job; aiohttp's own default is an hour."""
-_REPLICA_HEADER: Final = "FT-Replica"
-"""A receiver may say which replica it is; for the audit alone."""
-_MAX_REPLICA_CHARACTERS: Final = 65
 _SETTLING_ROUNDS: Final = 5
-_BODY: Final = web.RequestKey("body", bytes)
-"""Where a request keeps the body that was read of it."""
 _CANCEL_AGAIN_S: Final = 0.1
 _CANCEL_TIMEOUT_S: Final = 5.0
 
@@ -120,11 +101,9 @@ class SnapshotServer:
         stall_timeout_s: float,
     ) -> None:
         self._cache = cache
-        self._replica = replica
         self._keys = keys
         self._sessions = ServerSessions(keys, reached_at=reached_at) if keys is not None else None
         self._tls = TLSAcceptor(certificates) if certificates is not None else None
-        self._stall_timeout_s = stall_timeout_s
         self.server_id = secrets.token_hex(8)
         self.deltas = KeptDeltas()
         is_guarded = keys is not None or certificates is not None
@@ -148,6 +127,16 @@ class SnapshotServer:
             self._admission = Admission(max_connections(), time.monotonic)
             self._trouble = TroubleLog(logger, time.monotonic)
             self._audit = Audit(time.monotonic)
+            self._routes = SnapshotRoutes(
+                cache,
+                self.requests,
+                self.deltas,
+                admission=self._admission,
+                audit=self._audit,
+                keys=keys,
+                names={"replica": replica, "server": self.server_id},
+                stall_timeout_s=stall_timeout_s,
+            )
             started: Future[None] = Future()
             self._thread = threading.Thread(target=self._run, args=(started,), name="ft-transport-server", daemon=True)
             self._thread.start()
@@ -199,12 +188,7 @@ class SnapshotServer:
 
     async def _start(self) -> tuple[web.AppRunner, Listener]:
         app = web.Application(middlewares=[self._keep_place, self._guard], client_max_size=MAX_REQUEST_BODY_BYTES)
-        app.router.add_get(METADATA_ROUTE, self._metadata, allow_head=True)
-        app.router.add_get(FULL_ROUTE, self._full, allow_head=True)
-        app.router.add_get(DIGESTS_ROUTE, self._digests)
-        app.router.add_post(SLICES_ROUTE, self._slices)
-        app.router.add_get(DELTA_ROUTE, self._delta)
-        app.router.add_get(STATUS_ROUTE, self._status, allow_head=True)
+        self._routes.add_to(app.router)
         app.router.add_get(CHALLENGE_ROUTE, self._challenge)
         app.on_response_prepare.append(self._prove)
         runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=0.1)
@@ -307,140 +291,7 @@ class SnapshotServer:
             raise PeerAuthenticationError("this server has no job token, and can prove nothing")
         return self._sessions.challenge(request)
 
-    async def _status(self, _request: web.Request) -> web.StreamResponse:
-        newest = self._cache.newest()
-        body = {
-            "state": "serving" if newest is not None else "empty",
-            "replica": self._replica,
-            "server": self.server_id,
-            "step": newest.step if newest is not None else None,
-            "steps": self._cache.steps(),
-            "snapshot": newest.snapshot_id if newest is not None else None,
-            "snapshot_bytes": newest.total_bytes if newest is not None else 0,
-            "clients": self._cache.num_readers(),
-        }
-        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
-
-    async def _metadata(self, request: web.Request) -> web.StreamResponse:
-        reading = await self.requests.read(request)
-        with reading as snapshot:
-            headers = {
-                "Content-Type": "application/json",
-                "ETag": f'"{snapshot.snapshot_id}"',
-                MANIFEST_DIGEST_HEADER: f"{reading.manifest_digest:016x}",
-            }
-            if self._keys is not None:
-                header = memoryview(snapshot.header)[8:]
-                signing = asyncio.get_running_loop().run_in_executor(None, self._keys.sign, MANIFEST_PURPOSE, header)
-                headers[MANIFEST_SIGNATURE_HEADER] = await signing
-            # All of the file's header but the length before it.
-            return await self._send(request, reading, headers, FileRange(snapshot.memory, 8, len(snapshot.header)))
-
-    async def _full(self, request: web.Request) -> web.StreamResponse:
-        reading = await self.requests.read(request)
-        with reading as snapshot:
-            total = snapshot.total_bytes
-            etag = f'"{snapshot.snapshot_id}"'
-            headers = {
-                "Content-Type": "application/octet-stream",
-                "Content-Disposition": f'attachment; filename="step-{snapshot.step}.safetensors"',
-                "Accept-Ranges": "bytes",
-                "ETag": etag,
-            }
-            asked = _asked_range(request, total, etag)
-            if asked is None:
-                return await self._send(request, reading, headers, FileRange(snapshot.memory, 0, total))
-            start, end = asked
-            if start >= end:
-                raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{total}"})
-            headers["Content-Range"] = f"bytes {start}-{end - 1}/{total}"
-            return await self._send(request, reading, headers, FileRange(snapshot.memory, start, end), status=206)
-
-    async def _digests(self, request: web.Request) -> web.StreamResponse:
-        reading = await self.requests.read(request)
-        with reading as snapshot:
-            memory = snapshot.memory
-            if isinstance(memory, MemoryFile):
-                raise StepNotServedError("expected a snapshot whose digests come later; they are in the metadata")
-            # They are there already if all of the data was sent.
-            computing = asyncio.get_running_loop().run_in_executor(None, memory.encoded_digests)
-            return web.Response(text=await computing)
-
-    async def _slices(self, request: web.Request) -> web.StreamResponse:
-        # First, because no snapshot is to be kept for a body that does not come.
-        try:
-            with self._admission.waiting(place_of(request)):
-                body = await asyncio.wait_for(request.read(), self._stall_timeout_s)
-        except (asyncio.TimeoutError, ConnectionError, web.RequestPayloadError):
-            raise web.HTTPRequestTimeout(text="the body did not come", headers={"Connection": "close"}) from None
-        request[_BODY] = body
-        if self._sessions is not None and request.headers.get(CONTENT_DIGEST_HEADER) != content_digest(body):
-            raise PeerAuthenticationError("expected the body of a request as it was made, it was changed")
-        reading = await self.requests.read(request)
-        with reading as snapshot:
-            frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
-            headers = {"Content-Type": "application/octet-stream"}
-            return await self._send(request, reading, headers, Slices(snapshot, frames))
-
-    async def _delta(self, request: web.Request) -> web.StreamResponse:
-        delta = self.deltas.leading_from(request.match_info["step"])
-        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream", "Cache-Control": "no-store"})
-        response.content_length = len(delta)
-        if self._sessions is not None:
-            digesting = asyncio.get_running_loop().run_in_executor(None, content_digest, delta)
-            response.headers[CONTENT_DIGEST_HEADER] = await digesting
-        await response.prepare(request)
-        for start in range(0, len(delta), CHUNK_BYTES):
-            try:
-                await asyncio.wait_for(response.write(delta[start : start + CHUNK_BYTES]), self._stall_timeout_s)
-            except (asyncio.TimeoutError, ConnectionError):
-                if request.transport is not None:
-                    request.transport.abort()
-                break
-        return response
-
-    async def _send(
-        self, request: web.Request, reading: Reading, headers: dict[str, str], content: Content, *, status: int = 200
-    ) -> web.StreamResponse:
-        # Whoever only asks what there is keeps nothing of it.
-        reading.is_leasing = request.method != "HEAD"
-        response = web.StreamResponse(status=status, headers={**headers, "Cache-Control": "no-store"})
-        start, began_s = content.position, time.monotonic()
-        outcome = "interrupted"
-        try:
-            await send(request, reading, response, content, stall_timeout_s=self._stall_timeout_s)
-            outcome = "done" if request.method == "HEAD" or content.position == content.end else "cut short"
-            return response
-        finally:
-            snapshot, place = reading.snapshot, place_of(request)
-            replica = request.headers.get(_REPLICA_HEADER, "")
-            self._audit.note(
-                place,
-                FetchKey(place.address, replica[:_MAX_REPLICA_CHARACTERS], snapshot.step, snapshot.snapshot_id),
-                route=request.path.rpartition("/")[2],
-                num_bytes=content.position - start,
-                began_s=began_s,
-                outcome=outcome,
-            )
-
 
 def _say_what_was_understood(request: web.Request, response: web.StreamResponse) -> None:
-    read = RequestRead(request.method, request.raw_path, request.headers, request.get(_BODY))
+    read = RequestRead(request.method, request.raw_path, request.headers, request.get(BODY))
     response.headers[EXCHANGE_DIGEST_HEADER] = exchange_digest(read, response.status, response.headers)
-
-
-def _asked_range(request: web.Request, total: int, etag: str) -> tuple[int, int] | None:
-    """The half-open range that a request asks for, empty if it lies outside; ``None`` for the whole file."""
-    # RFC 9110: a range is defined for GET alone (14.2), and If-Range makes it conditional (13.1.5).
-    if request.method != "GET" or request.headers.get("If-Range", etag) != etag:
-        return None
-    try:
-        asked = request.http_range
-    except ValueError:
-        return None  # Several ranges, or another unit, which a server may ignore (14.2).
-    if asked.start is None and asked.stop is None:
-        return None
-    if asked.start == 0 and asked.stop is None and "=-" in request.headers.get("Range", ""):
-        return total, total  # The last zero bytes.
-    start, end, _ = asked.indices(total)
-    return start, end

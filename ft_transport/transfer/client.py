@@ -160,6 +160,7 @@ class StateClient(Generic[T]):
                 progress=Progress(progress_timeout.total_seconds()) if progress_timeout is not None else None,
             ),
             on_progress=settings.on_progress,
+            replica=settings.replica,
         )
 
     def group_fetch_settings(

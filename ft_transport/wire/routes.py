@@ -38,6 +38,8 @@ WAIT_PARAMETER: Final = "wait"
 AFTER_PARAMETER: Final = "after"
 AFTER_HEADER: Final = "FT-After"
 MANIFEST_DIGEST_HEADER: Final = "FT-Manifest-Digest"
+REPLICA_HEADER: Final = "FT-Replica"
+"""A receiver may say which replica it is, for the audit alone."""
 SERVED_STEPS_HEADER: Final = "FT-Served-Steps"
 
 _MAX_STEP_DIGITS: Final = 18

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from contextlib import closing
+from datetime import timedelta
 
 import pytest
 from served_memory import Serving, serving, until
+
+from ft_transport import HTTPTransport, TransportSettings
 
 DATA = bytes(1 << 18)
 
@@ -60,3 +63,20 @@ def test_what_ended_early_is_told_and_a_name_cannot_forge_a_line(caplog: pytest.
     assert line.endswith("end=cut short")
     assert line.isprintable()
     assert len(line) < 400
+
+
+def test_a_receiver_says_which_replica_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ft_transport.audit")
+    timeout = timedelta(seconds=20)
+    source, receiver = (
+        HTTPTransport[dict[str, int]](timeout, settings=TransportSettings(host="127.0.0.1", replica=f"{name}\n ü"))
+        for name in ("source", "receiver")
+    )
+    try:
+        source.send_checkpoint([], 5, {"a": 1}, timeout)
+        receiver.fetch(source.metadata(), 5)
+        until(lambda: bool(lines(caplog)))
+    finally:
+        receiver.shutdown()
+        source.shutdown()
+    assert "replica=receiver??? step=5" in lines(caplog)[0]
