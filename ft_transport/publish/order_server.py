@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import socket
 import threading
 import time
@@ -14,24 +13,25 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import msgspec
 from aiohttp import web
 
+from ft_transport.http.admission import Admission, Place
+from ft_transport.http.audit import Audit
+from ft_transport.http.listener import Listener
+from ft_transport.http.peer_protocol import PeerProtocol, place_of
+from ft_transport.http.trouble_log import TroubleLog, describe_failure
 from ft_transport.publish.engines.pull_order import MAX_VERSION_DIGITS, MEANING, ROUTE, STATUS, Reason
 
 logger = logging.getLogger(__name__)
 
 _MAX_REQUEST_BYTES: Final = 8 << 10
-_MAX_NEWCOMERS: Final = 16
-"""Connections whose request is not complete. One more, and the oldest of them is closed."""
-_BACKLOG: Final = 128
+_MAX_CONNECTIONS: Final = 64
 _MAX_ORDERS: Final = 32
-_REQUEST_S: Final = 10.0
-"""In which a request has to be complete, body included."""
+_KEEP_ALIVE_S: Final = 10.0
 _START_TIMEOUT_S: Final = 30.0
 _SETTLING_ROUNDS: Final = 5
 _ENDING_S: Final = 1.0
-_TOLD_EVERY_S: Final = 60.0
-_MAX_TOLD: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,11 @@ class OrderServer:
     def __init__(self, listening: socket.socket, answering: Answering) -> None:
         self._socket = listening
         self._answering = answering
-        self._newcomers: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
         self._num_orders = 0
-        self._told: dict[str, float] = {}
+        self._admission = Admission(_MAX_CONNECTIONS, time.monotonic)
+        # Nothing is fetched here.
+        self._audit = Audit(time.monotonic)
+        self._trouble = TroubleLog(logger, time.monotonic)
         self._loop = asyncio.new_event_loop()
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="ft-transport-weights", daemon=True)
@@ -92,6 +94,9 @@ class OrderServer:
     def _run(self, started: Future[None]) -> None:
         loop = self._loop
         asyncio.set_event_loop(loop)
+        # asyncio's own words, and all of them in its debug mode, quote what the peer sent.
+        loop.set_debug(False)
+        loop.set_exception_handler(self._on_loop_error)
         try:
             try:
                 runner, listener = loop.run_until_complete(self._start())
@@ -105,72 +110,50 @@ class OrderServer:
             self._socket.close()
             loop.close()
 
-    async def _start(self) -> tuple[web.AppRunner, asyncio.AbstractServer]:
+    async def _start(self) -> tuple[web.AppRunner, Listener]:
         app = web.Application(client_max_size=_MAX_REQUEST_BYTES)
         order_route = rf"{ROUTE}/{{version:\d{{1,{MAX_VERSION_DIGITS}}}}}"
         app.add_routes([web.get(ROUTE, self._say), web.post(order_route, self._receive)])
-        runner = web.AppRunner(
-            app,
-            access_log=None,
-            logger=_quiet_logger(),
-            shutdown_timeout=1.0,
-            keepalive_timeout=_REQUEST_S,
-            lingering_time=1.0,
-        )
+        runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=_ENDING_S)
         await runner.setup()
         server = runner.server
         assert server is not None
 
-        def accept() -> asyncio.BaseProtocol:
-            while len(self._newcomers) >= _MAX_NEWCOMERS:
-                self._evict(next(iter(self._newcomers)))
-            protocol = server()
-            self._newcomers[protocol] = self._loop.call_later(_REQUEST_S, self._evict, protocol)
-            return protocol
+        def make_protocol(place: Place) -> PeerProtocol:
+            return PeerProtocol(
+                server,
+                loop=self._loop,
+                keep_alive_s=_KEEP_ALIVE_S,
+                admission=self._admission,
+                audit=self._audit,
+                place=place,
+                trouble=self._trouble,
+            )
 
-        return runner, await self._loop.create_server(accept, sock=self._socket, backlog=_BACKLOG)
+        return runner, Listener(self._socket, self._admission, make_protocol, self._trouble)
 
-    async def _stop(self, runner: web.AppRunner, listener: asyncio.AbstractServer) -> None:
-        listener.close()
+    async def _stop(self, runner: web.AppRunner, listener: Listener) -> None:
+        await listener.stop()
         await self._answering.end()
-        # asyncio takes three rounds of the loop from an accepted connection to one that can be closed.
-        for _ in range(_SETTLING_ROUNDS):
-            await asyncio.sleep(0)
-        for protocol in list(self._newcomers):
-            self._evict(protocol)
         await runner.cleanup()
+        # aiohttp forgets a connection that its peer has left while it still reads the rest of a body.
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
         if left:
             await asyncio.wait(left, timeout=_ENDING_S)
+        # asyncio takes a few rounds of the loop from a closed transport to a closed socket.
         for _ in range(_SETTLING_ROUNDS):
             await asyncio.sleep(0)
 
-    def _evict(self, protocol: asyncio.BaseProtocol, num_rounds: int = _SETTLING_ROUNDS) -> None:
-        """Closes a connection whose request did not come."""
-        timer = self._newcomers.pop(protocol, None)
-        if timer is not None:
-            timer.cancel()
-        transport = getattr(protocol, "transport", None)
-        if transport is not None:
-            transport.abort()
-        elif num_rounds:
-            # It was accepted this moment, or has ended.
-            self._loop.call_soon(self._evict, protocol, num_rounds - 1)
-
-    def _is_complete(self, request: web.Request) -> None:
-        timer = self._newcomers.pop(request.protocol, None)
-        if timer is not None:
-            timer.cancel()
+    def _on_loop_error(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        failure = describe_failure(context.get("exception"))
+        self._trouble.note(logging.ERROR, "the receiver", f"{context.get('message', 'an error')}: {failure}")
 
     async def _say(self, request: web.Request) -> web.Response:
-        self._is_complete(request)
         caller = _caller_of(request)
         answer = await self._answering.answer_question(request.query, caller)
-        if isinstance(answer, str):
-            return self._refusal(answer, caller)
-        return _closing(answer)
+        return self._refusal(answer, caller) if isinstance(answer, str) else _closing(answer)
 
     async def _receive(self, request: web.Request) -> web.Response:
         caller = _caller_of(request)
@@ -178,17 +161,20 @@ class OrderServer:
         if request.content_type != "application/json":
             return self._refusal("malformed", caller)
         try:
-            # The connection is closed in time.
-            body: object = await request.json()
-        except (ValueError, RecursionError, LookupError, web.HTTPRequestEntityTooLarge):
+            # Who is slow loses its place.
+            body: object = msgspec.json.decode(await request.read())
+        except (msgspec.MsgspecError, UnicodeError, RecursionError, web.HTTPRequestEntityTooLarge):
             return self._refusal("malformed", caller)
         if self._num_orders >= _MAX_ORDERS:
             return self._refusal("busy", caller)
-        self._is_complete(request)
         self._num_orders += 1
+        place = place_of(request)
         try:
-            version = int(request.match_info["version"])
-            answer, reason = await self._answering.answer_order(version, body, caller)
+            # It waits for its turn, and for the weights.
+            self._admission.authenticated(place)
+            with self._admission.serving(place):
+                version = int(request.match_info["version"])
+                answer, reason = await self._answering.answer_order(version, body, caller)
         finally:
             self._num_orders -= 1
         if reason in ("malformed", "unproved", "reached_elsewhere", "source_refused"):
@@ -200,36 +186,7 @@ class OrderServer:
         return _closing({"version": None, "reason": reason}, reason)
 
     def _tell(self, reason: Reason, caller: Caller) -> None:
-        """Logs a refused peer, once a minute."""
-        now_s = time.monotonic()
-        if now_s - self._told.get(caller.remote, -_TOLD_EVERY_S) < _TOLD_EVERY_S:
-            return
-        self._told = {each: told_s for each, told_s in self._told.items() if now_s - told_s < _TOLD_EVERY_S}
-        if len(self._told) < _MAX_TOLD:
-            self._told[caller.remote] = now_s
-            logger.warning("refused %s: %s", caller.remote, MEANING[reason])
-
-
-def _quiet_logger() -> logging.Logger:
-    """Takes what aiohttp says of each request that is none."""
-    quiet = logging.Logger(f"{logger.name}.requests")
-    quiet.addHandler(_TellingOnce())
-    return quiet
-
-
-class _TellingOnce(logging.Handler):
-    """Says once a minute that there was something, and nothing of what a stranger has sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._told_s = -math.inf
-
-    def emit(self, record: logging.LogRecord) -> None:
-        now_s = time.monotonic()
-        if now_s - self._told_s >= _TOLD_EVERY_S:
-            self._told_s = now_s
-            error = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] is not None else "no error"
-            logger.warning("a request could not be answered: %s", error)
+        self._trouble.note(logging.WARNING, caller.remote, f"an order was refused: {MEANING[reason]}")
 
 
 def _caller_of(request: web.Request) -> Caller:
