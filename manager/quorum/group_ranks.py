@@ -18,8 +18,10 @@ from typing import Final
 import msgspec
 
 from ft_transport.coordination.plain_values import from_json
+from ft_transport.coordination.seal import Seal
 from ft_transport.coordination.store_channel import StoreChannel
 from ft_transport.errors import TransportError
+from ft_transport.keys import Keys
 from ft_transport.runtime.deadline import Deadline
 from manager.errors import QuorumError, QuorumTimeoutError, quorum_errors
 from manager.quorum.rank_report import RankReport
@@ -150,10 +152,14 @@ class GroupRanks:
         prefix: Of the keys in it; never used before.
         rank: Rank within the replica.
         world_size: Number of ranks.
+        keys: Of the job token: what ranks tell each other is signed with them.
     """
 
-    def __init__(self, store: StoreChannel | None, prefix: str, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: StoreChannel | None, prefix: str, rank: int, world_size: int, keys: Keys | None = None
+    ) -> None:
         assert store is not None or world_size == 1, "ranks need a store to agree"
+        self._seal = Seal(keys, "ranks of a replica")
         self._store = store
         self._prefix = prefix
         self.rank = rank
@@ -275,7 +281,8 @@ class GroupRanks:
         sent = _Sent(kind, report, num_begun + 1)
         self._current = (number, sent.attempt)
         with quorum_errors():
-            store.set(self._key(number, self.rank), msgspec.json.encode(sent), deadline.cap(_LONGEST))
+            key = self._key(number, self.rank)
+            store.set(key, self._seal.sealed(msgspec.json.encode(sent), key), deadline.cap(_LONGEST))
         answer = self._answer(store, number, deadline)
         self._current = (number + 1, 0)
         if answer.error:
@@ -298,11 +305,12 @@ class GroupRanks:
         """Answer the exchange. Returns what the others read: an earlier answer, if there is one."""
         key = self._key(number, "answer")
         with quorum_errors():
-            stored = store.set_once(key, msgspec.json.encode(answer).decode(), timeout, remove=remove)
+            sealed = self._seal.sealed(msgspec.json.encode(answer), key).decode()
+            stored = store.set_once(key, sealed, timeout, remove=remove)
         self._current = (number + 1, 0)
         self._old_keys += [key, *(self._key(number, rank) for rank in range(1, self.world_size))]
         with quorum_errors():
-            return from_json(stored, _Answer)
+            return from_json(self._seal.opened(stored, key), _Answer)
 
     def _await(self, store: StoreChannel, keys: dict[str, int], timeout: timedelta) -> list[bytes]:
         """Wait for what others write; ``keys`` says which key comes from which rank."""
@@ -311,7 +319,7 @@ class GroupRanks:
         try:
             with quorum_errors():
                 if (values := store.get(missing, timeout, unless=list(left))) is not None:
-                    return values
+                    return [self._seal.opened(value, key) for value, key in zip(values, missing, strict=True)]
                 gone = set(left) - set(store.missing(list(left), _PARTING))
                 missing = store.missing(missing, _PARTING)
             if gone:

@@ -124,7 +124,9 @@ class Membership:
             self.replica_id = f"{name}:{uuid.uuid4()}"
             self._incarnation = Incarnation(store, self.group_rank, self.replica_id, config.timeout)
             self.replica_id, prefix = self._incarnation.replica_id, self._incarnation.prefix
-        self._group = GroupRanks(store if config.world_size > 1 else None, prefix, self.group_rank, config.world_size)
+        self._group = GroupRanks(
+            store if config.world_size > 1 else None, prefix, self.group_rank, config.world_size, self._keys
+        )
         if self.group_rank == 0:
             if config.lighthouse_addr is None:
                 logger.warning(

@@ -15,6 +15,7 @@ from torch.distributed import HashStore
 
 from ft_transport.coordination.store_channel import StoreChannel
 from ft_transport.errors import DeadlineExceededError, RankGoneError, TransportError
+from ft_transport.keys import Keys
 from manager.errors import QuorumError, QuorumTimeoutError
 from manager.quorum.group_ranks import Exchange, GroupRanks
 from manager.quorum.rank_report import RankReport
@@ -55,11 +56,12 @@ class Interrupted:
 class Ranks:
     """The ranks of one replica, each with a connection of its own."""
 
-    def __init__(self, number: int) -> None:
-        self._store = HashStore()
+    def __init__(self, number: int, token: str | None = None) -> None:
+        self._store = self.store = HashStore()
+        keys = Keys.of(token) if token is not None else None
         self.connections = [Interrupted(self._store) for _ in range(number)]
         self.groups = [
-            GroupRanks(StoreChannel(connection), "test", rank, number)
+            GroupRanks(StoreChannel(connection), "test", rank, number, keys)
             for rank, connection in enumerate(self.connections)
         ]
         self._mutex = threading.Lock()
@@ -96,6 +98,34 @@ def test_every_rank_gets_the_answer_of_rank_0() -> None:
     assert ranks.answers == [(3, 4, 5)]
     agreed = ranks.run(lambda: ranks.commit(0), lambda: ranks.commit(1, "no"), lambda: ranks.commit(2))
     assert agreed == [("rank 1: no",)] * 3
+
+
+@pytest.mark.parametrize("key", ["test/1/answer", "test/1/1"])
+def test_with_a_token_nobody_else_commits_for_the_ranks(key: str) -> None:
+    other = Ranks(2)
+    other.run(lambda: other.commit(0), lambda: other.commit(1, "no"))
+    forged = other.store.get(key).decode()
+    for token in (None, "right"):
+        ranks = Ranks(2, token)
+        ranks.store.set(key, forged.replace("rank 1: no", "").replace('"no"', ""))
+
+        def act(rank: int, ranks: Ranks = ranks) -> object:
+            try:
+                return ranks.commit(rank, *(["no"] if rank else []), timeout=SHORT)
+            except QuorumError as error:
+                return str(error)
+
+        told = ranks.run(lambda act=act: act(0), lambda act=act: act(1))  # type: ignore[misc]
+        if token is None and key == "test/1/answer":
+            assert told == [("",), ("",)]  # what the rank refused is lost
+        if token is not None:
+            assert all("signed with the job token" in str(each) or each == ("rank 1: no",) for each in told)
+
+
+def test_with_a_token_ranks_agree_as_without() -> None:
+    ranks = Ranks(2, "right")
+    for _ in range(3):
+        assert ranks.run(lambda: ranks.commit(0), lambda: ranks.commit(1, "no")) == [("rank 1: no",)] * 2
 
 
 def test_a_long_run_does_not_fill_the_store() -> None:
