@@ -121,6 +121,13 @@ class FetchPool(Generic[Unit]):
         self._ends: SimpleQueue[WorkerIndex] = SimpleQueue()
         self._started_s = time.monotonic()
         self._done_bytes = 0
+        self._reached: dict[str, None] = {}
+
+    def summary(self) -> str:
+        """From where how much came, and how fast, for the log; after `run`."""
+        took_s = time.monotonic() - self._started_s
+        rate = self._done_bytes / max(took_s, 1e-6) / 1e6
+        return f"{self._done_bytes} bytes in {took_s:.2f} s, {rate:.1f} MB/s, from {', '.join(self._reached)}"
 
     def run(self) -> None:
         """Runs one thread per further connection, and the first one on this thread.
@@ -218,6 +225,7 @@ class FetchPool(Generic[Unit]):
                     ):
                         return
             self._receive(worker, connection, request)
+            self._reached[f"{source} at {connection.reached}"] = None
         except TransportError as error:
             connection.close()
             error.step = self._step

@@ -6,6 +6,7 @@ What is asked of whom is decided by ``wire.reshard``, ``wire.fetch`` and ``wire.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -22,6 +23,8 @@ from ft_transport.wire.reshard import Planner, Wanted
 from ft_transport.wire.routes import SLICES_ROUTE, bound_path
 from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, answer_bytes, encode_request, frame_context, joined
 from ft_transport.wire.strided import Memory, put
+
+logger = logging.getLogger(__name__)
 
 _LEAST_DIRECT_BYTES: Final = 4 << 10
 """Smaller pieces are received together and copied: each piece of a read costs the system more than a copy of it."""
@@ -59,7 +62,7 @@ def fetch_slices(
     reads = planner.plan(wanted)
     total_bytes = sum(read.num_bytes for planned in reads for read in planned)
     num_workers = max(1, min(settings.num_connections, -(-total_bytes // CHUNK_BYTES)))
-    FetchPool(
+    pool = FetchPool(
         [source.peer for source in sources],
         FetchMachine(ReadWork(reads, num_workers=num_workers), sources=names, max_failures=settings.max_failures),
         _SliceWire(manifests, planner, destination, is_verified=settings.verify),
@@ -67,7 +70,9 @@ def fetch_slices(
         num_workers=num_workers,
         step=manifests[0].step,
         total_bytes=total_bytes,
-    ).run()
+    )
+    pool.run()
+    logger.info("step %d: %s", manifests[0].step, pool.summary())
 
 
 class _SliceWire:

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
 from ft_transport import ConfigurationError, HTTPTransport, TransportSettings
 from ft_transport.http import own_address, reachability
@@ -176,6 +177,16 @@ class TestWhatIsLogged:
         (told,) = [each.getMessage() for each in caplog.records if "MB/s" in each.getMessage()]
         # The first of the name's addresses does not answer.
         assert told.startswith(f"step 1 from {peer} at 127.0.0.1:{urlsplit(url).port}: 0 bytes in ")
+
+    def test_so_does_a_fetch_from_several_ranks(self, caplog: pytest.LogCaptureFixture) -> None:
+        with serving(host="127.0.0.1") as transport:
+            transport.send_checkpoint([], 2, {"w": torch.ones(1 << 10)}, SOON)
+            with caplog.at_level(logging.INFO, "ft_transport.http"):
+                transport.fetch_sharded([transport.metadata()], 2, timeout=SOON)
+        peer = urlsplit(transport.metadata()).netloc
+        (told,) = [each.getMessage() for each in caplog.records if "MB/s" in each.getMessage()]
+        assert told.startswith("step 2: 4096 bytes in ")
+        assert told.endswith(f"MB/s, from {peer} at {peer}")
 
 
 class TestFamilies:
