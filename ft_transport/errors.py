@@ -61,7 +61,7 @@ def escape_peer_text(text: str, *, max_characters: int) -> str:
     shown = "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:max_characters]
     )
-    return shown + "…" if len(text) > max_characters else shown
+    return shown[:max_characters] + "…" if max(len(text), len(shown)) > max_characters else shown
 
 
 class _Where(TypedDict, total=False):

@@ -210,6 +210,8 @@ class Admission:
             return
         self._open.remove(place)
         place.has_left = True
+        # It leads back to the place, and training loops run with the cyclic collector off.
+        place.end = _nothing
         if place.is_ending:
             self._num_ending -= 1
         else:
@@ -271,3 +273,7 @@ def client_of(host: str) -> str:
     if address.is_link_local or address.is_loopback:
         return str(address)
     return str(ipaddress.ip_network((address, _IPV6_SITE_BITS), strict=False))
+
+
+def _nothing() -> None:
+    pass

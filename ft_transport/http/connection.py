@@ -232,6 +232,10 @@ class Connection:
             raise error_type(f"{expected}, its proof is wrong", peer=str(self.peer))
         self._num_unproved = 0
         self.end_response(response)
+        if self._http is None:
+            raise PeerUnreachableError(
+                "the peer closed the connection on which it had proved itself", peer=str(self.peer)
+            )
         return session
 
     def _ask(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -109,11 +110,15 @@ class Exchange(Enum):
 
 
 class _Sent(msgspec.Struct, frozen=True):
-    """A rank's report, what it came for, and which attempt of it at this exchange this is."""
+    """A rank's report, what it came for, which attempt of it at this exchange this is, and what names this rank.
+
+    The nonce is drawn by the rank's process, so that no signed answer of another run is one to this rank.
+    """
 
     kind: Exchange
     report: RankReport
     attempt: int
+    nonce: str
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +128,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
         kind: What all ranks came for; ``None`` if they came for different things, or one did not come.
         result: For ranks that came for it.
         attempts: To which attempts of each rank.
+        nonces: And of which ranks.
         error: Why there is no result.
         is_at_odds: They came for different things.
         is_timeout: A rank did not come in time.
@@ -131,6 +137,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     kind: Exchange | None = None
     result: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
     attempts: tuple[int, ...] = ()
+    nonces: tuple[str, ...] = ()
     error: str = ""
     is_at_odds: bool = False
     is_timeout: bool = False
@@ -160,6 +167,7 @@ class GroupRanks:
     ) -> None:
         assert store is not None or world_size == 1, "ranks need a store to agree"
         self._seal = Seal(keys, "ranks of a replica")
+        self._nonce = secrets.token_hex(8)
         self._store = store
         self._prefix = prefix
         self.rank = rank
@@ -251,7 +259,7 @@ class GroupRanks:
             self._current = number, num_begun = number + 1, 0
             if answered.kind is kind is not Exchange.QUORUM:
                 return bytes(answered.result)
-        sent = _Sent(kind, report, num_begun + 1)
+        sent = _Sent(kind, report, num_begun + 1, self._nonce)
         self._current = (number, sent.attempt)
         keys = {self._key(number, rank): rank for rank in range(1, self.world_size)}
         try:
@@ -269,7 +277,8 @@ class GroupRanks:
         attempts = tuple(each.attempt for each in all_sent)
         # A rank that is here has the answers of all exchanges before.
         old, self._old_keys = self._old_keys, []
-        answer_to_all = _Answer(kind=kind, result=msgspec.Raw(result), attempts=attempts)
+        nonces = tuple(each.nonce for each in all_sent)
+        answer_to_all = _Answer(kind=kind, result=msgspec.Raw(result), attempts=attempts, nonces=nonces)
         published = self._publish(store, number, answer_to_all, publishing, remove=old)
         if published.error:
             raise QuorumError(f"rank 0 of this replica has already told the others: {published.error}")
@@ -278,7 +287,7 @@ class GroupRanks:
     def _follow(self, store: StoreChannel, kind: Exchange, report: RankReport, deadline: Deadline) -> bytes:
         """Another rank's part of one exchange."""
         number, num_begun = self._current
-        sent = _Sent(kind, report, num_begun + 1)
+        sent = _Sent(kind, report, num_begun + 1, self._nonce)
         self._current = (number, sent.attempt)
         with quorum_errors():
             key = self._key(number, self.rank)
@@ -288,6 +297,10 @@ class GroupRanks:
         if answer.error:
             error_type = QuorumTimeoutError if answer.is_timeout else _AtOddsError if answer.is_at_odds else QuorumError
             raise error_type(f"rank 0 of this replica: {answer.error}")
+        if answer.nonces[self.rank : self.rank + 1] != (self._nonce,):
+            raise QuorumError(
+                f"rank {self.rank}: expected an answer to what this rank has said, got one to another rank"
+            )
         is_to_this = answer.kind is kind and answer.attempts[self.rank : self.rank + 1] == (sent.attempt,)
         # A vote counts as it was taken, also where this rank has thought better of it meanwhile.
         if is_to_this or answer.kind is kind is not Exchange.QUORUM:

@@ -13,7 +13,7 @@ import pytest
 from programs import run as run_program
 
 _TIMEOUT_S = 240
-_SAVING = {"mkdir", "open", "fsync", "unlink"}
+_SAVING = {"mkdir", "open", "writev", "fsync", "unlink"}
 _WRITING = {"open", "writev", "fsync"}
 _DELETING = {"rename", "fsync", "unlink", "rmdir"}
 
