@@ -79,11 +79,6 @@ class TLSChannel:
         return self._outgoing.read()
 
     @property
-    def num_fed_bytes(self) -> int:
-        """How much has come that is not decrypted yet."""
-        return self._incoming.pending
-
-    @property
     def must_send(self) -> bool:
         """Whether `take` has something."""
         return bool(self._outgoing.pending)

@@ -9,7 +9,7 @@ from typing import Final
 
 from ft_transport.errors import PeerAuthenticationError
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.http.tls_channel import MAX_RECORD_BYTES, TLSChannel, TLSRefusedError
+from ft_transport.http.tls_channel import TLSChannel, TLSRefusedError
 from ft_transport.tls import Certificates
 
 _BUFFER_BYTES: Final = 256 << 10
@@ -62,7 +62,7 @@ class TLSStream:
             self._flush()
             if not is_over:
                 arm()
-                self._feed(len(self._buffer), 0)
+                self._feed()
                 if self._channel.is_ended:
                     raise ConnectionResetError("the server closed the connection in the handshake of TLS")
 
@@ -79,12 +79,8 @@ class TLSStream:
         got = self._decrypt_into(views)
         if got or self._channel.is_ended:
             return got
-        # So much is still to come at least: fewer and larger reads.
-        num_sure = len(views[0]) - self._channel.num_fed_bytes
-        if num_sure >= MAX_RECORD_BYTES:
-            self._feed(min(num_sure, len(self._buffer)), socket.MSG_WAITALL)
-        else:
-            self._feed(len(self._buffer), 0)
+        # Whatever is there: it is decrypted while more comes, which a wait for all of it would not let happen.
+        self._feed()
         got = self._decrypt_into(views)
         if not got and not self._channel.is_ended:
             raise BlockingIOError("expected a whole record, a part of one has come")
@@ -125,8 +121,8 @@ class TLSStream:
                     self._flush()
         return total
 
-    def _feed(self, num_bytes: int, flags: int) -> None:
-        got = self._raw.recv_into(self._buffer, num_bytes, flags)
+    def _feed(self) -> None:
+        got = self._raw.recv_into(self._buffer)
         if not got:
             self._channel.is_ended = True
         self._channel.feed(self._buffer[:got])
@@ -142,7 +138,7 @@ class TLSStream:
         one = memoryview(bytearray(1))
         with contextlib.suppress(OSError):
             for _ in range(_MAX_READS_FOR_ALERT):
-                self._feed(len(self._buffer), 0)
+                self._feed()
                 self._decrypt_into([one])
 
     def _refused(self, error: TLSRefusedError) -> PeerAuthenticationError:
