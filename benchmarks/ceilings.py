@@ -15,8 +15,8 @@ from typing import Final
 import torch
 
 NUM_CONNECTIONS: Final = 4
-_READ_BYTES: Final = 1 << 20
-_RANGE: Final = struct.Struct("<QQ")
+READ_BYTES: Final = 1 << 20
+RANGE: Final = struct.Struct("<QQ")
 
 
 class MemoryCopy:
@@ -111,8 +111,8 @@ def bare_sender(num_bytes: int) -> Iterator[int]:
 
 def _send_ranges(connected: socket.socket, descriptor: int) -> None:
     with connected, contextlib.suppress(OSError):
-        while len(request := connected.recv(_RANGE.size, socket.MSG_WAITALL)) == _RANGE.size:
-            start, end = _RANGE.unpack(request)
+        while len(request := connected.recv(RANGE.size, socket.MSG_WAITALL)) == RANGE.size:
+            start, end = RANGE.unpack(request)
             while start < end:
                 start += os.sendfile(connected.fileno(), descriptor, start, end - start)
 
@@ -127,11 +127,11 @@ def bare_receiver(port: int, destination: memoryview) -> Callable[[], None]:
         position = len(destination) * part // NUM_CONNECTIONS
         end = len(destination) * (part + 1) // NUM_CONNECTIONS
         with socket.create_connection(("127.0.0.1", port)) as connected:
-            connected.sendall(_RANGE.pack(position, end))
+            connected.sendall(RANGE.pack(position, end))
             while position < end:
                 # Waiting for the whole block saves a system call for each part of it that comes alone.
                 got = connected.recv_into(
-                    destination[position : min(position + _READ_BYTES, end)], 0, socket.MSG_WAITALL
+                    destination[position : min(position + READ_BYTES, end)], 0, socket.MSG_WAITALL
                 )
                 if not got:
                     raise ConnectionError(f"expected {end - position} more bytes, the sender closed the connection")

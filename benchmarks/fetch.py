@@ -110,15 +110,21 @@ def run(options: Options) -> Iterator[Group]:
 
 
 def _run_state(spec: StateSpec, options: Options) -> Group:
-    state = build_source(spec)
-    num_bytes, digest = num_bytes_of(state), digest_of(state)
-    group = Group("fetch", spec.name, f"{spec.title}, {num_bytes / 1e9:.2f} GB over loopback, fresh receivers")
-    measured = measured_variants(spec.name, is_full=options.is_full)
+    group = measure("fetch", spec, measured_variants(spec.name, is_full=options.is_full), options)
     if not transports.torchft_is_installed():
         group.notes.append(transports.NO_TORCHFT)
+    group.verdicts = judge(group)
+    return group
+
+
+def measure(benchmark: str, spec: StateSpec, measured: tuple[FetchVariant, ...], options: Options) -> Group:
+    """Fetches a state in each of several ways, round after round; without verdicts."""
+    state = build_source(spec)
+    num_bytes, digest = num_bytes_of(state), digest_of(state)
+    group = Group(benchmark, spec.name, f"{spec.title}, {num_bytes / 1e9:.2f} GB over loopback, fresh receivers")
     with contextlib.ExitStack() as stack:
         addresses: dict[Serve, Address] = {}
-        for round_number, variant in options.rounds(f"fetch {spec.name}", measured):
+        for round_number, variant in options.rounds(f"{benchmark} {spec.name}", measured):
             if variant.serve not in addresses:
                 addresses[variant.serve] = variant.serve(state, num_bytes, stack)
             num_fetches = _NUM_FULL_FETCHES if options.is_full and not variant.is_sender_busy else 1
@@ -134,7 +140,6 @@ def _run_state(spec: StateSpec, options: Options) -> Group:
                 memory = Sample(round_number, fetched[0].peak_bytes / 1e6, fetched[0].others_share)
                 group.add(variant, MEMORY, memory)
     group.sort(measured)
-    group.verdicts = judge(group)
     return group
 
 
