@@ -15,7 +15,7 @@ TransportError
 │   │   └── UnknownHostError    nobody knows an address for the peer's name
 │   ├── PeerProtocolError       an answer outside the protocol
 │   │   └── MessageDamagedError a request, or the head of its answer, was damaged on its way
-│   ├── PeerAuthenticationError the job token is missing or wrong
+│   ├── PeerAuthenticationError the job token or a certificate is missing or wrong
 │   ├── PeerNotReadyError       the peer has no snapshot yet
 │   ├── StepNotServedError      the peer serves other steps
 │   └── SnapshotReplacedError   the snapshot that a fetch was bound to is gone
@@ -214,7 +214,7 @@ class MessageDamagedError(PeerProtocolError):
 
 
 class PeerAuthenticationError(PeerError):
-    """The peer has no proof of the job token, or asks for one, and this process has none or another token."""
+    """The peer has no proof of the job token or no certificate that is good, or this process has none for the peer."""
 
     http_status = 401
 
