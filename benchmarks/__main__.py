@@ -14,7 +14,7 @@ try:
 except ImportError:
     sys.exit("the benchmarks need the extra 'bench': pip install -e '.[bench,torchft]'")
 
-from benchmarks import checkpoint, clone, delta, fetch, heal, loop, publishing, reading, reshard, stall, tls
+from benchmarks import checkpoint, clone, delta, fetch, heal, loop, publishing, reading, reshard, stall, tls, token
 from benchmarks.machine import describe, file_system_of, is_on_disk, wait_until_quiet
 from benchmarks.options import FULL, QUICK, Benchmark, Options
 from benchmarks.report import Group, write_json
@@ -22,7 +22,7 @@ from benchmarks.tables import make_console, print_figures, print_verdicts
 
 BENCHMARKS = {
     module.BENCHMARK.name: module.BENCHMARK
-    for module in (clone, fetch, reshard, stall, loop, heal, checkpoint, reading, publishing, delta, tls)
+    for module in (clone, fetch, reshard, stall, loop, heal, checkpoint, reading, publishing, delta, tls, token)
 }
 ON_DISK = (checkpoint.BENCHMARK, reading.BENCHMARK)
 _RESULTS = Path(__file__).resolve().parent / "results"

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.ceilings import bare_receiver, bare_sender
 from benchmarks.states import State, StateSpec, build_destination
-from ft_transport import HTTPTransport, SnapshotInProgress, TLSFiles, TransportSettings
+from ft_transport import HTTPTransport, SnapshotInProgress, TransportSettings
 
 TIMEOUT: Final = timedelta(seconds=60)
 STEP: Final = 1
@@ -71,18 +71,16 @@ def clone(transport: HTTPTransport[Any], state: State) -> SnapshotInProgress:
     return snapshot
 
 
-def serve_ours(state: State, _num_bytes: int, stack: contextlib.ExitStack, *, tls: TLSFiles | None = None) -> Address:
-    transport = our_transport(tls=tls)
+def serve_ours(state: State, _num_bytes: int, stack: contextlib.ExitStack, **settings: Any) -> Address:
+    transport = our_transport(**settings)
     stack.callback(transport.shutdown)
     transport.send_checkpoint([1], STEP, state, TIMEOUT)
     return lambda _num_fetches: transport.metadata()
 
 
-def prepare_ours(
-    receiver: Receiver, *, in_place: bool = True, verify: bool = True, tls: TLSFiles | None = None
-) -> Fetch:
+def prepare_ours(receiver: Receiver, *, in_place: bool = True, **settings: Any) -> Fetch:
     own_state = build_destination(receiver.spec) if in_place else None
-    transport = our_transport((lambda: own_state) if in_place else None, verify=verify, tls=tls)
+    transport = our_transport((lambda: own_state) if in_place else None, **settings)
     return lambda: transport.recv_checkpoint(0, receiver.address, STEP, TIMEOUT)
 
 

@@ -282,6 +282,7 @@ class GroupRanks:
         published = self._publish(store, number, answer_to_all, publishing, remove=old)
         if published.error:
             raise QuorumError(f"rank 0 of this replica has already told the others: {published.error}")
+        self._refuse_foreign(published)
         return bytes(published.result)
 
     def _follow(self, store: StoreChannel, kind: Exchange, report: RankReport, deadline: Deadline) -> bytes:
@@ -297,15 +298,18 @@ class GroupRanks:
         if answer.error:
             error_type = QuorumTimeoutError if answer.is_timeout else _AtOddsError if answer.is_at_odds else QuorumError
             raise error_type(f"rank 0 of this replica: {answer.error}")
-        if answer.nonces[self.rank : self.rank + 1] != (self._nonce,):
-            raise QuorumError(
-                f"rank {self.rank}: expected an answer to what this rank has said, got one to another rank"
-            )
+        self._refuse_foreign(answer)
         is_to_this = answer.kind is kind and answer.attempts[self.rank : self.rank + 1] == (sent.attempt,)
         # A vote counts as it was taken, also where this rank has thought better of it meanwhile.
         if is_to_this or answer.kind is kind is not Exchange.QUORUM:
             return bytes(answer.result)
         raise _AtOddsError(f"rank 0 of this replica has answered rank {self.rank} before it was interrupted")
+
+    def _refuse_foreign(self, answer: _Answer) -> None:
+        if answer.nonces[self.rank : self.rank + 1] != (self._nonce,):
+            raise QuorumError(
+                f"rank {self.rank}: expected an answer to what this rank has said, got one to another rank"
+            )
 
     def _answer(self, store: StoreChannel, number: int, deadline: Deadline) -> _Answer:
         (found,) = self._await(store, {self._key(number, "answer"): 0}, deadline.cap(_LONGEST))
