@@ -7,6 +7,7 @@ encrypted by another thread than the one that has answered the request.
 from __future__ import annotations
 
 import contextlib
+import re
 import ssl
 from typing import Final, cast
 
@@ -18,7 +19,8 @@ MAX_RECORD_BYTES: Final = 16 << 10
 PLAIN_ALERT: Final = bytes((0x15, 3, 3, 0, 2, 2, 40))
 """A fatal ``handshake_failure``, before anything is encrypted (RFC 8446, section 6): the answer to plain HTTP."""
 
-_RECORD_TYPES: Final = (0x14, 0x15, 0x16, 0x17)
+_HTTP: Final = re.compile(rb"[A-Z]{3}")
+"""How an answer of HTTP begins, and a request; no record does, nor does one with a bit changed."""
 _NOTHING_IN_COMMON: Final = frozenset(
     {
         "INSUFFICIENT_SECURITY",
@@ -38,7 +40,7 @@ class TLSRefusedError(Exception):
 
 
 class TLSBrokenError(ConnectionError):
-    """What came is no TLS any more: it was changed on its way."""
+    """What came is not what the other end has sent, as far as can be told; another attempt may succeed."""
 
 
 class TLSChannel:
@@ -91,7 +93,7 @@ class TLSChannel:
             TLSBrokenError: What came is no TLS.
         """
         # Before TLS sees it: it would complain of a version.
-        if self._first and not self._may_be_tls():
+        if _HTTP.fullmatch(self._first):
             raise TLSRefusedError("expected TLS, the peer speaks without it")
         try:
             self.object.do_handshake()
@@ -130,10 +132,6 @@ class TLSChannel:
         with contextlib.suppress(ssl.SSLError, ValueError):  # It would wait for the other end's word.
             self.object.unwrap()
 
-    def _may_be_tls(self) -> bool:
-        expected = (_RECORD_TYPES, (3,))
-        return all(byte in allowed for byte, allowed in zip(self._first, expected, strict=False))
-
     def _failure(self, error: ssl.SSLError) -> TLSRefusedError | TLSBrokenError:
         other = "receiver" if self._is_server else "server"
         reason = error.reason or type(error).__name__
@@ -144,7 +142,8 @@ class TLSChannel:
         if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
             return TLSRefusedError(f"the {other} has shown no certificate")
         if reason in _NOTHING_IN_COMMON:
-            return TLSRefusedError(f"expected TLS 1.2 or later with a cipher of both sides: {_words(reason)}")
+            # No peer that has another version is of the job; one whose first words were changed on their way is.
+            return TLSBrokenError(f"expected TLS 1.2 or later with a cipher of both sides: {_words(reason)}")
         if "_ALERT_" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
             words = _words(reason.partition("_ALERT_")[2])
             return TLSRefusedError(
