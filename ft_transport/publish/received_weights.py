@@ -64,12 +64,13 @@ class ReceivedWeights:
         *,
         paused: Callable[[], AbstractContextManager[object]],
         keys: Keys | None,
+        tls: TLSFiles | None = None,
         timeout: timedelta,
     ) -> None:
         self._weights = weights
         self._paused = paused
         self._timeout = timeout
-        settings = TransportSettings(stall_timeout=_STALL_TIMEOUT)
+        settings = TransportSettings(stall_timeout=_STALL_TIMEOUT, tls=tls)
         self._client = StateClient[Any](
             settings,
             timeout=timeout,

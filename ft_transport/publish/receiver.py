@@ -31,6 +31,7 @@ from ft_transport.publish.order_server import Caller, OrderServer
 from ft_transport.publish.received_weights import ReceivedWeights, WeightsDifferError, WeightsUnusableError
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import check_duration
+from ft_transport.tls import TLSFiles
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class WeightReceiver:
             that stand for them here; such as that of a forwarded port.
         sources: From where versions may be fetched: networks (``10.0.0.0/8``), addresses and host names. Default: with
             a token from anywhere, without one from the loopback; these narrow it.
+        tls: Certificates with which versions are fetched, see ``TransportSettings``; what the publisher tells this
+            receiver does not go through them.
         timeout: For fetching a version.
         patience: While another order waits, a fetch that receives less than 1 MiB/s over so long is ended.
 
@@ -80,13 +83,14 @@ class WeightReceiver:
         token: str | None = None,
         reached_at: Sequence[str] = (),
         sources: Sequence[str] | None = None,
+        tls: TLSFiles | None = None,
         timeout: timedelta = timedelta(minutes=10),
         patience: timedelta = timedelta(seconds=10),
     ) -> None:
         for name, duration in (("timeout", timeout), ("patience", patience)):
             check_duration(name, duration, at_least=timedelta.resolution)
         keys = Keys.of(token) if token is not None else Keys.from_environment()
-        self._received = ReceivedWeights(weights, paused=paused, keys=keys, timeout=timeout)
+        self._received = ReceivedWeights(weights, paused=paused, keys=keys, tls=tls, timeout=timeout)
         allowed = AllowedSources(sources, loopback_only=keys is None)
         self._end = SafeEnd()
         host = bound_host(host, is_guarded=keys is not None, may_open=False)
