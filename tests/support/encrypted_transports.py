@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from http.client import HTTPConnection, HTTPSConnection
 from typing import Any
 
-from certificates import Issued
+from certificates import HOST, Issued, client_context
 from proxy import Proxy, proxied
 
 from ft_transport import HTTPTransport, TransportSettings
@@ -50,3 +51,10 @@ def tapped(port: int) -> Iterator[Tap]:
 
 def port_of(transport: HTTPTransport[Any]) -> int:
     return int(transport.metadata().split(":")[2].split("/")[0])
+
+
+def connection(port: int, issued: Issued | None) -> HTTPConnection:
+    """One of other software."""
+    if issued is None:
+        return HTTPConnection(HOST, port, timeout=20)
+    return HTTPSConnection(HOST, port, timeout=20, context=client_context(issued))

@@ -1,4 +1,4 @@
-"""TLS between peers: what is on the wire, who is refused and how both sides say so."""
+"""TLS between peers: who is refused and how both sides say so, and peers that stall. The wire: test_tls_wire.py."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from datetime import timedelta
-from http.client import HTTPConnection, HTTPSConnection, IncompleteRead
+from http.client import HTTPSConnection, IncompleteRead
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from certificates import HOST, Issued, client_context, issue
-from encrypted_transports import TIMEOUT, port_of, tapped, transport
+from encrypted_transports import TIMEOUT, connection, port_of, transport
 from faulty_transports import fetching_threads
+from lent_memory import lent
 from programs import run
-from served_memory import MemorySnapshot, Serving, serving, until
+from served_memory import serving, until
 
 from ft_transport import (
     DeadlineExceededError,
@@ -36,12 +37,8 @@ from ft_transport import (
 )
 from ft_transport import tls as tls_files
 from ft_transport.coordination.rendezvous import nobody_listens
-from ft_transport.errors import SnapshotError
 from ft_transport.http import tls_protocol
 from ft_transport.tls import AUTHORITY_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE
-from ft_transport.wire.chunks import digest
-from ft_transport.wire.manifest import encode_digests
-from ft_transport.wire.slices import Slice, encode_request
 
 WEIGHTS = b"these are weights in the clear. "
 DATA = WEIGHTS * 40_000
@@ -61,158 +58,10 @@ def source(issued: Issued) -> Iterator[HTTPTransport[Any]]:
         yield made
 
 
-def connection(port: int, issued: Issued | None) -> HTTPConnection:
-    """One of other software."""
-    if issued is None:
-        return HTTPConnection(HOST, port, timeout=20)
-    return HTTPSConnection(HOST, port, timeout=20, context=client_context(issued))
-
-
 def refusal(receiver: HTTPTransport[Any], address: str) -> PeerError:
     with pytest.raises(PeerError) as raised:
         receiver.fetch(address, 1, timeout=TIMEOUT)
     return raised.value
-
-
-# ------------------------------------------------------------------------------------------------------------ the wire
-
-
-class LentMemory:
-    """Stands in for live memory, after ``wire.served.SharedFile``."""
-
-    def __init__(self, snapshot: MemorySnapshot) -> None:
-        self._content = memoryview(snapshot.content)
-        self._num_header_bytes = len(snapshot.header)
-        self.num_pinned = 0
-        self.is_lost = False
-
-    @contextmanager
-    def pin(self, start: int, end: int) -> Iterator[list[memoryview]]:
-        if self.is_lost:
-            raise SnapshotError("it is lost")
-        self.num_pinned += 1
-        try:
-            middle = (start + end) // 2
-            yield [self._content[start:middle], self._content[middle:end]]
-        finally:
-            self.num_pinned -= 1
-
-    @contextmanager
-    def pin_data(self, start: int, end: int) -> Iterator[list[memoryview]]:
-        with self.pin(start + self._num_header_bytes, end + self._num_header_bytes):
-            yield [self._content[self._num_header_bytes + start : self._num_header_bytes + end]]
-
-    def encoded_digests(self) -> str:
-        return encode_digests([digest(self._content)])
-
-
-@contextmanager
-def lent(served: Serving, data: bytes = DATA) -> Iterator[LentMemory]:
-    """Live memory in the place of a snapshot's file."""
-    served.cache.reserve()
-    snapshot = MemorySnapshot(5, data)
-    file, memory = snapshot.memory, LentMemory(snapshot)
-    snapshot.memory = memory
-    close = snapshot.close
-
-    def close_file() -> None:
-        snapshot.memory = file
-        close()
-
-    snapshot.close = close_file  # type: ignore[method-assign]
-    served.cache.put(snapshot)
-    yield memory
-
-
-SLICES = encode_request(
-    [(Slice(0, 1 << 20),), (Slice(3, 5000), Slice(9000, 1)), (Slice(len(DATA) - 100_000, 100_000),)]
-)
-ROUTES: dict[str, tuple[str, str, dict[str, str], bytes | None, bytes]] = {
-    "full": ("GET", "/checkpoint/5/full", {}, None, WEIGHTS),
-    "a range": ("GET", "/checkpoint/5/full", {"Range": "bytes=2000-900000"}, None, WEIGHTS),
-    "a range inside the header": ("GET", "/checkpoint/5/full", {"Range": "bytes=8-80"}, None, b"Content-Range"),
-    "slices": ("POST", "/checkpoint/5/slices", {}, SLICES, WEIGHTS),
-    "metadata": ("GET", "/checkpoint/5/metadata", {}, None, b"data_offsets"),
-    "digests": ("GET", "/checkpoint/5/digests", {}, None, b"Content-Length"),
-    "delta": ("GET", "/checkpoint/4/delta", {}, None, WEIGHTS),
-    "status": ("GET", "/status", {}, None, b"replica-7"),
-}
-
-
-@pytest.mark.parametrize("is_encrypted", [False, True])
-@pytest.mark.parametrize(
-    ("route", "is_lent"),
-    # The digests of a file are in its metadata.
-    [(route, is_lent) for route in ROUTES for is_lent in (False, True) if is_lent or route != "digests"],
-)
-def test_the_wire_shows_nothing_in_any_route(issued: Issued, route: str, is_encrypted: bool, is_lent: bool) -> None:
-    """In the clear the same tap sees it all; and both ways the same comes."""
-    method, path, headers, body, content = ROUTES[route]
-    with serving(tls=issued.files if is_encrypted else None) as served, contextlib.ExitStack() as stack:
-        if is_lent:
-            stack.enter_context(lent(served))
-        else:
-            served.put(5, DATA)
-        served.server.deltas.keep(4, DATA)
-        answers = []
-        with tapped(served.server.port) as tap:
-            for port in (served.server.port, tap.proxy.port):
-                with closing(connection(port, issued if is_encrypted else None)) as http:
-                    # Twice: what is left of one answer would spoil the next one on the connection.
-                    for _ in range(2):
-                        http.request(method, path, body=body, headers=headers)
-                        response = http.getresponse()
-                        answers.append((response.status, response.read()))
-        assert {status for status, _ in answers} <= {200, 206}
-        assert len(set(answers)) == 1
-        assert len(tap.content) > 2 * len(answers[0][1])
-        assert (content in tap.content) == (not is_encrypted)
-
-
-@pytest.mark.parametrize("how", ["fetch", "fetch_sharded", "fetch_deltas", "only_changed", "with a token"])
-@pytest.mark.parametrize("is_encrypted", [False, True])
-def test_what_is_received_is_what_was_sent_and_nobody_on_the_way_sees_it(
-    issued: Issued, how: str, is_encrypted: bool
-) -> None:
-    own = issued if is_encrypted else None
-    token = "correct-horse" if how == "with a token" else None
-    with tapped(0) as tap:
-        reached_at = [f"{HOST}:{tap.proxy.port}"]
-        with transport(own, token=token, reached_at=reached_at) as sender, transport(own, token=token) as receiver:
-            tap.proxy.target_port = port_of(sender)
-            sender.send_checkpoint([], 1, STATE, TIMEOUT)
-            address = tap.address(sender)
-            assert address.startswith("https://" if is_encrypted else "http://")
-            match how:
-                case "fetch" | "with a token":
-                    got = receiver.fetch(address, 1).state["layer"]
-                case "fetch_sharded":
-                    got = receiver.fetch_sharded([address], 1).state["layer"]
-                case "only_changed":
-                    own_layer = STATE["layer"].clone()
-                    own_layer[100] += 1
-                    got = receiver.fetch(address, 1, into={"layer": own_layer}, only_changed=True).state["layer"]
-                case _:
-                    got = STATE["layer"]
-                    sender.keep_delta(1, _delta())
-                    deltas = receiver.fetch_deltas(address, 1, 2, max_bytes=1 << 24)
-                    assert [(each.base, each.version) for each in deltas] == [(1, 2)]
-            assert torch.equal(got, STATE["layer"])
-            expected = b"w.secret" if how == "fetch_deltas" else WEIGHTS
-            assert (expected in tap.content) == (not is_encrypted)
-
-
-def _delta() -> bytes:
-    import numpy as np
-
-    from ft_transport.wire.delta import TensorPair, encode_delta
-
-    old = np.zeros(1000, np.uint8)
-    new = old.copy()
-    new[7] = 3
-    encoded = encode_delta(2, 1, [TensorPair("w.secret", 1, old, new)])
-    assert encoded is not None
-    return encoded
 
 
 def test_the_address_that_peers_are_told_is_reached(issued: Issued) -> None:
@@ -470,7 +319,7 @@ def test_a_receiver_that_takes_its_time_holds_no_memory_that_is_lent(issued: Iss
 
 
 def test_lent_memory_that_is_lost_cuts_the_answer_short(issued: Issued) -> None:
-    with serving(tls=issued.files) as served, lent(served) as memory:
+    with serving(tls=issued.files) as served, lent(served, DATA) as memory:
         memory.is_lost = True
         with closing(connection(served.server.port, issued)) as http:
             http.request("GET", "/checkpoint/5/full")
