@@ -23,6 +23,7 @@ from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import overlaps_itself
 from ft_transport.state.matching import Incoming
 from ft_transport.state.views import extent_bytes, has_own_memory
+from ft_transport.tls import TLSFiles
 from ft_transport.transfer.client import FetchRequest, StateClient
 
 logger = logging.getLogger(__name__)
