@@ -19,6 +19,7 @@ from ft_transport.errors import (
     DeadlineExceededError,
     MessageDamagedError,
     PeerAuthenticationError,
+    PeerNotReadyError,
     PeerProtocolError,
     PeerUnreachableError,
     TransportError,
@@ -220,6 +221,9 @@ class Connection:
         if response.status != 200:
             refusal = refusal_of(response, self.peer, in_session=False)
             if refusal.retryable:
+                if isinstance(refusal, PeerNotReadyError):
+                    # Nobody has proved anything yet: with an ``after`` of the way an older snapshot were new enough.
+                    refusal.after = None
                 raise refusal
             refusal = PeerAuthenticationError(f"{expected}, it did not: {refusal.message}", peer=str(self.peer))
             check_understood(RequestRead("GET", path, {}, None), response, refusal, self.peer)

@@ -15,6 +15,7 @@ from proxy import Fault, Link, Proxy, proxied
 from scripted_peer import Peer, scripted
 
 from ft_transport import (
+    DeadlineExceededError,
     FetchFailedError,
     HTTPTransport,
     PeerAuthenticationError,
@@ -176,6 +177,22 @@ def test_one_changed_answer_costs_one_more_request() -> None:
     changing = _changing(rb"FT-Proof: ....", b"FT-Proof: 0000")
     with meddler(changing, times=1) as (proxy, _source), transport() as receiver:
         assert receiver.fetch(proxy.url, 1).state == STATE
+
+
+def test_what_nobody_has_proved_makes_no_older_snapshot_new_enough() -> None:
+    """``FT-After`` of an answer to the challenge, which whoever is on the way can make."""
+
+    def refuse(link: Link, _data: bytes) -> bool:
+        link.send(b"HTTP/1.1 503 Service Unavailable\r\nFT-After: 0\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n")
+        return False
+
+    with meddler(refuse, times=1) as (proxy, source), transport() as receiver:
+        newest = source._server.http._cache.newest_sequence()
+        source.serve_fresh(lambda _step: newest)  # the trainer is past the step that is served
+        with pytest.raises(DeadlineExceededError, match="waiting for a snapshot"):
+            receiver.fetch(proxy.url, "latest", timeout=timedelta(seconds=0.8))
+        assert proxy.num_faulty == 1
+        assert len(proxy.requests) > 1, "it has asked again"
 
 
 def _statuses(port: int, requests: list[bytes]) -> list[int]:
