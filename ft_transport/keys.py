@@ -10,6 +10,7 @@ import functools
 import hashlib
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -52,6 +53,7 @@ class Keys:
         self._text = read()
         self._keys = _keys_of(self._text)
         self._looked_s = time.monotonic()
+        self._told = ""
 
     @classmethod
     def of(cls, token: str) -> Keys:
@@ -123,8 +125,11 @@ class Keys:
                 self._text = text
                 self._keys = _keys_of(text)
                 logger.info("the job token was replaced; it signs as %s now", self._keys[0].key_id)
+            self._told = ""
         except ConfigurationError as error:
-            logger.warning("the job token stays as it was: %s", error)
+            if self._told != (told := str(error)):
+                self._told = told
+                logger.warning("the job token stays as it was: %s", told)
 
     def __repr__(self) -> str:
         return f"Keys({', '.join(key.key_id for key in self._keys)})"
@@ -150,8 +155,14 @@ def _stretched(token: bytes) -> bytes:
 
 def _file_text(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
+        # A FIFO would hold who opens it until somebody writes to it; a regular file ignores O_NONBLOCK (open(2)).
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ConfigurationError(f"expected a regular file with a job token at {path}, it is something else")
+            content = os.read(descriptor, _MAX_FILE_BYTES + 1)
+        finally:
+            os.close(descriptor)
         if len(content) > _MAX_FILE_BYTES:
             raise ConfigurationError(f"expected a file of at most {_MAX_FILE_BYTES} bytes with a job token at {path}")
         return content.decode("ascii")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
+import threading
 import time
 from pathlib import Path
 
@@ -96,3 +99,52 @@ def test_a_file_that_is_replaced_is_read_again_and_one_that_is_broken_changes_no
     now_s += 1
     assert not keys.verifies(signed_before, "vote")
     assert "stays as it was" in caplog.text
+
+
+def test_a_pipe_in_place_of_the_file_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever opens a FIFO waits for a writer, here on a server's event loop."""
+    path = tmp_path / "token"
+    path.write_text("old")
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    keys = Keys.from_file(path)
+    path.unlink()
+    os.mkfifo(path)
+    asking = threading.Thread(target=lambda: [keys.current(), keys.current()])
+    now_s += 1
+    asking.start()
+    asking.join(0.5)
+    was_held_up = asking.is_alive()
+    with contextlib.suppress(OSError):  # nobody reads
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    asking.join()
+    assert not was_held_up
+    assert keys.verifies(Keys.of("old").sign("vote"), "vote")
+    assert "stays as it was" in caplog.text
+    for unusable in (path, tmp_path):
+        with pytest.raises(ConfigurationError, match="regular file"):
+            Keys.from_file(unusable)
+
+
+def test_what_is_wrong_with_the_file_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "token"
+    path.write_text("old")
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    keys = Keys.from_file(path)
+    path.unlink()
+    for _ in range(5):
+        now_s += 1
+        keys.current()
+    assert len(caplog.records) == 1
+    path.write_text("old")
+    now_s += 1
+    keys.current()
+    path.unlink()
+    now_s += 1
+    keys.current()
+    assert len(caplog.records) == 2, "it was well in between"
