@@ -26,13 +26,14 @@ MAX_ERROR_BODY_BYTES: Final = 2048
 _REQUEST_TIMEOUT: Final = 408
 
 
-def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool) -> PeerError:
+def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool, has_token: bool = False) -> PeerError:
     """The error that an answer means which is no success.
 
     Args:
         response: Its head; its body is read.
         source: Who sent it.
         in_session: Whether the peer has proved itself, and the answer.
+        has_token: Whether this side has tried to prove that it knows the job token.
     """
     peer = str(source)
     reason = escape_peer_text(
@@ -41,6 +42,8 @@ def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool)
     match response.status:
         case 401 if in_session:
             return MessageDamagedError(f"the peer did not get the request as it was made: {reason}", peer=peer)
+        case 401 if has_token:
+            return PeerAuthenticationError(f"the peer has refused the challenge: {reason}", peer=peer)
         case 401:
             return PeerAuthenticationError(
                 f"the peer asks for a proof of the job token, and this side has none ({TOKEN_VARIABLE}): {reason}",

@@ -219,7 +219,7 @@ class Connection:
         response = self._ask(http, "GET", path, {})
         expected = f"expected the peer to prove that it knows the job token ({TOKEN_VARIABLE})"
         if response.status != 200:
-            refusal = refusal_of(response, self.peer, in_session=False)
+            refusal = refusal_of(response, self.peer, in_session=False, has_token=True)
             if refusal.retryable:
                 if isinstance(refusal, PeerNotReadyError):
                     # Nobody has proved anything yet: with an ``after`` of the way an older snapshot were new enough.
