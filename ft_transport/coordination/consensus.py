@@ -7,9 +7,11 @@ operations times out. Data goes through a gloo group (``coordination.exchange``)
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,6 +51,10 @@ _FIRST_PATIENCE: Final = 10
 _LONGEST_BEAT_S: Final = 1.0
 """How often a rank shows that it is alive, and looks at whether others are."""
 
+
+_MAX_VERDICTS: Final = 16
+"""A rank that was interrupted has not heard the last ones."""
+_VERDICT_DIGITS: Final = 16
 
 _num_groups: dict[str, int] = {}
 
@@ -128,6 +134,9 @@ class Agreement:
         self._seal = Seal(group.keys, channel, *map(str, group.global_ranks))
         # Of this agreement, so that nobody can tell it what another one was told.
         self._nonce = secrets.token_hex(8)
+        # As `Vote.heard` names them, the last one last. They hold nonces of this run: no other has them.
+        self._is_signed = group.keys is not None
+        self._verdicts: deque[str] = deque(maxlen=_MAX_VERDICTS)
         self._timeout = timeout
         self._beat_s = min(_LONGEST_BEAT_S, timeout.total_seconds() / 4)
         self._heartbeat = (
@@ -186,7 +195,9 @@ class Agreement:
         self.sequence += 1
         self._beat()
         try:
-            vote = Vote(phase=phase, payload=action() or b"", nonce=self._nonce)
+            payload = action() or b""
+            heard = self._verdicts[-1] if self._verdicts else ""
+            vote = Vote(phase=phase, payload=payload, nonce=self._nonce, heard=heard)
         except Exception as error:
             vote = Vote(phase=phase, failure=describe(error))
             self._announce()
@@ -264,7 +275,7 @@ class Agreement:
             return self._settle(self._channel, [None, *[vote] * (self.size - 1)])
         found = self._await(self._channel, {rank: f"vote/{number}/{rank}" for rank in range(1, self.size)})
         votes = [vote, *(self._vote_of(rank, each, vote.phase) for rank, each in enumerate(found, start=1))]
-        if None in votes:
+        if None in votes or any(vote is not None and _may_be_forged(vote) for vote in votes):
             return self._settle(self._channel, votes)
         # All ranks have read the verdict before the last one.
         old = [f"vote/{number - 1}/{rank}" for rank in range(1, self.size)]
@@ -279,7 +290,10 @@ class Agreement:
         return self._opened(channel.set_once(key, proposed.decode(), self._timeout, remove=remove))
 
     def _opened(self, verdict: bytes) -> list[Vote | None]:
-        return decode_all(self._seal.opened(verdict, f"verdict/{self.sequence}"), self.size)
+        votes = decode_all(self._seal.opened(verdict, f"verdict/{self.sequence}"), self.size)
+        if self._is_signed:
+            self._verdicts.append(hashlib.sha256(verdict).hexdigest()[:_VERDICT_DIGITS])
+        return votes
 
     def _checked(self, votes: list[Vote | None], own: Vote) -> list[Vote | None]:
         """Makes sure that a success of all ranks is one of this rank's own vote, and not of an earlier run."""
@@ -294,7 +308,14 @@ class Agreement:
         if encoded is None:
             return None
         try:
-            return decode(self._seal.opened(encoded, f"vote/{self.sequence}/{rank}"))
+            vote = decode(self._seal.opened(encoded, f"vote/{self.sequence}/{rank}"))
+            # A rank that has heard none was interrupted in the first phase, or this is it.
+            if vote.failure is None and vote.heard and vote.heard not in self._verdicts:
+                raise PeerProtocolError(
+                    f"expected rank {rank} to follow a verdict of this run; its vote is of an earlier run, or it has "
+                    "missed this rank in the last phase"
+                )
+            return vote
         except PeerProtocolError as error:
             return Vote(phase=phase, failure=describe(error))
 
@@ -318,3 +339,8 @@ class Agreement:
                 came = {rank: channel.get([key], AT_ONCE) for rank, key in keys.items() if rank not in gone}
                 return [each[0] if (each := came.get(rank)) else None for rank in keys]
         return list(found)
+
+
+def _may_be_forged(vote: Vote) -> bool:
+    """Whether it stands in place of one that was not believed: that rank may not have read the last verdict yet."""
+    return vote.failure is not None and vote.failure.kind == PeerProtocolError.__name__

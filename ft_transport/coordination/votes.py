@@ -89,13 +89,15 @@ class Vote(Struct, frozen=True, array_like=True, kw_only=True):
         phase: Which one; ranks that are in different ones have lost each other.
         failure: What went wrong, ``None`` if nothing did.
         payload: What the others are to know.
-        nonce: Drawn at random by whoever votes, so that no earlier vote can stand for this one.
+        nonce: Drawn at random by whoever votes, so that no earlier verdict can stand for this one.
+        heard: The last verdict that whoever votes has heard, so that no vote of an earlier run can stand for this one.
     """
 
     phase: str
     failure: Failure | None = None
     payload: bytes = b""
     nonce: str = ""
+    heard: str = ""
 
 
 @dataclass(frozen=True, slots=True)

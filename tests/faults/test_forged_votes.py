@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -72,6 +73,36 @@ def test_what_an_earlier_run_decided_decides_nothing(key: str) -> None:
         assert all("own vote" in str(each) for each in told)
     else:  # the rank's own vote may have taken the place of the earlier one in time
         assert all(each == [OWN] or isinstance(each, TransportError) for each in told)
+
+
+def test_a_rank_that_is_still_at_work_does_not_succeed_by_its_vote_of_an_earlier_run() -> None:
+    earlier, store = HashStore(), HashStore()
+    assert _told(earlier, "right", rounds=2) == [[OWN] * 2] * 2
+    store.set("test/vote/2/1", earlier.get("test/vote/2/1"))
+    first_is_done = threading.Event()
+
+    def act(agreement: Agreement) -> str:
+        agreement.run_on_all_ranks("begin", lambda: None)
+
+        def work() -> None:
+            if agreement.rank == 1:
+                assert first_is_done.wait(LONG.total_seconds()), "its vote is there already"
+                raise OSError("the disk is full")
+
+        try:
+            agreement.run_on_all_ranks("choose", work)
+        except TransportError as error:
+            return str(error)
+        finally:
+            if agreement.is_first:
+                first_is_done.set()
+        return "succeeded"
+
+    agreements = [Agreement(group, "test", LONG) for group in groups_of(2, store, "right")]
+    told = run_ranks(*(lambda each=each: act(each) for each in agreements))  # type: ignore[misc]
+    assert told[0] == told[1]
+    assert "rank 1" in told[0]
+    assert "earlier run" in told[0]
 
 
 def test_signed_votes_are_all_that_is_needed() -> None:
