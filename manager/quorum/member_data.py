@@ -65,6 +65,7 @@ class MemberTelling:
         self._keys = keys
         self._last_numbers: dict[str, int] = {}
         self._is_established = False
+        self._proved: frozenset[str] = frozenset()
         self._warned_s = -_WARN_EVERY_S
 
     def data_of(self, member: Member) -> dict[str, Any]:
@@ -99,7 +100,8 @@ class MemberTelling:
 
         Raises:
             QuorumError: One of them does not run this package; or in this replica's first quorum nobody else belongs to
-                the job: then it may be the one with a wrong token, and must not train alone.
+                the job: then it may be the one with a wrong token, and must not train alone. Or half of the last
+                quorum's members sign with another token now: then the job would fall in two.
         """
         told = [(participant.replica_id, self._member_of(participant)) for participant in participants]
         strangers = [replica_id for replica_id, member in told if member is None]
@@ -107,11 +109,34 @@ class MemberTelling:
         if strangers:
             has_company = any(member.replica_id != own_id for member in members)
             self._note(strangers, may_be_wrong=not has_company and not self._is_established)
+            self._refuse_to_part(members, participants)
         self._is_established = True
+        self._proved = frozenset(member.replica_id for member in members)
         return members
 
+    def _refuse_to_part(self, members: Sequence[Member], participants: Sequence[Any]) -> None:
+        """Only who is with most of those of the last quorum goes on where the others sign with another token."""
+        num_left = sum(member.replica_id in self._proved for member in members)
+        parted = [
+            each.replica_id for each in participants if each.replica_id in self._proved and self._has_other_token(each)
+        ]
+        if parted and len(parted) >= num_left:
+            raise QuorumError(
+                f"expected replicas with the same job token, and {_shown(parted)} of the last quorum sign with another "
+                f"one now; a token is replaced by 'old new' everywhere, then 'new old', then 'new' ({TOKEN_VARIABLE})"
+            )
+
+    def _has_other_token(self, participant: Any) -> bool:
+        """Whether it is signed with a key that is not here; what was said before is not."""
+        try:
+            data = msgspec.convert(participant.data, _MemberData)
+        except msgspec.ValidationError:
+            return False
+        key_id, is_signed, _ = data.signature.partition(":")
+        return bool(is_signed) and self._keys is not None and self._keys.with_id(key_id) is None
+
     def _note(self, strangers: Sequence[str], *, may_be_wrong: bool) -> None:
-        shown = ", ".join(repr(each[:_MAX_SHOWN_CHARACTERS]) for each in strangers[:_MAX_SHOWN])
+        shown = _shown(strangers)
         what = f"{len(strangers)} in the quorum do not prove this replica's job token ({TOKEN_VARIABLE}): {shown}"
         if self._keys is None:
             what = f"{len(strangers)} in the quorum have a job token, and this replica has none: {shown}"
@@ -170,3 +195,7 @@ class MemberTelling:
 def _signed(replica_id: str, step: int, store_address: str, data: _MemberData) -> bytes:
     unsigned = msgspec.structs.replace(data, signature="")
     return msgspec.json.encode((replica_id, step, store_address, unsigned))
+
+
+def _shown(replica_ids: Sequence[str]) -> str:
+    return ", ".join(repr(each[:_MAX_SHOWN_CHARACTERS]) for each in replica_ids[:_MAX_SHOWN])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,51 @@ def test_while_the_token_is_replaced_all_are_there() -> None:
     first, second = Keys.of("old new"), Keys.of("new old")
     for telling in (MemberTelling(first), MemberTelling(second)):
         assert _names(telling, _participant(_member("a"), first), _participant(_member("b"), second)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("num_ahead", "goes_on"), [(1, ("b", "c", "d")), (2, ()), (3, ("a", "b", "c"))])
+def test_where_a_token_was_replaced_too_early_the_job_does_not_fall_in_two(
+    num_ahead: int, goes_on: tuple[str, ...]
+) -> None:
+    names = ("a", "b", "c", "d")
+    tokens = dict.fromkeys(names, "old")
+    tellings: dict[str, MemberTelling] = {}
+
+    def members_of_all() -> dict[str, list[str] | QuorumError]:
+        said = [_participant(_member(name), Keys.of(tokens[name])) for name in names]
+        found: dict[str, list[str] | QuorumError] = {}
+        for name in names:
+            try:
+                found[name] = [member.replica_id for member in tellings[name].members_of(said, name)]
+            except QuorumError as error:
+                found[name] = error
+        return found
+
+    def read(name: str) -> str:
+        return tokens[name]
+
+    now_s = 1000.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ft_transport.keys.time", SimpleNamespace(monotonic=lambda: now_s))
+        tellings.update({name: MemberTelling(Keys(functools.partial(read, name))) for name in names})
+        assert members_of_all() == {key: list(names) for key in names}
+        tokens.update(dict.fromkeys(names[:num_ahead], "new"))
+        for _ in range(2):
+            now_s += 1
+            groups = members_of_all()
+            going = {name: each for name, each in groups.items() if isinstance(each, list)}
+            assert going == {key: list(goes_on) for key in goes_on}
+            assert all("'new old'" in str(each) for each in groups.values() if isinstance(each, QuorumError))
+        tokens.update(dict.fromkeys(names[num_ahead:], "new"))
+        now_s += 1
+        assert members_of_all() == {key: list(names) for key in names}, "it goes on where all have it"
+
+
+def test_what_a_dead_replica_has_said_stops_nobody() -> None:
+    telling = MemberTelling(OURS)
+    own, old, new = (_participant(_member(name), OURS) for name in ("own", "b", "b"))
+    assert _names(telling, own, new) == ["own", "b"]
+    assert _names(telling, own, old) == ["own"]
 
 
 def test_another_package_in_the_quorum_is_named_without_what_a_terminal_would_act_upon() -> None:
