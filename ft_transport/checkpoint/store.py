@@ -91,7 +91,7 @@ class CheckpointStore:
             self._trust, trouble = Trust(None, "", accepts_unsigned=False), error
         self._is_read_only = read_only
         self._root = checked_root(root)
-        group = RankGroup.of(process_group)
+        group = RankGroup.of(process_group, keys=self._trust.keys)
         timeout = self._settings.timeout
         self._directory = NumberedDirectory(self._root, "step", MANIFEST_NAME, is_private=self._settings.private)
         self._claim = RootClaim(self._root, is_private=self._settings.private)

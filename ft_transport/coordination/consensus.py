@@ -78,12 +78,13 @@ class RankGroup:
     keys: Keys | None = None
 
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup | None) -> RankGroup:
+    def of(cls, process_group: dist.ProcessGroup | None, *, keys: Keys | None = None) -> RankGroup:
         """Returns the ranks of a process group. Called on all of them, in the same order as for others of that group.
 
         Args:
             process_group: ``None`` stands for all of ``torch.distributed``, or for this process alone where that is not
                 initialised. No collective of it runs.
+            keys: Of the job token; ``None`` for the environment's.
 
         Raises:
             ConfigurationError: This rank does not belong to it, or the environment names no job token.
@@ -102,7 +103,8 @@ class RankGroup:
         default: Any = dist.distributed_c10d._get_default_store()
         ranks = "-".join(map(str, global_ranks)) if size <= 64 else name
         shared = PrefixStore(f"ft_transport/{name}/{ranks}/{number}", default)
-        return cls(rank=rank, size=size, global_ranks=global_ranks, shared=shared, keys=Keys.from_environment())
+        keys = keys if keys is not None else Keys.from_environment()
+        return cls(rank=rank, size=size, global_ranks=global_ranks, shared=shared, keys=keys)
 
     def store(self, prefix: str) -> Any:
         """A part of the store, for one purpose; ``None`` where there is one rank."""

@@ -56,7 +56,7 @@ class PeerRecovery:
         if process_group is None:
             return self._recover(source, step, options)
         start_s = time.monotonic()
-        ranks = RecoveringRanks(RankGroup.of(process_group), options.timeout)
+        ranks = RecoveringRanks(RankGroup.of(process_group, keys=self._transport.keys), options.timeout)
         if step == "latest":
             step = ranks.agree_on_step(
                 self._transport,

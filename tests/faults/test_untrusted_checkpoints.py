@@ -23,6 +23,8 @@ from ft_transport import (
 )
 from ft_transport.checkpoint.hashing import CHECKSUM
 from ft_transport.checkpoint.manifest import FORMAT_VERSIONS, MANIFEST_NAME, CheckpointManifest
+from ft_transport.coordination.consensus import RankGroup
+from ft_transport.keys import TOKEN_VARIABLE, Keys
 
 _DATA = "__0_0.distcp"
 _TOKEN, _OTHER = "the-token-of-this-job", "the-token-of-another-job"
@@ -190,6 +192,24 @@ def test_the_token_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytes
     expect_loaded(root, token=_TOKEN)
     monkeypatch.delenv("FT_TRANSPORT_TOKEN")
     expect_refused(root, "the keys here are", token=_OTHER)
+
+
+def test_the_token_that_signs_checkpoints_signs_what_ranks_agree_on(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the environment has none: who writes to the ranks' store could choose for all of them what is loaded."""
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    given: list[Keys | None] = []
+
+    def of(_group: object, *, keys: Keys | None = None) -> RankGroup:
+        given.append(keys)
+        return RankGroup()
+
+    monkeypatch.setattr(RankGroup, "of", of)
+    with reading(root):
+        [keys] = given
+        assert keys is not None
+        assert Keys.of(_TOKEN).verifies(keys.sign("vote"), "vote")
 
 
 def test_a_token_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
