@@ -37,7 +37,7 @@ from ft_transport import (
 )
 from ft_transport import tls as tls_files
 from ft_transport.coordination.rendezvous import nobody_listens
-from ft_transport.http import tls_protocol
+from ft_transport.http import admission, listener, tls_protocol
 from ft_transport.tls import AUTHORITY_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE
 
 WEIGHTS = b"these are weights in the clear. "
@@ -255,8 +255,14 @@ def test_renewed_files_serve_new_connections_and_running_ones_go_on(
 # -------------------------------------------------------------------------------------------------- peers that stall
 
 
+def let_newcomers_wait(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr(admission, "NEWCOMER_S", seconds)
+    monkeypatch.setattr(listener, "_SWEEP_S", 0.05)
+
+
 def test_handshakes_that_stall_hold_up_nobody_and_end(issued: Issued, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls_protocol, "_HANDSHAKE_TIMEOUT_S", 0.3)
+    let_newcomers_wait(monkeypatch, 0.5)
     with serving(tls=issued.files) as served, contextlib.ExitStack() as stack:
         served.put(5, DATA)
         stalled = [
@@ -275,6 +281,7 @@ def test_handshakes_that_stall_hold_up_nobody_and_end(issued: Issued, monkeypatc
 
 def test_no_crowd_of_handshakes_keeps_a_peer_out(issued: Issued, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls_protocol, "_MAX_OUTSIDE", 4)
+    let_newcomers_wait(monkeypatch, 0.5)
     with serving(tls=issued.files) as served, contextlib.ExitStack() as stack:
         crowd = [
             stack.enter_context(socket.create_connection((HOST, served.server.port), timeout=20)) for _ in range(30)
