@@ -73,7 +73,8 @@ class TransportSettings:
         chunk_bytes: Unit of fetch and of digest.
         keyed_digests: How chunks are digested where there is a job token: ``blake3-64``, which nobody without it can
             forge, or ``keyed-xxh3-64``, which is faster and withstands strangers alone (``wire.digester``).
-        verify: Whether received chunks are compared with their digests.
+        verify: Whether received chunks are compared with their digests. Nothing else shows that who is on the way has
+            not changed them, with a job token too.
         max_failures: Failures in a row after which a source is given up.
         connect_timeout: For one connection attempt.
         stall_timeout: Longest silence of a sender; and the time in which a receiver has to take 4 MiB, or what is left.
