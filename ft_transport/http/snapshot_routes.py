@@ -25,6 +25,7 @@ from ft_transport.wire.authentication import (
     content_digest,
 )
 from ft_transport.wire.chunks import CHUNK_BYTES
+from ft_transport.wire.key import Bytes
 from ft_transport.wire.routes import (
     DELTA_ROUTE,
     DIGESTS_ROUTE,
@@ -153,7 +154,7 @@ class SnapshotRoutes:
         except (asyncio.TimeoutError, ConnectionError, web.RequestPayloadError):
             raise web.HTTPRequestTimeout(text="the body did not come", headers={"Connection": "close"}) from None
         request[BODY] = body
-        if self._keys is not None and request.headers.get(CONTENT_DIGEST_HEADER) != content_digest(body):
+        if self._keys is not None and request.headers.get(CONTENT_DIGEST_HEADER) != await _digested(body):
             raise PeerAuthenticationError("expected the body of a request as it was made, it was changed")
         reading = await self._requests.read(request)
         with reading as snapshot:
@@ -166,8 +167,7 @@ class SnapshotRoutes:
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream", "Cache-Control": "no-store"})
         response.content_length = len(delta)
         if self._keys is not None:
-            digesting = asyncio.get_running_loop().run_in_executor(None, content_digest, delta)
-            response.headers[CONTENT_DIGEST_HEADER] = await digesting
+            response.headers[CONTENT_DIGEST_HEADER] = await _digested(delta)
         await response.prepare(request)
         for start in range(0, len(delta), CHUNK_BYTES):
             try:
@@ -201,6 +201,11 @@ class SnapshotRoutes:
                 began_s=began_s,
                 outcome=outcome,
             )
+
+
+async def _digested(body: Bytes) -> str:
+    """The digest of a body, computed beside the event loop."""
+    return await asyncio.get_running_loop().run_in_executor(None, content_digest, body)
 
 
 def _asked_range(request: web.Request, total: int, etag: str) -> tuple[int, int] | None:

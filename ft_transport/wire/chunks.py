@@ -6,7 +6,6 @@ module, a network card or a wrong offset changed. It is no signature.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -45,11 +44,3 @@ class ChunkTable:
 def digest(data: bytes | memoryview) -> int:
     """The xxh3-64 digest of ``data`` as an unsigned 64-bit number."""
     return xxhash.xxh3_64_intdigest(data)
-
-
-def digest_of(pieces: Iterable[memoryview]) -> int:
-    """The digest of pieces of memory, as if they lay one behind the other."""
-    hasher = Hasher()
-    for piece in pieces:
-        hasher.update(piece)
-    return hasher.intdigest()
