@@ -20,8 +20,8 @@ import weakref
 from pathlib import Path
 from typing import Final
 
-from ft_transport.checkpoint.regular_files import NotRegularFileError, make_directory, open_regular
 from ft_transport.errors import CheckpointError, CheckpointInUseError
+from ft_transport.runtime.regular_files import NotRegularFileError, make_directory, open_regular
 
 _OWNER_NAME: Final = ".owner"
 _OWNER_MODE: Final = 0o600

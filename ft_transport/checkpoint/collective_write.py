@@ -31,12 +31,12 @@ from msgspec import Struct
 from ft_transport.checkpoint.directory import NumberedDirectory, wait_until_visible
 from ft_transport.checkpoint.phases import Phases
 from ft_transport.checkpoint.plan import RankPlan
-from ft_transport.checkpoint.regular_files import create_file
 from ft_transport.checkpoint.settings import compare_settings
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.coordination.plain_values import from_msgpack
 from ft_transport.errors import TransportError
+from ft_transport.runtime.regular_files import create_file
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import msgspec
 
-from ft_transport.checkpoint.regular_files import create_file
 from ft_transport.checkpoint.write_items import SHARED, Described, WriteItem
 from ft_transport.errors import CheckpointError
+from ft_transport.runtime.regular_files import create_file
 from ft_transport.state.dtypes import DTYPES_BY_NAME, SAFETENSORS_NAMES
 from ft_transport.wire.nodes import QuantizedNode
 from ft_transport.wire.slices import Slice, row_major_strides, slice_of

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 from ft_transport.checkpoint.hashing import CHECKSUM, HashName, hash_of, new_hash
 from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, file_entry
-from ft_transport.checkpoint.regular_files import create_file, open_regular
+from ft_transport.runtime.regular_files import create_file, open_regular
 
 Buffer: TypeAlias = bytes | memoryview
 

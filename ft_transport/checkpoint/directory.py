@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from ft_transport.checkpoint.regular_files import is_directory, is_regular, make_directory
+from ft_transport.runtime.regular_files import is_directory, is_regular, make_directory
 
 logger = logging.getLogger(__name__)
 

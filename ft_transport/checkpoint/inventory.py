@@ -16,7 +16,6 @@ from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.directory import NumberedDirectory, wait_until_visible
 from ft_transport.checkpoint.manifest import MANIFEST_NAME
 from ft_transport.checkpoint.patience import Patience
-from ft_transport.checkpoint.regular_files import NotRegularFileError, open_regular
 from ft_transport.checkpoint.settings import (
     CheckpointSelector,
     Existing,
@@ -34,6 +33,7 @@ from ft_transport.errors import (
     CheckpointUntrustedError,
     TransportError,
 )
+from ft_transport.runtime.regular_files import NotRegularFileError, open_regular
 from ft_transport.settings import check_number
 
 T = TypeVar("T")

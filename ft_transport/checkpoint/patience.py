@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from ft_transport.checkpoint.regular_files import FileTooLargeError, NotRegularFileError
 from ft_transport.errors import CheckpointDamagedError, TransportError
+from ft_transport.runtime.regular_files import FileTooLargeError, NotRegularFileError
 
 T = TypeVar("T")
 

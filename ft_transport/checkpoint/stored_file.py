@@ -10,8 +10,8 @@ from typing import Final
 from ft_transport.checkpoint.hashing import HashName, hash_of
 from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, digest_of, num_chunks_of
 from ft_transport.checkpoint.patience import Patience
-from ft_transport.checkpoint.regular_files import open_regular
 from ft_transport.errors import CheckpointDamagedError
+from ft_transport.runtime.regular_files import open_regular
 
 CHUNK_IS_GOOD: Final = 1
 """Stands behind the bytes of a chunk that is what was written."""

@@ -16,10 +16,10 @@ from ft_transport.checkpoint.manifest import (
     rank_file_name,
 )
 from ft_transport.checkpoint.patience import Patience
-from ft_transport.checkpoint.regular_files import read_regular
 from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.stored_file import StoredFile
 from ft_transport.errors import CheckpointDamagedError
+from ft_transport.runtime.regular_files import read_regular
 
 _MAX_MANIFEST_BYTES: Final = 1 << 30
 """The digests of 100 TB take less."""

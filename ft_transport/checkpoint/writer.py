@@ -35,7 +35,6 @@ from ft_transport.checkpoint.manifest import (
     rank_file_name,
 )
 from ft_transport.checkpoint.plan import OWN_STATE_ADVICE, RankPlan, SavePlan, find_diverged, make_plan
-from ft_transport.checkpoint.regular_files import open_regular
 from ft_transport.checkpoint.write_items import SHARED, Described, Describer, WriteItem, describe, value_of
 from ft_transport.checkpoint.writer_messages import (
     Bytes,
@@ -63,6 +62,7 @@ from ft_transport.checkpoint.writer_messages import (
 from ft_transport.coordination.votes import AbandonedError
 from ft_transport.coordination.votes import describe as describe_failure
 from ft_transport.errors import ReplicasDivergedError, RestoreError
+from ft_transport.runtime.regular_files import open_regular
 from ft_transport.state.dtypes import DTYPES_BY_NAME
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import Manifest, decode_header

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from ft_transport.checkpoint.regular_files import PRIVATE_UMASK
 from ft_transport.checkpoint.writer_messages import Cancel, Failed, WriterAnswer, WriterRequest, receive_answer, send
 from ft_transport.coordination.votes import rebuild
 from ft_transport.errors import WriterFailedError
 from ft_transport.http.fork_safety import close_in_children, making_socket
+from ft_transport.runtime.regular_files import PRIVATE_UMASK
 
 _TICK_S: Final = 0.1
 _CANCEL_S: Final = 10.0

@@ -24,7 +24,6 @@ import msgspec
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.digested_file import write_small
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.checkpoint.regular_files import make_read_only
 from ft_transport.errors import (
     CheckpointInUseError,
     EngineRefusedError,
@@ -49,6 +48,7 @@ from ft_transport.publish.delta_files import (
 from ft_transport.publish.deltas import delta_between
 from ft_transport.publish.engines.engine import Delivery, EngineConnection
 from ft_transport.publish.serving import weights_in
+from ft_transport.runtime.regular_files import make_read_only
 from ft_transport.settings import check_duration, check_number
 from ft_transport.wire.delta import Delta, apply_changes, decode_delta
 

@@ -13,14 +13,14 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from ft_transport.checkpoint.regular_files import (
+from ft_transport.errors import IntegrityError, RestoreError
+from ft_transport.runtime.regular_files import (
     FileTooLargeError,
     NotRegularFileError,
     create_file,
     open_regular,
     read_regular,
 )
-from ft_transport.errors import IntegrityError, RestoreError
 from ft_transport.wire.chunks import Hasher
 from ft_transport.wire.delta import Bytes
 

@@ -23,7 +23,6 @@ from ft_transport.checkpoint.digested_file import write_small
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.phases import Phases
 from ft_transport.checkpoint.plan import RankPlan, SavePlan, find_diverged, make_plan
-from ft_transport.checkpoint.regular_files import make_read_only, open_regular
 from ft_transport.checkpoint.write_items import Described, WriteItem, describe
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
@@ -33,6 +32,7 @@ from ft_transport.publish.adapter import CONFIG_NAME
 from ft_transport.publish.content import Content
 from ft_transport.publish.names import Renamed, check_engine_names, shown
 from ft_transport.publish.weight_format import WeightFormat
+from ft_transport.runtime.regular_files import make_read_only, open_regular
 from ft_transport.state.stager import Stager
 from ft_transport.wire.chunks import CHUNK_BYTES, digest
 from ft_transport.wire.manifest import Manifest, decode_header

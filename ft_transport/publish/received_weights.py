@@ -112,7 +112,9 @@ class ReceivedWeights:
                 applied.apply(changes)
                 received = self._client.fetch(
                     FetchRequest(
-                        source=source,
+                        sources=[source],
+                        receivers=(),
+                        own=0,
                         step=version,
                         # The engine may have been in the middle of a long forward pass.
                         settings=self._settings(handle),

@@ -21,6 +21,7 @@ from ft_transport.errors import (
 )
 from ft_transport.http.fetch_timeouts import FetchHandle
 from ft_transport.http.own_address import bound_host, listen
+from ft_transport.http.own_names import OwnNames
 from ft_transport.http.peer_sessions import socket_address
 from ft_transport.http.reachability import advertised_url
 from ft_transport.keys import Keys
@@ -106,7 +107,9 @@ class WeightReceiver:
             )
             names = frozenset({reached_by(self.url), *(each.lower() for each in reached_at)})
             orders = _Orders(self._received, allowed, keys, names=names, patience_s=patience.total_seconds())
-            self._server = OrderServer(listening, orders)
+            # Without a token it listens on the loopback alone.
+            own_names = OwnNames([host or "", *names]) if keys is None else None
+            self._server = OrderServer(listening, orders, names=own_names)
         except BaseException:
             listening.close()
             raise

@@ -481,6 +481,7 @@ class TestRemoved:
             publisher.add_engine(SGLangEngine(server.url))
             until(lambda: "POST /continue_generation" in server.routes)
             server.is_hanging, server.is_resumable = False, True
+            until(lambda: server.routes.count("POST /pause_generation") == 2)
             until(lambda: server.weight_version == "1" and not server.is_paused)
             _, begun = (place for place, route in enumerate(server.routes) if route == "POST /pause_generation")
             assert "POST /continue_generation" in server.routes[:begun]

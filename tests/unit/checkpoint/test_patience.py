@@ -8,8 +8,8 @@ import os
 import pytest
 
 from ft_transport.checkpoint.patience import Patience
-from ft_transport.checkpoint.regular_files import FileTooLargeError, NotRegularFileError
 from ft_transport.errors import CheckpointDamagedError, RankGoneError
+from ft_transport.runtime.regular_files import FileTooLargeError, NotRegularFileError
 
 _PASSING = (
     errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.EACCES, errno.EPERM, errno.EINTR, errno.EAGAIN, errno.ENOMEM,
