@@ -13,6 +13,7 @@ Nothing here knows sockets: a place is given back when its connection has ended,
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ class Place:
         is_authenticated: Whether it has shown that it belongs to the job.
         is_ending: Whether its connection was told to end.
         has_left: Whether it has ended.
+        paid: Gives back what its connection has cost, if anything, see ``http.strangers``.
+        num_requests: How many have come on it, of those that count there.
+        claims: Whether it has said something that strangers do not know: other newcomers go before it.
     """
 
     address: str
@@ -43,6 +47,16 @@ class Place:
     is_authenticated: bool = False
     is_ending: bool = False
     has_left: bool = False
+    paid: Callable[[], object] | None = None
+    num_requests: int = 0
+    claims: bool = False
+
+    def pay_back(self) -> bool:
+        """Gives back what the connection has cost; whether it had cost anything."""
+        paid, self.paid = self.paid, None
+        if paid is not None:
+            paid()
+        return paid is not None
 
 
 class _Queues:
@@ -192,7 +206,8 @@ class Admission:
         finally:
             if not place.is_ending and place in self._open:
                 self._asking.discard(place)
-                (self._idle if place.is_authenticated else self._waiting).add(place)
+                asking = self._asking if place.claims else self._waiting
+                (self._idle if place.is_authenticated else asking).add(place)
 
     @contextlib.contextmanager
     def waiting(self, place: Place) -> Iterator[None]:
@@ -260,6 +275,7 @@ class Admission:
             del self._num_of_address[place.address]
 
 
+@functools.lru_cache(maxsize=1024)
 def client_of(host: str) -> str:
     """The address of a peer as it counts: IPv4 also where it comes as IPv6, else the peer's IPv6 network."""
     try:

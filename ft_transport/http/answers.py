@@ -56,6 +56,10 @@ def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool,
             )
         case 409:
             return SnapshotReplacedError(f"the snapshot was replaced: {reason}", peer=peer)
+        case 421:
+            # This side names whom it asks as it was told to; another name was changed on its way.
+            refusal = PeerProtocolError(f"the peer does not have the name in its address: {reason}", peer=peer)
+            return MessageDamagedError(refusal.message, refusal=refusal, peer=peer)
         case 503:
             retry_after_s = _seconds(response.headers.get("Retry-After"))
             after = parse_after(response.headers.get(AFTER_HEADER))

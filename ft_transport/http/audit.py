@@ -1,7 +1,8 @@
 """Who fetched what: one line for each receiver and fetch, in the logger ``ft_transport.audit``, at level INFO.
 
 A fetch is many requests over several connections. They are one as long as they come from one address (and replica, if
-it says which it is), are for one snapshot, and one of the connections is open.
+it says which it is), are for one snapshot, and one of the connections is open. A delta is a fetch of its own, of no
+snapshot, from the step that it is applied to.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import logging
 import re
 import resource
@@ -19,6 +20,7 @@ from typing import Final
 
 from ft_transport.http.admission import Admission, Place, client_of
 from ft_transport.http.own_address import LISTEN_BACKLOG
+from ft_transport.http.strangers import Strangers
 from ft_transport.http.trouble_log import TroubleLog
 
 _MAX_CONNECTIONS: Final = 512
@@ -32,6 +34,8 @@ _FULL_PAUSE_S: Final = 0.05
 _BATCH: Final = 16
 _BATCH_PAUSE_S: Final = 0.002
 """Between two batches, so that a crowd that comes without end leaves the interpreter to the training."""
+_PARKED_S: Final = 0.02
+"""How often those who wait for their turn to ask are looked at."""
 _ROUNDS_TO_ASK: Final = 8
 """aiohttp needs six rounds of the loop to a connection's first request; none loses its place for those behind it."""
 _NO_DESCRIPTOR_PAUSE_S: Final = 1.0
@@ -66,6 +70,8 @@ class Listener:
         make_protocol: Makes the protocol of a connection. From ``connection_made`` on the protocol sets the ``end`` of
             its place, and it gives the place back in ``connection_lost``.
         trouble: Is told where the system gives no further socket.
+        strangers: Says whose first request may be read now; the others wait in the kernel.
+        claims: Whether a connection, by its address and the beginning of what it has sent, may be that of a member.
     """
 
     def __init__(
@@ -74,11 +80,18 @@ class Listener:
         admission: Admission,
         make_protocol: Callable[[Place], asyncio.BaseProtocol],
         trouble: TroubleLog,
+        *,
+        strangers: Strangers,
+        claims: Callable[[str, bytes], bool],
     ) -> None:
         self._listening = listening
         self._admission = admission
         self._make_protocol = make_protocol
         self._trouble = trouble
+        self._strangers = strangers
+        self._claims = claims
+        self._parked: dict[tuple[str, bool], dict[_Waiting, None]] = {}
+        self._unparking: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._waiting: set[_Waiting] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -91,10 +104,10 @@ class Listener:
     async def stop(self) -> None:
         """Accepts no further connection, and closes those that have asked for nothing yet."""
         self._loop.remove_reader(self._listening.fileno())
-        for timer in (self._resuming, self._sweeping):
+        for timer in (self._resuming, self._sweeping, self._unparking):
             if timer is not None:
                 timer.cancel()
-        for waiting in tuple(self._waiting):
+        for waiting in (*self._waiting, *itertools.chain.from_iterable(self._parked.values())):
             waiting.end()
         for task in self._connecting:
             task.cancel()
@@ -137,6 +150,9 @@ class Listener:
     def _enter(self, accepted: socket.socket, address: str) -> bool:
         """Gives a connection a place; says whether the head of a request is there already."""
         accepted.setblocking(False)
+        if _has_gone(accepted):
+            accepted.close()
+            return False
         place = self._admission.enter(address, lambda: None)
         if place is None:
             with accepted, contextlib.suppress(OSError):
@@ -145,6 +161,42 @@ class Listener:
         if self._sweeping is None:
             self._sweep_later()
         return _Waiting(self, accepted, place).look()
+
+    def _ask(self, waiting: _Waiting, sent: bytes) -> bool:
+        """Hands a connection on, or lets it wait until it may ask; returns whether it was handed on."""
+        place = waiting.place
+        place.claims = self._claims(place.address, sent)
+        if place.claims:
+            self._admission.asks(place)
+        if waiting.payer not in self._parked and self._admit(waiting):
+            return True
+        self._parked.setdefault(waiting.payer, {})[waiting] = None
+        if self._unparking is None:
+            self._unparking = self._loop.call_later(_PARKED_S, self._unpark)
+        return False
+
+    def _admit(self, waiting: _Waiting) -> bool:
+        if not self._strangers.admit(waiting.place):
+            return False
+        self._connect(waiting.accepted, waiting.place)
+        return True
+
+    def _unpark(self) -> None:
+        self._unparking = None
+        for parked in tuple(self._parked.values()):
+            for waiting in tuple(parked):
+                if not self._admit(waiting):
+                    break
+                self._leave_parked(waiting)
+        if self._parked:
+            self._unparking = self._loop.call_later(_PARKED_S, self._unpark)
+
+    def _leave_parked(self, waiting: _Waiting) -> None:
+        parked = self._parked.get(waiting.payer)
+        if parked is not None:
+            parked.pop(waiting, None)
+            if not parked:
+                del self._parked[waiting.payer]
 
     def _connect(self, accepted: socket.socket, place: Place) -> None:
         self._admission.asks(place)
@@ -180,25 +232,30 @@ class _Waiting:
 
     def __init__(self, listener: Listener, accepted: socket.socket, place: Place) -> None:
         self._listener = listener
-        self._accepted = accepted
-        self._place = place
+        self.accepted = accepted
+        self.place = place
         self._num_bytes = 0
         self._is_watched = False
         place.end = self.end
 
+    @property
+    def payer(self) -> tuple[str, bool]:
+        """What its first request is paid from."""
+        return self.place.address, self.place.claims
+
     def look(self) -> bool:
-        """Hands the connection on if the head is there, or will never be; returns whether it is."""
+        """Hands the connection on if the head is there, or will never be; returns whether it was handed on."""
         try:
-            sent = self._accepted.recv(_MAX_PEEK_BYTES, socket.MSG_PEEK)
+            sent = self.accepted.recv(_MAX_PEEK_BYTES, socket.MSG_PEEK)
             if not sent:
                 self.end()
                 return False
             if len(sent) > self._num_bytes and _may_become_a_head(sent):
                 self._num_bytes = len(sent)
-                self._accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(sent) + 1)
+                self.accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(sent) + 1)
                 self._watch()
                 return False
-            self._accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            self.accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         except (BlockingIOError, InterruptedError):
             self._watch()
             return False
@@ -206,25 +263,35 @@ class _Waiting:
             self.end()
             return False
         self._unwatch()
-        self._listener._connect(self._accepted, self._place)
-        return True
+        return self._listener._ask(self, sent)
 
     def end(self) -> None:
         self._unwatch()
-        self._accepted.close()
-        self._listener._admission.leave(self._place)
+        self._listener._leave_parked(self)
+        self.accepted.close()
+        self._listener._admission.leave(self.place)
 
     def _watch(self) -> None:
         if not self._is_watched:
             self._is_watched = True
             self._listener._waiting.add(self)
-            self._listener._loop.add_reader(self._accepted.fileno(), self.look)
+            self._listener._loop.add_reader(self.accepted.fileno(), self.look)
 
     def _unwatch(self) -> None:
         if self._is_watched:
             self._is_watched = False
             self._listener._waiting.discard(self)
-            self._listener._loop.remove_reader(self._accepted.fileno())
+            self._listener._loop.remove_reader(self.accepted.fileno())
+
+
+def _has_gone(accepted: socket.socket) -> bool:
+    """Whether a peer has closed a connection without having sent anything: it is not worth a place."""
+    try:
+        return not accepted.recv(1, socket.MSG_PEEK)
+    except (BlockingIOError, InterruptedError):
+        return False
+    except OSError:
+        return True
 
 
 def _may_become_a_head(sent: bytes) -> bool:

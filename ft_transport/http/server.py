@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import socket
 import threading
@@ -18,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -29,16 +31,22 @@ from ft_transport.errors import (
 )
 from ft_transport.http.admission import Admission, Place
 from ft_transport.http.audit import Audit
+from ft_transport.http.client_limit import ClientLimit
 from ft_transport.http.fork_safety import close_in_children
 from ft_transport.http.kept_deltas import KeptDeltas
 from ft_transport.http.listener import Listener, max_connections
-from ft_transport.http.own_address import bound_host, listen
+from ft_transport.http.own_address import bound_host, is_loopback, listen
+from ft_transport.http.own_names import REFUSAL, OwnNames
 from ft_transport.http.peer_protocol import PeerProtocol, place_of
 from ft_transport.http.peer_sessions import ServerSessions
 from ft_transport.http.reachability import advertised_url
+from ft_transport.http.relays import Relays
+from ft_transport.http.same_host_server import SameHostServer
+from ft_transport.http.send_cap import SendCap
 from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.snapshot_requests import SnapshotRequests
 from ft_transport.http.snapshot_routes import BODY, SnapshotRoutes
+from ft_transport.http.strangers import Strangers
 from ft_transport.http.tls_protocol import TLSAcceptor, TLSProtocol
 from ft_transport.http.trouble_log import TroubleLog, describe_failure
 from ft_transport.keys import Keys
@@ -79,10 +87,14 @@ class SnapshotServer:
         allow_anyone: Whether strangers are let in without one.
         max_wait_s: The longest that a request is held until its step is there, in seconds.
         stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
+        same_host: Whether receivers on this host are lent the memory that snapshots lie in, where the system can.
+        max_clients: How many receivers are sent data at once; ``None`` for any number.
+        max_send_bytes_per_s: How fast all bodies together are sent; ``None`` for no bound.
 
     Attributes:
         requests: Finds what requests are for; its ``fresh_snapshot`` may be exchanged at any time.
         deltas: Those that are served. Thread-safe.
+        relays: What is passed on while it is being received.
     """
 
     def __init__(
@@ -99,6 +111,9 @@ class SnapshotServer:
         allow_anyone: bool = False,
         max_wait_s: float,
         stall_timeout_s: float,
+        same_host: bool = False,
+        max_clients: int | None = None,
+        max_send_bytes_per_s: float | None = None,
     ) -> None:
         self._cache = cache
         self._keys = keys
@@ -106,10 +121,14 @@ class SnapshotServer:
         self._tls = TLSAcceptor(certificates) if certificates is not None else None
         self.server_id = secrets.token_hex(8)
         self.deltas = KeptDeltas()
-        is_guarded = keys is not None or certificates is not None
+        self._is_guarded = is_guarded = keys is not None or certificates is not None
         host = bound_host(host, is_guarded=is_guarded, may_open=True, allow_anyone=allow_anyone)
         self._socket = listen(host, port)
+        self._same_host: SameHostServer | None = None
         try:
+            if same_host:
+                with contextlib.suppress(OSError):  # A system without such sockets, or no descriptor for one.
+                    self._same_host = SameHostServer(cache, name=self.server_id, stall_timeout_s=stall_timeout_s)
             self.port: int = self._socket.getsockname()[1]
             self.address = advertised_url(
                 advertise,
@@ -119,23 +138,32 @@ class SnapshotServer:
                 is_encrypted=certificates is not None,
                 reached_at=reached_at,
             )
+            # Where others come in, they come by names that nobody knows here.
+            local = host if host is not None and not is_guarded and is_loopback(host) else None
+            self._names = OwnNames([local, urlsplit(self.address).netloc, *reached_at]) if local is not None else None
             # The class by name: a policy that the process has set may make loops without sendfile (uvloop).
             self._loop = asyncio.SelectorEventLoop()
             self.requests = SnapshotRequests(cache, max_wait_s=max_wait_s)
+            self.relays = Relays(self._loop)
             self._closing = False
             self._handlers: set[asyncio.Task[object]] = set()
             self._admission = Admission(max_connections(), time.monotonic)
+            self._strangers = Strangers(time.monotonic)
             self._trouble = TroubleLog(logger, time.monotonic)
             self._audit = Audit(time.monotonic)
             self._routes = SnapshotRoutes(
                 cache,
                 self.requests,
                 self.deltas,
+                self.relays,
                 admission=self._admission,
                 audit=self._audit,
                 keys=keys,
                 names={"replica": replica, "server": self.server_id},
                 stall_timeout_s=stall_timeout_s,
+                same_host=self._same_host,
+                cap=SendCap(max_send_bytes_per_s) if max_send_bytes_per_s is not None else None,
+                clients=ClientLimit(max_clients, time.monotonic),
             )
             started: Future[None] = Future()
             self._thread = threading.Thread(target=self._run, args=(started,), name="ft-transport-server", daemon=True)
@@ -143,6 +171,8 @@ class SnapshotServer:
             started.result(_START_TIMEOUT_S)
         except BaseException:
             self._socket.close()
+            if self._same_host is not None:
+                self._same_host.close()
             raise
         cache.listen(self._on_change)
         close_in_children(self)
@@ -161,6 +191,7 @@ class SnapshotServer:
         """
         if not self._closing:
             self._closing = True
+            self.relays.end_all()
             with contextlib.suppress(RuntimeError):  # The thread has ended already.
                 self._loop.call_soon_threadsafe(self._loop.stop)
         if wait:
@@ -213,12 +244,28 @@ class SnapshotServer:
             place.end = protocol.abort
             return protocol
 
+        if self._same_host is not None:
+            self._same_host.start()
         tls = self._tls
         made = make_protocol if tls is None else make_encrypted
-        return runner, Listener(self._socket, self._admission, made, self._trouble)
+        listener = Listener(
+            self._socket, self._admission, made, self._trouble, strangers=self._strangers, claims=self._claims
+        )
+        return runner, listener
+
+    def _claims(self, address: str, sent: bytes) -> bool:
+        """Whether a connection says what only members know, or may come from one."""
+        if self._tls is not None:
+            return self._strangers.is_known(address)
+        if self._keys is None:
+            return False
+        line = sent.partition(b"\r\n")[0]
+        return any(key.key_id.encode() in line for key in self._keys.current())
 
     async def _stop(self, runner: web.AppRunner, listener: Listener) -> None:
         await listener.stop()
+        if self._same_host is not None:
+            self._same_host.stop()
         if self._tls is not None:
             self._tls.close()
         give_up_s = self._loop.time() + _CANCEL_TIMEOUT_S
@@ -256,31 +303,56 @@ class SnapshotServer:
         task = asyncio.current_task()
         assert task is not None
         self._handlers.add(task)
+        place = place_of(request)
         try:
+            if self._names is not None and not self._names.has(request.headers.get("Host")):
+                self._trouble.note(logging.WARNING, place.address, f"a request was refused: {REFUSAL}")
+                misdirected = web.HTTPMisdirectedRequest(text=REFUSAL)
+                misdirected.force_close()
+                raise misdirected
             if request.path != CHALLENGE_ROUTE:
                 if self._sessions is not None:
                     self._sessions.admit(request)
-                self._admission.authenticated(place_of(request))
-            return await handler(request)
+                self._admission.authenticated(place)
+                if self._is_guarded:
+                    self._strangers.belongs(place)
+            if self._is_guarded:
+                return await handler(request)
+            return await self._in_turn(place, request, handler)
         except TransportError as error:
             # The receiver is told more: what it asked for stays out of this log.
             refusal = f"a request was refused: {type(error).__name__}"
-            self._trouble.note(logging.INFO, place_of(request).address, refusal)
+            self._trouble.note(logging.INFO, place.address, refusal)
             headers = {SERVED_STEPS_HEADER: ",".join(map(str, self._cache.steps()))}
             if isinstance(error, PeerNotReadyError):
-                headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+                headers["Retry-After"] = str(math.ceil(error.retry_after_s))
                 if error.after is not None:
                     headers[AFTER_HEADER] = str(error.after)
             if isinstance(error, PeerAuthenticationError):
                 headers = {"WWW-Authenticate": SCHEME}
             is_past = isinstance(error, StepNotServedError) and error.is_past
-            return web.json_response(
+            response = web.json_response(
                 {"error": type(error).__name__, "message": str(error)},
                 status=410 if is_past else error.http_status,
                 headers=headers,
             )
+            if not place.is_authenticated:
+                response.force_close()
+            return response
         finally:
             self._handlers.discard(task)
+
+    async def _in_turn(
+        self, place: Place, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Where nobody proves anything, everybody may be a stranger."""
+        after_s = self._strangers.turn_after_s(place)
+        if after_s > 0:
+            await asyncio.sleep(after_s)
+        response = await handler(request)
+        if request.method != "HEAD":
+            self._strangers.moved(place, response.content_length or 0)
+        return response
 
     async def _prove(self, request: web.Request, response: web.StreamResponse) -> None:
         if self._sessions is None or not self._sessions.prove(request, response):
@@ -289,6 +361,10 @@ class SnapshotServer:
     async def _challenge(self, request: web.Request) -> web.StreamResponse:
         if self._sessions is None:
             raise PeerAuthenticationError("this server has no job token, and can prove nothing")
+        place = place_of(request)
+        place.num_requests += 1
+        if place.num_requests > 1:
+            raise PeerAuthenticationError("expected one challenge on a connection, and then a proof")
         return self._sessions.challenge(request)
 
 

@@ -71,7 +71,7 @@ class SnapshotRequests:
                 )
             return reading
         after = self._after(request) if step == LATEST else 0
-        deadline_s = time.monotonic() + self._wait_s(request)
+        deadline_s = time.monotonic() + asked_wait_s(request, self._max_wait_s)
         while True:
             changed = self._changed
             reading = self._cache.read(step, after_sequence=after, reader=reader)
@@ -136,17 +136,23 @@ class SnapshotRequests:
             )
         raise StepNotServedError(f"expected step {step}, this replica serves {list(served)}", served=served)
 
-    def _wait_s(self, request: web.Request) -> float:
-        text = request.query.get(WAIT_PARAMETER)
-        if text is None:
-            return self._max_wait_s
-        try:
-            asked_s = float(text)
-        except ValueError:
-            asked_s = -1.0
-        if not 0 <= asked_s < float("inf"):
-            raise ConfigurationError(f"expected a number of seconds in '{WAIT_PARAMETER}', got {text[:64]!r}")
-        return min(asked_s, self._max_wait_s)
+
+def asked_wait_s(request: web.Request, longest_s: float) -> float:
+    """How many seconds a request may be held, ``longest_s`` at most, and where it does not say.
+
+    Raises:
+        ConfigurationError: It says something else.
+    """
+    text = request.query.get(WAIT_PARAMETER)
+    if text is None:
+        return longest_s
+    try:
+        asked_s = float(text)
+    except ValueError:
+        asked_s = -1.0
+    if not 0 <= asked_s < float("inf"):
+        raise ConfigurationError(f"expected a number of seconds in '{WAIT_PARAMETER}', got {text[:64]!r}")
+    return min(asked_s, longest_s)
 
 
 def _reader_of(request: web.Request) -> Reader:

@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -19,7 +19,9 @@ from aiohttp import web
 from ft_transport.http.admission import Admission, Place
 from ft_transport.http.audit import Audit
 from ft_transport.http.listener import Listener
+from ft_transport.http.own_names import REFUSAL, OwnNames
 from ft_transport.http.peer_protocol import PeerProtocol, place_of
+from ft_transport.http.strangers import Strangers
 from ft_transport.http.trouble_log import TroubleLog, describe_failure
 from ft_transport.publish.engines.pull_order import MAX_VERSION_DIGITS, MEANING, ROUTE, STATUS, Reason
 
@@ -68,15 +70,18 @@ class OrderServer:
     Args:
         listening: Where; it is closed in the end.
         answering: Says what.
+        names: By which it may be asked; ``None`` for any.
     """
 
-    def __init__(self, listening: socket.socket, answering: Answering) -> None:
+    def __init__(self, listening: socket.socket, answering: Answering, *, names: OwnNames | None) -> None:
         self._socket = listening
+        self._names = names
         self._answering = answering
         self._num_orders = 0
         self._admission = Admission(_MAX_CONNECTIONS, time.monotonic)
         # Nothing is fetched here.
         self._audit = Audit(time.monotonic)
+        self._strangers = Strangers(time.monotonic)
         self._trouble = TroubleLog(logger, time.monotonic)
         self._loop = asyncio.new_event_loop()
         started: Future[None] = Future()
@@ -111,7 +116,7 @@ class OrderServer:
             loop.close()
 
     async def _start(self) -> tuple[web.AppRunner, Listener]:
-        app = web.Application(client_max_size=_MAX_REQUEST_BYTES)
+        app = web.Application(middlewares=[_close_after, self._guard], client_max_size=_MAX_REQUEST_BYTES)
         order_route = rf"{ROUTE}/{{version:\d{{1,{MAX_VERSION_DIGITS}}}}}"
         app.add_routes([web.get(ROUTE, self._say), web.post(order_route, self._receive)])
         runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=_ENDING_S)
@@ -130,7 +135,10 @@ class OrderServer:
                 trouble=self._trouble,
             )
 
-        return runner, Listener(self._socket, self._admission, make_protocol, self._trouble)
+        listener = Listener(
+            self._socket, self._admission, make_protocol, self._trouble, strangers=self._strangers, claims=_nobody
+        )
+        return runner, listener
 
     async def _stop(self, runner: web.AppRunner, listener: Listener) -> None:
         await listener.stop()
@@ -150,10 +158,19 @@ class OrderServer:
         failure = describe_failure(context.get("exception"))
         self._trouble.note(logging.ERROR, "the receiver", f"{context.get('message', 'an error')}: {failure}")
 
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if self._names is not None and not self._names.has(request.headers.get("Host")):
+            self._trouble.note(logging.WARNING, place_of(request).address, f"an order was refused: {REFUSAL}")
+            raise web.HTTPMisdirectedRequest(text=REFUSAL)
+        return await handler(request)
+
     async def _say(self, request: web.Request) -> web.Response:
         caller = _caller_of(request)
         answer = await self._answering.answer_question(request.query, caller)
-        return self._refusal(answer, caller) if isinstance(answer, str) else _closing(answer)
+        return self._refusal(answer, caller) if isinstance(answer, str) else _answer(answer)
 
     async def _receive(self, request: web.Request) -> web.Response:
         caller = _caller_of(request)
@@ -179,14 +196,19 @@ class OrderServer:
             self._num_orders -= 1
         if reason in ("malformed", "unproved", "reached_elsewhere", "source_refused"):
             self._tell(reason, caller)
-        return _closing(answer, reason)
+        return _answer(answer, reason)
 
     def _refusal(self, reason: Reason, caller: Caller) -> web.Response:
         self._tell(reason, caller)
-        return _closing({"version": None, "reason": reason}, reason)
+        return _answer({"version": None, "reason": reason}, reason)
 
     def _tell(self, reason: Reason, caller: Caller) -> None:
         self._trouble.note(logging.WARNING, caller.remote, f"an order was refused: {MEANING[reason]}")
+
+
+def _nobody(_address: str, _sent: bytes) -> bool:
+    """Whether one claims to be a member: what an order proves shows when it has come."""
+    return False
 
 
 def _caller_of(request: web.Request) -> Caller:
@@ -195,8 +217,19 @@ def _caller_of(request: web.Request) -> Caller:
     return Caller(request.remote or "a peer that has gone", tuple(reached or ()))
 
 
-def _closing(answer: Mapping[str, object], reason: Reason | None = None) -> web.Response:
-    """An answer after which the connection is closed: who asks next connects again."""
-    response = web.json_response(answer, status=STATUS.get(reason, 500) if reason is not None else 200)
+@web.middleware
+async def _close_after(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Who asks next connects again, and is counted again, also who asked for a route that there is not."""
+    try:
+        response = await handler(request)
+    except web.HTTPException as error:
+        error.force_close()
+        raise
     response.force_close()
     return response
+
+
+def _answer(answer: Mapping[str, object], reason: Reason | None = None) -> web.Response:
+    return web.json_response(answer, status=STATUS.get(reason, 500) if reason is not None else 200)

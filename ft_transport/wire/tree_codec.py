@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, TypeAlias
 
 import msgspec
@@ -32,6 +32,9 @@ _MAX_TEXT_DEPTH: Final = 4 * MAX_DEPTH
 _USUAL_RECURSION_LIMIT: Final = 10_000
 """Up to here, Python ends a decoder's recursion before the stack of the thread ends."""
 _STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+_PIECE: Final = re.compile(rb'(?:[^"]{1,256}|"[^"\\]*(?:\\.[^"\\]*)*"){1,256}', re.DOTALL)
+"""Some texts, whole, and what stands between them."""
 
 _decoder: Final = msgspec.json.Decoder(Node)
 _encoder: Final = msgspec.json.Encoder()
@@ -61,22 +64,24 @@ def encode_tree(tree: Node, *, step: int) -> str:
     return encoded.decode()
 
 
-def decode_tree(text: str, *, peer: str | None) -> Node:
+def decode_tree(text: str, *, peer: str | None, check_time: CheckTime = unbounded) -> Node:
     """The inverse of `encode_tree`. The input is not trusted.
 
     Args:
         text: As it came.
         peer: Who sent it, for the error.
+        check_time: Called now and then.
 
     Raises:
         ManifestError: It has too many arrays, or they nest too deeply.
+        DeadlineExceededError: ``check_time`` raised it.
         msgspec.MsgspecError: It is no tree.
         RecursionError: It nests more deeply than Python lets through.
     """
     encoded = text.encode()
-    if (num_arrays := _num_arrays(encoded)) > MAX_ARRAYS:
+    if (num_arrays := _num_arrays(encoded, check_time)) > MAX_ARRAYS:
         raise ManifestError(f"expected a tree of at most {MAX_ARRAYS} arrays, got {num_arrays}", peer=peer)
-    if sys.getrecursionlimit() > _USUAL_RECURSION_LIMIT and (depth := _depth(encoded)) > _MAX_TEXT_DEPTH:
+    if sys.getrecursionlimit() > _USUAL_RECURSION_LIMIT and (depth := _depth(encoded, check_time)) > _MAX_TEXT_DEPTH:
         raise ManifestError(
             f"expected a tree of at most {_MAX_TEXT_DEPTH} arrays in each other, got {depth}", peer=peer
         )
@@ -85,13 +90,27 @@ def decode_tree(text: str, *, peer: str | None) -> Node:
         return tree
 
 
-def _num_arrays(encoded: bytes) -> int:
+def _num_arrays(encoded: bytes, check_time: CheckTime = unbounded) -> int:
     """How many there are; fewer than `MAX_ARRAYS` are counted quickly, with those that are only text."""
     num_brackets = encoded.count(b"[")
-    return num_brackets if num_brackets <= MAX_ARRAYS else _STRING.sub(b"", encoded).count(b"[")
+    if num_brackets <= MAX_ARRAYS:
+        return num_brackets
+    return sum(piece.count(b"[") for piece in _without_strings(encoded, check_time))
 
 
-def _depth(encoded: bytes) -> int:
-    characters = np.frombuffer(_STRING.sub(b"", encoded), np.uint8)
-    steps = (characters == ord("[")).astype(np.int64) - (characters == ord("]"))
-    return int(steps.cumsum().max(initial=0))
+def _depth(encoded: bytes, check_time: CheckTime) -> int:
+    depth = deepest = 0
+    for piece in _without_strings(encoded, check_time):
+        characters = np.frombuffer(piece, np.uint8)
+        steps = (characters == ord("[")).astype(np.int32) - (characters == ord("]"))
+        depths = steps.cumsum(dtype=np.int32)
+        deepest = max(deepest, depth + int(depths.max(initial=0)))
+        depth += int(steps.sum())
+    return deepest
+
+
+def _without_strings(encoded: bytes, check_time: CheckTime) -> Iterator[bytes]:
+    """What is no text, in pieces, so that whoever looks at it needs little memory, and sees the time."""
+    for piece in _PIECE.finditer(encoded):
+        check_time()
+        yield _STRING.sub(b"", piece.group())

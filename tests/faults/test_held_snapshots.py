@@ -36,9 +36,9 @@ def read_slowly(request: bytes, sock: socket.socket, is_over: threading.Event) -
 
 
 ATTACKS: dict[str, tuple[Callable[[bytes, socket.socket, threading.Event], None], str]] = {
-    "head": (ask_again, "HEAD /checkpoint/latest/full HTTP/1.1\r\nHost: x\r\n\r\n"),
-    "one byte": (ask_again, "GET /checkpoint/latest/full HTTP/1.1\r\nHost: x\r\nRange: bytes=0-0\r\n\r\n"),
-    "slow": (read_slowly, "GET /checkpoint/latest/full HTTP/1.1\r\nHost: x\r\n\r\n"),
+    "head": (ask_again, "HEAD /checkpoint/latest/full HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    "one byte": (ask_again, "GET /checkpoint/latest/full HTTP/1.1\r\nHost: localhost\r\nRange: bytes=0-0\r\n\r\n"),
+    "slow": (read_slowly, "GET /checkpoint/latest/full HTTP/1.1\r\nHost: localhost\r\n\r\n"),
 }
 
 

@@ -204,6 +204,34 @@ def test_more_containers_than_a_state_has_are_refused_on_both_sides(monkeypatch:
     assert round_trip([text, {text: [1]}]) == [text, {text: [1]}]
 
 
+@pytest.mark.parametrize("item", ["[]", '"[",[]'], ids=["arrays", "arrays and texts"])
+def test_counting_arrays_copies_nothing_and_looks_at_the_time(item: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_codec, "MAX_ARRAYS", 1 << 18)
+    text = "[" + ",".join([item] * (tree_codec.MAX_ARRAYS + 1)) + "]"
+    num_looks = 0
+
+    def look() -> None:
+        nonlocal num_looks
+        num_looks += 1
+
+    # The text itself is encoded once.
+    tracemalloc.start()
+    try:
+        with pytest.raises(ManifestError, match="arrays, got"):
+            tree_codec.decode_tree(text, peer="host:1", check_time=look)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < len(text) + (1 << 20)
+    assert num_looks > 3
+
+    def out_of_time() -> None:
+        raise DeadlineExceededError("timed out")
+
+    with pytest.raises(DeadlineExceededError):
+        tree_codec.decode_tree(text, peer="host:1", check_time=out_of_time)
+
+
 def test_a_tree_is_not_deeper_where_the_recursion_limit_is_high() -> None:
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(1_000_000)

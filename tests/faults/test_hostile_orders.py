@@ -40,7 +40,7 @@ from ft_transport.publish.engines.pull_order import Order, Question, reached_by
 SOON = timedelta(seconds=30)
 TOKEN = "a-secret-of-this-job"
 HIGHEST = 999_999_999_999_999_999
-HEAD = b"POST /weights/1 HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: "
+HEAD = b"POST /weights/1 HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
 Answer = tuple[int, dict[str, Any]]
 
 
@@ -78,7 +78,7 @@ def signed_order(receiver: WeightReceiver, version: int, address: str) -> tuple[
 
 @contextmanager
 def transport(version: int, value: float, **settings: Any) -> Iterator[HTTPTransport[Any]]:
-    made: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1", **settings))
+    made: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1", same_host=False, **settings))
     try:
         made.send_checkpoint([], version, {"weights": weights(value)}, SOON)
         yield made

@@ -22,8 +22,8 @@ from ft_transport.http import listener
 WORKERS = Path(__file__).parents[1] / "workers"
 MAX_CONNECTIONS = 64
 TOKEN = "secret"
-REQUEST = "GET /status HTTP/1.1\r\nHost: x\r\n\r\n"
-BODY = "POST /checkpoint/5/slices HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n"
+REQUEST = "GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n"
+BODY = "POST /checkpoint/5/slices HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n\r\n"
 
 
 @contextlib.contextmanager

@@ -139,7 +139,7 @@ def main() -> None:
         receiver.stdout.readline()
         figures = {"peace": train(receiver, seconds)}
         port = str(urlsplit(url).port)
-        request = "GET /status HTTP/1.1\r\nHost: x\r\n\r\n"
+        request = "GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with program(str(here / "hostile_clients.py"), port, kind, count, request) as crowd:
             assert crowd.stdin is not None
             assert crowd.stdout is not None

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 
-HEAD = b"GET /status HTTP/1.1\r\nHost: x\r\nX-Slow: "
+HEAD = b"GET /status HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
 
 
 class Crowd:

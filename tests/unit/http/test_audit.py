@@ -49,6 +49,22 @@ def test_a_fetch_of_many_requests_is_one_line(caplog: pytest.LogCaptureFixture) 
     assert "replica=- " in second
 
 
+def test_a_delta_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ft_transport.audit")
+    with serving() as served:
+        served.server.deltas.keep(4, DATA)
+        with closing(served.connect()) as http:
+            http.request("GET", "/checkpoint/4/delta", headers={"FT-Replica": "replica-3"})
+            assert http.getresponse().read() == DATA
+        until(lambda: bool(lines(caplog)))
+    (line,) = lines(caplog)
+    assert re.fullmatch(
+        rf"fetch peer=127\.0\.0\.1 replica=replica-3 step=4 snapshot=- routes=delta requests=1 bytes={len(DATA)} "
+        r"seconds=\d+\.\d+ end=done",
+        line,
+    )
+
+
 def test_what_ended_early_is_told_and_a_name_cannot_forge_a_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ft_transport.audit")
     with serving() as served:

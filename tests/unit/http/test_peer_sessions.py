@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
-from typing import Any
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
 
 import pytest
 from proxy import Fault, Link, Proxy, proxied
@@ -245,3 +248,77 @@ def test_a_request_that_is_made_again_is_refused() -> None:
 )
 def test_both_ends_name_an_address_alike(address: tuple[Any, ...], expected: str) -> None:
     assert socket_address(address) == expected
+
+
+class _Recorder(BaseHTTPRequestHandler):
+    """Somebody at the source's own address, who passes on what is said and may say what he has heard before."""
+
+    protocol_version = "HTTP/1.1"
+    source_port = 0
+    is_replaying = False
+    with_challenge = False
+    heard: ClassVar[dict[str, tuple[int, list[tuple[str, str]], bytes]]] = {}
+    num_replayed = 0
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        cls = type(self)
+        if cls.is_replaying and path in cls.heard and (cls.with_challenge or path != "/challenge"):
+            cls.num_replayed += 1
+            answer = cls.heard[path]
+        else:
+            answer = self._ask()
+            if not cls.is_replaying:
+                cls.heard[path] = answer
+        status, headers, body = answer
+        self.send_response_only(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection_to_source = HTTPConnection("127.0.0.1", type(self).source_port, timeout=20)
+
+    def finish(self) -> None:
+        super().finish()
+        self.connection_to_source.close()
+
+    def _ask(self) -> tuple[int, list[tuple[str, str]], bytes]:
+        self.connection_to_source.request("GET", self.path, headers=dict(self.headers.items()))
+        response = self.connection_to_source.getresponse()
+        return response.status, response.getheaders(), response.read()
+
+
+@pytest.mark.parametrize("with_challenge", [False, True])
+def test_what_a_source_has_said_before_is_not_believed(with_challenge: bool) -> None:
+    class Recorder(_Recorder):
+        heard: ClassVar[dict[str, tuple[int, list[tuple[str, str]], bytes]]] = {}
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Recorder)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}/checkpoint/"
+    try:
+        with (
+            transport(reached_at=[f"127.0.0.1:{server.server_port}"]) as source,
+            transport(max_failures=2) as receiver,
+        ):
+            Recorder.source_port = int(source.metadata().split(":")[2].split("/")[0])
+            source.send_checkpoint([], 1, STATE, TIMEOUT)
+            assert receiver.fetch(url).step == 1
+            source.send_checkpoint([], 9, STATE, TIMEOUT)
+            Recorder.is_replaying, Recorder.with_challenge = True, with_challenge
+            with pytest.raises((MessageDamagedError, PeerAuthenticationError)):
+                receiver.fetch(url)
+            assert Recorder.num_replayed
+            Recorder.is_replaying = False
+            assert receiver.fetch(url).step == 9
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -169,7 +169,7 @@ class TestWhatIsLogged:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         resolving(monkeypatch, "::1", "127.0.0.1")
-        with serving(host="127.0.0.1") as transport:
+        with serving(host="127.0.0.1", reached_at=["trainer.test:1"]) as transport:
             url = transport.metadata().replace("127.0.0.1", "trainer.test")
             with caplog.at_level(logging.INFO, "ft_transport.transfer"):
                 assert transport.fetch(url, 1, timeout=SOON).state == {"a": 1}

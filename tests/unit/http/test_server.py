@@ -277,7 +277,18 @@ def test_latest_waits_for_a_snapshot_that_is_new_enough() -> None:
         assert served.ask("/checkpoint/1/full").body == old.content
 
 
-ROUTES = ["/status", "/checkpoint/5/full", "/checkpoint/5/metadata", "/checkpoint/latest/full", "/", "/nothing/here"]
+ROUTES = [
+    "/status",
+    "/checkpoint/5/full",
+    "/checkpoint/5/metadata",
+    "/checkpoint/5/memory",
+    "/checkpoint/5/digests",
+    "/checkpoint/4/delta",
+    f"/relay/{32 * 'c'}",
+    "/checkpoint/latest/full",
+    "/",
+    "/nothing/here",
+]
 
 
 @pytest.mark.parametrize("path", ROUTES)

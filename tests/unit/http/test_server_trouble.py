@@ -31,7 +31,7 @@ def receiver(served: Serving, path: str, *, buffer_bytes: int = 1 << 14) -> Iter
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
         sock.settimeout(20)
         sock.connect(("127.0.0.1", served.server.port))
-        sock.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        sock.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         assert sock.recv(1) == b"H"
         yield sock
 
@@ -175,7 +175,7 @@ def test_where_all_places_are_busy_the_next_one_waits(monkeypatch: pytest.Monkey
         served.put(5, LARGE)
         first, *_others = [stack.enter_context(receiver(served, "/checkpoint/5/full")) for _ in range(3)]
         late = stack.enter_context(closing(socket.create_connection(("127.0.0.1", served.server.port), timeout=20)))
-        late.sendall(b"GET /status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        late.sendall(b"GET /status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         late.settimeout(0.2)
         with pytest.raises(TimeoutError):
             late.recv(1)
@@ -204,7 +204,7 @@ def test_who_shows_no_token_keeps_no_connection(monkeypatch: pytest.MonkeyPatch)
             contextlib.suppress(ConnectionError),
         ):
             while True:
-                sock.sendall(b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n")
+                sock.sendall(b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 answer = sock.recv(1 << 16)
                 if not answer:
                     break
@@ -223,7 +223,7 @@ def test_a_body_that_comes_slowly_holds_no_snapshot() -> None:
     with serving(stall_timeout_s=0.5) as served:
         snapshot = served.put(5)
         with closing(socket.create_connection(("127.0.0.1", served.server.port), timeout=20)) as sock:
-            sock.sendall(b"POST /checkpoint/5/slices HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            sock.sendall(b"POST /checkpoint/5/slices HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             until(lambda: served.server._admission.num_open == 1)
             served.cache.retire(snapshot.snapshot_id, even_if_needed=True)
             assert snapshot.closed.is_set()
@@ -231,15 +231,15 @@ def test_a_body_that_comes_slowly_holds_no_snapshot() -> None:
 
 
 HOSTILE = [
-    b"GET /checkpoint/%ff%fe/full HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /checkpoint/\xff\xfe/full HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /checkpoint/" + b"9" * 100_000 + b"/full HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /checkpoint/../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /checkpoint/5%2f..%2ffull/full HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /checkpoint/5/full?snapshot=" + b"a" * 4000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /checkpoint/5/full?snapshot=%ff%00 HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"GET /status HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%d: y\r\n" % n for n in range(20_000)) + b"\r\n",
-    b"GET /status HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
+    b"GET /checkpoint/%ff%fe/full HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /checkpoint/\xff\xfe/full HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /checkpoint/" + b"9" * 100_000 + b"/full HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /checkpoint/../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /checkpoint/5%2f..%2ffull/full HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /checkpoint/5/full?snapshot=" + b"a" * 4000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /checkpoint/5/full?snapshot=%ff%00 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /status HTTP/1.1\r\nHost: localhost\r\n" + b"".join(b"X-%d: y\r\n" % n for n in range(20_000)) + b"\r\n",
+    b"GET /status HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
     b"\r\n\r\n\r\nnonsense\r\n\r\n",
 ]
@@ -270,7 +270,7 @@ def test_nothing_that_a_peer_sent_gets_into_a_log(
     monkeypatch.setattr(server_module, "_KEEP_ALIVE_S", 0.05)
     caplog.set_level(logging.DEBUG)
     good = (
-        b"GET /checkpoint/5/metadata?wait=0 HTTP/1.1\r\nHost: trainer\r\nAuthorization: Bearer sesame-0123456789\r\n"
+        b"GET /checkpoint/5/metadata?wait=0 HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer sesame-0123456789\r\n"
         b"Accept-Encoding: identity\r\nUser-Agent: pytest/1.0\r\nConnection: close\r\n\r\n"
     )
     with serving(max_wait_s=0.1) as served:
@@ -326,7 +326,7 @@ def test_close_cuts_running_transfers_and_waiting_requests(wait: bool) -> None:
             receiver(served, "/checkpoint/5/full") as sock,
             closing(socket.create_connection(("127.0.0.1", served.server.port), timeout=20)) as held,
         ):
-            held.sendall(b"GET /checkpoint/latest/full HTTP/1.1\r\nHost: x\r\n\r\n")
+            held.sendall(b"GET /checkpoint/latest/full HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert waiting.wait(20)
             served.server.close(wait=wait)
             served.cache.clear()
