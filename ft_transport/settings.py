@@ -75,6 +75,8 @@ class TransportSettings:
             forge, or ``keyed-xxh3-64``, which is faster and withstands strangers alone (``wire.digester``).
         verify: Whether received chunks are compared with their digests. Nothing else shows that who is on the way has
             not changed them, with a job token too.
+        same_host: Whether processes of one host and user pass each other memory instead of sending it, where they can:
+            as a source, and as a receiver. Nothing is believed earlier, or without a proof that the network would need.
         max_failures: Failures in a row after which a source is given up.
         connect_timeout: For one connection attempt.
         stall_timeout: Longest silence of a sender; and the time in which a receiver has to take 4 MiB, or what is left.
@@ -84,6 +86,11 @@ class TransportSettings:
         contended_bytes_per_s: How fast a snapshot has to be taken whose memory a newer one wants. From the first time
             that the newer one is refused, receivers of the oldest have ``lease``, and as long as its bytes take at this
             rate; then they are cut off and start again with a newer one. Else they may be slower.
+        max_clients: Receivers that are sent data at once; all connections from one address that say the same replica
+            are one. Others wait, and ask again each second. ``None`` for any number.
+        max_send_bytes_per_s: How fast this server sends all of its bodies together, so that its training has the rest
+            of the network; nothing is lent on the same host then (``same_host``). ``None`` for no bound. Receivers give
+            up connections with less than ``min_bytes_per_s``.
         max_receive_bytes: The largest snapshot that is accepted. Default: this machine's memory.
         meshes: Device meshes for received DTensors that have no counterpart in the receiver's own state.
         on_progress: Called while receiving, after each chunk, on a receiving thread.
@@ -102,12 +109,15 @@ class TransportSettings:
     chunk_bytes: int = CHUNK_BYTES
     keyed_digests: DigestKind = "blake3-64"
     verify: bool = True
+    same_host: bool = True
     max_failures: int = 4
     connect_timeout: timedelta = timedelta(seconds=10)
     stall_timeout: timedelta = timedelta(seconds=30)
     min_bytes_per_s: float = 64 * 1024
     lease: timedelta = timedelta(seconds=5)
     contended_bytes_per_s: float = 4 << 20
+    max_clients: int | None = None
+    max_send_bytes_per_s: float | None = None
     max_receive_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     meshes: Sequence[DeviceMesh] = ()
     on_progress: Callable[[FetchProgress], None] | None = None
@@ -125,19 +135,23 @@ class TransportSettings:
             raise ConfigurationError(
                 f"expected one of {get_args(DigestKind)} as keyed_digests, got {_shown(self.keyed_digests)}"
             )
-        for name in ("verify", "allow_anyone"):
+        for name in ("verify", "same_host", "allow_anyone"):
             _check_type(name, getattr(self, name), (bool,), "a bool")
         at_least = dict.fromkeys(
             ("max_snapshots", "num_copy_threads", "chunk_bytes", "max_failures", "max_receive_bytes"), 1
         )
         for name, least in {**at_least, "port": 0}.items():
             object.__setattr__(self, name, check_number(name, getattr(self, name), at_least=least))
+        if self.max_clients is not None:
+            object.__setattr__(self, "max_clients", check_number("max_clients", self.max_clients, at_least=1))
         if self.port > 65535:
             raise ConfigurationError(f"expected a port from 0 to 65535, got {self.port}")
         check_duration("lease", self.lease, at_least=timedelta(0))
         for name in ("connect_timeout", "stall_timeout"):
             check_duration(name, getattr(self, name), at_least=timedelta.resolution)
-        for name in ("min_bytes_per_s", "contended_bytes_per_s"):
+        for name in ("min_bytes_per_s", "contended_bytes_per_s", "max_send_bytes_per_s"):
+            if name == "max_send_bytes_per_s" and self.max_send_bytes_per_s is None:
+                continue
             _check_type(name, getattr(self, name), (int, float), "a number")
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"expected a positive {name}, got {getattr(self, name)}")

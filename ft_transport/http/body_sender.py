@@ -22,8 +22,9 @@ from typing import Final, Protocol
 from aiohttp import web
 
 from ft_transport.errors import SnapshotError
+from ft_transport.http.send_cap import Pace, PacedSocket, SendCap
 from ft_transport.http.slice_sender import send_frames
-from ft_transport.http.snapshot_cache import Reading
+from ft_transport.http.tls_channel import TLSChannel
 from ft_transport.http.tls_protocol import TLSTransport
 from ft_transport.http.tls_sender import EncryptedSocket
 from ft_transport.wire.chunks import CHUNK_BYTES
@@ -37,7 +38,7 @@ _PIECE_BYTES: Final = 64 << 20
 _ACKED_BYTES: Final = struct.Struct("=120xQ")
 """``tcpi_bytes_acked`` in ``struct tcp_info`` (``linux/tcp.h``, since Linux 4.1); the handshake counts as one."""
 
-_MAX_VIEWS_PER_SEND: Final = 512
+MAX_VIEWS_PER_SEND: Final = 512
 """Below IOV_MAX, which Linux puts at 1024 (``man 2 writev``)."""
 _LONGEST_WAIT: Final = struct.pack("ll", 0, 20_000)
 """``struct timeval``, 20 ms: the longest that one call waits for the receiver while it has shared memory pinned."""
@@ -47,9 +48,14 @@ _DROP_UNSENT: Final = struct.pack("ii", 1, 0)
 
 
 async def send(
-    request: web.Request, reading: Reading, response: web.StreamResponse, content: Content, *, stall_timeout_s: float
+    request: web.Request,
+    response: web.StreamResponse,
+    content: Content,
+    *,
+    stall_timeout_s: float,
+    cap: SendCap | None = None,
 ) -> web.StreamResponse:
-    """Answers with a part of the snapshot that is read, or with the head alone if that was asked for.
+    """Answers with a part of what is served, or with the head alone if that was asked for.
 
     A receiver that goes away or stalls ends its connection; that is its own affair and no error of the server.
     """
@@ -57,7 +63,7 @@ async def send(
     try:
         await response.prepare(request)
         if request.method != "HEAD":
-            await _send_body(request, reading, content, stall_timeout_s)
+            await _send_body(request, content, stall_timeout_s, cap)
         await response.write_eof()
     except OSError as error:
         logger.info("the answer to receiver %s ended early: %s", request.remote, error)
@@ -66,15 +72,13 @@ async def send(
     return response
 
 
-async def _send_body(request: web.Request, reading: Reading, content: Content, stall_timeout_s: float) -> None:
+async def _send_body(request: web.Request, content: Content, stall_timeout_s: float, cap: SendCap | None) -> None:
     transport = request.transport
     if transport is None or transport.is_closing():
         raise ConnectionResetError("it closed the connection")
-    # The kernel holds pages of a memory file until the receiver has read them.
-    reading.unread_s = stall_timeout_s
-    memory = reading.snapshot.memory
     is_plain = not isinstance(transport, TLSTransport)
-    if is_plain and isinstance(content, FileRange) and isinstance(memory, MemoryFile):
+    memory = content.memory if isinstance(content, FileRange) else None
+    if is_plain and isinstance(memory, MemoryFile) and cap is None:
         start, end = content.position, content.end
         num_first = min(_FIRST_BYTES, end - start)
         with open(memory.descriptor, "rb", buffering=0, closefd=False) as file:
@@ -103,7 +107,7 @@ async def _send_body(request: web.Request, reading: Reading, content: Content, s
     # What a thread writes to the socket itself would go out in the clear.
     channel = transport.lend() if isinstance(transport, TLSTransport) else None
     try:
-        body = _Body(connected, content, EncryptedSocket(connected, channel) if channel is not None else None)
+        body = _Body(connected, content, channel, Pace(connected, cap))
         await _send_on_thread(request, body, stall_timeout_s)
     finally:
         connected.close()
@@ -119,7 +123,7 @@ class Content(Protocol):
     position: int
     end: int
 
-    def send_to(self, connected: socket.socket) -> None:
+    def send_to(self, connected: PacedSocket) -> None:
         """Sends what is left; blocks. Counts ``position`` up."""
 
     def send_encrypted(self, encrypted: EncryptedSocket) -> None:
@@ -130,27 +134,27 @@ class FileRange:
     """Bytes ``[position, end)`` of the file."""
 
     def __init__(self, memory: ServedMemory, position: int, end: int) -> None:
-        self._memory = memory
+        self.memory = memory
         self.position = position
         self.end = end
 
-    def send_to(self, connected: socket.socket) -> None:
+    def send_to(self, connected: PacedSocket) -> None:
         """See `Content`."""
-        if isinstance(self._memory, MemoryFile):
-            self._send_file(connected, self._memory)
+        if isinstance(self.memory, MemoryFile):
+            self._send_file(connected, self.memory)
         else:
-            self._send_shared(connected, self._memory)
+            self._send_shared(connected, self.memory)
 
     def send_encrypted(self, encrypted: EncryptedSocket) -> None:
         """See `Content`."""
         while self.position < self.end:
             end = min(self.end, self.position + CHUNK_BYTES)
-            if isinstance(self._memory, MemoryFile):
-                for view in _views(self._memory, self.position, end):
+            if isinstance(self.memory, MemoryFile):
+                for view in _views(self.memory, self.position, end):
                     encrypted.sendall(view)
             else:
                 try:
-                    with self._memory.pin(self.position, end) as views:
+                    with self.memory.pin(self.position, end) as views:
                         encrypted.encrypt(views)
                 except SnapshotError as error:
                     raise ConnectionAbortedError(str(error)) from error
@@ -158,29 +162,36 @@ class FileRange:
                 encrypted.flush()
             self.position = end
 
-    def _send_file(self, connected: socket.socket, file: MemoryFile) -> None:
+    def _send_file(self, connected: PacedSocket, file: MemoryFile) -> None:
         # Where nobody says what the receiver has acknowledged, what the kernel took has to stand for it.
-        piece_bytes = _PIECE_BYTES if _acked_bytes(connected) else CHUNK_BYTES
+        piece_bytes = _PIECE_BYTES if _acked_bytes(connected.raw) else CHUNK_BYTES
         while self.position < self.end:
             num_bytes = min(self.end - self.position, piece_bytes)
-            sent = os.sendfile(connected.fileno(), file.descriptor, file.start + self.position, num_bytes)
+            sent = connected.send_file(file.descriptor, file.start + self.position, num_bytes)
             if not sent:
                 raise ConnectionAbortedError(f"the memory file ends at {self.position}, expected {self.end}")
             self.position += sent
 
-    def _send_shared(self, connected: socket.socket, file: SharedFile) -> None:
+    def _send_shared(self, connected: PacedSocket, file: SharedFile) -> None:
         """Pins a piece at a time. The kernel copies it, so the owner waits for one call and never for a receiver."""
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LONGEST_WAIT)
+        raw, pace = connected.raw, connected.pace
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LONGEST_WAIT)
         while self.position < self.end:
             # Pinning digests it: no more than what the processor's cache still holds when it is sent.
-            end = min(self.end, self.position + CHUNK_BYTES)
+            end = min(self.end, self.position + min(CHUNK_BYTES, pace.piece_bytes))
+            # First, because the owner of the memory waits for a pin.
+            pace.admit(end - self.position)
+            sent = 0
             try:
                 with file.pin(self.position, end) as views:
-                    self.position += connected.sendmsg(views[:_MAX_VIEWS_PER_SEND])
+                    sent = raw.sendmsg(views[:MAX_VIEWS_PER_SEND])
             except BlockingIOError:
-                continue
+                pass
             except SnapshotError as error:
                 raise ConnectionAbortedError(str(error)) from error
+            finally:
+                pace.unsent(end - self.position - sent)
+            self.position += sent
 
 
 def _views(file: MemoryFile, start: int, end: int) -> Iterator[memoryview]:
@@ -201,7 +212,7 @@ class Slices:
         self.position = 0
         self.end = answer_bytes(frames)
 
-    def send_to(self, connected: socket.socket) -> None:
+    def send_to(self, connected: PacedSocket) -> None:
         """See `Content`."""
         self._send_frames(connected)
 
@@ -209,7 +220,7 @@ class Slices:
         """See `Content`."""
         self._send_frames(encrypted)
 
-    def _send_frames(self, connected: socket.socket | EncryptedSocket) -> None:
+    def _send_frames(self, connected: PacedSocket | EncryptedSocket) -> None:
         try:
             for sent in send_frames(connected, self._snapshot, self._frames):
                 self.position += sent
@@ -220,9 +231,10 @@ class Slices:
 class _Body:
     """What one thread sends, and how far the receiver is."""
 
-    def __init__(self, connected: socket.socket, content: Content, encrypted: EncryptedSocket | None) -> None:
+    def __init__(self, connected: socket.socket, content: Content, channel: TLSChannel | None, pace: Pace) -> None:
         self.connected = connected
-        self._encrypted = encrypted
+        self.pace = pace
+        self._channel = channel
         self._content = content
         self._num_acked_before = _acked_bytes(connected)
         self._num_bytes = content.end - content.position
@@ -234,10 +246,10 @@ class _Body:
         try:
             # asyncio has it send each part at once; a body is better sent in full segments, until its end.
             self.connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
-            if self._encrypted is not None:
-                self._content.send_encrypted(self._encrypted)
+            if self._channel is not None:
+                self._content.send_encrypted(EncryptedSocket(self.connected, self._channel, self.pace))
             else:
-                self._content.send_to(self.connected)
+                self._content.send_to(PacedSocket(self.connected, self.pace))
         finally:
             os.set_blocking(self.connected.fileno(), False)
             with contextlib.suppress(OSError):  # The receiver is gone.
@@ -274,13 +286,16 @@ async def _send_on_thread(request: web.Request, body: _Body, stall_timeout_s: fl
         with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown at the same moment.
             loop.call_soon_threadsafe(ended.set_result, error)
 
-    remaining = body.remaining_bytes()
+    remaining, waited_s = body.remaining_bytes(), 0.0
     threading.Thread(target=run, name="ft-transport-send", daemon=True).start()
     try:
         while not (await asyncio.wait({ended}, timeout=stall_timeout_s))[0]:
             before, remaining = remaining, body.remaining_bytes()
-            expected = max(1, min(CHUNK_BYTES, before))
-            if before - remaining < expected:
+            waited_before_s, waited_s = waited_s, body.pace.waited_s()
+            # While the cap held it up there was nothing to take.
+            share = max(0.0, 1.0 - (waited_s - waited_before_s) / stall_timeout_s)
+            expected = max(1, int(share * min(CHUNK_BYTES, before)))
+            if before - remaining < expected and share > 0.0:
                 raise _stalled(request, expected, stall_timeout_s)
     finally:
         # Whatever ended the wait: the thread uses the socket and the memory file, which belong to the caller.

@@ -35,7 +35,7 @@ from ft_transport.keys import TOKEN_VARIABLE, Keys
 from ft_transport.tls import CERTIFICATE_VARIABLE, Certificates
 from ft_transport.wire.authentication import CONTENT_DIGEST_HEADER, content_digest
 from ft_transport.wire.exchange_digest import RequestRead
-from ft_transport.wire.routes import CHALLENGE_ROUTE, REPLICA_HEADER
+from ft_transport.wire.routes import CHALLENGE_ROUTE, REPLICA_HEADER, SAME_HOST_HEADER
 
 _MAX_VIEWS_PER_READ: Final = 512
 """Below IOV_MAX, which Linux puts at 1024 (``man 2 readv``)."""
@@ -56,6 +56,10 @@ class Connection:
         certificates: This side's, if it has any: peers are reached by TLS alone then, and otherwise without it.
         timeouts: How long things may take.
         replica: What the peer is told of who asks, for its audit.
+
+    Attributes:
+        peer: As above.
+        same_host: What the peer last said of where receivers on its host get memory; ``None`` if it said nothing.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Connection:
         replica: str = "",
     ) -> None:
         self.peer = peer
+        self.same_host: str | None = None
         self._always = {"Accept-Encoding": "identity"}
         if replica:
             self._always[REPLICA_HEADER] = _NOT_IN_HEADERS.sub("?", replica)[:_MAX_REPLICA_CHARACTERS]
@@ -178,6 +183,7 @@ class Connection:
                 check_understood(RequestRead(method, path, headers, body), response, refusal, self.peer)
             if refusal is not None:
                 raise refusal
+            self.same_host = response.headers.get(SAME_HOST_HEADER, self.same_host)
             # What was read ahead while looking for the end of the head belongs to the body.
             assert self._socket is not None
             self._socket.head_complete = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeAlias
 
@@ -61,25 +61,31 @@ def _ask(connection: Connection, manifest: Manifest) -> tuple[int, ...]:
     return decode_digests(body.decode("ascii", "replace"), manifest.chunks.num_chunks, peer=str(connection.peer))
 
 
-def find_damaged(manifest: Manifest, views: Views, *, num_threads: int) -> list[int]:
+def find_damaged(
+    manifest: Manifest, views: Views, *, num_threads: int, chunks: Sequence[int] | None = None
+) -> list[int]:
     """The chunks whose bytes do not have the digest of the manifest.
 
     Args:
         manifest: With digests.
         views: Of what was received, or lies there.
         num_threads: Threads that read it.
+        chunks: Only these are looked at.
     """
     expected = manifest.digests
     assert expected is not None, "they have been asked for"
-    actual = digest_chunks(manifest, views, num_threads=num_threads)
-    return [chunk for chunk, digest in enumerate(actual) if digest != expected[chunk]]
+    looked_at = chunks if chunks is not None else range(manifest.chunks.num_chunks)
+    actual = digest_chunks(manifest, views, num_threads=num_threads, chunks=looked_at)
+    return [chunk for chunk, digest in zip(looked_at, actual, strict=True) if digest != expected[chunk]]
 
 
-def digest_chunks(manifest: Manifest, views: Views, *, num_threads: int) -> list[int]:
-    """The digests of all chunks of data."""
+def digest_chunks(
+    manifest: Manifest, views: Views, *, num_threads: int, chunks: Sequence[int] | None = None
+) -> list[int]:
+    """The digests of all chunks of data, or of these, in their order."""
 
     def digest(chunk: int) -> int:
         return manifest.digester.digest_of(views(*manifest.chunks.range_of(chunk, chunk + 1)))
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-verify") as pool:
-        return list(pool.map(digest, range(manifest.chunks.num_chunks)))
+        return list(pool.map(digest, chunks if chunks is not None else range(manifest.chunks.num_chunks)))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ft_transport.errors import SnapshotError
+from ft_transport.http.send_cap import PacedSocket
 from ft_transport.http.tls_sender import PIECE_BYTES, EncryptedSocket
 from ft_transport.wire.served import MemoryFile, ServedMemory, Snapshot
 from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, SliceFrame, frame_context
@@ -18,12 +17,12 @@ _LEAST_SENDFILE_BYTES: Final = 64 << 10
 
 
 def send_frames(
-    connected: socket.socket | EncryptedSocket, snapshot: Snapshot, frames: Sequence[SliceFrame]
+    connected: PacedSocket | EncryptedSocket, snapshot: Snapshot, frames: Sequence[SliceFrame]
 ) -> Iterator[int]:
     """Sends the frames of a request; blocks. Yields after each piece how many bytes it had.
 
     Args:
-        connected: A blocking socket, or one with TLS on it.
+        connected: Where they go.
         snapshot: What is sent.
         frames: What is asked for; inside the data.
 
@@ -68,10 +67,10 @@ def _encrypt(encrypted: EncryptedSocket, data: memoryview) -> Iterator[int]:
         yield len(piece)
 
 
-def _send_file(connected: socket.socket, memory: MemoryFile, piece: Slice) -> Iterator[int]:
+def _send_file(connected: PacedSocket, memory: MemoryFile, piece: Slice) -> Iterator[int]:
     position, end = memory.data_start + piece.start, memory.data_start + piece.end
     while position < end:
-        sent = os.sendfile(connected.fileno(), memory.descriptor, position, end - position)
+        sent = connected.send_file(memory.descriptor, position, end - position)
         if not sent:
             raise ConnectionAbortedError(f"the memory file ends at {position}, expected {end}")
         position += sent

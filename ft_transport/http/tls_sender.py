@@ -6,6 +6,7 @@ import socket
 from collections.abc import Sequence
 from typing import Final
 
+from ft_transport.http.send_cap import Pace
 from ft_transport.http.tls_channel import TLSChannel
 
 PIECE_BYTES: Final = 256 << 10
@@ -18,17 +19,19 @@ class EncryptedSocket:
     Args:
         raw: The socket.
         channel: The server's end of the connection.
+        pace: How fast records are written.
     """
 
-    def __init__(self, raw: socket.socket, channel: TLSChannel) -> None:
+    def __init__(self, raw: socket.socket, channel: TLSChannel, pace: Pace) -> None:
         self._raw = raw
         self._channel = channel
+        self._pace = pace
 
     def sendall(self, data: memoryview) -> None:
         """Sends all of ``data``; blocks."""
         for start in range(0, len(data), PIECE_BYTES):
             self._channel.write(data[start : start + PIECE_BYTES])
-            self._raw.sendall(self._channel.take())
+            self.flush()
 
     def encrypt(self, views: Sequence[memoryview]) -> None:
         """Encrypts the views, for a `flush` later; does not wait."""
@@ -37,4 +40,9 @@ class EncryptedSocket:
 
     def flush(self) -> None:
         """Sends what was encrypted; blocks."""
-        self._raw.sendall(self._channel.take())
+        records = memoryview(self._channel.take())
+        piece_bytes = self._pace.piece_bytes
+        for start in range(0, len(records), piece_bytes):
+            piece = records[start : start + piece_bytes]
+            self._pace.admit(len(piece))
+            self._raw.sendall(piece)

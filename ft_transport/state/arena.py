@@ -7,8 +7,10 @@ a thread of its own, before they are needed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -33,6 +35,7 @@ The header is encoded after the copy, when the digests are known, and is put rig
 is a hole in the file and takes no memory.
 """
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14, include/uapi/asm-generic/mman-common.h
+_F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1, include/uapi/linux/fcntl.h
 _POPULATE_BYTES: Final = 4 << 20
 """At once: meanwhile other threads of the process wait when they map memory."""
 _REST_SHARE: Final = 4.0
@@ -56,7 +59,8 @@ class Arena:
         capacity_bytes: Room for data.
         data: ``uint8 [capacity_bytes]``, the mapping as a CPU tensor.
         view: The same memory for those who do not need a tensor.
-        descriptor: The memory file; data begins at ``HEADER_ROOM_BYTES``.
+        descriptor: The memory file; data begins at ``HEADER_ROOM_BYTES``. Where the system can do that, it is sealed:
+            nobody who gets the descriptor can change its content or its length, only this object through its mappings.
     """
 
     def __init__(
@@ -73,6 +77,8 @@ class Arena:
         try:
             os.ftruncate(self.descriptor, HEADER_ROOM_BYTES + capacity_bytes)
             self._mapping = mmap.mmap(self.descriptor, capacity_bytes, offset=HEADER_ROOM_BYTES)
+            self._header_room = mmap.mmap(self.descriptor, HEADER_ROOM_BYTES)
+            _seal(self.descriptor)
             self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)
             _make_resident(self.data.data_ptr(), capacity_bytes, is_wanted, rest)
             self.view = memoryview(self._mapping)
@@ -87,9 +93,7 @@ class Arena:
     def write_header(self, header: bytes) -> int:
         """Puts ``header`` right before the data. Returns the position in the file where it begins."""
         start = HEADER_ROOM_BYTES - len(header)
-        written = 0
-        while written < len(header):
-            written += os.pwrite(self.descriptor, memoryview(header)[written:], start + written)
+        self._header_room[start:] = header
         return start
 
     def close(self) -> None:
@@ -98,6 +102,7 @@ class Arena:
             self._unpin()
             self._unpin = None
         os.close(self.descriptor)
+        self._header_room.close()
         # The tensor keeps the mapping alive for as long as anybody holds it.
         del self.data, self.view, self._mapping
 
@@ -275,9 +280,20 @@ def _refuse_beyond_available(num_bytes: int) -> None:
 
 def _memory_file() -> int:
     if sys.platform == "linux":
-        return os.memfd_create("ft-transport-snapshot", os.MFD_CLOEXEC)
+        return os.memfd_create("ft-transport-snapshot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.NamedTemporaryFile(prefix="ft-transport-snapshot-") as file:
         return os.dup(file.fileno())
+
+
+def _seal(descriptor: int) -> None:
+    """Leaves the mappings that there are as the only way to write (``man 2 fcntl``, file sealing)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # A kernel before 5.1: nobody is given the descriptor then.
+            fcntl.fcntl(
+                descriptor,
+                fcntl.F_ADD_SEALS,
+                _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
+            )
 
 
 def _make_resident(

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -25,6 +25,7 @@ from ft_transport.errors import SnapshotError
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.state.arena import Arena
 from ft_transport.state.copying import Column, HostCopier, HostCopies
+from ft_transport.state.lasting_digests import ChunkKey, LastingDigests
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.digester import Digester
 from ft_transport.wire.manifest import encode_digests
@@ -54,6 +55,8 @@ class CopyOnWriteMemory:
         copier: Copies and digests.
         chunk_bytes: Size of the chunks that are digested.
         digester: How they are digested.
+        lasting: Keeps digests of what seldom changes, from one snapshot to the next.
+        keys: Under which, for each chunk; ``None`` for one that is not kept.
         check: Raises if the shared memory has changed without a `materialize`. Asked before it is copied, and before
             the digests are sent: no receiver relies on bytes without these.
 
@@ -76,6 +79,8 @@ class CopyOnWriteMemory:
         copier: HostCopier,
         chunk_bytes: int,
         digester: Digester,
+        lasting: LastingDigests,
+        keys: Sequence[ChunkKey | None],
         check: Callable[[], None],
     ) -> None:
         filled = np.flatnonzero(num_bytes)
@@ -99,7 +104,8 @@ class CopyOnWriteMemory:
         self._check = check
         self._header = b""
         self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
-        self._digests: list[int | None] = [None] * self._chunks.num_chunks
+        self._lasting, self._keys = lasting, keys
+        self._generation, self._digests = lasting.known(keys, self._digest)
         # One thread copies; others that materialize meanwhile wait for its copy.
         self._copying = threading.Lock()
         self._digesting = threading.Lock()
@@ -256,7 +262,12 @@ class CopyOnWriteMemory:
         chunk_bytes = self._chunks.chunk_bytes
         for chunk in range(-(-start // chunk_bytes), -(-end // chunk_bytes)):
             if self._digests[chunk] is None:
-                self._digests[chunk] = self._digester.digest_of(self._views(*self._chunks.range_of(chunk, chunk + 1)))
+                self._digests[chunk] = digest = self._digest(chunk)
+                if self._is_shared:
+                    self._lasting.keep(self._generation, self._keys[chunk], digest)
+
+    def _digest(self, chunk: int) -> int:
+        return self._digester.digest_of(self._views(*self._chunks.range_of(chunk, chunk + 1)))
 
     def _views(self, start: int, end: int) -> list[memoryview]:
         blocks, starts = self._blocks, self._block_starts

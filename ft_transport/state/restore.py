@@ -7,10 +7,8 @@ fails, ``poison`` overwrites what was touched, so that a part of a state cannot 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
-import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -25,6 +23,7 @@ from ft_transport.state import placements
 from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, carrier_of
 from ft_transport.state.matching import Incoming, Matcher
+from ft_transport.state.spare_memory import SpareMemory, new_block
 from ft_transport.state.unflatten import Unflattener, as_plain
 from ft_transport.state.views import extent_bytes, has_own_memory, view_key
 from ft_transport.wire.manifest import Manifest
@@ -81,6 +80,7 @@ class Restore:
             but is on a device or has another memory layout is copied to at the end. Everything else is ignored.
         meshes: Meshes for DTensors that have no counterpart in ``into``.
         max_bytes: Refuse a snapshot larger than this.
+        spare: Has memory that is resident already, perhaps.
         check_time: Called now and then, here and in `finish`.
 
     Attributes:
@@ -97,6 +97,7 @@ class Restore:
         into: object = None,
         meshes: Sequence[DeviceMesh] = (),
         max_bytes: int,
+        spare: SpareMemory | None = None,
         check_time: CheckTime = unbounded,
     ) -> None:
         if manifest.data_bytes > max_bytes:
@@ -120,7 +121,7 @@ class Restore:
         self._indirect = matcher.indirect
         self._destinations = matcher.destinations
         self.incoming = Incoming(step=manifest.step, mismatches=tuple(matcher.mismatches), _tree=manifest.tree)
-        self._fresh, self._fresh_offsets = _allocate_fresh(manifest, self._direct)
+        self._fresh, self._fresh_offsets = _allocate_fresh(manifest, self._direct, spare)
         self._fresh_view = memoryview(self._fresh) if self._fresh is not None else None
         filled = sorted((entry.start, index) for index, entry in enumerate(manifest.tensors) if entry.end > entry.start)
         self._slots = [index for _, index in filled]
@@ -130,6 +131,33 @@ class Restore:
     def destination_touched(self) -> bool:
         """Whether bytes may have landed in the receiver's own tensors."""
         return self._touched.is_set()
+
+    def own(self, index: int) -> torch.Tensor | None:
+        """The receiver's tensor whose memory takes entry ``index``; ``None`` if there is none."""
+        return self._direct.get(index)
+
+    def adopt(self, earlier: Restore) -> bool:
+        """Takes over the memory of another restore of the same tensors, with what has landed there.
+
+        Called before anything is received here, and after everything that received there has ended; the other one must
+        not be used any more.
+
+        Returns:
+            Whether each tensor belongs to the same place as there. If not, nothing was taken over.
+        """
+        is_same = (
+            self._manifest.tensors == earlier._manifest.tensors
+            and self._direct.keys() == earlier._direct.keys()
+            # The other one keeps its tensors alive, so the same address is the same memory.
+            and all(tensor.data_ptr() == earlier._direct[index].data_ptr() for index, tensor in self._direct.items())
+        )
+        if not is_same:
+            return False
+        self._fresh, self._fresh_offsets, self._fresh_view = earlier._fresh, earlier._fresh_offsets, earlier._fresh_view
+        self._is_copying = earlier._is_copying
+        if earlier.destination_touched:
+            self._touched.set()
+        return True
 
     def buffers(self, start: int, end: int) -> list[memoryview]:
         """Writable uint8 views that cover ``[start, end)`` of the data once, in order."""
@@ -256,7 +284,9 @@ class Restore:
         return tensor.clone() if entry.end - entry.start < _KEEP_SHARED_BYTES else tensor
 
 
-def _allocate_fresh(manifest: Manifest, direct: Mapping[int, torch.Tensor]) -> tuple[mmap.mmap | None, dict[int, int]]:
+def _allocate_fresh(
+    manifest: Manifest, direct: Mapping[int, torch.Tensor], spare: SpareMemory | None
+) -> tuple[mmap.mmap | None, dict[int, int]]:
     """One buffer for all entries that have no tensor of the receiver's."""
     offsets = {}
     end = 0
@@ -266,16 +296,10 @@ def _allocate_fresh(manifest: Manifest, direct: Mapping[int, torch.Tensor]) -> t
             end += -(-(entry.end - entry.start) // _ALIGN_BYTES) * _ALIGN_BYTES
     if not end:
         return None, offsets
-    # Private, because shared anonymous memory gets no huge pages on most systems.
     try:
-        buffer = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return (spare.take(end) if spare is not None else None) or new_block(end), offsets
     except OSError as error:
         raise RestoreError(f"expected {end} bytes of memory to receive into: {error}", step=manifest.step) from error
-    if sys.platform == "linux":
-        # Fewer, larger page faults: a fresh buffer of small pages is filled at a fraction of the speed.
-        with contextlib.suppress(OSError):  # a kernel without them
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-    return buffer, offsets
 
 
 def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -25,6 +25,7 @@ from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.copying import Column, HostCopier, HostCopies
 from ft_transport.state.device import DeviceCopier, Marks
 from ft_transport.state.dtypes import carrier_of
+from ft_transport.state.lasting_digests import ChunkKey, LastingDigests
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.digester import Digester
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
@@ -44,12 +45,20 @@ class HeldState:
     """A state at a step of which a snapshot may still be taken, as long as its large tensors stay as they are.
 
     What is small, or something else may change, has been copied already. It takes no arena.
+
+    Attributes:
+        step: The committed step.
+        flat: The state.
+        marks: After what has been queued on devices by now.
+        check: Raises if what was not copied has changed.
+        lasts: Says of a tensor that nothing changes it without a `LastingDigests.forget`; ``None`` for none.
     """
 
     step: int
     flat: FlatState
     marks: Marks
     check: Callable[[], None]
+    lasts: Callable[[torch.Tensor], bool] | None = None
 
     @property
     def is_shareable(self) -> bool:
@@ -71,6 +80,7 @@ class Workshop:
         chunk_bytes: Size of the chunks that are digested and fetched.
         is_digested: Whether snapshots have digests.
         digester: Says for each snapshot how they are made.
+        lasting: Keeps those of what seldom changes.
     """
 
     pool: ArenaPool
@@ -79,6 +89,7 @@ class Workshop:
     chunk_bytes: int
     is_digested: bool
     digester: Callable[[], Digester]
+    lasting: LastingDigests = field(default_factory=LastingDigests)
 
 
 class PendingSnapshot:
@@ -113,6 +124,7 @@ class PendingSnapshot:
         self._is_held = True
         self._marks = held.marks
         self._check_deferred = held.check
+        self._lasts = held.lasts
         self._check_shared = check_shared
 
     def copy_now(
@@ -126,7 +138,7 @@ class PendingSnapshot:
         self._deferred = np.flatnonzero(is_deferred)
         self._copy(np.flatnonzero(~(is_deferred | is_shared)))
         if is_shared.any():
-            self._share(np.flatnonzero(is_shared))
+            self._share(np.flatnonzero(is_shared), is_shared)
 
     def defer_all(self) -> None:
         """Notes every block for ``copy_deferred``."""
@@ -134,7 +146,7 @@ class PendingSnapshot:
 
     def share_all(self) -> None:
         """Leaves every block where it is."""
-        self._share(np.arange(len(self._flat.blocks.sources)))
+        self._share(np.arange(len(self._flat.blocks.sources)), self._which(self._lasts))
 
     def copy_deferred(self) -> None:
         """Copies the rest. The caller still holds the read lock and releases it afterwards."""
@@ -204,7 +216,26 @@ class PendingSnapshot:
             return np.zeros(len(sources), dtype=np.bool_)
         return np.fromiter(map(chosen, sources), dtype=np.bool_, count=len(sources))
 
-    def _share(self, indices: Column) -> None:
+    def _chunk_keys(self, is_lasting: npt.NDArray[np.bool_]) -> list[ChunkKey | None]:
+        """Where the bytes of each chunk lie that lasts; ``None`` for another."""
+        filled = np.flatnonzero(self._num_bytes)
+        order = filled[np.argsort(self._starts[filled], kind="stable")].tolist()
+        chunk_bytes, sources = self._chunks.chunk_bytes, self._flat.blocks.sources
+        keys: list[list[object] | None] = [[self._digester.name] for _ in range(self._chunks.num_chunks)]
+        for index in order:
+            start, num_bytes = int(self._starts[index]), int(self._num_bytes[index])
+            lasts = bool(is_lasting[index]) and not sources[index].is_inference()
+            version = sources[index]._version if lasts else -1
+            for chunk in range(start // chunk_bytes, -(-(start + num_bytes) // chunk_bytes)):
+                parts = keys[chunk]
+                if not lasts:
+                    keys[chunk] = None
+                elif parts is not None:
+                    parts.append((int(self._addresses[index]), start - chunk * chunk_bytes, num_bytes, version))
+        return [tuple(key) if key is not None else None for key in keys]
+
+    def _share(self, indices: Column, is_lasting: npt.NDArray[np.bool_]) -> None:
+        keys = self._chunk_keys(is_lasting)
         addresses = self._addresses
         if self._arena is not None:
             addresses = self._starts + self._arena.data.data_ptr()
@@ -223,6 +254,8 @@ class PendingSnapshot:
             copier=self._workshop.copier,
             chunk_bytes=self._chunks.chunk_bytes,
             digester=self._digester,
+            lasting=self._workshop.lasting,
+            keys=keys,
             check=self._check_shared,
         )
 

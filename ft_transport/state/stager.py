@@ -112,6 +112,7 @@ class Stager:
         deferrable: Callable[[torch.Tensor], bool],
         max_bytes: int,
         check: Callable[[], None] = nothing_moved,
+        lasts: Callable[[torch.Tensor], bool] | None = None,
     ) -> HeldState | None:
         """Copies what is not ``deferrable``, so that a snapshot of this step can be begun later.
 
@@ -123,6 +124,7 @@ class Stager:
             deferrable: Says of a live tensor that nothing changes it before the read lock is released.
             max_bytes: Copy no more than this.
             check: Raises if what was not copied here has changed since.
+            lasts: Says of a tensor that it stays as it is until `forget_lasting`; its digests are kept until then.
 
         Returns:
             The held state; ``None`` if more would have to be copied.
@@ -141,7 +143,11 @@ class Stager:
             blocks.sources[index] = copy
             if blocks.addresses[index]:
                 blocks.addresses[index] = copy.data_ptr()
-        return HeldState(step=step, flat=flat, marks=self._mark(flat), check=check)
+        return HeldState(step=step, flat=flat, marks=self._mark(flat), check=check, lasts=lasts)
+
+    def forget_lasting(self) -> None:
+        """What lasts may change from here on."""
+        self._workshop.lasting.forget()
 
     def begin_held(self, held: HeldState) -> PendingSnapshot:
         """Begins the snapshot of a held state, once; everything is left to ``copy_deferred``. On any thread.

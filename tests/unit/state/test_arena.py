@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import sys
 import threading
 from collections.abc import Callable
 
@@ -27,6 +29,25 @@ def test_what_is_written_to_the_tensor_is_in_the_file_behind_the_header() -> Non
     assert bytes(arena.view[:4]) == b"\1\2\3\4"
     start = arena.write_header(b"header")
     assert os.pread(arena.descriptor, 10, start) == b"header\1\2\3\4"
+    pool.give_back(arena)
+    pool.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="seals are Linux's")
+def test_who_has_the_descriptor_can_read_and_nothing_else() -> None:
+    pool = ArenaPool(1)
+    arena = pool.take(10)
+    for change in (
+        lambda: os.pwrite(arena.descriptor, b"x", HEADER_ROOM_BYTES),
+        lambda: os.ftruncate(arena.descriptor, 0),
+        lambda: os.ftruncate(arena.descriptor, 1 << 30),
+        lambda: mmap.mmap(arena.descriptor, mmap.PAGESIZE),
+    ):
+        with pytest.raises(PermissionError):
+            change()
+    # Its holder goes on writing.
+    arena.data[:2] = 7
+    assert os.pread(arena.descriptor, 8, arena.write_header(b"header")) == b"header\7\7"
     pool.give_back(arena)
     pool.close()
 

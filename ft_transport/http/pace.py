@@ -1,0 +1,47 @@
+"""A fetch that takes no more than so many bytes a second, so that its source notices little of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.settings import FetchProgress
+
+_NUM_CONNECTIONS = 1
+"""Several would ask for their chunks at one moment."""
+
+
+def paced(settings: FetchSettings, max_bytes_per_s: float | None) -> FetchSettings:
+    """The same settings for a fetch at a pace; ``None`` for as fast as it goes."""
+    if max_bytes_per_s is None:
+        return settings
+    pace = _Pace(max_bytes_per_s, settings.on_progress, settings.timeouts.end_s)
+    return dataclasses.replace(settings, num_connections=_NUM_CONNECTIONS, on_progress=pace)
+
+
+class _Pace:
+    """Rests after each chunk for as long as its bytes may take; what was late is not made up for."""
+
+    def __init__(
+        self,
+        max_bytes_per_s: float,
+        on_progress: Callable[[FetchProgress], None] | None,
+        end_s: Callable[[], float],
+    ) -> None:
+        self._seconds_per_byte = 1 / max_bytes_per_s
+        self._on_progress = on_progress
+        self._end_s = end_s
+        self._next_s = time.monotonic()
+        self._num_before = 0
+
+    def __call__(self, progress: FetchProgress) -> None:
+        if self._on_progress is not None:
+            self._on_progress(progress)
+        # A fetch that begins again counts from the start.
+        num_bytes = progress.done_bytes - min(self._num_before, progress.done_bytes - 1)
+        self._num_before = progress.done_bytes
+        now_s = time.monotonic()
+        self._next_s = max(now_s, self._next_s) + num_bytes * self._seconds_per_byte
+        time.sleep(max(0.0, min(self._next_s, self._end_s()) - now_s))

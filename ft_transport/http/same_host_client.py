@@ -1,0 +1,267 @@
+"""Fetching the data of a snapshot from a source on the same host: straight out of its memory.
+
+Whatever goes wrong here is left to the ordinary way, chunk by chunk; only the deadline, and what the receiver's own
+code raises, end a fetch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from ctypes import memmove
+from queue import SimpleQueue
+from typing import Final
+
+from ft_transport.errors import DeadlineExceededError, PeerProtocolError, TransportError
+from ft_transport.http.connection import Connection
+from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.lent_memory import LentMemory
+from ft_transport.settings import FetchProgress
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.routes import MEMORY_ROUTE, bound_path
+from ft_transport.wire.same_host import decode_ticket
+from ft_transport.wire.strided import Memory
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S: Final = 5.0
+"""For a process of this host that does nothing but answer."""
+_MAX_TICKET_BYTES: Final = 4096
+_MAPPED_BYTES: Final = 16 << 20
+"""So much of the source's memory counts as this process's, about; to unmap a page interrupts the other cores."""
+_PIECE_BYTES: Final = 512 << 10
+"""Is digested while it is in the processor's nearest large cache; smaller ones cost more for each."""
+
+
+def fetch_from_memory(
+    connection: Connection,
+    manifest: Manifest,
+    destination: Memory,
+    settings: FetchSettings,
+    *,
+    chunks: Sequence[int],
+    num_threads: int,
+) -> Sequence[int]:
+    """Copies chunks out of the memory of the source, if that is on this host.
+
+    Args:
+        connection: To the source; its manifest came over it.
+        manifest: Of the snapshot.
+        destination: Where the bytes go.
+        settings: How to fetch.
+        chunks: Which, ascending.
+        num_threads: That copy and digest.
+
+    Returns:
+        The chunks that have yet to be fetched: all, some or none of them. What has landed was verified, if that is
+        asked for and the manifest has digests; else the source has said that the snapshot was kept all the while.
+
+    Raises:
+        DeadlineExceededError: The deadline passed.
+        TransportError: The caller's ``on_progress`` failed.
+    """
+    name = connection.same_host
+    if name is None or not chunks:
+        return chunks
+    started_s = time.monotonic()
+    try:
+        lent = _borrowed(name, connection, manifest, settings)
+    except TransportError as error:
+        # If the deadline was it, the ordinary way says so at once.
+        logger.debug("the memory of %s is not to be had on this host: %s", connection.peer, error)
+        return chunks
+    with lent:
+        copying = _Copying(lent, manifest, destination, settings, chunks, peer=str(connection.peer))
+        copying.run(num_threads)
+        left = copying.left()
+    logger.info(
+        "step %d: %d of %d chunks came from the memory of %s on this host, in %.2f s",
+        manifest.step,
+        len(chunks) - len(left),
+        len(chunks),
+        connection.peer,
+        time.monotonic() - started_s,
+    )
+    return left
+
+
+def _borrowed(name: str, connection: Connection, manifest: Manifest, settings: FetchSettings) -> LentMemory:
+    peer, timeouts = str(connection.peer), settings.timeouts
+    # Here first: of a source on another host nothing is asked.
+    lent = LentMemory(
+        name, timeout_s=min(_WAIT_S, timeouts.remaining_s("asking for memory on this host", connection.peer))
+    )
+    try:
+        if timeouts.handle is not None:
+            timeouts.handle.add(lent)
+        response = connection.get(
+            bound_path(MEMORY_ROUTE, manifest.step, manifest.snapshot_id),
+            headers={},
+            expected_status=200,
+            answer_within_s=0.0,
+        )
+        ticket = decode_ticket(connection.read_body(response, max_bytes=_MAX_TICKET_BYTES), peer=peer)
+        if ticket.data_bytes != manifest.data_bytes:
+            raise PeerProtocolError(
+                f"expected memory of {manifest.data_bytes} bytes, the peer lends {ticket.data_bytes}", peer=peer
+            )
+        lent.borrow(ticket)
+    except BaseException:
+        lent.close()
+        raise
+    return lent
+
+
+class _Copying:
+    """The threads that copy, and what they have copied."""
+
+    def __init__(
+        self,
+        lent: LentMemory,
+        manifest: Manifest,
+        destination: Memory,
+        settings: FetchSettings,
+        chunks: Sequence[int],
+        *,
+        peer: str,
+    ) -> None:
+        self._lent = lent
+        self._manifest = manifest
+        self._destination = destination
+        self._settings = settings
+        self._chunks = chunks
+        self._peer = peer
+        self._digests = manifest.digests if settings.verify else None
+        self._mutex = threading.Lock()
+        self._next = 0
+        self._landed: set[int] = set()
+        self._done_bytes = 0
+        self._mapped_bytes = 0
+        self._released_bytes = 0
+        self._started_s = time.monotonic()
+        self._is_over = False
+        self._error: BaseException | None = None
+        self._ends: SimpleQueue[None] = SimpleQueue()
+        self._ended: set[int] = set()
+
+    def run(self, num_threads: int) -> None:
+        """Copies on this thread and others; returns or raises when none of them writes any more."""
+        threads = [
+            threading.Thread(target=self._work_on_thread, args=(index,), name=f"ft-transport-copy-{index}", daemon=True)
+            for index in range(1, min(num_threads, len(self._chunks)))
+        ]
+        try:
+            for thread in threads:
+                with contextlib.suppress(RuntimeError):  # There is no further thread: the others do its part.
+                    thread.start()
+            self._work()
+        except BaseException as error:
+            self._fail(error)
+        # Not Thread.join: interrupted by a signal handler that raises, it takes a running thread for an ended one.
+        while len(self._ended) < sum(thread.ident is not None for thread in threads):
+            try:
+                self._ends.get()
+            except BaseException as error:
+                self._fail(error)
+        if self._error is not None:
+            raise self._error
+
+    def left(self) -> list[int]:
+        """What has not landed."""
+        # Without a digest, what was copied after the source took the memory back may be of another snapshot.
+        if self._digests is None and not self._lent.was_held():
+            return list(self._chunks)
+        return [chunk for chunk in self._chunks if chunk not in self._landed]
+
+    def _work_on_thread(self, index: int) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._ended.add(index)
+            self._ends.put(None)
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, Exception) and not isinstance(error, TransportError):
+            failure = self._failed(error)
+            failure.__cause__ = error
+            error = failure
+        self._error = self._error or error
+        self._is_over = True
+
+    def _work(self) -> None:
+        timeouts = self._settings.timeouts
+        while not self._is_over:
+            with self._mutex:
+                if self._next == len(self._chunks):
+                    return
+                chunk = self._chunks[self._next]
+                self._next += 1
+            if timeouts.is_over():
+                raise DeadlineExceededError(
+                    f"timed out with {self._done_bytes} of {self._manifest.data_bytes} bytes received: "
+                    f"{timeouts.reason()}",
+                    peer=self._peer,
+                    step=self._manifest.step,
+                )
+            start, end = self._manifest.chunks.range_of(chunk, chunk + 1)
+            if self._copy(chunk, start, end):
+                timeouts.note_progress(end - start)
+                with self._mutex:
+                    self._landed.add(chunk)
+                    self._mapped_bytes += end - start
+                    unmapped_to, is_much = self._released_bytes, self._mapped_bytes >= _MAPPED_BYTES
+                    if is_much:
+                        self._mapped_bytes, self._released_bytes = 0, end
+                    self._report(end - start)
+                if is_much:
+                    # What another thread still reads there is mapped again as it does.
+                    self._lent.release(unmapped_to, end)
+            elif not self._lent.is_held():
+                # A newer snapshot takes its place: the ordinary way says so.
+                self._is_over = True
+
+    def _copy(self, chunk: int, start: int, end: int) -> bool:
+        """Says whether what is there now is the chunk."""
+        lent = self._lent
+        # With digests a source that has died costs nothing: its memory lives on here.
+        if self._digests is None and not lent.is_held():
+            return False
+        lent.prepare(start, end)
+        hasher = self._manifest.digester.hasher() if self._digests is not None else None
+        source = lent.address + start
+        for view in self._destination.buffers(start, end):
+            if not view:
+                continue
+            target, num_bytes = ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view)
+            for at in range(0, num_bytes, _PIECE_BYTES):
+                length = min(_PIECE_BYTES, num_bytes - at)
+                memmove(target + at, source + at, length)
+                if hasher is not None:
+                    hasher.update(view[at : at + length])
+            source += num_bytes
+        return self._digests is None or hasher is None or hasher.intdigest() == self._digests[chunk]
+
+    def _report(self, num_bytes: int) -> None:
+        """So many more bytes have landed. Called under the lock."""
+        self._done_bytes += num_bytes
+        on_progress = self._settings.on_progress
+        if on_progress is None:
+            return
+        progress = FetchProgress(
+            done_bytes=self._done_bytes,
+            total_bytes=self._manifest.data_bytes,
+            elapsed_s=time.monotonic() - self._started_s,
+        )
+        try:
+            on_progress(progress)
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> TransportError:
+        return TransportError(f"the receiver failed: {type(error).__name__}: {error}", step=self._manifest.step)

@@ -1,0 +1,138 @@
+"""The share of the network that a server takes: bodies are sent in pieces, each when the cap has room for it.
+
+A trainer shares the machine with the threads that send its state: the kernel copies each byte on the trainer's cores,
+and over the network that its gradients need. The cap is one for all bodies, whoever they are for and however they are
+sent. It is kept by pieces of 25 milliseconds: it holds for any short while too, and the sending threads ask the trainer
+for its interpreter only a few times in each.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from ft_transport.wire.chunks import CHUNK_BYTES
+
+_PIECE_S: Final = 0.025
+_LEAST_PIECE_BYTES: Final = 4 << 10
+_CREDIT_S: Final = 0.04
+"""Sleeping threads wake up late: so much is made up for, and no more, after a pause."""
+_UNCAPPED_PIECE_BYTES: Final = 1 << 62
+
+
+class SendCap:
+    """Grants bytes at a rate. Thread-safe.
+
+    Args:
+        bytes_per_s: The rate.
+        clock: Monotonic seconds.
+
+    Attributes:
+        piece_bytes: How much is asked for at once at most.
+    """
+
+    def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._mutex = threading.Lock()
+        self._free_s = float("-inf")
+        self.piece_bytes: int = max(_LEAST_PIECE_BYTES, min(CHUNK_BYTES, int(bytes_per_s * _PIECE_S)))
+
+    def grant(self, num_bytes: int) -> float:
+        """When so many bytes may be sent, in seconds from now; those who ask first come first."""
+        now_s = self._clock()
+        with self._mutex:
+            start_s = max(self._free_s, now_s - _CREDIT_S)
+            self._free_s = start_s + num_bytes / self._bytes_per_s
+        return start_s - now_s
+
+    def take_back(self, num_bytes: int) -> None:
+        """So many bytes that were granted were not sent."""
+        with self._mutex:
+            self._free_s -= num_bytes / self._bytes_per_s
+
+
+class Pace:
+    """How fast one body is sent. Belongs to the thread that sends it, but for `waited_s`.
+
+    Args:
+        connected: Where it goes. Its end ends a wait.
+        cap: For all bodies of the server; ``None`` for none.
+    """
+
+    def __init__(self, connected: socket.socket, cap: SendCap | None) -> None:
+        self._connected = connected
+        self._cap = cap
+        self._waited_s = 0.0
+        self._began_s: float | None = None
+        self._poll = select.poll()
+        self.piece_bytes: int = cap.piece_bytes if cap is not None else _UNCAPPED_PIECE_BYTES
+
+    def waited_s(self) -> float:
+        """How long the cap has held it up so far, in seconds. Called by any thread."""
+        began_s = self._began_s
+        return self._waited_s + (time.monotonic() - began_s if began_s is not None else 0.0)
+
+    def admit(self, num_bytes: int) -> None:
+        """Returns when so many bytes, at most ``piece_bytes``, may be sent; nothing may be pinned meanwhile.
+
+        Raises:
+            ConnectionResetError: The connection has ended meanwhile.
+        """
+        if self._cap is None:
+            return
+        left_s = self._cap.grant(num_bytes)
+        if left_s <= 0:
+            return
+        began_s = self._began_s = time.monotonic()
+        until_s = began_s + left_s
+        try:
+            # Not time.sleep: whoever ends the connection waits for this thread.
+            self._poll.register(self._connected, 0)
+            while left_s > 0:
+                if self._poll.poll(left_s * 1e3):
+                    self._cap.take_back(num_bytes)
+                    raise ConnectionResetError("the connection has ended")
+                left_s = until_s - time.monotonic()
+        finally:
+            self._waited_s += time.monotonic() - began_s
+            self._began_s = None
+
+    def unsent(self, num_bytes: int) -> None:
+        """So many of the bytes that were admitted were not sent after all."""
+        if self._cap is not None and num_bytes:
+            self._cap.take_back(num_bytes)
+
+
+class PacedSocket:
+    """A blocking socket to which one body is sent at a pace.
+
+    Args:
+        raw: The socket.
+        pace: The pace.
+    """
+
+    def __init__(self, raw: socket.socket, pace: Pace) -> None:
+        self.raw = raw
+        self.pace = pace
+
+    def sendall(self, data: memoryview) -> None:
+        """Sends all of ``data``; blocks."""
+        piece_bytes = self.pace.piece_bytes
+        for start in range(0, len(data), piece_bytes):
+            piece = data[start : start + piece_bytes]
+            self.pace.admit(len(piece))
+            self.raw.sendall(piece)
+
+    def send_file(self, descriptor: int, position: int, num_bytes: int) -> int:
+        """Sends the beginning of a part of a file; blocks. Returns how much it was; 0 behind the file's end."""
+        num_bytes = min(num_bytes, self.pace.piece_bytes)
+        self.pace.admit(num_bytes)
+        sent = os.sendfile(self.raw.fileno(), descriptor, position, num_bytes)
+        self.pace.unsent(num_bytes - sent)
+        return sent

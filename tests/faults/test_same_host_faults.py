@@ -1,0 +1,441 @@
+"""Fetches between processes of one host: out of the source's memory where that can be, and never less exact for it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from encrypted_transports import transport as encrypted
+from faulty_transports import (
+    CHUNK_BYTES,
+    STATE_BYTES,
+    TIMEOUT,
+    blank,
+    holds,
+    is_poisoned,
+    is_state,
+    network,
+    state_of,
+    transport,
+)
+from other_users import NOBODY, acting_as, as_root
+from programs import Program, run
+from same_host import listen_to, mapped_snapshots, taken_from_memory
+
+from ft_transport import (
+    DeadlineExceededError,
+    FetchProgress,
+    SnapshotLimitError,
+    TransportError,
+)
+from ft_transport.http import lent_memory, same_host_client, same_host_server
+
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="abstract unix sockets are Linux's")]
+
+WORKERS = Path(__file__).parents[1] / "workers"
+ALL = STATE_BYTES // CHUNK_BYTES
+HEADS_BYTES = 64 << 10
+
+
+@pytest.fixture(autouse=True)
+def _listening(caplog: pytest.LogCaptureFixture) -> None:
+    listen_to(caplog)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("step", [1, "latest"])
+def test_the_data_comes_from_memory_and_not_through_the_network(
+    step: Any, verify: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    into = blank()
+    with network(sender={"same_host": True}, same_host=True, verify=verify) as net:
+        assert is_state(net.fetch(step, into=into), 1)
+        assert net.proxy.num_bytes < HEADS_BYTES
+        assert taken_from_memory(caplog) == [(ALL, ALL)]
+        assert is_state(net.fetch(step), 1)
+    assert holds(into, 1)
+    assert mapped_snapshots() == []
+
+
+@pytest.mark.parametrize("at", ["source", "receiver"])
+def test_turned_off_at_either_side_it_comes_through_the_network(at: str, caplog: pytest.LogCaptureFixture) -> None:
+    with network(sender={"same_host": at != "source"}, same_host=at != "receiver") as net:
+        assert is_state(net.fetch(), 1)
+        assert net.proxy.num_bytes > STATE_BYTES
+    assert taken_from_memory(caplog) == []
+
+
+def test_only_what_has_changed_is_copied(caplog: pytest.LogCaptureFixture) -> None:
+    into = state_of(1)
+    into["b"][-1] += 1
+    with transport(same_host=True) as source, transport(same_host=True) as receiver:
+        source.send_checkpoint([], 1, state_of(1), TIMEOUT)
+        received = receiver.fetch(source.metadata(), 1, into=into, only_changed=True)
+    assert holds(into, 1)
+    assert received.num_bytes_fetched == CHUNK_BYTES
+    assert taken_from_memory(caplog) == [(1, 1)]
+
+
+def test_progress_is_told_as_in_any_fetch() -> None:
+    told: list[FetchProgress] = []
+    with transport(same_host=True) as source, transport(same_host=True, on_progress=told.append) as receiver:
+        source.send_checkpoint([], 1, state_of(1), TIMEOUT)
+        receiver.fetch(source.metadata(), 1)
+    assert [each.done_bytes for each in told] == [CHUNK_BYTES * number for number in range(1, ALL + 1)]
+    assert {each.total_bytes for each in told} == {STATE_BYTES}
+
+
+def test_a_receiver_that_fails_itself_is_told_so_and_left_poisoned() -> None:
+    def fail(progress: FetchProgress) -> None:
+        if progress.done_bytes > STATE_BYTES // 2:
+            raise RuntimeError("of the caller's own")
+
+    into = blank()
+    with transport(same_host=True) as source, transport(same_host=True, on_progress=fail) as receiver:
+        source.send_checkpoint([], 1, state_of(1), TIMEOUT)
+        with pytest.raises(TransportError, match=r"the receiver failed: RuntimeError: of the caller's own") as caught:
+            receiver.fetch(source.metadata(), 1, into=into)
+    assert caught.value.destination_touched
+    assert is_poisoned(into)
+
+
+@contextlib.contextmanager
+def lending_process(seed: int, host: str = "127.0.0.1") -> Iterator[tuple[Program, str]]:
+    script = str(WORKERS / "lending_process.py")
+    with Program(
+        [sys.executable, script, str(seed), host], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as source:
+        assert source.stdout is not None
+        try:
+            yield source, source.stdout.readline().strip()
+        finally:
+            source.kill()
+            source.communicate(timeout=20)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_source_that_dies_in_the_middle(verify: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """What has a digest is whole all the same; without one, nobody says that the memory was kept."""
+    into = blank()
+    with lending_process(3) as (source, address):
+
+        def kill(progress: FetchProgress) -> None:
+            if progress.done_bytes == STATE_BYTES // 2:
+                source.kill()
+                source.wait(20)
+
+        with transport(same_host=True, verify=verify, on_progress=kill, num_copy_threads=1) as receiver:
+            if verify:
+                assert is_state(receiver.fetch(address, 1, into=into).state, 3)
+            else:
+                with pytest.raises(TransportError) as caught:
+                    receiver.fetch(address, 1, into=into)
+                assert caught.value.destination_touched
+    assert holds(into, 3) if verify else is_poisoned(into)
+    assert taken_from_memory(caplog) == [(ALL if verify else 0, ALL)]
+    assert mapped_snapshots() == []
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_a_snapshot_that_is_replaced_in_the_middle_is_fetched_anew(num_threads: int, verify: bool) -> None:
+    into = blank()
+    done = threading.Event()
+    # One place, whose memory the next snapshot takes as soon as it may.
+    hasty = {"max_snapshots": 1, "contended_bytes_per_s": 1e12, "same_host": True}
+
+    def replace(progress: FetchProgress) -> None:
+        if done.is_set() or progress.done_bytes < STATE_BYTES // 4:
+            return
+        done.set()
+        deadline_s = time.monotonic() + 20
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(SnapshotLimitError):
+                source.send_checkpoint([], 1, state_of(2), TIMEOUT)
+                return
+        raise AssertionError("the memory was never taken back")
+
+    with (
+        transport(**hasty) as source,
+        transport(same_host=True, verify=verify, on_progress=replace, num_copy_threads=num_threads) as receiver,
+    ):
+        source.send_checkpoint([], 1, state_of(1), TIMEOUT)
+        received = receiver.fetch(source.metadata(), 1, into=into)
+    assert done.is_set()
+    assert is_state(received.state, 2)
+    assert holds(into, 2)
+
+
+def test_a_snapshot_is_not_replaced_while_it_is_copied() -> None:
+    refused: list[SnapshotLimitError] = []
+
+    def replace(_progress: FetchProgress) -> None:
+        if not refused:
+            with pytest.raises(SnapshotLimitError) as caught:
+                source.send_checkpoint([], 2, state_of(2), TIMEOUT)
+            refused.append(caught.value)
+
+    with (
+        transport(max_snapshots=1, same_host=True) as source,
+        transport(same_host=True, on_progress=replace) as receiver,
+    ):
+        source.send_checkpoint([], 1, state_of(1), TIMEOUT)
+        assert is_state(receiver.fetch(source.metadata(), 1).state, 1)
+    assert refused
+
+
+def test_a_chunk_that_was_damaged_in_memory_comes_through_the_network(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = threading.Event()
+
+    def copy(target: int, source: int, num_bytes: int) -> None:
+        ctypes.memmove(target, source, num_bytes)
+        if not damaged.is_set():
+            damaged.set()
+            ctypes.c_ubyte.from_address(target).value ^= 1
+
+    monkeypatch.setattr(same_host_client, "memmove", copy)
+    into = blank()
+    with network(sender={"same_host": True}, same_host=True) as net:
+        assert is_state(net.fetch(into=into), 1)
+        assert CHUNK_BYTES < net.proxy.num_bytes < CHUNK_BYTES + HEADS_BYTES
+    assert holds(into, 1)
+    assert taken_from_memory(caplog) == [(ALL - 1, ALL)]
+
+
+def test_a_source_that_lends_nothing_in_time_is_asked_in_the_ordinary_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_host_client, "_WAIT_S", 0.1)
+    monkeypatch.setattr(same_host_server._Lending, "_lend", lambda *_: None)
+    with network(sender={"same_host": True}, same_host=True) as net:
+        assert is_state(net.fetch(), 1)
+        assert net.proxy.num_bytes > STATE_BYTES
+
+
+def test_a_source_that_lends_nothing_does_not_defeat_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_host_server._Lending, "_lend", lambda *_: None)
+    began_s = time.monotonic()
+    with network(sender={"same_host": True}, same_host=True) as net, pytest.raises(DeadlineExceededError):
+        net.fetch(timeout_s=0.3)
+    assert time.monotonic() - began_s < 5
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_the_deadline_ends_a_copy_in_the_middle(verify: bool) -> None:
+    into = blank()
+    over = threading.Event()
+
+    def wait(progress: FetchProgress) -> None:
+        if progress.done_bytes == STATE_BYTES // 2:
+            over.wait(1)
+
+    with (
+        transport(same_host=True) as source,
+        transport(same_host=True, on_progress=wait, verify=verify, num_copy_threads=1) as receiver,
+    ):
+        source.send_checkpoint([], 1, state_of(1), TIMEOUT)
+        with pytest.raises(DeadlineExceededError, match=f"{STATE_BYTES // 2} of {STATE_BYTES} bytes") as caught:
+            receiver.fetch(source.metadata(), 1, into=into, timeout=timedelta(seconds=0.5))
+    assert caught.value.destination_touched
+    assert is_poisoned(into)
+
+
+def test_no_descriptor_left_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_args: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(lent_memory.socket, "recv_fds", none)
+    with network(sender={"same_host": True}, same_host=True) as net:
+        assert is_state(net.fetch(), 1)
+        assert net.proxy.num_bytes > STATE_BYTES
+
+
+def test_with_a_token_memory_is_lent_to_its_holders(caplog: pytest.LogCaptureFixture) -> None:
+    into = blank()
+    with transport(same_host=True, token="one") as source, transport(same_host=True, token="one") as receiver:
+        source.send_checkpoint([], 1, state_of(1), TIMEOUT)
+        assert is_state(receiver.fetch(source.metadata(), 1, into=into).state, 1)
+    assert taken_from_memory(caplog) == [(ALL, ALL)]
+
+
+def test_with_certificates_memory_is_lent_to_their_holders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from certificates import Issued
+
+    issued = Issued(tmp_path)
+    issued.renew()
+    with encrypted(issued, same_host=True) as source, encrypted(issued, same_host=True) as receiver:
+        source.send_checkpoint([], 1, state_of(1), TIMEOUT)
+        assert is_state(receiver.fetch(source.metadata(), 1).state, 1)
+    assert len(taken_from_memory(caplog)) == 1
+
+
+@as_root
+def test_a_receiver_of_another_user_fetches_in_the_ordinary_way(caplog: pytest.LogCaptureFixture) -> None:
+    with lending_process(3) as (_source, address), acting_as(NOBODY), transport(same_host=True) as receiver:
+        assert is_state(receiver.fetch(address, 1).state, 3)
+    assert taken_from_memory(caplog) == []
+
+
+@contextlib.contextmanager
+def namespace() -> Iterator[tuple[str, list[str]]]:
+    """A network namespace at the other end of a link: the address of this end, and what runs a command inside."""
+    name, outer, inner = (f"fts{kind}{os.getpid()}" for kind in ("n", "o", "i"))
+    here, there = (f"10.214.{os.getpid() % 250}.{number}" for number in (1, 2))
+    inside = ["ip", "netns", "exec", name]
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+    try:
+        ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    try:
+        ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", name)
+        ip("addr", "add", f"{here}/24", "dev", outer)
+        ip("link", "set", outer, "up")
+        ip("-n", name, "addr", "add", f"{there}/24", "dev", inner)
+        ip("-n", name, "link", "set", inner, "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        yield here, inside
+    finally:
+        ip("netns", "del", name)
+
+
+_FETCH = """
+import logging, sys
+from ft_transport import HTTPTransport
+logging.basicConfig(level=logging.INFO)
+transport = HTTPTransport()
+print(transport.fetch(sys.argv[1], 1).state["seed"])
+transport.shutdown()
+"""
+
+
+@as_root
+def test_in_another_network_namespace_it_comes_through_the_network() -> None:
+    """As between two containers of a host."""
+    with namespace() as (here, inside), lending_process(3, here) as (_source, address):
+        command = [sys.executable, "-c", _FETCH, address]
+        near, far = (
+            subprocess.run([*where, *command], capture_output=True, text=True, timeout=60, check=True)
+            for where in ([], inside)
+        )
+    assert near.stdout == far.stdout == "3\n"
+    assert "came from the memory" in near.stderr
+    assert "came from the memory" not in far.stderr
+
+
+def test_a_child_that_is_forked_meanwhile_keeps_nothing() -> None:
+    with lending_process(3) as (_source, address):
+        found = run([sys.executable, str(WORKERS / "forking_receiver.py"), address], timeout=60, check=True)
+    assert json.loads(found.stdout) == {"during": 1, "child": 0, "sockets": 0, "after": 0}
+
+
+def test_a_source_that_leaves_children_is_missed_at_once() -> None:
+    """A child has no end of the socket, so that a receiver sees that the source is gone."""
+    script = str(WORKERS / "serving_process.py")
+    with Program([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as source:
+        assert source.stdin is not None
+        assert source.stdout is not None
+        address = source.stdout.readline().strip()
+        lost: list[float] = []
+
+        def fork_and_kill(progress: FetchProgress) -> None:
+            if not lost:
+                source.stdin.write("\n")
+                source.stdin.flush()
+                assert source.stdout.readline() == "forked\n"
+                os.kill(source.pid, signal.SIGKILL)
+                lost.append(time.monotonic())
+
+        with transport(same_host=True, verify=False, on_progress=fork_and_kill, num_copy_threads=1) as receiver:
+            with pytest.raises(TransportError):
+                receiver.fetch(address, 1, unreachable_timeout=timedelta(seconds=1))
+            assert time.monotonic() - lost[0] < 10
+        source.stdin.close()
+        source.wait(20)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_many_fetches_at_once_while_snapshots_change(verify: bool) -> None:
+    stopping = threading.Event()
+    failures: list[BaseException] = []
+    with transport(same_host=True, max_snapshots=3, contended_bytes_per_s=1e9) as source:
+        source.send_checkpoint([], 0, state_of(0), TIMEOUT)
+
+        def fetch() -> None:
+            try:
+                with transport(same_host=True, verify=verify) as receiver:
+                    into = blank()
+                    for _ in range(10):
+                        received = receiver.fetch(source.metadata(), "latest", into=into)
+                        assert is_state(received.state, received.step)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=fetch) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        step = 0
+        while any(thread.is_alive() for thread in threads):
+            with contextlib.suppress(SnapshotLimitError):
+                source.send_checkpoint([], step + 1, state_of(step + 1), TIMEOUT)
+                step += 1
+            stopping.wait(0.02)
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    assert step > 1
+    assert mapped_snapshots() == []
+
+
+def test_live_memory_that_is_shared_comes_through_the_network_and_is_not_copied(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = state_of(1)
+    with transport(same_host=True) as source, transport(same_host=True) as receiver:
+        held = source.hold_state(1, state, deferrable=lambda _tensor: True, max_bytes=0)
+        assert held is not None
+        begun = source.share_held(held)
+        begun.copy_deferred()
+        begun.publish()
+        assert is_state(receiver.fetch(source.metadata(), 1).state, 1)
+        assert source._server._stager._pool._num_taken == 0
+    assert taken_from_memory(caplog) == []
+
+
+def test_small_tensors_and_empty_ones_come_whole(caplog: pytest.LogCaptureFixture) -> None:
+    state = {
+        "none": torch.empty(0, 3),
+        "small": [torch.tensor(number, dtype=torch.float64) for number in range(300)],
+        "odd": torch.arange(12345, dtype=torch.uint8),
+        "fresh": torch.randn(100, 7).to(torch.bfloat16),
+    }
+    with transport(same_host=True, chunk_bytes=1000) as source, transport(same_host=True) as receiver:
+        source.send_checkpoint([], 1, state, TIMEOUT)
+        received = receiver.fetch(source.metadata(), 1).state
+    assert torch.equal(received["odd"], state["odd"])
+    assert torch.equal(received["fresh"], state["fresh"])
+    assert [each.item() for each in received["small"]] == list(range(300))
+    assert taken_from_memory(caplog)
+
+
+def test_a_state_without_data_asks_for_no_memory(caplog: pytest.LogCaptureFixture) -> None:
+    with transport(same_host=True) as source, transport(same_host=True) as receiver:
+        source.send_checkpoint([], 1, {"lr": 0.1}, TIMEOUT)
+        assert receiver.fetch(source.metadata(), 1).state == {"lr": 0.1}
+    assert taken_from_memory(caplog) == []
