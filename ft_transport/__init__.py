@@ -75,7 +75,8 @@ if TYPE_CHECKING:
     from ft_transport.state.snapshot import HeldState
     from ft_transport.state.state_digest import TensorDigests, state_digest
     from ft_transport.tls import TLSFiles
-    from ft_transport.transfer.client import Received
+    from ft_transport.transfer.partial_state import PartialState
+    from ft_transport.transfer.received import Received, ReceivedBefore
     from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease
     from ft_transport.transport import HTTPTransport
 else:
@@ -102,7 +103,8 @@ else:
             "ft_transport.publish.engines.vllm": ("VLLMEngine",),
             "ft_transport.publish.handle": ("PublishHandle",),
             "ft_transport.publish.publisher": ("Publisher",),
-            "ft_transport.transfer.client": ("Received",),
+            "ft_transport.transfer.received": ("Received", "ReceivedBefore"),
+            "ft_transport.transfer.partial_state": ("PartialState",),
             "ft_transport.transfer.server": ("SnapshotInProgress", "SnapshotLease"),
             "ft_transport.settings": ("FetchProgress", "TransportSettings"),
             "ft_transport.tls": ("TLSFiles",),
@@ -153,6 +155,7 @@ __all__ = [
     "ManifestError",
     "MessageDamagedError",
     "Mismatch",
+    "PartialState",
     "PeerAuthenticationError",
     "PeerError",
     "PeerNotReadyError",
@@ -167,6 +170,7 @@ __all__ = [
     "RankFailedError",
     "RankGoneError",
     "Received",
+    "ReceivedBefore",
     "ReplicasDivergedError",
     "RestoreError",
     "SGLangEngine",

@@ -40,7 +40,8 @@ TransportError
 ``retryable`` says whether the same request may succeed later or elsewhere: a fetch (``wire/fetch.py``) and a save
 (``coordination/votes.py``) are repeated then. ``http_status`` is the status that the server answers when the error is
 the cause; ``destination_touched`` is set where bytes had landed in the receiver's own tensors, which were then
-overwritten with a pattern that reads as NaN. All of them pickle, so they can cross a process boundary.
+overwritten with a pattern that reads as NaN, or kept as ``partial`` for another fetch to go on from. All of them
+pickle, so they can cross a process boundary; ``partial`` stays behind.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class TransportError(Exception):
     retryable: ClassVar[bool] = False
     http_status: ClassVar[int] = 500
     destination_touched: bool = False
+    partial: Any = None
 
     def __init__(
         self, message: str, *, peer: str | None = None, step: int | str | None = None, path: str | None = None
@@ -108,12 +110,16 @@ class TransportError(Exception):
             if value is not None
         ]
         text = f"{self.message} ({', '.join(where)})" if where else self.message
-        if self.destination_touched:
+        if self.partial is not None:
+            text += "; what had landed is kept"
+            if self.destination_touched:
+                text += ", and the receiver's own tensors hold part of the state"
+        elif self.destination_touched:
             text += "; the receiver's own tensors held part of the state and were overwritten with NaN patterns"
         return text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), dict(self.__dict__)))
+        return (_rebuild, (type(self), {name: value for name, value in self.__dict__.items() if name != "partial"}))
 
 
 class ConfigurationError(TransportError, ValueError):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 import torch
 
 from ft_transport.errors import ConfigurationError, TransportError
+from ft_transport.http.pace import paced
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
@@ -18,7 +21,9 @@ from ft_transport.settings import TransportSettings, check_duration, check_numbe
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
 from ft_transport.state.snapshot import HeldState, nothing_moved
-from ft_transport.transfer.client import FetchRequest, Received, StateClient
+from ft_transport.transfer.client import FetchRequest, StateClient
+from ft_transport.transfer.partial_state import PartialState
+from ft_transport.transfer.received import Received, ReceivedBefore
 from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease, StateServer
 from ft_transport.transfer.sharded import ShardedRequest, common_step
 from ft_transport.wire.delta import Delta
@@ -72,15 +77,16 @@ class HTTPTransport(Generic[T]):
         keys = settings.keys()
         self._keys = keys
         certificates = settings.certificates()
+        self._server = StateServer(
+            settings, keys=self._keys, certificates=certificates, max_wait_s=timeout.total_seconds()
+        )
         self._client = StateClient[T](
             settings,
             timeout=timeout,
             num_connections=num_chunks or _DEFAULT_NUM_CONNECTIONS,
             keys=self._keys,
             certificates=certificates,
-        )
-        self._server = StateServer(
-            settings, keys=self._keys, certificates=certificates, max_wait_s=timeout.total_seconds()
+            relays=self._server.http.relays,
         )
 
     def metadata(self) -> str:
@@ -189,9 +195,10 @@ class HTTPTransport(Generic[T]):
 
     def fetch(
         self,
-        metadata: str,
+        metadata: str | Sequence[str],
         step: StepSelector = "latest",
         *,
+        relays: Sequence[str] = (),
         timeout: timedelta | None = None,
         unreachable_timeout: timedelta | None = None,
         progress_timeout: timedelta | None = None,
@@ -199,12 +206,23 @@ class HTTPTransport(Generic[T]):
         check: Callable[[Incoming], None] | None = None,
         verify_late: bool = True,
         only_changed: bool = False,
+        before: ReceivedBefore | None = None,
+        max_bytes_per_s: float | None = None,
+        keep_partial: bool = False,
+        resume: PartialState | None = None,
+        spool: str | os.PathLike[str] | None = None,
+        keep_spool: bool = False,
     ) -> Received[T]:
         """Receives a state and says which step it shows.
 
         Args:
-            metadata: What the peer's ``metadata()`` returned.
+            metadata: What the peer's ``metadata()`` returned; or those of several peers with the same state, which are
+                then read from at once, faster ones more. Who turns out to have another state than most is left out.
             step: A step, or ``latest``: the peer then takes a new snapshot if its state has moved on.
+            relays: What the ``metadata()`` of each receiver returned that receives this state now, the same list for
+                all of them. Each passes on to the others what it has verified, so that every byte leaves the sources
+                about once. This one goes on with that for seconds after the end, until its memory is about to change
+                (`materialize`) or it fetches again; what has changed all the same is found out by its digest.
             timeout: For everything; the transport's own by default.
             unreachable_timeout: How long a peer may be out of reach before the first byte; by default ``timeout``, so
                 that a receiver can start before its source.
@@ -218,22 +236,63 @@ class HTTPTransport(Generic[T]):
                 by `Received.differences` anyway.
             only_changed: Look at every byte of ``into`` first, and fetch only the chunks whose digests differ: for
                 weights of which little changes from version to version.
+            before: What an earlier fetch brought into ``into``. What is expected to have changed since is fetched, and
+                of the rest chunks with other digests than before; ``into`` is not read. The result is unverified: the
+                caller compares it (`Received.differences`), and fetches without ``before`` where it differs.
+            max_bytes_per_s: Fetch no faster, so that the peer notices little of it.
+            keep_partial: Whether what has landed is kept where the fetch fails, whatever raises: the exception's
+                ``partial`` has it then (`PartialState`), and ``into`` is not overwritten. Only for callers that use
+                ``into`` for nothing until another fetch has ended well. An exception that is kept keeps that memory.
+            resume: The ``partial`` of a fetch that failed; ``into`` is the same tensors as there. What lies there is
+                looked at again, and only chunks are fetched that have another digest than this state wants, or never
+                landed: those that lack of the same content, and where it is another one with the same tensors, those
+                that differ too. Used up by this, unless it fails before it begins.
+            spool: A file that keeps the chunks that have come, for a process that is killed and fetches again with the
+                same path, from whomever. What is in it is copied and digested like what comes over the network, so it
+                need not be trusted; whatever else was in it is lost. A thread writes it (0600, sparse, in the layout of
+                the data), and the fetch does not wait for the disk. Each process needs one of its own.
+            keep_spool: Whether the file stays when all has been received; then its end is waited for.
 
         Raises:
+            ConfigurationError: ``resume`` is used up; or ``spool`` is no regular file, another user's, or in use.
             TransportError: As for ``recv_checkpoint``. If bytes had landed in ``into`` they were overwritten with NaN
-                patterns.
+                patterns, without ``keep_partial``.
         """
+        if not isinstance(resume, (PartialState, type(None))):
+            raise ConfigurationError(f"expected a PartialState or None as resume, got {type(resume).__name__}")
+        sources = [PeerAddress.from_url(metadata)] if isinstance(metadata, str) else _checked_sources(metadata)
+        receivers, own = self._in_order(relays)
         return self._client.fetch(
             FetchRequest(
-                source=PeerAddress.from_url(metadata),
+                sources=sources,
+                receivers=receivers,
+                own=own,
                 step=_checked_step(step),
-                settings=self._client.fetch_settings(timeout, unreachable_timeout, progress_timeout),
+                settings=paced(
+                    self._client.fetch_settings(timeout, unreachable_timeout, progress_timeout), max_bytes_per_s
+                ),
                 into=into,
                 check=check,
                 verify_late=verify_late,
                 only_changed=only_changed,
+                before=before,
+                keep_partial=keep_partial,
+                resume=resume,
+                spool=Path(spool) if spool is not None else None,
+                keep_spool=keep_spool,
             )
         )
+
+    def _in_order(self, relays: Sequence[str]) -> tuple[list[PeerAddress], int]:
+        """All receivers in the order that each of them has, and which of them this one is."""
+        if isinstance(relays, str):
+            raise ConfigurationError(f"expected a sequence of addresses as relays, got {relays!r}")
+        own = PeerAddress.from_url(self.metadata())
+        others = {PeerAddress.from_url(each) for each in relays} - {own}
+        if not others:
+            return [], 0
+        ordered = sorted({*others, own}, key=str)
+        return ordered, ordered.index(own)
 
     def keep_delta(self, base: int, delta: bytes) -> None:
         """Serves a delta (``ft_transport.wire.delta``) to receivers that have the step ``base``; keeps the latest 4."""
@@ -344,6 +403,14 @@ class HTTPTransport(Generic[T]):
         peers = _checked_sources(sources)
         return common_step(peers, self._client.group_fetch_settings(timeout, unreachable_timeout, None))
 
+    def prefault_receive(self, num_bytes: int) -> None:
+        """Makes so much memory resident for what the next fetch receives that has no place in ``into``. Blocks.
+
+        Nothing happens where it would take half of the memory that is free, or more. What is not needed is given back
+        by the next fetch, or by a call with 0.
+        """
+        self._client.spare.prepare(num_bytes)
+
     def prefault(self, state: object) -> None:
         """Makes the memory for ``max_snapshots`` snapshots of ``state`` ready, so that none of them waits for it.
 
@@ -387,9 +454,12 @@ class HTTPTransport(Generic[T]):
         deferrable: Callable[[torch.Tensor], bool],
         max_bytes: int,
         check: Callable[[], None] = nothing_moved,
+        lasts: Callable[[torch.Tensor], bool] | None = None,
     ) -> HeldState | None:
         """Copies what is not ``deferrable``, for a snapshot that may be begun later; see `StateServer.hold_state`."""
-        return self._server.hold_state(step, state, deferrable=deferrable, max_bytes=max_bytes, check=check)
+        return self._server.hold_state(
+            step, state, deferrable=deferrable, max_bytes=max_bytes, check=check, lasts=lasts
+        )
 
     def begin_held(self, held: HeldState) -> SnapshotInProgress:
         """Begins the snapshot of a held state by a copy of it; see `StateServer.begin_held`."""
@@ -401,6 +471,7 @@ class HTTPTransport(Generic[T]):
 
     def materialize(self, changing: Callable[[], Set[int]] | None = None) -> None:
         """Ends the sharing of live memory that is about to change; see `StateServer.materialize`."""
+        self._server.http.relays.end_all()
         self._server.materialize(changing)
 
     def lease(self, step: int) -> SnapshotLease:
@@ -433,6 +504,8 @@ def _checked_step(step: StepSelector) -> StepSelector:
 
 
 def _checked_sources(sources: Sequence[str]) -> list[PeerAddress]:
+    if not isinstance(sources, Sequence):
+        raise ConfigurationError(f"expected the URL of a peer, got {sources!r}")
     if isinstance(sources, str) or not sources:
         raise ConfigurationError(f"expected the addresses of one or more sources, got {sources!r}")
     return [PeerAddress.from_url(source) for source in sources]

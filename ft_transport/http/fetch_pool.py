@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import Generic, Protocol
+from typing import Final, Generic, Protocol
 
 from ft_transport.errors import DeadlineExceededError, TransportError
 from ft_transport.http.connection import Connection
@@ -23,10 +23,10 @@ from ft_transport.settings import FetchProgress
 from ft_transport.tls import Certificates
 from ft_transport.wire.fetch import (
     FetchMachine,
+    Interrupt,
     Request,
     Stop,
     Unit,
-    Wait,
     WorkerIndex,
 )
 
@@ -57,6 +57,17 @@ class FetchSettings:
     on_progress: Callable[[FetchProgress], None] | None
     replica: str = ""
 
+    def with_stall_timeout(self, longest_s: float) -> FetchSettings:
+        """The same, but for less patience with a silent peer."""
+        timeouts = self.timeouts
+        shorter_s = min(longest_s, timeouts.stall_timeout_s)
+        return replace(
+            self,
+            timeouts=replace(
+                timeouts, stall_timeout_s=shorter_s, connect_timeout_s=min(shorter_s, timeouts.connect_timeout_s)
+            ),
+        )
+
     def connection_to(self, peer: PeerAddress) -> Connection:
         """A connection that is made at its first request."""
         return Connection(
@@ -66,6 +77,11 @@ class FetchSettings:
             timeouts=self.timeouts,
             replica=self.replica,
         )
+
+
+_RELAY_STALL_S: Final = 5.0
+_MAX_CONNECTIONS_OF_WORKER: Final = 8
+"""A worker keeps its connections to so many, because a new one has to prove itself; the servers have many to keep."""
 
 
 class _ProgressError(Exception):
@@ -78,7 +94,8 @@ class Wire(Protocol[Unit]):
     def receive(self, connection: Connection, request: Request[Unit]) -> Iterator[int]:
         """Sends one request and takes its answer; yields the size of each unit when it has landed and is verified.
 
-        It is not continued when the rest is not wanted any more; the connection is closed then.
+        Fewer than were asked for where the source has no more of them yet. It is not continued when the rest is not
+        wanted any more; the connection is closed then.
         """
 
 
@@ -91,6 +108,8 @@ class FetchPool(Generic[Unit]):
         wire: Performs.
         settings: How to fetch.
         num_workers: How many threads.
+        num_sources: So many of ``sources`` have what they are asked for; the others are relays, which others can stand
+            in for, so that nobody waits for one that is silent.
         step: The step, for errors.
         total_bytes: What comes in all, for progress and errors.
     """
@@ -103,6 +122,7 @@ class FetchPool(Generic[Unit]):
         settings: FetchSettings,
         *,
         num_workers: int,
+        num_sources: int | None = None,
         step: int,
         total_bytes: int,
     ) -> None:
@@ -111,11 +131,13 @@ class FetchPool(Generic[Unit]):
         self._wire = wire
         self._settings = settings
         self._num_workers = num_workers
+        self._num_sources = num_sources if num_sources is not None else len(sources)
         self._step = step
         self._total_bytes = total_bytes
         # Guards the machine, and tells of changes.
         self._changed = SafeCondition()
         self._connections: list[Connection] = []
+        self._used_by: dict[WorkerIndex, Connection] = {}
         self._interruption: BaseException | None = None
         self._ended: set[WorkerIndex] = set()
         self._ends: SimpleQueue[WorkerIndex] = SimpleQueue()
@@ -191,7 +213,9 @@ class FetchPool(Generic[Unit]):
             while True:
                 with self._changed:
                     instruction = self._machine.next(worker)
-                    while isinstance(instruction, Wait):
+                    while not isinstance(instruction, Request | Stop):
+                        if isinstance(instruction, Interrupt) and instruction.worker in self._used_by:
+                            self._used_by[instruction.worker].interrupt()
                         self._changed.wait(timeout=self._settings.timeouts.stall_timeout_s)
                         instruction = self._machine.next(worker)
                 if isinstance(instruction, Stop):
@@ -201,21 +225,33 @@ class FetchPool(Generic[Unit]):
             for connection in connections.values():
                 connection.close()
 
+    def _connection(self, request: Request[Unit], connections: dict[int, Connection]) -> Connection:
+        """The worker's own connection to the source; it keeps those that it used last."""
+        connection = connections.pop(request.source, None)
+        if connection is not None and connection.is_interrupted:
+            self._forget(connection)
+            connection = None
+        if connection is None:
+            while len(connections) >= _MAX_CONNECTIONS_OF_WORKER:
+                self._forget(connections.pop(next(iter(connections))))
+            settings = self._settings
+            if request.source >= self._num_sources:
+                settings = settings.with_stall_timeout(_RELAY_STALL_S)
+            connection = settings.connection_to(self._sources[request.source])
+            with self._changed:
+                self._connections.append(connection)
+        connections[request.source] = connection
+        return connection
+
+    def _forget(self, connection: Connection) -> None:
+        connection.close()
+        with self._changed:
+            self._connections.remove(connection)
+
     def _perform(self, worker: WorkerIndex, request: Request[Unit], connections: dict[int, Connection]) -> None:
         settings = self._settings
         source = self._sources[request.source]
-        connection = connections.get(request.source)
-        if connection is None:
-            # One at a time: a source has to serve many receivers.
-            for other in connections.values():
-                other.close()
-                with self._changed:
-                    self._connections.remove(other)
-            connections.clear()
-            connection = settings.connection_to(source)
-            connections[request.source] = connection
-            with self._changed:
-                self._connections.append(connection)
+        connection = self._connection(request, connections)
         try:
             if request.delay_s:
                 left_s = settings.timeouts.remaining_s("waiting to try again", source)
@@ -224,6 +260,8 @@ class FetchPool(Generic[Unit]):
                         lambda: self._machine.stopped is not None, timeout=min(request.delay_s, left_s)
                     ):
                         return
+            with self._changed:
+                self._used_by[worker] = connection
             self._receive(worker, connection, request)
             self._reached[f"{source} at {connection.reached}"] = None
         except TransportError as error:
@@ -262,6 +300,10 @@ class FetchPool(Generic[Unit]):
                 # Others fetch the rest; HTTP has no other way to say that it is not wanted any more.
                 connection.close()
                 return
+        # Whoever waits may now ask this source, or for what it has not had.
+        with self._changed:
+            self._machine.request_cut(worker)
+            self._changed.notify_all()
 
     def _out_of_time(self, error: TransportError) -> DeadlineExceededError:
         out_of_time = DeadlineExceededError(

@@ -9,14 +9,18 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from ft_transport.errors import PeerAuthenticationError, StepNotServedError
+from ft_transport.errors import ConfigurationError, PeerAuthenticationError, StepNotServedError
 from ft_transport.http.admission import Admission
 from ft_transport.http.audit import Audit, FetchKey
 from ft_transport.http.body_sender import Content, FileRange, Slices, send
+from ft_transport.http.client_limit import ClientLimit
 from ft_transport.http.kept_deltas import KeptDeltas
 from ft_transport.http.peer_protocol import place_of
+from ft_transport.http.relays import RelayedRange, Relays, parse_relayed_range
+from ft_transport.http.same_host_server import SameHostServer
+from ft_transport.http.send_cap import SendCap
 from ft_transport.http.snapshot_cache import Reading, SnapshotCache
-from ft_transport.http.snapshot_requests import SnapshotRequests
+from ft_transport.http.snapshot_requests import SnapshotRequests, asked_wait_s
 from ft_transport.keys import Keys
 from ft_transport.wire.authentication import (
     CONTENT_DIGEST_HEADER,
@@ -25,23 +29,29 @@ from ft_transport.wire.authentication import (
     content_digest,
 )
 from ft_transport.wire.chunks import CHUNK_BYTES
+from ft_transport.wire.content import parse_content_id
 from ft_transport.wire.key import Bytes
 from ft_transport.wire.routes import (
     DELTA_ROUTE,
     DIGESTS_ROUTE,
     FULL_ROUTE,
     MANIFEST_DIGEST_HEADER,
+    MEMORY_ROUTE,
     METADATA_ROUTE,
+    RELAY_ROUTE,
     REPLICA_HEADER,
+    SAME_HOST_HEADER,
     SLICES_ROUTE,
     STATUS_ROUTE,
 )
+from ft_transport.wire.same_host import encode_ticket
 from ft_transport.wire.served import MemoryFile
 from ft_transport.wire.slices import decode_request
 
 BODY: Final = web.RequestKey("body", bytes)
 """Where a request keeps the body that was read of it."""
 _MAX_REPLICA_CHARACTERS: Final = 65
+_LONGEST_RELAY_WAIT_S: Final = 15.0
 
 
 class SnapshotRoutes:
@@ -51,11 +61,15 @@ class SnapshotRoutes:
         cache: What is served.
         requests: Finds what requests are for.
         deltas: Those that are served.
+        relays: What is passed on while it is being received.
         admission: Has the places of connections.
         audit: Is told what was sent to whom.
         keys: Those of the job, if it has any: what is not digested chunk by chunk is signed then.
         names: What the server says of itself in ``/status``.
         stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
+        same_host: Lends memory to receivers on this host, where that is wanted.
+        cap: How fast all bodies together are sent; ``None`` for no bound.
+        clients: Which receivers are sent data.
     """
 
     def __init__(
@@ -63,29 +77,39 @@ class SnapshotRoutes:
         cache: SnapshotCache,
         requests: SnapshotRequests,
         deltas: KeptDeltas,
+        relays: Relays,
         *,
         admission: Admission,
         audit: Audit,
         keys: Keys | None,
         names: dict[str, str],
         stall_timeout_s: float,
+        same_host: SameHostServer | None = None,
+        cap: SendCap | None,
+        clients: ClientLimit,
     ) -> None:
         self._cache = cache
+        self._same_host = same_host
         self._requests = requests
         self._deltas = deltas
+        self._relays = relays
         self._admission = admission
         self._audit = audit
         self._keys = keys
         self._names = names
         self._stall_timeout_s = stall_timeout_s
+        self._cap = cap
+        self._clients = clients
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Adds all routes."""
         router.add_get(METADATA_ROUTE, self._metadata, allow_head=True)
         router.add_get(FULL_ROUTE, self._full, allow_head=True)
         router.add_get(DIGESTS_ROUTE, self._digests)
+        router.add_get(MEMORY_ROUTE, self._memory)
         router.add_post(SLICES_ROUTE, self._slices)
         router.add_get(DELTA_ROUTE, self._delta)
+        router.add_get(RELAY_ROUTE, self._relay)
         router.add_get(STATUS_ROUTE, self._status, allow_head=True)
 
     async def _status(self, _request: web.Request) -> web.StreamResponse:
@@ -109,6 +133,8 @@ class SnapshotRoutes:
                 "ETag": f'"{snapshot.snapshot_id}"',
                 MANIFEST_DIGEST_HEADER: f"{reading.manifest_digest:016x}",
             }
+            if self._same_host is not None and self._same_host.can_lend(snapshot):
+                headers[SAME_HOST_HEADER] = self._same_host.name
             if self._keys is not None:
                 header = memoryview(snapshot.header)[8:]
                 signing = asyncio.get_running_loop().run_in_executor(None, self._keys.sign, MANIFEST_PURPOSE, header)
@@ -129,12 +155,12 @@ class SnapshotRoutes:
             }
             asked = _asked_range(request, total, etag)
             if asked is None:
-                return await self._send(request, reading, headers, FileRange(snapshot.memory, 0, total))
+                return await self._send_data(request, reading, headers, FileRange(snapshot.memory, 0, total))
             start, end = asked
             if start >= end:
                 raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{total}"})
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{total}"
-            return await self._send(request, reading, headers, FileRange(snapshot.memory, start, end), status=206)
+            return await self._send_data(request, reading, headers, FileRange(snapshot.memory, start, end), status=206)
 
     async def _digests(self, request: web.Request) -> web.StreamResponse:
         reading = await self._requests.read(request)
@@ -145,6 +171,23 @@ class SnapshotRoutes:
             # They are there already if all of the data was sent.
             computing = asyncio.get_running_loop().run_in_executor(None, memory.encoded_digests)
             return web.Response(text=await computing)
+
+    async def _memory(self, request: web.Request) -> web.StreamResponse:
+        began_s = time.monotonic()
+        reading = await self._requests.read(request)
+        with reading as snapshot:
+            ticket = self._same_host.ticket_for(snapshot) if self._same_host is not None else None
+            if ticket is None:
+                raise StepNotServedError("expected a snapshot in memory that is lent to receivers on this host")
+            self._note(
+                request,
+                snapshot.step,
+                snapshot.snapshot_id,
+                num_bytes=ticket.data_bytes,
+                began_s=began_s,
+                outcome="lent",
+            )
+            return web.Response(body=encode_ticket(ticket), content_type="application/json")
 
     async def _slices(self, request: web.Request) -> web.StreamResponse:
         # First, because no snapshot is to be kept for a body that does not come.
@@ -160,7 +203,7 @@ class SnapshotRoutes:
         with reading as snapshot:
             frames = decode_request(body, data_bytes=snapshot.total_bytes - len(snapshot.header))
             headers = {"Content-Type": "application/octet-stream"}
-            return await self._send(request, reading, headers, Slices(snapshot, frames))
+            return await self._send_data(request, reading, headers, Slices(snapshot, frames))
 
     async def _delta(self, request: web.Request) -> web.StreamResponse:
         delta = self._deltas.leading_from(request.match_info["step"])
@@ -168,15 +211,64 @@ class SnapshotRoutes:
         response.content_length = len(delta)
         if self._keys is not None:
             response.headers[CONTENT_DIGEST_HEADER] = await _digested(delta)
-        await response.prepare(request)
-        for start in range(0, len(delta), CHUNK_BYTES):
-            try:
-                await asyncio.wait_for(response.write(delta[start : start + CHUNK_BYTES]), self._stall_timeout_s)
-            except (asyncio.TimeoutError, ConnectionError):
-                if request.transport is not None:
-                    request.transport.abort()
-                break
-        return response
+        began_s, num_bytes, outcome = time.monotonic(), 0, "interrupted"
+        try:
+            await response.prepare(request)
+            part_bytes = CHUNK_BYTES if self._cap is None else self._cap.piece_bytes
+            for start in range(0, len(delta), part_bytes):
+                part = delta[start : start + part_bytes]
+                if self._cap is not None:
+                    await asyncio.sleep(self._cap.grant(len(part)))
+                try:
+                    await asyncio.wait_for(response.write(part), self._stall_timeout_s)
+                except (asyncio.TimeoutError, ConnectionError):
+                    if request.transport is not None:
+                        request.transport.abort()
+                    outcome = "cut short"
+                    return response
+                num_bytes += len(part)
+            outcome = "done"
+            return response
+        finally:
+            # A delta is of no snapshot; the step is the one that it is applied to.
+            step = int(request.match_info["step"])
+            self._note(request, step, "-", num_bytes=num_bytes, began_s=began_s, outcome=outcome)
+
+    async def _relay(self, request: web.Request) -> web.StreamResponse:
+        content_id = parse_content_id(request.match_info["content"])
+        if content_id is None:
+            raise ConfigurationError("expected a content id of 32 hexadecimal digits in the path")
+        start, end = parse_relayed_range(request)
+        with self._admission.waiting(place_of(request)):
+            relay, end = await self._relays.find(
+                content_id, start, end, wait_s=asked_wait_s(request, _LONGEST_RELAY_WAIT_S)
+            )
+        headers = {
+            "Content-Type": "application/octet-stream",
+            "Content-Range": f"bytes {start}-{end - 1}/{relay.chunks.data_bytes}",
+            "Cache-Control": "no-store",
+        }
+        response = web.StreamResponse(status=206, headers=headers)
+        content, began_s = RelayedRange(relay, start, end), time.monotonic()
+        outcome = "interrupted"
+        try:
+            await send(request, response, content, stall_timeout_s=self._stall_timeout_s, cap=self._cap)
+            outcome = "done" if content.position == content.end else "cut short"
+            return response
+        finally:
+            num_bytes = content.position - start
+            self._note(request, relay.step, relay.content, num_bytes=num_bytes, began_s=began_s, outcome=outcome)
+
+    async def _send_data(
+        self, request: web.Request, reading: Reading, headers: dict[str, str], content: Content, *, status: int = 200
+    ) -> web.StreamResponse:
+        """Sends data, if the receiver has a place among those that are sent some."""
+        if request.method == "HEAD":
+            return await self._send(request, reading, headers, content, status=status)
+        # Who is told to come back keeps no snapshot by asking.
+        reading.is_leasing = False
+        with self._clients.serving((place_of(request).address, _replica_of(request))):
+            return await self._send(request, reading, headers, content, status=status)
 
     async def _send(
         self, request: web.Request, reading: Reading, headers: dict[str, str], content: Content, *, status: int = 200
@@ -187,20 +279,40 @@ class SnapshotRoutes:
         start, began_s = content.position, time.monotonic()
         outcome = "interrupted"
         try:
-            await send(request, reading, response, content, stall_timeout_s=self._stall_timeout_s)
+            # The kernel holds pages of a memory file until the receiver has read them.
+            reading.unread_s = self._stall_timeout_s if request.method != "HEAD" else 0.0
+            await send(request, response, content, stall_timeout_s=self._stall_timeout_s, cap=self._cap)
             outcome = "done" if request.method == "HEAD" or content.position == content.end else "cut short"
             return response
         finally:
-            snapshot, place = reading.snapshot, place_of(request)
-            replica = request.headers.get(REPLICA_HEADER, "")
-            self._audit.note(
-                place,
-                FetchKey(place.address, replica[:_MAX_REPLICA_CHARACTERS], snapshot.step, snapshot.snapshot_id),
-                route=request.path.rpartition("/")[2],
-                num_bytes=content.position - start,
-                began_s=began_s,
-                outcome=outcome,
+            snapshot, num_bytes = reading.snapshot, content.position - start
+            self._note(
+                request, snapshot.step, snapshot.snapshot_id, num_bytes=num_bytes, began_s=began_s, outcome=outcome
             )
+
+    def _note(
+        self, request: web.Request, step: int, snapshot: str, *, num_bytes: int, began_s: float, outcome: str
+    ) -> None:
+        place = place_of(request)
+        self._audit.note(
+            place,
+            FetchKey(place.address, _replica_of(request), step, snapshot),
+            route=_route_name(request),
+            num_bytes=num_bytes,
+            began_s=began_s,
+            outcome=outcome,
+        )
+
+
+def _replica_of(request: web.Request) -> str:
+    """What the receiver calls itself."""
+    return request.headers.get(REPLICA_HEADER, "")[:_MAX_REPLICA_CHARACTERS]
+
+
+def _route_name(request: web.Request) -> str:
+    """The last word of a path that names a part of a snapshot, or the first of any other."""
+    words = request.path.split("/")
+    return words[-1] if words[1] == "checkpoint" else words[1]
 
 
 async def _digested(body: Bytes) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -9,30 +10,31 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Final, Generic, TypeVar, cast
 
-from ft_transport.errors import (
-    ConfigurationError,
-    FetchFailedError,
-    MessageDamagedError,
-    SnapshotReplacedError,
-    TransportError,
-)
-from ft_transport.http.chunk_client import fetch_data
-from ft_transport.http.connection import Connection
+from ft_transport.http.chunk_client import Receivers, fetch_data
 from ft_transport.http.delta_client import fetch_delta
 from ft_transport.http.fetch_pool import FetchSettings
 from ft_transport.http.fetch_timeouts import Progress, Timeouts
-from ft_transport.http.late_digests import digest_chunks, fetch_digests, find_damaged
-from ft_transport.http.manifest_client import fetch_manifest, fetch_server_id
+from ft_transport.http.late_digests import digest_chunks, find_damaged
+from ft_transport.http.manifest_client import fetch_server_id
 from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.relays import Relay, Relays
+from ft_transport.http.same_host_client import fetch_from_memory
 from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, check_duration, default_num_threads
 from ft_transport.state.matching import Incoming
 from ft_transport.state.restore import Restore
-from ft_transport.state.verify import find_differences
+from ft_transport.state.spare_memory import SpareMemory
 from ft_transport.tls import Certificates
+from ft_transport.transfer.changed import changing_ranges, differing_chunks, fetch_ranges
+from ft_transport.transfer.partial_state import Kept, PartialState, find_missing
+from ft_transport.transfer.received import Received, ReceivedBefore
+from ft_transport.transfer.restarts import with_restarts
 from ft_transport.transfer.sharded import ShardedRequest, poison, receive_sharded
+from ft_transport.transfer.sources import AgreedSources, ask_source, ask_sources
+from ft_transport.transfer.spool import Spool
 from ft_transport.wire.delta import Delta, decode_delta
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import StepSelector
@@ -42,67 +44,44 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _GROUP_UNREACHABLE_S: Final = 5.0
-_FIRST_RESTART_PAUSE_S: Final = 0.05
-_LONGEST_RESTART_PAUSE_S: Final = 1.0
 _MAX_SHOWN_PATHS: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Received(Generic[T]):
-    """A state that arrived whole and verified, and the committed step that it shows.
-
-    Attributes:
-        step: The step.
-        state: The state.
-        num_bytes_fetched: How many bytes of data came over the network; ``None`` if they were not counted.
-    """
-
-    step: int
-    state: T
-    _manifest: Manifest
-    num_bytes_fetched: int | None = None
-
-    def differences(self, state: object) -> tuple[str, ...]:
-        """Where ``state`` is not, bit for bit, what was sent; whatever load functions have made of it.
-
-        Reads every byte of it once, and sends nothing.
-
-        Args:
-            state: The receiver's state after loading. Nothing may change it meanwhile.
-
-        Returns:
-            Paths, each with what differs; empty if nothing does.
-
-        Raises:
-            UnsupportedLeafError: A leaf of ``state`` has no safe encoding.
-            ConfigurationError: It was fetched without ``is_comparable``.
-        """
-        if self._manifest.digests is None:
-            raise ConfigurationError("expected a state that was fetched with is_comparable=True")
-        return find_differences(self._manifest, state, num_threads=default_num_threads())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FetchRequest:
-    """What to receive from one peer, and how; ``HTTPTransport.fetch`` says what each means.
+    """What to receive from peers with the same state, and how; ``HTTPTransport.fetch`` says what each means.
 
     Attributes:
-        source: The peer.
+        sources: The peers.
+        receivers: Who receives it now, this one too, in an order that is the same for all; empty where nobody else.
+        own: Which of these this one is.
         step: A step, or ``latest``.
         settings: Connections, deadlines and the like.
         into: The receiver's own state.
         check: Called with what will come, before any of it does.
         verify_late: Whether digests that come after the data are compared.
         only_changed: Whether chunks that ``into`` holds already are left out.
+        before: What ``into`` is known to hold; then it is not read to find out.
+        keep_partial: Whether what has landed is kept where it fails.
+        resume: What to go on from.
+        spool: A file that keeps what is received, for a process that is started again.
+        keep_spool: Whether it stays when all has been received.
     """
 
-    source: PeerAddress
+    sources: Sequence[PeerAddress]
+    receivers: Sequence[PeerAddress]
+    own: int
     step: StepSelector
     settings: FetchSettings
     into: object
     check: Callable[[Incoming], None] | None
     verify_late: bool
     only_changed: bool
+    before: ReceivedBefore | None = None
+    keep_partial: bool = False
+    resume: PartialState | None = None
+    spool: Path | None = None
+    keep_spool: bool = False
 
 
 class StateClient(Generic[T]):
@@ -114,6 +93,10 @@ class StateClient(Generic[T]):
         num_connections: Parallel connections.
         keys: Those of the job, if it has any.
         certificates: This side's, if it has any.
+        relays: Where others are served what has been received; ``None`` where there is no server.
+
+    Attributes:
+        spare: Memory for the next state, perhaps.
     """
 
     def __init__(
@@ -124,12 +107,15 @@ class StateClient(Generic[T]):
         num_connections: int,
         keys: Keys | None,
         certificates: Certificates | None,
+        relays: Relays | None = None,
     ) -> None:
         self._settings = settings
         self._timeout = timeout
         self._num_connections = num_connections
         self._keys = keys
         self._certificates = certificates
+        self._relays = relays
+        self.spare = SpareMemory()
         self._warned_paths: set[str] = set()
         self._warned_mutex = threading.Lock()
 
@@ -185,28 +171,44 @@ class StateClient(Generic[T]):
     def fetch(self, request: FetchRequest) -> Received[T]:
         """Receives a state; see ``HTTPTransport.fetch``."""
         settings = request.settings
+        if request.resume is not None:
+            request.resume.require_unused()
+        kept = Kept(request.resume, is_offered=request.keep_partial)
+        spool = Spool(request.spool, is_kept=request.keep_spool) if request.spool is not None else None
+        is_alone = len(request.sources) == 1 and not request.receivers
 
         def receive() -> Received[T]:
             started_s = time.monotonic()
-            with settings.connection_to(request.source) as connection:
-                manifest = fetch_manifest(connection, request.step, settings)
+            with contextlib.ExitStack() as held:
+                if is_alone:
+                    agreed = ask_source(request.sources[0], request.step, settings, held)
+                else:
+                    agreed = ask_sources(request.sources, request.step, settings, held)
                 settings.timeouts.note_progress()
-                reached = connection.reached
-                received = self._receive(connection, manifest, request)
+                reached = agreed.connection.reached
+                received = self._receive(agreed, request, kept, spool)
             took_s = time.monotonic() - started_s
             num_bytes = received.num_bytes_fetched or 0
             logger.info(
-                "step %d from %s at %s: %d bytes in %.2f s, %.1f MB/s",
+                "step %d from %s at %s%s: %d bytes in %.2f s, %.1f MB/s",
                 received.step,
-                request.source,
+                ", ".join(str(file.peer) for file in agreed.files),
                 reached,
+                f" and {len(request.receivers) - 1} relays" if request.receivers else "",
                 num_bytes,
                 took_s,
                 num_bytes / max(took_s, 1e-6) / 1e6,
             )
             return received
 
-        return with_restarts(settings, receive)
+        try:
+            return with_restarts(settings, receive)
+        except BaseException as error:
+            kept.failed(error)
+            raise
+        finally:
+            if spool is not None:
+                spool.close()
 
     def fetch_deltas(
         self, source: PeerAddress, base: int, version: int, *, max_bytes: int, settings: FetchSettings
@@ -232,48 +234,95 @@ class StateClient(Generic[T]):
         """Receives this rank's part of a state; see ``HTTPTransport.fetch_sharded``."""
         return with_restarts(request.settings, lambda: self._receive_sharded(request))
 
-    def _receive(self, connection: Connection, manifest: Manifest, request: FetchRequest) -> Received[T]:
-        settings = request.settings
+    def _receive(self, agreed: AgreedSources, request: FetchRequest, kept: Kept, spool: Spool | None) -> Received[T]:
+        settings, manifest = request.settings, agreed.manifest
         restore = Restore(
             manifest,
             into=request.into,
             meshes=self._settings.meshes,
             max_bytes=self._settings.max_receive_bytes,
             check_time=settings.timeouts.check_deadline,
+            spare=self.spare,
         )
         if request.check is not None:
             request.check(restore.incoming)
-        self._warn_of_new_tensors(restore.incoming, str(connection.peer))
-
-        def with_digests() -> Manifest:
-            if manifest.digests is not None:
-                return manifest
-            digests = fetch_digests(connection, manifest, max_failures=settings.max_failures)
-            return dataclasses.replace(manifest, digests=digests)
-
+        self._warn_of_new_tensors(restore.incoming, str(agreed.connection.peer))
+        receivers: Receivers | None = None
+        relays = self._relays
+        if relays is not None:
+            # What is passed on of an earlier state may lie where this one belongs.
+            relays.end_all()
+        partial, candidates = kept.continued_by(manifest, restore)
+        before, ranges = request.before, None
+        if before is not None and not candidates:
+            ranges = changing_ranges(manifest, before.received._manifest, restore, before.is_changing)
         try:
-            chunks: Sequence[int] = range(manifest.chunks.num_chunks)
+            chunks: Sequence[int] = ()
+            if before is not None and ranges is not None:
+                fetch_ranges(agreed.connection.peer, manifest, ranges, restore, settings)
+                manifest = agreed.manifest_with_digests(settings)
+                chunks = differing_chunks(manifest, before.received._manifest, ranges)
             if request.only_changed:
-                manifest = with_digests()
-                chunks = find_damaged(manifest, restore.present, num_threads=default_num_threads())
+                candidates = list(range(manifest.chunks.num_chunks))
+            if ranges is None or request.only_changed:
+                manifest, chunks = _look(agreed, restore, settings, candidates, spool)
+            partial.note_all_but(chunks)
+            on_landed = partial.note if spool is None else spool.begin(manifest.chunks, restore, partial.note)
             settings.timeouts.note_progress()
-            fetch_data([connection.peer], manifest, restore, settings, chunks=chunks)
+            if request.receivers and relays is not None and not ranges:
+                receivers = _pass_on(relays, agreed, request, restore, chunks)
+            self._fetch(agreed, manifest, restore, settings, chunks=chunks, receivers=receivers, on_landed=on_landed)
             if manifest.digests is None:
-                manifest = with_digests()
+                manifest = agreed.manifest_with_digests(settings)
                 if settings.verify and request.verify_late:
                     damaged = find_damaged(manifest, restore.buffers, num_threads=default_num_threads())
                     settings.timeouts.note_progress()
-                    fetch_data([connection.peer], manifest, restore, settings, chunks=damaged)
-            ranges = [manifest.chunks.range_of(chunk, chunk + 1) for chunk in chunks]
-            return Received(
+                    fetch_data(agreed.files, manifest, restore, settings, chunks=damaged)
+            ranges = [*(ranges or ()), *(manifest.chunks.range_of(chunk, chunk + 1) for chunk in chunks)]
+            received = Received(
                 step=manifest.step,
                 state=cast(T, restore.finish()),
                 _manifest=manifest,
                 num_bytes_fetched=sum(end - start for start, end in ranges),
             )
+            if spool is not None:
+                spool.complete(settings.timeouts.end_s())
         except BaseException as error:
-            poison(restore, error)
+            if receivers is not None:
+                receivers.relay.end()
+            if spool is not None:
+                spool.pause()
+            if not kept.is_offered:
+                kept.failed(error)
             raise
+        kept.partial = None
+        if receivers is not None:
+            receivers.relay.complete()
+        return received
+
+    def _fetch(
+        self,
+        agreed: AgreedSources,
+        manifest: Manifest,
+        restore: Restore,
+        settings: FetchSettings,
+        *,
+        chunks: Sequence[int],
+        receivers: Receivers | None,
+        on_landed: Callable[[int], None],
+    ) -> None:
+        """Fetches chunks out of a source's memory where that is to be had, else over the network."""
+        left = chunks
+        if self._settings.same_host:
+            num_threads = self._settings.num_copy_threads
+            left = fetch_from_memory(
+                agreed.connection, manifest, restore, settings, chunks=chunks, num_threads=num_threads
+            )
+            for chunk in set(chunks).difference(left):
+                on_landed(chunk)
+            if receivers is not None:
+                receivers.relay.landed_but_for(left)
+        fetch_data(agreed.files, manifest, restore, settings, chunks=left, receivers=receivers, on_landed=on_landed)
 
     def _warn_of_new_tensors(self, incoming: Incoming, source: str) -> None:
         """Names the receiver's tensors that stay as they are because what comes does not fit them; each path once."""
@@ -311,25 +360,28 @@ class StateClient(Generic[T]):
             raise
 
 
-def with_restarts(settings: FetchSettings, receive: Callable[[], Received[T]]) -> Received[T]:
-    """Begins again where a newer snapshot has taken the place of the one that a fetch was bound to."""
-    touched = False
-    pause_s = 0.0
-    while True:
-        try:
-            return receive()
-        except Exception as error:
-            if not isinstance(error, TransportError):
-                if touched:
-                    error.destination_touched = True  # type: ignore[attr-defined]
-                raise
-            # What an earlier attempt did to the receiver's tensors holds for the last one as well.
-            error.destination_touched = touched = touched or error.destination_touched
-            last = error.failures[-1] if isinstance(error, FetchFailedError) else error
-            if isinstance(last, MessageDamagedError) and last.refusal is not None:
-                last = last.refusal
-            if not isinstance(last, SnapshotReplacedError):
-                raise
-        # At once the first time, and then ever later, in case the peer says so of all that it serves.
-        time.sleep(max(0.0, min(pause_s, settings.timeouts.end_s() - time.monotonic())))
-        pause_s = min(max(_FIRST_RESTART_PAUSE_S, 2 * pause_s), _LONGEST_RESTART_PAUSE_S)
+def _look(
+    agreed: AgreedSources, restore: Restore, settings: FetchSettings, candidates: list[int], spool: Spool | None
+) -> tuple[Manifest, Sequence[int]]:
+    """Which chunks are neither here nor in the spool; and the manifest, with digests if it took them to tell."""
+    manifest = agreed.manifest
+    chunks: Sequence[int] = range(manifest.chunks.num_chunks)
+    is_spooled = spool is not None and not spool.is_empty
+    if candidates or is_spooled:
+        manifest = agreed.manifest_with_digests(settings)
+    if candidates:
+        chunks = find_missing(manifest, restore, candidates)
+    if spool is not None and is_spooled:
+        chunks = spool.fill(manifest, restore, chunks, settings.timeouts)
+    return manifest, chunks
+
+
+def _pass_on(
+    relays: Relays, agreed: AgreedSources, request: FetchRequest, restore: Restore, missing: Sequence[int]
+) -> Receivers:
+    """Begins to serve to the other receivers what is here and verified."""
+    assert agreed.content is not None, "several have agreed on it"
+    manifest = agreed.manifest
+    relay = Relay(agreed.content, step=manifest.step, chunks=manifest.chunks, views=restore.present, missing=missing)
+    relays.begin(relay)
+    return Receivers(peers=request.receivers, own=request.own, relay=relay)

@@ -146,6 +146,10 @@ class StateServer:
                 allow_anyone=settings.allow_anyone,
                 max_wait_s=max_wait_s,
                 stall_timeout_s=settings.stall_timeout.total_seconds(),
+                # Copying out of its memory would take a share of its bandwidth that no cap bounds.
+                same_host=settings.same_host and settings.max_send_bytes_per_s is None,
+                max_clients=settings.max_clients,
+                max_send_bytes_per_s=settings.max_send_bytes_per_s,
             )
         except BaseException:
             self._stager.close()
@@ -210,6 +214,7 @@ class StateServer:
         deferrable: Callable[[torch.Tensor], bool],
         max_bytes: int,
         check: Callable[[], None],
+        lasts: Callable[[torch.Tensor], bool] | None = None,
     ) -> HeldState | None:
         """Copies what is not ``deferrable``, so that a snapshot of this step can be begun by ``begin_held``.
 
@@ -223,6 +228,8 @@ class StateServer:
             deferrable: Says of a live tensor that it stays as it is while the read lock is held.
             max_bytes: Copy no more than this.
             check: Raises a ``SnapshotError`` if what was not copied here has changed since.
+            lasts: Says of a tensor that nothing changes it before the next call of `materialize` without arguments, so
+                that its digests are kept from one snapshot to the next until then.
 
         Returns:
             What to begin the snapshot with; ``None`` if more would have to be copied.
@@ -231,7 +238,12 @@ class StateServer:
             SnapshotError: The state cannot be captured.
         """
         return self._stager.hold(
-            check_number("step", step, at_least=0), state, deferrable=deferrable, max_bytes=max_bytes, check=check
+            check_number("step", step, at_least=0),
+            state,
+            deferrable=deferrable,
+            max_bytes=max_bytes,
+            check=check,
+            lasts=lasts,
         )
 
     def begin_held(self, held: HeldState) -> SnapshotInProgress:
@@ -265,6 +277,8 @@ class StateServer:
             changing: Returns the addresses of the storages that will change; called only while memory is shared.
                 ``None`` stands for all.
         """
+        if changing is None:
+            self._stager.forget_lasting()
         if not self._sharings:
             return
         with self._sharings_mutex:

@@ -1,4 +1,4 @@
-"""The chunks of a file that every source has: whoever is least busy is asked for the next ones."""
+"""The chunks of a file from one source, or from several that are as good as each other."""
 
 from __future__ import annotations
 
@@ -58,6 +58,13 @@ class ChunkWork:
             return None
         names = ", ".join(source.name for source in sources)
         return Undeliverable(f"expected the whole snapshot from {names}, {self.num_left} chunks are missing")
+
+    def find_hopeless(
+        self,
+        sources: Sequence[SourceState],
+        under_way: Collection[Assignment[int]],
+    ) -> None:
+        """A slow request is halved by `take`, and never ended."""
 
     def _take_missing(self) -> range | None:
         """Large ranges while much is left, small ones towards the end."""

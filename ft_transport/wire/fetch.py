@@ -6,9 +6,11 @@ reads (``wire.read_work``). The work knows which units are missing and who may d
 workers and the sources: it drops sources that keep failing, lets others pause before they are asked again, and says
 when all is done or nothing can be.
 
-             ┌── request_failed: the rest of the request returns ──┐
-             ▼                                                     │
+             ┌── request_failed, request_cut: the rest returns ──┐
+             ▼                                                   │
     the work's units ── Request ──► assigned to a worker ── unit_landed ──► landed
+
+The machine has no clock. How fast a source is shows in how many units it has delivered since all of them began.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, NewType, Protocol, TypeAlias, TypeVar
 
-from ft_transport.errors import FetchFailedError, TransportError
+from ft_transport.errors import FetchFailedError, PeerNotReadyError, TransportError
 
 WorkerIndex = NewType("WorkerIndex", int)
 SourceIndex = NewType("SourceIndex", int)
@@ -43,13 +45,20 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class Interrupt:
+    """End what ``worker`` receives: its source is so slow that what is left of it comes sooner from another one."""
+
+    worker: WorkerIndex
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """The fetch is over: complete if ``error`` is ``None``."""
 
     error: TransportError | None
 
 
-Instruction: TypeAlias = Request[Unit] | Wait | Stop
+Instruction: TypeAlias = Request[Unit] | Wait | Interrupt | Stop
 
 
 @dataclass(slots=True)
@@ -59,13 +68,21 @@ class SourceState:
     Attributes:
         name: For messages.
         failures: Those since the last unit that it delivered.
+        num_dry: Requests since then to which it had nothing yet.
+        pause_s: How long it wants to be left alone after the last one of these, in seconds.
         num_active: Requests under way.
+        num_landed: Units that it has delivered.
+        num_interrupted: Requests to it that were ended because others were faster.
         dropped: Whether it is not asked any more.
     """
 
     name: str
     failures: int = 0
+    num_dry: int = 0
+    pause_s: float = 0.0
     num_active: int = 0
+    num_landed: int = 0
+    num_interrupted: int = 0
     dropped: bool = False
 
 
@@ -77,6 +94,7 @@ class Assignment(Generic[Unit]):
     units: Sequence[Unit]
     next: int
     end: int
+    is_interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +124,11 @@ class Work(Protocol[Unit]):
         self, source: SourceIndex, units: Sequence[Unit], sources: Sequence[SourceState]
     ) -> Undeliverable | None:
         """Takes back what ``source`` has failed to deliver; says what can never land, if anything."""
+
+    def find_hopeless(
+        self, sources: Sequence[SourceState], under_way: Collection[Assignment[Unit]]
+    ) -> Assignment[Unit] | None:
+        """Where there is nothing to take: a request that is better ended and made elsewhere, if there is one."""
 
 
 class FetchMachine(Generic[Unit]):
@@ -141,12 +164,12 @@ class FetchMachine(Generic[Unit]):
         assert worker not in self._assignments, "a worker reports the end of its request before it asks again"
         taken = self._work.take(self._sources, self._assignments.values())
         if taken is None:
-            return Wait()
+            return self._interrupt_hopeless() or Wait()
         source, units = taken
         self._assignments[worker] = Assignment(source, units, 0, len(units))
         state = self._sources[source]
         state.num_active += 1
-        return Request(source, units, _retry_delay_s(state.failures))
+        return Request(source, units, max(_retry_delay_s(state.failures), state.pause_s))
 
     def unit_landed(self, worker: WorkerIndex) -> None:
         """The next unit of the worker's request landed, and its digest is right (or was not asked for)."""
@@ -156,7 +179,10 @@ class FetchMachine(Generic[Unit]):
         source, at = assignment.source, assignment.next
         assignment.next = at + 1
         undeliverable = self._work.landed(source, assignment.units[at], self._sources)
-        self._sources[source].failures = 0
+        state = self._sources[source]
+        state.failures = state.num_dry = 0
+        state.pause_s = 0.0
+        state.num_landed += 1
         if at + 1 == assignment.end:
             self._release(worker)
         if undeliverable is not None:
@@ -170,21 +196,43 @@ class FetchMachine(Generic[Unit]):
         if self._stop is not None or worker not in self._assignments:
             return
         assignment = self._release(worker)
-        self._failures.append(error)
         source = self._sources[assignment.source]
-        source.failures += 1
-        # A snapshot that was replaced (409) does not come back.
-        if not error.retryable or error.http_status == 409 or source.failures >= self._max_failures:
-            source.dropped = True
-        rest = assignment.units[assignment.next : assignment.end]
-        undeliverable = self._work.put_back(assignment.source, rest, self._sources)
-        if undeliverable is not None:
-            self._stop = self._outcome(undeliverable)
+        if assignment.is_interrupted:
+            # No failure: it is slow, and may be all that is left in the end.
+            source.num_interrupted += 1
+        elif isinstance(error, PeerNotReadyError):
+            source.num_dry += 1
+            source.pause_s = error.retry_after_s
+        else:
+            self._failures.append(error)
+            source.failures += 1
+            # A snapshot that was replaced (409) does not come back.
+            if not error.retryable or error.http_status == 409 or source.failures >= self._max_failures:
+                source.dropped = True
+        self._put_back(assignment)
+
+    def request_cut(self, worker: WorkerIndex) -> None:
+        """The answer to the worker's request was whole, and shorter than asked for: its source has no more yet."""
+        if self._stop is None and worker in self._assignments:
+            self._put_back(self._release(worker))
 
     def abort(self, error: TransportError) -> None:
         """The whole fetch has to end: its deadline passed, or the receiver itself failed."""
         if self._stop is None:
             self._stop = Stop(error)
+
+    def _put_back(self, assignment: Assignment[Unit]) -> None:
+        rest = assignment.units[assignment.next : assignment.end]
+        undeliverable = self._work.put_back(assignment.source, rest, self._sources)
+        if undeliverable is not None:
+            self._stop = self._outcome(undeliverable)
+
+    def _interrupt_hopeless(self) -> Interrupt | None:
+        hopeless = self._work.find_hopeless(self._sources, self._assignments.values())
+        if hopeless is None or hopeless.is_interrupted:
+            return None
+        hopeless.is_interrupted = True
+        return Interrupt(next(worker for worker, each in self._assignments.items() if each is hopeless))
 
     def _release(self, worker: WorkerIndex) -> Assignment[Unit]:
         assignment = self._assignments.pop(worker)

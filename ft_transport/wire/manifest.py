@@ -218,7 +218,7 @@ def decode_header(
             step=_count_decoder.decode(_required(metadata, "step", peer)),
             snapshot_id=_decode_snapshot_id(_required(metadata, "snapshot", peer), peer),
             tensors=tensors,
-            tree=decode_tree(_required(metadata, "tree", peer), peer=peer),
+            tree=decode_tree(_required(metadata, "tree", peer), peer=peer, check_time=check_time),
             meshes=meshes,
             layouts=layouts,
             chunks=chunks,

@@ -99,6 +99,13 @@ class ReadWork:
         self._share_out(source, frames, sources, lambda other: sources[other].failures < failures)
         return None
 
+    def find_hopeless(
+        self,
+        sources: Sequence[SourceState],
+        under_way: Collection[Assignment[FrameOfReads]],
+    ) -> None:
+        """Who has which part is given by the layout: nobody is ended for being slow."""
+
     def _enqueue(self, index: int, reads: Iterable[Read]) -> None:
         """Puts reads into frames, each full or the last of them."""
         queue = self._queues[index]

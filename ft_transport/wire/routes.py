@@ -4,7 +4,9 @@ GET, HEAD /checkpoint/{step}/full       the safetensors file; one byte range may
 GET       /checkpoint/{step}/metadata   its JSON header alone
 POST      /checkpoint/{step}/slices     the parts of tensors that the body lists, see ``wire.slices``
 GET       /checkpoint/{step}/digests    where the header says "later" instead of the digests: these, in the same form
+GET       /checkpoint/{step}/memory     a ticket for the memory that it lies in, for receivers on this host
 GET       /checkpoint/{step}/delta      what leads from this step to a later one, if it was kept: see ``wire.delta``
+GET       /relay/{content}              a range of the data that a receiver has verified so far, or a beginning of it
 GET       /status                       JSON: what is served, and to how many
 GET       /challenge                    begins a session of peers that know the job token: see ``wire.authentication``
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 from typing import Final, Literal, TypeAlias
 from urllib.parse import urlencode
 
+from ft_transport.wire.content import ContentId
 from ft_transport.wire.manifest import SnapshotId
 
 LATEST: Final = "latest"
@@ -28,8 +31,10 @@ StepSelector: TypeAlias = int | Literal["latest"]
 FULL_ROUTE: Final = "/checkpoint/{step}/full"
 METADATA_ROUTE: Final = "/checkpoint/{step}/metadata"
 DIGESTS_ROUTE: Final = "/checkpoint/{step}/digests"
+MEMORY_ROUTE: Final = "/checkpoint/{step}/memory"
 SLICES_ROUTE: Final = "/checkpoint/{step}/slices"
 DELTA_ROUTE: Final = "/checkpoint/{step}/delta"
+RELAY_ROUTE: Final = "/relay/{content}"
 STATUS_ROUTE: Final = "/status"
 CHALLENGE_ROUTE: Final = "/challenge"
 
@@ -40,6 +45,8 @@ AFTER_HEADER: Final = "FT-After"
 MANIFEST_DIGEST_HEADER: Final = "FT-Manifest-Digest"
 REPLICA_HEADER: Final = "FT-Replica"
 """A receiver may say which replica it is, for the audit alone."""
+SAME_HOST_HEADER: Final = "FT-Same-Host"
+"""Names the socket where a receiver on the same host gets the snapshot's memory: see ``wire.same_host``."""
 SERVED_STEPS_HEADER: Final = "FT-Served-Steps"
 
 _MAX_STEP_DIGITS: Final = 18
@@ -60,6 +67,11 @@ def metadata_path(step: StepSelector, *, wait_s: float, after: int | None = None
     if after is not None:
         query[AFTER_PARAMETER] = str(after)
     return f"{METADATA_ROUTE.format(step=step)}?{urlencode(query)}"
+
+
+def relay_path(content: ContentId, *, wait_s: float) -> str:
+    """Path and query that ask a receiver for what it has, and let it wait ``wait_s`` seconds for the first chunk."""
+    return f"{RELAY_ROUTE.format(content=content)}?{urlencode({WAIT_PARAMETER: f'{wait_s:.3f}'})}"
 
 
 def parse_after(text: str | None) -> int | None:

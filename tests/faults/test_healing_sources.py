@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -14,19 +15,22 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from proxy import Fault, Link, Proxy, delay, proxied, stall
+from proxy import Fault, Link, Proxy, cut, delay, proxied, stall
 
 from ft_transport import HTTPTransport, TransportSettings
-from manager import HealFailedError, Manager, ManagerConfig
-from manager.quorum.decision import Member
+from manager import HealFailedError, Manager, ManagerConfig, StateTornError
+from manager.quorum.decision import Heals, Member
 from manager.quorum.stall_watch import StallWatch
 from manager.recovery.healing import Healer
 from manager.recovery.peers import PeerRecovery
 from manager.state.replica_state import ReplicaState
 
 STATE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 16
+HEADS_BYTES = 64 << 10
 TIMEOUT = timedelta(seconds=30)
 TIMEOUT_S = 6.0
+DIES_HALFWAY = (("/full", cut(STATE_BYTES // 2)), ("/full", cut(0)))
 TRANSFER_S = 3.4
 """More than half of the time, and less than is left once a hanging source was given up."""
 
@@ -48,7 +52,9 @@ def closed_port() -> int:
 
 
 def _transport(token: str | None = None) -> HTTPTransport[Any]:
-    settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", chunk_bytes=1 << 16, token=token)
+    settings = TransportSettings(
+        host="127.0.0.1", advertise="127.0.0.1", chunk_bytes=CHUNK_BYTES, token=token, same_host=False
+    )
     return HTTPTransport(TIMEOUT, 1, settings=settings)
 
 
@@ -58,7 +64,7 @@ class Sources:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self.weight = torch.zeros(STATE_BYTES // 4)
-        state = ReplicaState(TIMEOUT)
+        self.state = state = ReplicaState(TIMEOUT)
         state.registry.register("weight", lambda part: self.weight.copy_(part["w"]), lambda: {"w": self.weight})
         transport = _transport()
         stack.callback(transport.shutdown)
@@ -82,13 +88,14 @@ class Sources:
         healthy.snapshot().result(30)
         proxy = self._stack.enter_context(proxied(urlsplit(healthy.metadata()).port or 0))
         for on, fault in faults:
-            proxy.inject(fault, on=on, times=100)
+            proxy.inject(fault, on=on, times=100 if fault is not faults[0][1] or len(faults) == 1 else 1)
         member = Member(replica_id=f"on {proxy.port}", step=3, lineage="", store_address="", addresses=(proxy.url,))
         return member, proxy
 
-    def heal(self, *sources: Member) -> tuple[str, ...]:
+    def heal(self, *sources: Member, receivers: tuple[Member, ...] = ()) -> tuple[str, ...]:
         decision: Any = SimpleNamespace(step=3, lineage="")
-        failures = self.healer.receive(decision, sources, group_rank=0, name="newcomer")
+        role = Heals(sources=sources, receivers=receivers)
+        failures = self.healer.receive(decision, role, group_rank=0, name="newcomer")
         assert failures or torch.equal(self.weight, torch.arange(float(STATE_BYTES // 4)))
         return failures
 
@@ -161,3 +168,72 @@ def test_where_one_source_may_come_back_it_is_tried_again(sources: Sources) -> N
     assert len(failures) == 2
     sources.healer.failed(3, failures, agreed=failures)
     assert sources.healer.num_failures == 1
+
+
+def test_a_source_that_dies_on_its_way_leaves_the_next_one_the_rest_to_send(sources: Sources) -> None:
+    dying, proxy = sources.add(*DIES_HALFWAY)
+    other, rest = sources.add()
+    assert sources.heal(dying, other) == ()
+    assert proxy.num_bytes > STATE_BYTES // 2
+    assert rest.num_bytes < STATE_BYTES // 2 + CHUNK_BYTES + HEADS_BYTES
+
+
+def test_an_attempt_goes_on_where_the_one_before_was_until_all_is_given_up(sources: Sources) -> None:
+    dying, _ = sources.add(*DIES_HALFWAY)
+    assert sources.heal(dying)
+    assert sources.weight[1] == 1.0
+    sources.healer.failed(3, ("it died",), agreed=())
+    again, _ = sources.add(("/full", cut(STATE_BYTES // 4)), ("/full", cut(0)))
+    assert sources.heal(again)
+    with pytest.raises(StateTornError):
+        sources.state.refuse_partial()
+    for _ in range(ManagerConfig().max_heal_attempts - 2):
+        sources.healer.failed(3, ("it died",), agreed=())
+    with pytest.raises(HealFailedError):
+        sources.healer.failed(3, ("it died",), agreed=())
+    # Nothing goes on from it any more, so nobody is to take it for a state.
+    assert sources.weight.isnan().all()
+    healthy, whole = sources.add()
+    assert sources.heal(healthy) == ()
+    assert whole.num_bytes > STATE_BYTES
+
+
+def test_a_state_that_came_from_elsewhere_meanwhile_is_not_overwritten(sources: Sources) -> None:
+    dying, _ = sources.add(*DIES_HALFWAY)
+    assert sources.heal(dying)
+    sources.weight.fill_(5.0)
+    sources.state.partial = None  # as a checkpoint that was loaded leaves it
+    for _ in range(ManagerConfig().max_heal_attempts - 1):
+        sources.healer.failed(3, ("it died",), agreed=())
+    with pytest.raises(HealFailedError):
+        sources.healer.failed(3, ("it died",), agreed=())
+    assert sources.weight.eq(5.0).all()
+
+
+def gone_like(member: Member, name: str) -> Member:
+    return replace(member, replica_id=name, addresses=(f"http://127.0.0.1:{closed_port()}/checkpoint/",))
+
+
+def test_replicas_that_heal_together_ask_all_sources_and_do_without_who_is_gone(
+    sources: Sources, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    first, first_proxy = sources.add()
+    second, second_proxy = sources.add()
+    gone, never_there = gone_like(first, "gone"), gone_like(first, "never there")
+    started_s = time.monotonic()
+    assert sources.heal(gone, first, second, receivers=(gone, never_there)) == ()
+    assert time.monotonic() - started_s < TIMEOUT_S / 2
+    assert "from 2 sources, 2 replicas together" in caplog.text
+    assert all(any("/metadata" in request for request in proxy.requests) for proxy in (first_proxy, second_proxy))
+
+
+def test_where_healing_together_fails_the_sources_are_asked_one_by_one(
+    sources: Sources, caplog: pytest.LogCaptureFixture
+) -> None:
+    healthy, proxy = sources.add()
+    # All that is asked for first is ended; then it is there.
+    proxy.inject(stall(after=0), on="/metadata", times=1)
+    barred, _ = sources.add(token="secret")
+    assert sources.heal(barred, healthy, receivers=(barred, gone_like(healthy, "never there"))) == ()
+    assert "asked one by one" in caplog.text

@@ -181,7 +181,7 @@ def test_a_fetch_from_a_transport_that_shuts_down_is_an_error() -> None:
             shutting_down.set()
             sender.shutdown()
 
-    receiver = make(2, on_progress=shut_down)
+    receiver = make(2, on_progress=shut_down, same_host=False)
     into = {"w": torch.zeros(16 * MIB)}
     try:
         sender.send_checkpoint([1], 1, {"w": torch.ones(16 * MIB)}, TIMEOUT)

@@ -17,12 +17,15 @@ TIMEOUT = timedelta(seconds=20)
 
 
 @contextmanager
-def transport(issued: Issued | None, *, num_connections: int = 2, **settings: Any) -> Iterator[HTTPTransport[Any]]:
-    """One that listens at 127.0.0.1, and speaks TLS if it is given a certificate."""
+def transport(
+    issued: Issued | None, *, num_connections: int = 2, same_host: bool = False, **settings: Any
+) -> Iterator[HTTPTransport[Any]]:
+    """One that listens at 127.0.0.1, and speaks TLS if it is given a certificate; data goes through the network."""
+    tls = issued.files if issued is not None else None
     made: HTTPTransport[Any] = HTTPTransport(
         TIMEOUT,
         num_connections,
-        settings=TransportSettings(host="127.0.0.1", tls=issued.files if issued is not None else None, **settings),
+        settings=TransportSettings(host="127.0.0.1", tls=tls, same_host=same_host, **settings),
     )
     try:
         yield made

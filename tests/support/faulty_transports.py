@@ -61,8 +61,14 @@ def fetching_threads() -> list[str]:
 
 @contextmanager
 def transport(num_chunks: int = 1, **settings: Any) -> Iterator[HTTPTransport[Any]]:
-    """On the loopback address, with small chunks and no lease."""
-    chosen: dict[str, Any] = {"host": "127.0.0.1", "chunk_bytes": CHUNK_BYTES, "lease": timedelta(0), **settings}
+    """On the loopback address, with small chunks and no lease; all that is fetched goes through the network."""
+    chosen: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "chunk_bytes": CHUNK_BYTES,
+        "lease": timedelta(0),
+        "same_host": False,
+        **settings,
+    }
     made: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks, settings=TransportSettings(**chosen))
     try:
         yield made

@@ -135,6 +135,7 @@ def serving(
     contended_bytes_per_s: float = 1.0,
     max_wait_s: float = 20.0,
     stall_timeout_s: float = 20.0,
+    max_send_bytes_per_s: float | None = None,
     fresh_snapshot: FreshSnapshot | None = None,
 ) -> Iterator[Serving]:
     cache = SnapshotCache(
@@ -153,6 +154,7 @@ def serving(
         certificates=Certificates(tls) if tls is not None else None,
         max_wait_s=max_wait_s,
         stall_timeout_s=stall_timeout_s,
+        max_send_bytes_per_s=max_send_bytes_per_s,
     )
     server.requests.fresh_snapshot = fresh_snapshot
     try:

@@ -1,9 +1,9 @@
-"""Random faults for as long as wanted, on 3 replicas of 2 ranks each that compare their states; by hand (`make soak`).
+"""Random faults for as long as wanted, on replicas of 2 ranks each that compare their states; by hand (`make soak`).
 
 Every rank is a process (`soak_rank`), the ranks of a replica share a store, as torchrun's do, and torchft's own
-Lighthouse is a process as well. A fault comes every few seconds: a rank, a replica or two of them killed, stopped for
-longer than the Lighthouse waits, a signal handler that raises in the training loop, an optimizer that fails in the
-middle of a committed step, a step that is skipped or abandoned on one rank, a GIL held for long, a flipped bit.
+Lighthouse is a process as well. A fault comes every few seconds: a rank, a replica, or two or three at once killed,
+stopped for longer than the Lighthouse waits, a signal handler that raises in the training loop, an optimizer that fails
+in the middle of a committed step, a step that is skipped or abandoned on one rank, a GIL held for long, a flipped bit.
 
 What must hold: ranks of one number never report different states of one step and lineage, except between a flipped bit
 and the comparison that finds it; no call takes longer than its deadline; the job never stands still; processes die only
@@ -35,7 +35,7 @@ from typing import Any, Final
 import soak_rank
 from torch.distributed import TCPStore
 
-NAMES: Final = ("a", "b", "c")
+ALL_NAMES: Final = "abcdefgh"
 NUM_RANKS: Final = 2
 STANDSTILL_S: Final = 60.0
 START_S: Final = 90.0
@@ -100,14 +100,15 @@ class Replica:
 class Soak:
     """The job, its faults and what was seen of it. One thread calls it."""
 
-    def __init__(self, directory: Path, seed: int, minutes: float) -> None:
+    def __init__(self, directory: Path, seed: int, minutes: float, num_replicas: int) -> None:
         self.random = random.Random(seed)
+        self.names = tuple(ALL_NAMES[:num_replicas])
         self._directory = directory
         self._duration_s = minutes * 60
         self._reports: SimpleQueue[tuple[Rank, dict[str, Any]]] = SimpleQueue()
         self._lighthouse, self._address = self._start_lighthouse()
-        self.replicas = {name: Replica(name, _new_store()) for name in NAMES}
-        self.spared = self.random.choice(NAMES)
+        self.replicas = {name: Replica(name, _new_store()) for name in self.names}
+        self.spared = self.random.choice(self.names)
         """Is never killed, so that its memory is seen over the whole run."""
         self.recent: deque[str] = deque(maxlen=60)
         self.begin_s = time.monotonic()
@@ -369,29 +370,30 @@ class Soak:
 
     def inject(self) -> None:
         """One fault; the state stays with at least one replica that is not touched by it."""
-        in_order = [name for name in NAMES if self.is_in_order(name)]
+        in_order = [name for name in self.names if self.is_in_order(name)]
         if not in_order:
             return
         spared = self.random.choice(in_order)
-        victims = [name for name in NAMES if name != spared and self._is_up(name)]
+        victims = [name for name in self.names if name != spared and self._is_up(name)]
         if not victims:
             return
         victim = self.random.choice(victims)
         rank = self.random.choice(self.replicas[victim].ranks)
         match self.random.choices(
-            ["kill", "kill_replica", "kill_two", "stop", "stop_replica", "handler", "fail_optimizer", "skip_step",
+            ["kill", "kill_replica", "kill_several", "stop", "stop_replica", "handler", "fail_optimizer", "skip_step",
              "abandon", "report_error", "hold_gil", "flip", "interrupt"],
-            [4, 2, 1, 4, 2, 4, 5, 3, 3, 2, 3, 3, 16],
+            [4, 2, 1 if len(self.names) < 4 else 6, 4, 2, 4, 5, 3, 3, 2, 3, 3, 16],
         )[0]:  # fmt: skip
-            case "kill" | "kill_replica" | "kill_two" if victim == self.spared:
+            case "kill" | "kill_replica" if victim == self.spared:
                 return
             case "kill":
                 self._kill(rank)
             case "kill_replica":
                 self._kill_replicas(victim)
-            case "kill_two":
-                if len(victims) == 2 and self.spared not in victims:
-                    self._kill_replicas(*victims)
+            case "kill_several":
+                mortal = [name for name in victims if name != self.spared]
+                if len(mortal) >= 2:
+                    self._kill_replicas(*self.random.sample(mortal, self.random.randint(2, min(3, len(mortal)))))
             case "stop":
                 self._stop(rank)
             case "stop_replica":
@@ -403,7 +405,7 @@ class Soak:
                 self.begin_fault("hold_gil", rank)
                 rank.tell("hold_gil", self.random.uniform(1.2, 2.0) * soak_rank.HEARTBEAT_TIMEOUT_S)
             case "flip":
-                if len(in_order) == len(NAMES):
+                if len(in_order) == len(self.names):
                     self._flip(rank)
             case name:
                 self.begin_fault(name, rank)
@@ -423,7 +425,7 @@ class Soak:
 
     def _kill_replicas(self, *names: str) -> None:
         """With the launcher, and so with the store."""
-        self.begin_fault("kill_replica" if len(names) == 1 else "kill_two", *self.replicas[names[0]].ranks)
+        self.begin_fault("kill_replica" if len(names) == 1 else "kill_several", *self.replicas[names[0]].ranks)
         for name in names:
             replica = self.replicas[name]
             self.down_since[name] = time.monotonic()
@@ -460,7 +462,7 @@ class Soak:
     def run(self) -> None:
         for replica in self.replicas.values():
             self.start(replica)
-        self.wait_for("all to train", lambda: all(map(self.is_in_order, NAMES)), START_S)
+        self.wait_for("all to train", lambda: all(map(self.is_in_order, self.names)), START_S)
         self.begin_s = time.monotonic()
         end_s = self.begin_s + self._duration_s
         told_s = self.begin_s
@@ -470,7 +472,7 @@ class Soak:
             if time.monotonic() - told_s > 10:
                 told_s = time.monotonic()
                 print(f"{told_s - self.begin_s:6.0f} s  step {self.newest_step}  {self._faults()}", flush=True)
-        self.wait_for("all to train in the end", lambda: all(map(self.is_in_order, NAMES)), START_S)
+        self.wait_for("all to train in the end", lambda: all(map(self.is_in_order, self.names)), START_S)
         self.check_growth()
         self._check_left_behind()
 
@@ -554,13 +556,14 @@ def _new_store() -> TCPStore:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--replicas", type=int, default=3, choices=range(2, len(ALL_NAMES) + 1))
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3), "big"))
     parser.add_argument("--logs", type=Path, help="where the logs go; default: a temporary directory, kept on failure")
     arguments = parser.parse_args()
     directory = arguments.logs or Path(tempfile.mkdtemp(prefix="soak-"))
     directory.mkdir(parents=True, exist_ok=True)
     print(f"seed {arguments.seed}, logs in {directory}", flush=True)
-    soak = Soak(directory, arguments.seed, arguments.minutes)
+    soak = Soak(directory, arguments.seed, arguments.minutes, arguments.replicas)
     try:
         soak.run()
     except ViolationError as violation:

@@ -187,7 +187,7 @@ def test_a_plain_receiver_is_refused(source: HTTPTransport[Any], is_told: bool) 
 
 def test_a_server_with_tls_answers_no_plain_request(source: HTTPTransport[Any]) -> None:
     with socket.create_connection((HOST, port_of(source)), timeout=20) as connected:
-        connected.sendall(b"GET /checkpoint/1/full HTTP/1.1\r\nHost: x\r\n\r\n")
+        connected.sendall(b"GET /checkpoint/1/full HTTP/1.1\r\nHost: localhost\r\n\r\n")
         answer = b"".join(iter(lambda: connected.recv(4096), b""))
     assert len(answer) == 7, "an alert and nothing else"
     assert answer[0] == 0x15

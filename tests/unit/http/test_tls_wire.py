@@ -13,11 +13,15 @@ from encrypted_transports import TIMEOUT, connection, port_of, tapped, transport
 from lent_memory import lent
 from served_memory import serving
 
+from ft_transport.http.relays import Relay
+from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.content import ContentId
 from ft_transport.wire.delta import TensorPair, encode_delta
 from ft_transport.wire.slices import Slice, encode_request
 
 WEIGHTS = b"these are weights in the clear. "
 DATA = WEIGHTS * 40_000
+CONTENT = ContentId("c" * 32)
 STATE = {"layer": torch.frombuffer(bytearray(WEIGHTS * 20_000), dtype=torch.uint8)}
 
 
@@ -37,6 +41,7 @@ ROUTES: dict[str, tuple[str, str, dict[str, str], bytes | None, bytes]] = {
     "metadata": ("GET", "/checkpoint/5/metadata", {}, None, b"data_offsets"),
     "digests": ("GET", "/checkpoint/5/digests", {}, None, b"Content-Length"),
     "delta": ("GET", "/checkpoint/4/delta", {}, None, WEIGHTS),
+    "relay": ("GET", f"/relay/{CONTENT}", {"Range": f"bytes=0-{len(DATA) - 1}"}, None, WEIGHTS),
     "status": ("GET", "/status", {}, None, b"replica-7"),
 }
 
@@ -56,6 +61,11 @@ def test_the_wire_shows_nothing_in_any_route(issued: Issued, route: str, is_encr
         else:
             served.put(5, DATA)
         served.server.deltas.keep(4, DATA)
+        relayed = bytearray(DATA)
+        chunks = ChunkTable(data_bytes=len(DATA), chunk_bytes=1 << 18)
+        served.server.relays.begin(
+            Relay(CONTENT, step=5, chunks=chunks, views=lambda start, end: [memoryview(relayed)[start:end]], missing=())
+        )
         answers = []
         with tapped(served.server.port) as tap:
             for port in (served.server.port, tap.proxy.port):

@@ -1,0 +1,268 @@
+"""What this process is receiving, passed on to others who receive the same: each chunk as soon as it is verified.
+
+The bytes are sent from where they were received to, without a copy. Nothing here makes sure that they stay as they are:
+whoever takes them compares them with digests from a source, and asks somebody else where they have changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, TypeAlias
+
+from aiohttp import web
+
+from ft_transport.errors import ConfigurationError, PeerNotReadyError
+from ft_transport.http.body_sender import MAX_VIEWS_PER_SEND
+from ft_transport.http.send_cap import PacedSocket
+from ft_transport.http.tls_sender import EncryptedSocket
+from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.content import ContentId
+
+Views: TypeAlias = Callable[[int, int], Sequence[memoryview]]
+"""Views that cover bytes ``[start, end)`` of the data once, in order; whoever has the function keeps the memory alive.
+Called by any thread."""
+
+_IDLE_S: Final = 10.0
+"""How long what is here whole is kept for others without a request."""
+_TICK_S: Final = 1.0
+
+
+class Relay:
+    """One content that is being received. Thread-safe.
+
+    Args:
+        content: Which it is.
+        step: The committed step that it shows.
+        chunks: How it divides.
+        views: Where it lies.
+        missing: The chunks that are yet to come; all others are there.
+
+    Attributes:
+        content: Which it is.
+        step: The committed step that it shows.
+        chunks: How it divides.
+        on_landed: Called when more is there, by any thread.
+        end_s: When it ends unless it is asked for, once all is there; monotonic seconds.
+    """
+
+    def __init__(
+        self, content: ContentId, *, step: int, chunks: ChunkTable, views: Views, missing: Collection[int]
+    ) -> None:
+        self.content = content
+        self.step = step
+        self.chunks = chunks
+        self._views: Views | None = views
+        self.on_landed: Callable[[], None] = _nothing
+        self.end_s = float("inf")
+        self.landed_but_for(missing)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is sent."""
+        return self._views is None
+
+    def landed(self, chunk: int) -> None:
+        """A chunk is there and verified. Called by any thread."""
+        self._has_landed[chunk] = 1
+        self.on_landed()
+
+    def landed_but_for(self, missing: Collection[int]) -> None:
+        """All chunks but these are there and verified."""
+        has_landed = bytearray(b"\x01" * self.chunks.num_chunks)
+        for chunk in missing:
+            has_landed[chunk] = 0
+        self._has_landed = has_landed
+        self.on_landed()
+
+    def num_landed_from(self, first: int, end: int) -> int:
+        """How many of the chunks ``first`` to ``end`` are there, without a hole from the first one on."""
+        hole = self._has_landed.find(0, first, end)
+        return (hole if hole >= 0 else end) - first
+
+    def touch(self) -> None:
+        """Somebody has asked for it."""
+        if self.end_s != float("inf"):
+            self.end_s = time.monotonic() + _IDLE_S
+
+    def complete(self) -> None:
+        """All is there: it is kept for others for a while."""
+        self.end_s = time.monotonic() + _IDLE_S
+
+    def end(self) -> None:
+        """Sends nothing more but what is on its way already. May be called twice, and returns at once."""
+        self._views = None
+        self.on_landed()
+
+    def views(self) -> Views:
+        """Where it lies.
+
+        Raises:
+            PeerNotReadyError: It has ended.
+        """
+        views = self._views
+        if views is None:
+            raise PeerNotReadyError("expected chunks to pass on, they are not passed on any more", retry_after_s=0.0)
+        return views
+
+
+class RelayedRange:
+    """Bytes ``[position, end)`` of what is relayed, all of which have landed; see ``body_sender.Content``."""
+
+    def __init__(self, relay: Relay, position: int, end: int) -> None:
+        self._relay = relay
+        self._views_of = relay.views()
+        self.position = position
+        self.end = end
+
+    def send_to(self, connected: PacedSocket) -> None:
+        """See ``body_sender.Content``."""
+        while self.position < self.end:
+            views = self._views(connected.pace.piece_bytes)[:MAX_VIEWS_PER_SEND]
+            num_bytes = sum(map(len, views))
+            connected.pace.admit(num_bytes)
+            sent = connected.raw.sendmsg(views)
+            connected.pace.unsent(num_bytes - sent)
+            self.position += sent
+
+    def send_encrypted(self, encrypted: EncryptedSocket) -> None:
+        """See ``body_sender.Content``."""
+        while self.position < self.end:
+            for view in self._views(self._relay.chunks.chunk_bytes):
+                encrypted.sendall(view)
+                self.position += len(view)
+
+    def _views(self, max_bytes: int) -> Sequence[memoryview]:
+        if self._relay.has_ended:
+            raise ConnectionAbortedError("it is not passed on any more")
+        chunk_bytes = self._relay.chunks.chunk_bytes
+        chunk_end = (self.position // chunk_bytes + 1) * chunk_bytes
+        return self._views_of(self.position, min(self.end, chunk_end, self.position + max_bytes))
+
+
+class Relays:
+    """All that is passed on at the moment. Thread-safe, but for `find`, which belongs to the server's event loop.
+
+    Args:
+        loop: The server's.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._mutex = threading.Lock()
+        self._by_content: dict[ContentId, Relay] = {}
+        self._changed = asyncio.Event()
+        self._num_waiting = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_open(self) -> int:
+        """How many contents are passed on."""
+        return len(self._by_content)
+
+    def begin(self, relay: Relay) -> None:
+        """Passes on what comes from now on; one of the same content that is there already ends."""
+        relay.on_landed = self._wake
+        with self._mutex:
+            earlier = self._by_content.pop(relay.content, None)
+            self._by_content[relay.content] = relay
+        if earlier is not None:
+            earlier.end()
+        self._wake()
+        with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown.
+            self._loop.call_soon_threadsafe(self._end_idle)
+
+    def end_all(self) -> None:
+        """Passes nothing more on. Costs nothing where there is nothing."""
+        if not self._by_content:
+            return
+        with self._mutex:
+            relays = list(self._by_content.values())
+            self._by_content.clear()
+        for relay in relays:
+            relay.end()
+
+    async def find(self, content: ContentId, start: int, end: int, *, wait_s: float) -> tuple[Relay, int]:
+        """Waits until some of bytes ``[start, end)`` of the data have landed; returns how far they go.
+
+        Args:
+            content: Which content.
+            start: Where a chunk begins.
+            end: Where one ends.
+            wait_s: The longest that it waits, in seconds.
+
+        Raises:
+            PeerNotReadyError: None have, in time.
+            ConfigurationError: The range is none of whole chunks.
+        """
+        until_s = self._loop.time() + wait_s
+        while True:
+            changed = self._changed
+            relay = self._by_content.get(content)
+            if relay is not None and not relay.has_ended:
+                relay.touch()
+                first, last = _chunks_of(relay.chunks, start, end)
+                num_landed = relay.num_landed_from(first, last)
+                if num_landed:
+                    return relay, relay.chunks.range_of(first, first + num_landed)[1]
+            remaining_s = until_s - self._loop.time()
+            if remaining_s <= 0:
+                what = "nothing of this content is received here" if relay is None else "none of these chunks is here"
+                raise PeerNotReadyError(f"expected chunks to pass on, {what}", retry_after_s=0.0)
+            self._num_waiting += 1
+            try:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(changed.wait(), remaining_s)
+            finally:
+                self._num_waiting -= 1
+
+    def _wake(self) -> None:
+        if self._num_waiting:
+            with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown.
+                self._loop.call_soon_threadsafe(self._set_changed)
+
+    def _set_changed(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _end_idle(self) -> None:
+        now_s = time.monotonic()
+        with self._mutex:
+            idle = [each for each in self._by_content.values() if each.end_s <= now_s or each.has_ended]
+            for relay in idle:
+                del self._by_content[relay.content]
+        for relay in idle:
+            relay.end()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(_TICK_S, self._end_idle) if self._by_content else None
+
+
+def _chunks_of(chunks: ChunkTable, start: int, end: int) -> tuple[int, int]:
+    """The chunks, half-open, that a range of bytes consists of."""
+    first, last = start // chunks.chunk_bytes, -(-end // chunks.chunk_bytes)
+    if not 0 <= first < last <= chunks.num_chunks or chunks.range_of(first, last) != (start, end):
+        raise ConfigurationError(f"expected a range of whole chunks of {chunks.chunk_bytes} bytes")
+    return first, last
+
+
+def parse_relayed_range(request: web.Request) -> tuple[int, int]:
+    """The half-open range that a request for relayed data asks for.
+
+    Raises:
+        ConfigurationError: It asks for none, or not for one.
+    """
+    try:
+        asked = request.http_range
+    except ValueError:
+        asked = slice(None)
+    if asked.start is None or asked.stop is None or not 0 <= asked.start < asked.stop:
+        raise ConfigurationError("expected one range of bytes in a request for relayed data")
+    return asked.start, asked.stop
+
+
+def _nothing() -> None:
+    pass

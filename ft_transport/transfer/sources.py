@@ -1,0 +1,218 @@
+"""Which of the named peers serve one and the same content: their manifests are compared before a byte comes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Final, TypeAlias
+
+from ft_transport.errors import FetchFailedError, PeerUnreachableError, TransportError
+from ft_transport.http.chunk_client import SourceFile
+from ft_transport.http.connection import Connection
+from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.late_digests import fetch_digests
+from ft_transport.http.manifest_client import fetch_manifest
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.wire.content import ContentId, content_id
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.routes import StepSelector
+
+logger = logging.getLogger(__name__)
+
+_LEAST_PATIENCE_S: Final = 1.0
+_MORE_PATIENCE: Final = 1.0
+"""How much longer the other manifests are waited for once one is there: so many times as long as that one took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreedSources:
+    """Peers that serve the same content.
+
+    Attributes:
+        manifest: Of the first of them.
+        files: Where each has the content.
+        connection: To the first. While it is open, that peer keeps its snapshot for its lease after each request.
+        content: What it is; ``None`` where nobody had to agree on it.
+    """
+
+    manifest: Manifest
+    files: tuple[SourceFile, ...]
+    connection: Connection
+    content: ContentId | None = None
+
+    def manifest_with_digests(self, settings: FetchSettings) -> Manifest:
+        """The manifest, with digests that are asked for if they come after the data.
+
+        Raises:
+            TransportError: The source did not say them.
+        """
+        return _with_digests(self.connection, self.manifest, settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Served:
+    """What one peer serves."""
+
+    connection: Connection
+    manifest: Manifest
+    content: ContentId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Silent:
+    """Why it is not known what one peer serves."""
+
+    connection: Connection
+    error: BaseException
+
+
+_Answer: TypeAlias = _Served | _Silent
+
+
+def ask_source(
+    peer: PeerAddress, step: StepSelector, settings: FetchSettings, held: contextlib.ExitStack
+) -> AgreedSources:
+    """What one peer serves.
+
+    Args:
+        peer: The peer.
+        step: A step or ``latest``.
+        settings: How to fetch.
+        held: Takes its connection.
+
+    Raises:
+        TransportError: See `fetch_manifest`.
+    """
+    connection = held.enter_context(settings.connection_to(peer))
+    manifest = fetch_manifest(connection, step, settings)
+    return AgreedSources(manifest=manifest, files=(SourceFile.of(peer, manifest),), connection=connection)
+
+
+def ask_sources(
+    peers: Sequence[PeerAddress], step: StepSelector, settings: FetchSettings, held: contextlib.ExitStack
+) -> AgreedSources:
+    """What several peers serve: those of the newest step that agree with most others of it.
+
+    Who says nothing for long after the first one has answered is left out, and so is who serves something else; the
+    log names them.
+
+    Args:
+        peers: The peers.
+        step: A step or ``latest``.
+        settings: How to fetch.
+        held: Takes their connections.
+
+    Raises:
+        FetchFailedError: None of them says what it serves; carries why.
+        TransportError: What the only peer said.
+    """
+    answers = _ask_all([held.enter_context(settings.connection_to(peer)) for peer in peers], step, settings)
+    served = [answer for answer in answers if isinstance(answer, _Served)]
+    silent = [answer for answer in answers if isinstance(answer, _Silent)]
+    if not served:
+        raise _failure(silent)
+    for answer in silent:
+        logger.warning("source %s is left out: %s", answer.connection.peer, answer.error)
+    newest = max(answer.manifest.step for answer in served)
+    content, num_agreed = Counter(each.content for each in served if each.manifest.step == newest).most_common(1)[0]
+    for each in served:
+        if each.content != content:
+            logger.warning(
+                "source %s is left out: expected the state of step %d as %d others have it (content %s), it has step "
+                "%d (content %s)",
+                each.connection.peer,
+                newest,
+                num_agreed,
+                content,
+                each.manifest.step,
+                each.content,
+            )
+    agreed = [each for each in served if each.content == content]
+    return AgreedSources(
+        manifest=agreed[0].manifest,
+        files=tuple(SourceFile.of(each.connection.peer, each.manifest) for each in agreed),
+        connection=agreed[0].connection,
+        content=content,
+    )
+
+
+def _ask_all(connections: Sequence[Connection], step: StepSelector, settings: FetchSettings) -> list[_Answer]:
+    """The answers, in the order of the connections."""
+    answered: SimpleQueue[tuple[int, _Answer]] = SimpleQueue()
+
+    def ask(index: int) -> None:
+        try:
+            answered.put((index, _ask(connections[index], step, settings)))
+        except BaseException as error:
+            answered.put((index, _Silent(connection=connections[index], error=error)))
+
+    threads = [
+        threading.Thread(target=ask, args=(index,), name=f"ft-transport-ask-{index}", daemon=True)
+        for index in range(len(connections))
+    ]
+    answers: dict[int, _Answer] = {}
+    try:
+        for thread in threads:
+            thread.start()
+        began_s = time.monotonic()
+        until_s: float | None = None
+        # Each connection has the deadline of the fetch: without a first answer all of them end with that.
+        while len(answers) < len(connections):
+            try:
+                index, answer = answered.get(timeout=None if until_s is None else max(0.0, until_s - time.monotonic()))
+            except Empty:
+                break
+            answers[index] = answer
+            if until_s is None and isinstance(answer, _Served):
+                until_s = _patient_until_s(began_s)
+    finally:
+        for index, connection in enumerate(connections):
+            if index not in answers:
+                connection.interrupt()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+    late = "expected to hear what it serves about when the others said so"
+    return [
+        answers.get(index)
+        or _Silent(connection=connection, error=PeerUnreachableError(late, peer=str(connection.peer)))
+        for index, connection in enumerate(connections)
+    ]
+
+
+def _ask(connection: Connection, step: StepSelector, settings: FetchSettings) -> _Served:
+    manifest = _with_digests(connection, fetch_manifest(connection, step, settings), settings)
+    return _Served(connection=connection, manifest=manifest, content=content_id(manifest))
+
+
+def _with_digests(connection: Connection, manifest: Manifest, settings: FetchSettings) -> Manifest:
+    if manifest.digests is not None:
+        return manifest
+    digests = fetch_digests(connection, manifest, max_failures=settings.max_failures)
+    return dataclasses.replace(manifest, digests=digests)
+
+
+def _patient_until_s(began_s: float) -> float:
+    """How long others are waited for when the first one has just answered."""
+    now_s = time.monotonic()
+    return now_s + max(_LEAST_PATIENCE_S, _MORE_PATIENCE * (now_s - began_s))
+
+
+def _failure(silent: Sequence[_Silent]) -> BaseException:
+    """Why nobody serves anything."""
+    errors = [each.error for each in silent]
+    unexpected = next((error for error in errors if not isinstance(error, TransportError)), None)
+    if unexpected is not None or len(errors) == 1:
+        return unexpected or errors[0]
+    names = ", ".join(str(each.connection.peer) for each in silent)
+    return FetchFailedError(
+        f"expected a snapshot from one of {names}, none says what it serves",
+        failures=tuple(error for error in errors if isinstance(error, TransportError)),
+    )

@@ -1,0 +1,328 @@
+"""A file that keeps what a fetch has received, for a process that was killed and started again.
+
+It is sparse and has the layout of the data. What is in it is only ever a hint: a restarted receiver copies each chunk
+to its destination and compares the copy with the digest from a source, so that no file can do more harm than none,
+whoever has written it.
+
+A thread of its own writes the file, from where the bytes have been received to. The receiving threads never wait for
+the disk: if it is slow, less is in the file when the process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Final
+
+from ft_transport.errors import ConfigurationError
+from ft_transport.http.fetch_timeouts import Timeouts
+from ft_transport.runtime.handler_safety import SafeEvent, SafeExecutor
+from ft_transport.runtime.regular_files import open_regular
+from ft_transport.settings import default_num_threads
+from ft_transport.state.restore import Restore
+from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+_MODE: Final = 0o600
+_PIECE_BYTES: Final = 1 << 20
+"""Written at once: between two of them the writer looks whether it is still wanted."""
+_MAX_VIEWS: Final = 512
+"""Below IOV_MAX, which Linux puts at 1024 (``man 2 writev``)."""
+_DRAIN_S: Final = 2.0
+"""How long a fetch that failed waits for what has landed to be written."""
+_ABANDON_S: Final = 1.0
+"""How much longer it waits for a disk that does not return."""
+_LOCK_S: Final = 2.0
+"""How long a process that is just ending may keep the file."""
+_LOCK_PAUSE_S: Final = 0.02
+
+
+class Spool:
+    """One file, which nobody else uses meanwhile. Belongs to the thread that fetches, but for `note`.
+
+    Args:
+        path: Of the file; it is made where there is none, and what is in it is lost.
+        is_kept: Whether it stays when all has been received.
+
+    Raises:
+        ConfigurationError: The file cannot be made, is another user's, a link, no regular file or has other names, or
+            another fetch uses it.
+    """
+
+    def __init__(self, path: Path, *, is_kept: bool) -> None:
+        self._path = path
+        self._is_kept = is_kept
+        self._writer: _Writer | None = None
+        self._descriptor: int | None = _locked(path)
+        _spools.add(self)
+
+    def fill(self, manifest: Manifest, restore: Restore, missing: Sequence[int], timeouts: Timeouts) -> list[int]:
+        """Copies what there is of the missing chunks to where it belongs.
+
+        Args:
+            manifest: With digests.
+            restore: Where they belong.
+            missing: Ascending.
+            timeouts: Of the fetch.
+
+        Returns:
+            The chunks that are missing now, ascending.
+
+        Raises:
+            DeadlineExceededError: The fetch's deadline passed first.
+        """
+        descriptor, expected, table = self._open_descriptor(), manifest.digests, manifest.chunks
+        assert expected is not None, "they have been asked for"
+        there = _chunks_in(descriptor, table)
+
+        def is_copied(chunk: int) -> bool:
+            timeouts.check_deadline()
+            start, end = table.range_of(chunk, chunk + 1)
+            views = restore.buffers(start, end)
+            if not _read(descriptor, views, start):
+                return False
+            timeouts.note_progress()
+            return manifest.digester.digest_of(views) == expected[chunk]
+
+        candidates = [chunk for chunk in missing if chunk in there]
+        pool = SafeExecutor(default_num_threads(), "ft-transport-spool")
+        try:
+            outcomes = list(pool.map(is_copied, candidates))
+        finally:
+            # Nothing is copied any more when this has returned, or has been interrupted.
+            pool.shutdown(cancel_futures=True)
+        copied = {chunk for chunk, is_good in zip(candidates, outcomes, strict=True) if is_good}
+        logger.info("%d of %d chunks are in %s", len(copied), len(missing), self._path)
+        return [chunk for chunk in missing if chunk not in copied]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has nothing to copy."""
+        try:
+            os.lseek(self._open_descriptor(), 0, os.SEEK_DATA)
+        except OSError:  # ENXIO: nothing but a hole
+            return True
+        return False
+
+    def begin(self, table: ChunkTable, restore: Restore, on_landed: Callable[[int], None]) -> Callable[[int], None]:
+        """Writes what lands from now on, until `pause` or `complete`.
+
+        Args:
+            table: The chunks.
+            restore: Where they land.
+            on_landed: Is told of them too.
+
+        Returns:
+            Is to be called with each chunk that has landed, by any thread.
+        """
+        descriptor = self._open_descriptor()
+        with contextlib.suppress(OSError):  # a full disk, or one without sparse files: writing finds that out
+            os.ftruncate(descriptor, table.data_bytes)
+        writer = self._writer = _Writer(os.dup(descriptor), self._path, table, restore)
+
+        def note(chunk: int) -> None:
+            on_landed(chunk)
+            writer.note(chunk)
+
+        return note
+
+    def pause(self) -> None:
+        """Nothing reads where the bytes were received to any more; waits a little for what has landed."""
+        self._stop_writer(time.monotonic() + _DRAIN_S)
+
+    def complete(self, until_s: float) -> None:
+        """All has been received: the file is removed, or written to its end.
+
+        Args:
+            until_s: When writing has to end, in monotonic seconds.
+        """
+        self._stop_writer(until_s if self._is_kept else time.monotonic())
+        if not self._is_kept:
+            self._remove()
+
+    def close(self) -> None:
+        """Lets others use it. A file with nothing in it is removed. May be called twice."""
+        if self._descriptor is None:
+            return
+        self.pause()
+        if self.is_empty and not self._is_kept:
+            self._remove()
+        self.forget()
+
+    def forget(self) -> None:
+        """Gives up the descriptor; in a forked child, which has it too, the parent keeps the file."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _open_descriptor(self) -> int:
+        assert self._descriptor is not None, "it is open"
+        return self._descriptor
+
+    def _stop_writer(self, until_s: float) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.end(until_s)
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):  # another name has taken its place, or it is gone
+            if os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._open_descriptor())):
+                os.unlink(self._path)
+
+
+class _Writer:
+    """Writes chunks from where they have landed, on a thread of its own; takes the descriptor."""
+
+    def __init__(self, descriptor: int, path: Path, table: ChunkTable, restore: Restore) -> None:
+        self._descriptor = descriptor
+        self._path = path
+        self._table = table
+        self._restore = restore
+        self._landed: SimpleQueue[int | None] = SimpleQueue()
+        self._until_s = float("inf")
+        self._ended = SafeEvent()
+        threading.Thread(target=self._run, name="ft-transport-spool", daemon=True).start()
+
+    def note(self, chunk: int) -> None:
+        """A chunk has landed. Called by any thread."""
+        self._landed.put(chunk)
+
+    def end(self, until_s: float) -> None:
+        """Writes what has landed, but not for longer than this, in monotonic seconds."""
+        self._until_s = until_s
+        self._landed.put(None)
+        left_s = max(0.0, until_s - time.monotonic()) + _ABANDON_S
+        try:
+            is_over = self._ended.wait(left_s)
+        except BaseException:
+            # Nothing may read the caller's tensors when this has returned.
+            self._until_s = time.monotonic()
+            self._ended.wait(_ABANDON_S)
+            raise
+        if not is_over:
+            logger.warning("writing to %s does not return; what is being written there is left alone", self._path)
+
+    def _run(self) -> None:
+        try:
+            while (chunk := self._landed.get()) is not None and self._write(chunk):
+                pass
+        except OSError as error:
+            logger.warning("what is received is not kept in %s any more: %s", self._path, error)
+        finally:
+            os.close(self._descriptor)
+            self._ended.set()
+
+    def _write(self, chunk: int) -> bool:
+        """Returns whether there is time for more."""
+        start, end = self._table.range_of(chunk, chunk + 1)
+        while start < end:
+            if time.monotonic() > self._until_s:
+                return False
+            views = self._restore.present(start, min(start + _PIECE_BYTES, end))
+            start += os.pwritev(self._descriptor, views[:_MAX_VIEWS], start)
+        return True
+
+
+_spools: weakref.WeakSet[Spool] = weakref.WeakSet()
+
+
+def _forget_spools() -> None:
+    for spool in list(_spools):
+        spool.forget()
+
+
+# Else a child would keep the lock of a parent that was killed.
+os.register_at_fork(after_in_child=_forget_spools)
+
+
+def _locked(path: Path) -> int:
+    """Opens the file, or makes it, when no other fetch has it."""
+    until_s = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, _MODE)
+        except OSError as error:
+            raise ConfigurationError(f"expected a regular file of this user's as spool: {error}") from error
+        try:
+            _check_owner(descriptor, path)
+            if _try_lock(descriptor) and _is_in_place(descriptor, path):
+                return descriptor
+            if time.monotonic() > until_s:
+                raise ConfigurationError(f"expected a spool that no other fetch uses, another one writes to {path}")
+        except OSError as error:
+            os.close(descriptor)
+            raise ConfigurationError(f"expected a file that can be locked as spool: {error}") from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        time.sleep(_LOCK_PAUSE_S)
+
+
+def _check_owner(descriptor: int, path: Path) -> None:
+    found = os.fstat(descriptor)
+    if found.st_uid != os.geteuid() or found.st_nlink > 1:
+        # It would be overwritten, and weights would be written to it.
+        raise ConfigurationError(
+            f"expected a file of this user's with one name as spool, {path} has {found.st_nlink} and is user "
+            f"{found.st_uid}'s"
+        )
+    os.fchmod(descriptor, _MODE)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_in_place(descriptor: int, path: Path) -> bool:
+    """Whether the file that was locked is the one that others will open: one that ends well removes it."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _chunks_in(descriptor: int, table: ChunkTable) -> set[int]:
+    """The chunks of which something may be in the file, and not only a hole."""
+    there: set[int] = set()
+    size = min(os.fstat(descriptor).st_size, table.data_bytes)
+    position = 0
+    while position < size:
+        try:
+            start = os.lseek(descriptor, position, os.SEEK_DATA)
+            position = os.lseek(descriptor, start, os.SEEK_HOLE)
+        except OSError:  # ENXIO: nothing but a hole from here on
+            break
+        there.update(range(start // table.chunk_bytes, min(-(-position // table.chunk_bytes), table.num_chunks)))
+    return there
+
+
+def _read(descriptor: int, views: Sequence[memoryview], position: int) -> bool:
+    """Fills the views from a place in the file; returns whether there was enough to do so."""
+    for at in range(0, len(views), _MAX_VIEWS):
+        group = views[at : at + _MAX_VIEWS]
+        wanted = sum(map(len, group))
+        try:
+            num_bytes = os.preadv(descriptor, group, position)
+        except OSError as error:
+            logger.warning("a part of the spool cannot be read: %s", error)
+            return False
+        # A regular file gives less at its end alone, or 2 GiB at once.
+        if num_bytes != wanted:
+            return False
+        position += num_bytes
+    return True

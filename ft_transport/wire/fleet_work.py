@@ -1,0 +1,362 @@
+"""The chunks of a state that many have, for one of those who receive it now: whom it asks for which of them.
+
+The chunks are divided into as many blocks as there are receivers. The owner of a block takes it from the sources; the
+others take it from its owner, which passes on what it has verified. So each byte leaves the sources once, and each
+receiver once for each other one. Every receiver decides alone, by this rule, and tells nobody.
+
+Where an owner has gone, or keeps the others waiting, its chunks are dealt to the other receivers, each run of them to
+the next in a line that is the same for all. Whoever sees itself next takes the run from the sources, behind its own
+block; the others ask it. So what a dead owner had to fetch leaves the sources about once all the same, and whoever
+finds nobody else in a line is left with the sources. Not all have to agree who keeps them waiting: somebody who is
+asked too early waits in turn for one who is before it in the line, so no two wait for each other.
+
+A receiver without others owns the only block, and takes it from all sources at once, faster ones doing more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from ft_transport.wire.chunk_work import MAX_CHUNKS_PER_REQUEST
+from ft_transport.wire.fetch import Assignment, SourceIndex, SourceState, Undeliverable
+from ft_transport.wire.source_rates import is_too_slow, slowest_to_end
+
+_DRY_ENOUGH: Final = 2
+"""Answers without anything, one after the other, after which a relay is not waited for..."""
+_FAILED_ENOUGH: Final = 2
+"""...and failures, which are no accident any more."""
+_HOPELESSLY_DRY: Final = 8
+"""Answers without anything after which, where no source is left, nobody expects anything any more."""
+_MUCH_SLOWER: Final = 3
+"""Who delivers by so much less than the best relay is not waited for..."""
+_MUCH_SLOWER_THAN_SOURCES: Final = 8
+"""...or than the sources, which deliver faster where others began later."""
+_RUNS_PER_RECEIVER: Final = 2
+"""Into how many runs of chunks a block is divided for each that may stand in for its owner."""
+_LEAST_REQUESTS_PER_BLOCK: Final = 32
+"""By so many requests at least does a receiver fetch its block, where it has as many chunks."""
+_LEAST_REQUESTS_PER_RELAY: Final = 8
+"""By so many requests at least does it fetch another's block."""
+_MAX_WORKERS: Final = 16
+"""Requests of one receiver at one time; most of them wait for a relay most of the time."""
+_MAX_REQUESTS_AHEAD: Final = 2
+"""Requests at one time to a relay whose last answer had all that was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestsAtOnce:
+    """How much a receiver does at one time.
+
+    Attributes:
+        num_own: Requests to sources.
+        num_workers: All requests, those to relays too.
+    """
+
+    num_own: int
+    num_workers: int
+
+
+def requests_at_once(*, num_sources: int, num_receivers: int, num_connections: int, num_chunks: int) -> RequestsAtOnce:
+    """What a receiver does at one time that may have ``num_connections`` to a source, and is one of so many."""
+    num_useful = max(1, min(num_connections, num_chunks))
+    num_own = max(1, num_useful // num_receivers, min(num_sources, num_connections))
+    return RequestsAtOnce(num_own=num_own, num_workers=min(_MAX_WORKERS, num_own + num_receivers - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Who takes part.
+
+    Attributes:
+        num_sources: How many sources there are; they have the first indices.
+        num_receivers: How many receive the state now, this one too. The others follow the sources, in their order.
+        own: The number of this one among them.
+    """
+
+    num_sources: int
+    num_receivers: int
+    own: int
+
+    def relay_of(self, receiver: int) -> SourceIndex:
+        """The index of another receiver among those that are asked."""
+        return SourceIndex(self.num_sources + receiver - (receiver > self.own))
+
+    def receiver_of(self, relay: SourceIndex) -> int:
+        """Which receiver it is that has this index."""
+        number = relay - self.num_sources
+        return number + (number >= self.own)
+
+
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """Chunks that one receiver is asked for, in this order; this one's own are asked of the sources.
+
+    Attributes:
+        block: The receiver's own ones.
+        missing: Those that nobody is asked for at the moment.
+        num_missing: How many these are.
+        num_left: How many have not landed, with those that are asked for.
+        is_out: Whether the receiver is not waited for any more; it has no missing ones then.
+        is_ahead: Whether its last answer was not cut short.
+    """
+
+    block: range
+    missing: list[range] = field(default_factory=list)
+    num_missing: int = 0
+    num_left: int = 0
+    is_out: bool = False
+    is_ahead: bool = False
+
+    def add(self, chunks: range) -> None:
+        """In the order in which all fetch: a block's own chunks, and then those that were dealt, by their numbers."""
+        insort(self.missing, chunks, key=self._place)
+        self.num_missing += len(chunks)
+
+    def add_last(self, chunks: range) -> None:
+        self.missing.append(chunks)
+        self.num_missing += len(chunks)
+
+    def take(self, num_chunks: int) -> range:
+        taken, rest = self.missing[0][:num_chunks], self.missing[0][num_chunks:]
+        self.missing[:1] = [rest] if rest else []
+        self.num_missing -= len(taken)
+        return taken
+
+    def is_next_dealt(self) -> bool:
+        """Whether what comes next is no part of the receiver's own block."""
+        return self.missing[0].start not in self.block
+
+    def _place(self, chunks: range) -> tuple[bool, int]:
+        return chunks.start not in self.block, chunks.start
+
+
+class FleetWork:
+    """Chunks by number, for ``wire.fetch``; a request is for a ``range`` of them.
+
+    Args:
+        ranges: Chunks to fetch, half-open and ascending; the others are here already.
+        num_chunks: How many the state has.
+        fleet: Who takes part.
+        num_own_requests: How many requests to sources there may be at one time, while others relay.
+    """
+
+    def __init__(
+        self, ranges: Sequence[tuple[int, int]], *, num_chunks: int, fleet: Fleet, num_own_requests: int
+    ) -> None:
+        self._fleet = fleet
+        self._num_own_requests = num_own_requests
+        number = fleet.num_receivers
+        self._starts = [index * num_chunks // number for index in range(number)]
+        ends = [*self._starts[1:], num_chunks]
+        self._chunks_per_block = max(1, num_chunks // number)
+        self._chunks_per_run = max(1, self._chunks_per_block // (_RUNS_PER_RECEIVER * max(1, number - 1)))
+        self._queues = [_Queue(range(first, end)) for first, end in zip(self._starts, ends, strict=True)]
+        self._own = self._queues[fleet.own]
+        # Another one first for each receiver.
+        others = (*range(fleet.own + 1, number), *range(fleet.own))
+        self._others = [(other, fleet.relay_of(other), self._queues[other]) for other in others]
+        self.num_left = 0
+        for first, end in ranges:
+            rest = range(first, end)
+            while rest:
+                queue = self._queues[self._owner_of(rest.start)]
+                chunks, rest = rest[: queue.block.stop - rest.start], rest[queue.block.stop - rest.start :]
+                queue.add(chunks)
+                queue.num_left += len(chunks)
+                self.num_left += len(chunks)
+
+    def take(
+        self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
+    ) -> tuple[SourceIndex, range] | None:
+        """What a source is to be asked for, or a relay."""
+        taken = self._take_own(sources, under_way) or self._take_relayed(sources)
+        if taken is None and self._deal_what_keeps_waiting(sources):
+            taken = self._take_own(sources, under_way) or self._take_relayed(sources)
+        if taken is None and not under_way:
+            taken = self._take_from_anybody(sources)
+        return taken
+
+    def landed(self, source: SourceIndex, unit: int, sources: Sequence[SourceState]) -> None:  # noqa: ARG002
+        """A chunk is a chunk, whichever it is and wherever it came from."""
+        self.num_left -= 1
+        self._queue_of(source).num_left -= 1
+
+    def put_back(
+        self, source: SourceIndex, units: Sequence[int], sources: Sequence[SourceState]
+    ) -> Undeliverable | None:
+        """The rest of a request comes next; but last where a relay may not know that it is to stand in for another."""
+        queue, state = self._queue_of(source), sources[source]
+        queue.is_ahead = False
+        chunks = range(units[0], units[-1] + 1)
+        if state.num_dry and chunks.start not in queue.block:
+            queue.add_last(chunks)
+        else:
+            queue.add(chunks)
+        if queue.is_out:
+            self._deal(self._receiver_of(source))
+        if any(self._may_deliver(index, each) for index, each in enumerate(sources)):
+            return None
+        names = ", ".join(each.name for each in sources)
+        return Undeliverable(f"expected the whole snapshot from {names}, {self.num_left} chunks are missing")
+
+    def find_hopeless(
+        self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
+    ) -> Assignment[int] | None:
+        """A request to a relay that is not waited for, or to a source much slower than another one."""
+        if self._own.missing:
+            return None
+        number = self._fleet.num_sources
+        for each in under_way:
+            if each.source >= number and not each.is_interrupted and self._queue_of(each.source).is_out:
+                return each
+        usable = [state for state in sources[:number] if not state.dropped and not state.num_dry]
+        return slowest_to_end([each for each in under_way if each.source < number], sources, usable)
+
+    def _take_own(
+        self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
+    ) -> tuple[SourceIndex, range] | None:
+        if not self._own.missing:
+            return None
+        num_asked = sum(each.source < self._fleet.num_sources for each in under_way)
+        if num_asked >= self._num_own_requests and self._fleet.num_receivers > 1:
+            return None
+        source = self._best_source(sources)
+        return None if source is None else (source, self._own.take(self._request_size(source, sources)))
+
+    def _take_relayed(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
+        """From the relay of which most is missing; of equals another one for each receiver."""
+        best, most = None, 0
+        for other in self._others:
+            receiver, relay, queue = other
+            if queue.num_missing > most:
+                state = sources[relay]
+                if state.num_active < self._max_requests_to(receiver) and not _is_gone(state):
+                    best, most = other, queue.num_missing
+        if best is None:
+            return None
+        _, relay, queue = best
+        # Taken to have it all; what it lacks is put back.
+        queue.is_ahead = sources[relay].num_landed > 0
+        # All begin with the same, where some have more than others: large requests would keep all at those.
+        most = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // _LEAST_REQUESTS_PER_RELAY))
+        return relay, queue.take(min(most, 2 * sources[relay].num_landed + 1))
+
+    def _max_requests_to(self, receiver: int) -> int:
+        """One for what it fetches behind its own block: it would be held, and the rest of an answer before it wait."""
+        queue = self._queues[receiver]
+        return _MAX_REQUESTS_AHEAD if queue.is_ahead and not queue.is_next_dealt() else 1
+
+    def _take_from_anybody(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
+        """Where nobody has anything under way: whoever has not gone, and has been dry for the shortest time."""
+        queue = next((queue for queue in self._queues if queue.missing), None)
+        there = [index for index, state in enumerate(sources) if self._may_deliver(index, state)]
+        if queue is None or not there:
+            return None
+        asked = SourceIndex(min(there, key=lambda index: (sources[index].num_dry, index)))
+        chunks = queue.take(1)
+        queue.num_left -= len(chunks)
+        self._queue_of(asked).num_left += len(chunks)
+        return asked, chunks
+
+    def _deal_what_keeps_waiting(self, sources: Sequence[SourceState]) -> bool:
+        """Leaves out who has gone, and, once this receiver's own chunks are there, who keeps it waiting."""
+        is_any = False
+        for receiver, queue in enumerate(self._queues):
+            if receiver != self._fleet.own and queue.num_left and not queue.is_out:
+                state = sources[self._fleet.relay_of(receiver)]
+                if _is_gone(state) or (not self._own.num_left and self._keeps_waiting(state, sources)):
+                    self._leave_out(receiver)
+                    is_any = True
+        return is_any
+
+    def _keeps_waiting(self, relay: SourceState, sources: Sequence[SourceState]) -> bool:
+        """Whether it had nothing for long, or delivers much less than others have in the same time."""
+        number = self._fleet.num_sources
+        of_best_relay = max(state.num_landed for state in sources[number:])
+        of_sources = sum(state.num_landed for state in sources[:number]) // self._num_own_requests
+        return (
+            relay.num_dry >= _DRY_ENOUGH
+            or of_best_relay > _MUCH_SLOWER * (relay.num_landed + 1)
+            or of_sources > _MUCH_SLOWER_THAN_SOURCES * (relay.num_landed + 1)
+        )
+
+    def _leave_out(self, receiver: int) -> None:
+        self._queues[receiver].is_out = True
+        self._deal(receiver)
+
+    def _deal(self, receiver: int) -> None:
+        """Gives each run of what a receiver was to deliver to the next in its line."""
+        queue = self._queues[receiver]
+        chunks, queue.missing, queue.num_missing = queue.missing, [], 0
+        for part in chunks:
+            rest = part
+            while rest:
+                run = rest.start // self._chunks_per_run
+                num_in_run = (run + 1) * self._chunks_per_run - rest.start
+                dealt, rest = rest[:num_in_run], rest[num_in_run:]
+                to = self._queues[self._next_in_line(self._owner_of(dealt.start), run)]
+                to.add(dealt)
+                queue.num_left -= len(dealt)
+                to.num_left += len(dealt)
+
+    def _next_in_line(self, owner: int, run: int) -> int:
+        """Who stands in for an owner: the same one for all who leave out the same; at last this receiver itself."""
+        number = self._fleet.num_receivers
+        first = (owner + 1 + run % (number - 1)) % number
+        if not self._queues[first].is_out:
+            return first
+        # Not simply the next one, who would get the runs of all that are out before it.
+        others = [receiver for receiver in range(number) if receiver != owner and not self._queues[receiver].is_out]
+        return max(others, key=lambda receiver: _mixed(run, receiver), default=self._fleet.own)
+
+    def _best_source(self, sources: Sequence[SourceState]) -> SourceIndex | None:
+        """The least busy source that is not too slow; of equals another one for each receiver."""
+        number, own = self._fleet.num_sources, self._fleet.own
+        usable = [index for index in range(number) if not sources[index].dropped]
+        usable.sort(key=lambda at: (*_busy(sources[at]), (at - own) % number))
+        states = [sources[index] for index in usable]
+        for index in usable:
+            if not is_too_slow(sources[index], states, self._own.num_left):
+                return SourceIndex(index)
+        return None
+
+    def _request_size(self, source: SourceIndex, sources: Sequence[SourceState]) -> int:
+        """Few chunks at first, until it shows how fast the source is, and at the end."""
+        state = sources[source]
+        num_landed = sum(each.num_landed for each in sources[: self._fleet.num_sources])
+        share = self._own.num_missing * (state.num_landed + 1) // ((num_landed + 1) * 2 * (state.num_active + 1))
+        most = MAX_CHUNKS_PER_REQUEST
+        if self._fleet.num_receivers > 1:
+            # Others ask for what is there without a hole, and requests at one time leave holes between them.
+            most = min(most, self._chunks_per_block // _LEAST_REQUESTS_PER_BLOCK)
+        return max(1, min(most, state.num_landed + 1, share))
+
+    def _may_deliver(self, index: int, state: SourceState) -> bool:
+        return not state.dropped and (index < self._fleet.num_sources or state.num_dry < _HOPELESSLY_DRY)
+
+    def _receiver_of(self, source: SourceIndex) -> int:
+        return self._fleet.own if source < self._fleet.num_sources else self._fleet.receiver_of(source)
+
+    def _queue_of(self, source: SourceIndex) -> _Queue:
+        return self._queues[self._receiver_of(source)]
+
+    def _owner_of(self, chunk: int) -> int:
+        return bisect_right(self._starts, chunk) - 1
+
+
+def _mixed(run: int, receiver: int) -> int:
+    """Differs from run to run as if at random, and is the same everywhere."""
+    mixed = (run * 0x9E3779B1 + receiver * 0x85EBCA77) & 0xFFFFFFFF
+    return (mixed ^ mixed >> 15) * 0xC2B2AE3D & 0xFFFFFFFF
+
+
+def _is_gone(relay: SourceState) -> bool:
+    return relay.dropped or relay.failures >= _FAILED_ENOUGH
+
+
+def _busy(state: SourceState) -> tuple[int, int, int, int]:
+    """The less, the sooner it delivers."""
+    return state.num_interrupted, state.num_dry, state.num_active, state.failures

@@ -1,0 +1,69 @@
+"""Which of several sources is so slow that what it is asked for now would keep the others waiting at the end.
+
+All sources begin at one moment, so the chunks that each has delivered stand for its rate, and the time that has passed
+is the unit of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ft_transport.wire.fetch import Assignment, SourceState
+
+_NOTHING_YET: Final = 0.5
+"""What a source that has delivered nothing counts as having delivered."""
+_LEAST_KNOWN: Final = 2
+"""Chunks for each source that have to land before anything is known of rates."""
+_MUCH_SLOWER: Final = 4.0
+"""By so much sooner has a chunk to come from another source to make up for the part of it that is lost."""
+
+
+def _landed(source: SourceState) -> float:
+    return max(_NOTHING_YET, source.num_landed)
+
+
+def _is_known(sources: Sequence[SourceState]) -> bool:
+    return sum(source.num_landed for source in sources) >= _LEAST_KNOWN * len(sources)
+
+
+def is_too_slow(source: SourceState, usable: Sequence[SourceState], num_left: int) -> bool:
+    """Whether one more chunk from ``source`` comes later than from the best, once all others have what is left.
+
+    Args:
+        source: The one that might be asked.
+        usable: All that might be, this one too.
+        num_left: Chunks that have not landed.
+    """
+    best = max(usable, key=_landed)
+    if best is source or not _is_known(usable):
+        return False
+    one_more = (source.num_active + 1) / _landed(source)
+    all_rest = num_left / sum(map(_landed, usable)) + 1 / _landed(best)
+    return one_more > all_rest
+
+
+def slowest_to_end(
+    under_way: Sequence[Assignment[int]], sources: Sequence[SourceState], usable: Sequence[SourceState]
+) -> Assignment[int] | None:
+    """The request whose rest comes much sooner if the best source is asked for it from the beginning, if there is one.
+
+    Args:
+        under_way: All requests.
+        sources: All sources, by their index.
+        usable: Those that might be asked instead.
+    """
+    if not usable or not _is_known(usable):
+        return None
+    best = max(usable, key=_landed)
+
+    def left(assignment: Assignment[int]) -> float:
+        source = sources[assignment.source]
+        return (assignment.end - assignment.next) * source.num_active / _landed(source)
+
+    slow = [each for each in under_way if sources[each.source] is not best and not each.is_interrupted]
+    slowest = max(slow, key=left, default=None)
+    if slowest is None:
+        return None
+    again = (slowest.end - slowest.next) * (best.num_active + 1) / _landed(best)
+    return slowest if left(slowest) > _MUCH_SLOWER * again else None

@@ -1,0 +1,285 @@
+"""Many sources and many receivers: who dies, lies or differs costs bytes, and the others end with the exact state."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from encrypted_transports import tapped
+from faulty_transports import (
+    CHUNK_BYTES,
+    STATE_BYTES,
+    TIMEOUT,
+    blank,
+    closed_port,
+    fetching_threads,
+    holds,
+    is_poisoned,
+    is_state,
+    port_of,
+    state_of,
+    transport,
+)
+from programs import Program
+from proxy import corrupt, cut, proxied, stall
+
+from ft_transport import FetchFailedError, FetchProgress, HTTPTransport, PeerAuthenticationError, state_digest
+from ft_transport.http import chunk_client, fetch_pool
+
+WORKERS = Path(__file__).parents[1] / "workers"
+TOKEN = "a-token-that-is-long-enough"
+
+
+@contextmanager
+def sources(number: int, *, seeds: Sequence[int] = (), **settings: Any) -> Iterator[list[HTTPTransport[Any]]]:
+    """Replicas that hold the same state, or those of their seeds."""
+    with ExitStack() as stack:
+        made = [stack.enter_context(transport(**settings)) for _ in range(number)]
+        for index, each in enumerate(made):
+            each.send_checkpoint([], 1, state_of(seeds[index] if seeds else 1), TIMEOUT)
+        yield made
+
+
+@contextmanager
+def receivers(number: int, **settings: Any) -> Iterator[list[HTTPTransport[Any]]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(transport(4, **settings)) for _ in range(number)]
+
+
+def addresses(transports: Sequence[HTTPTransport[Any]]) -> list[str]:
+    return [each.metadata() for each in transports]
+
+
+def fetch_together(
+    made: Sequence[HTTPTransport[Any]],
+    sending: Sequence[str],
+    relays: Sequence[Sequence[str]] | None = None,
+    **keywords: Any,
+) -> list[Any]:
+    """What each receives, or the error; all begin at one moment. Each may know the relays by other addresses."""
+    outcomes: list[Any] = [None] * len(made)
+    start = threading.Barrier(len(made))
+
+    def fetch(index: int) -> None:
+        start.wait()
+        try:
+            outcomes[index] = made[index].fetch(
+                sending, 1, into=blank(), relays=relays[index] if relays is not None else addresses(made), **keywords
+            )
+        except Exception as error:
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=fetch, args=(index,)) for index in range(len(made))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not fetching_threads()
+    return outcomes
+
+
+def check(outcomes: Sequence[Any]) -> None:
+    for outcome in outcomes:
+        assert not isinstance(outcome, Exception), outcome
+        assert is_state(outcome.state, 1)
+
+
+def test_several_sources_are_read_from_at_once() -> None:
+    into = blank()
+    with ExitStack() as stack:
+        made = stack.enter_context(sources(3))
+        taps = [stack.enter_context(tapped(port_of(each))) for each in made]
+        receiver = stack.enter_context(transport(4))
+        asked = [tap.address(of=each) for tap, each in zip(taps, made, strict=True)]
+        assert is_state(receiver.fetch(asked, 1, into=into).state, 1)
+        sent = [tap.proxy.num_bytes for tap in taps]
+        assert min(sent) > STATE_BYTES // 32
+        assert sum(sent) < STATE_BYTES * 1.05
+    assert holds(into, 1)
+
+
+def test_sources_that_prove_a_token_agree_on_digests_made_with_it() -> None:
+    with sources(3, token=TOKEN) as made, transport(4, token=TOKEN) as receiver:
+        assert is_state(receiver.fetch(addresses(made), 1, into=blank()).state, 1)
+
+
+def test_receivers_pass_on_what_they_have() -> None:
+    with sources(1) as (source,), tapped(port_of(source)) as tap, receivers(4) as made:
+        check(fetch_together(made, [tap.address(of=source)]))
+        # Four alone would take four times the state.
+        assert tap.proxy.num_bytes < 1.5 * STATE_BYTES
+
+
+def test_receivers_with_a_token_prove_it_to_each_other() -> None:
+    with sources(1, token=TOKEN) as (source,), receivers(3, token=TOKEN) as made:
+        check(fetch_together(made, addresses([source])))
+
+
+def test_a_receiver_of_another_job_gets_nothing_and_is_done_without(caplog: pytest.LogCaptureFixture) -> None:
+    with sources(1, token=TOKEN) as (source,), receivers(2, token=TOKEN) as made, transport(token="another" * 3) as foe:
+        everybody = [*addresses(made), foe.metadata()]
+        check(fetch_together(made, addresses([source]), [everybody, everybody]))
+        with pytest.raises((PeerAuthenticationError, FetchFailedError)):
+            foe.fetch(addresses(made)[0], 1, relays=everybody)
+    assert TOKEN not in caplog.text
+
+
+def test_a_source_that_differs_is_named_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    with sources(3, seeds=[1, 2, 1]) as made, transport(4) as receiver:
+        with caplog.at_level(logging.WARNING, "ft_transport"):
+            assert is_state(receiver.fetch(addresses(made), 1, into=blank()).state, 1)
+        told = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
+        assert len(told) == 1
+        assert str(port_of(made[1])) in told[0]
+        assert "step 1" in told[0]
+
+
+def test_a_source_of_an_earlier_step_is_left_out() -> None:
+    with sources(2) as (behind, ahead), transport(4) as receiver:
+        ahead.send_checkpoint([], 2, state_of(2), TIMEOUT)
+        received = receiver.fetch(addresses([behind, ahead]), "latest", into=blank())
+        assert received.step == 2
+        assert is_state(received.state, 2)
+
+
+def test_a_source_that_is_gone_from_the_start_costs_little(caplog: pytest.LogCaptureFixture) -> None:
+    with sources(1) as (source,), transport(4) as receiver:
+        gone = f"http://127.0.0.1:{closed_port()}/checkpoint/"
+        began_s = time.monotonic()
+        assert is_state(receiver.fetch([gone, source.metadata()], 1, into=blank()).state, 1)
+        assert time.monotonic() - began_s < 5
+    assert "is left out" in caplog.text
+
+
+def test_without_any_source_the_error_names_each() -> None:
+    gone = [f"http://127.0.0.1:{closed_port()}/checkpoint/" for _ in range(2)]
+    with transport(4) as receiver, pytest.raises(FetchFailedError) as caught:
+        receiver.fetch(gone, 1, into=blank(), timeout=timedelta(seconds=2))
+    assert {failure.peer for failure in caught.value.failures} == {
+        f"127.0.0.1:{url.split(':')[2].split('/')[0]}" for url in gone
+    }
+
+
+@pytest.mark.parametrize("fault", [cut(STATE_BYTES // 8, reset=True), stall(STATE_BYTES // 8)])
+def test_one_of_two_sources_breaks_down_in_the_middle(fault: Callable[..., bool]) -> None:
+    into = blank()
+    with (
+        sources(2) as (first, second),
+        proxied(port_of(first)) as proxy,
+        transport(2, stall_timeout=timedelta(seconds=1)) as receiver,
+    ):
+        proxy.inject(fault, on="/full", times=1000)
+        assert is_state(receiver.fetch([proxy.url, second.metadata()], 1, into=into).state, 1)
+        assert proxy.num_faulty
+    assert holds(into, 1)
+
+
+@pytest.mark.parametrize(
+    "fault", [cut(STATE_BYTES // 32, reset=True), stall(STATE_BYTES // 32), corrupt(STATE_BYTES // 32)]
+)
+def test_a_relay_that_breaks_down_or_lies_is_done_without(
+    fault: Callable[..., bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch_pool, "_RELAY_STALL_S", 1.0)
+    with sources(1) as (source,), receivers(3) as made, proxied(port_of(made[0])) as proxy:
+        proxy.inject(fault, on="/relay", times=1000)
+        through_proxy = [proxy.url, *addresses(made[1:])]
+        check(fetch_together(made, addresses([source]), [addresses(made), through_proxy, through_proxy]))
+        assert proxy.num_faulty
+
+
+def test_a_relay_that_never_begins_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_client, "_RELAY_WAIT_S", 0.2)
+    with sources(1) as (source,), receivers(3) as made:
+        check(fetch_together(made[:2], addresses([source]), [addresses(made)] * 2))
+
+
+def test_all_sources_gone_in_the_middle_is_an_error_and_no_half_state() -> None:
+    with ExitStack() as stack:
+        (source,) = stack.enter_context(sources(1))
+        begun = threading.Event()
+
+        def slowly(_progress: FetchProgress) -> None:
+            begun.set()
+            time.sleep(0.02)
+
+        made = stack.enter_context(receivers(2, on_progress=slowly, max_failures=2))
+        intos = [blank(), blank()]
+        errors: list[BaseException] = []
+
+        def fetch(index: int) -> None:
+            try:
+                made[index].fetch(
+                    source.metadata(), 1, into=intos[index], relays=addresses(made), timeout=timedelta(seconds=60)
+                )
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=fetch, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        assert begun.wait(10)
+        source.shutdown()
+        for thread in threads:
+            thread.join()
+    assert [type(error) for error in errors] == [FetchFailedError, FetchFailedError]
+    assert all(is_poisoned(into) for into in intos)
+
+
+def test_what_is_passed_on_ends_when_the_memory_is_about_to_change() -> None:
+    with sources(1) as (source,), receivers(2) as made:
+        check(fetch_together(made, addresses([source])))
+        relays = made[0]._server.http.relays
+        assert relays.num_open == 1
+        made[0].materialize()
+        assert relays.num_open == 0
+
+
+def test_changed_memory_of_a_relay_is_found_by_its_digest() -> None:
+    with sources(1) as (source,), receivers(2) as made:
+        first = blank()
+        made[0].fetch(source.metadata(), 1, into=first, relays=addresses(made))
+        first["a"].fill_(7)
+        first["b"].fill_(7)
+        received = made[1].fetch(source.metadata(), 1, into=blank(), relays=addresses(made))
+        assert is_state(received.state, 1)
+
+
+@pytest.mark.parametrize("num_killed", [1, 2])
+def test_killed_relays_cost_the_others_nothing_but_bytes(num_killed: int) -> None:
+    num_bytes, number = 128 * CHUNK_BYTES, 3
+    state = {"w": torch.arange(num_bytes // 4, dtype=torch.float32)}
+    with transport() as source, ExitStack() as stack:
+        source.send_checkpoint([], 5, state, TIMEOUT)
+        programs = []
+        for _ in range(number):
+            program = Program(
+                [sys.executable, str(WORKERS / "relaying_process.py"), str(num_bytes), "0.02", source.metadata()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            stack.enter_context(program)
+            stack.callback(program.kill)
+            programs.append(program)
+        relays = [program.stdout.readline().strip() for program in programs]
+        for program in programs:
+            program.stdin.write(" ".join(relays) + "\n")
+            program.stdin.flush()
+        for program in programs:
+            assert program.stdout.readline() == "begun\n"
+        for program in programs[:num_killed]:
+            program.kill()
+        for program in programs[num_killed:]:
+            assert json.loads(program.stdout.readline()) == {"digest": state_digest(state), "step": 5}

@@ -1,0 +1,308 @@
+"""``fetch(keep_partial=True)`` and ``resume=``: what had landed is not fetched again, and nothing wrong stays in it."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty_transports import (
+    CHUNK_BYTES,
+    STATE_BYTES,
+    TIMEOUT,
+    blank,
+    fetching_threads,
+    holds,
+    is_poisoned,
+    is_state,
+    network,
+    port_of,
+    state_of,
+    transport,
+)
+from interruptions import HandlerError, Interruption
+from programs import Program
+from proxy import Proxy, cut, proxied, stall
+
+from ft_transport import (
+    ConfigurationError,
+    FetchFailedError,
+    FetchProgress,
+    PartialState,
+    SnapshotLimitError,
+    TransportError,
+)
+from ft_transport.http.peer_address import PeerAddress
+
+SOURCE = Path(__file__).parents[1] / "workers" / "seeded_source.py"
+NUM_CHUNKS = STATE_BYTES // CHUNK_BYTES
+MIDDLE_BYTES = STATE_BYTES // 2
+HEADS_BYTES = 64 << 10
+FAILING: Any = {"max_failures": 2}
+
+
+@contextmanager
+def source(seed: int, step: int) -> Iterator[tuple[Program, Proxy]]:
+    """A process that serves, and the way to it, which counts."""
+    command = [sys.executable, str(SOURCE), str(seed), str(step)]
+    with Program(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        with proxied(PeerAddress.from_url(program.stdout.readline().strip()).port) as proxy:
+            yield program, proxy
+        program.kill()
+
+
+def chunk_of(state: dict[str, Any], chunk: int) -> torch.Tensor:
+    data: torch.Tensor = torch.cat([state["a"], state["b"]])
+    return data.view(torch.uint8)[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+
+
+def failed_fetch(net: Any, into: Any, at: int = MIDDLE_BYTES, **keywords: Any) -> TransportError:
+    """A fetch over one connection that is cut for good behind so many bytes."""
+    net.proxy.inject(cut(at))
+    net.proxy.inject(cut(0), times=100)
+    with pytest.raises(FetchFailedError) as caught:
+        net.receiver.fetch(net.proxy.url, 1, into=into, **keywords)
+    return caught.value
+
+
+@pytest.mark.parametrize("num_connections", [1, 4])
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_a_killed_source_costs_what_was_in_flight(num_connections: int, is_in_place: bool) -> None:
+    into = blank() if is_in_place else None
+    with source(1, 1) as (killed, first), source(1, 1) as (_, second):
+
+        def kill(_data: bytes) -> None:
+            if first.num_bytes >= MIDDLE_BYTES:
+                killed.kill()
+                # What it has sent already must not suffice.
+                first.cut_all()
+
+        first.watch_answers = kill
+        with transport(num_connections, **FAILING) as receiver:
+            with pytest.raises(FetchFailedError) as caught:
+                receiver.fetch(first.url, 1, into=into, keep_partial=True)
+            partial = caught.value.partial
+            assert isinstance(partial, PartialState)
+            # A reset also drops what the receiver had not read yet.
+            assert MIDDLE_BYTES // 8 <= partial.num_bytes < STATE_BYTES
+            assert caught.value.destination_touched == is_in_place
+            assert "what had landed is kept" in str(caught.value)
+            received = receiver.fetch(second.url, 1, into=into, resume=partial)
+        assert is_state(received.state, 1)
+        assert into is None or received.state["a"] is into["a"]
+        assert received.num_bytes_fetched == STATE_BYTES - partial.num_bytes
+        assert second.num_bytes <= STATE_BYTES - partial.num_bytes + HEADS_BYTES
+
+
+def test_all_that_one_connection_brings_is_kept_but_the_chunk_it_broke_in() -> None:
+    with network(**FAILING) as net, transport() as other:
+        error = failed_fetch(net, into := blank(), 20 * CHUNK_BYTES + CHUNK_BYTES // 2, keep_partial=True)
+        assert list(error.partial.landed()) == list(range(20))
+        assert net.proxy.num_bytes <= 21 * CHUNK_BYTES + HEADS_BYTES
+        other.send_checkpoint([], 1, state_of(1), TIMEOUT)
+        assert is_state(net.receiver.fetch(other.metadata(), 1, into=into, resume=error.partial).state, 1)
+
+
+def test_of_another_state_the_chunks_that_differ_are_fetched_too() -> None:
+    with network(**FAILING) as net, transport() as other:
+        error = failed_fetch(net, into := blank(), keep_partial=True)
+        landed = set(error.partial.landed())
+        newer = state_of(1)
+        for chunk in (3, 7, NUM_CHUNKS - 2):
+            chunk_of_element = chunk * CHUNK_BYTES // 4
+            (newer["a"] if chunk < NUM_CHUNKS // 2 else newer["b"])[chunk_of_element % newer["a"].numel()] += 1
+        assert {3, 7} < landed
+        assert NUM_CHUNKS - 2 not in landed
+        other.send_checkpoint([], 2, {**newer, "seed": 2}, TIMEOUT)
+        received = net.receiver.fetch(other.metadata(), 2, into=into, resume=error.partial)
+        assert received.num_bytes_fetched == (NUM_CHUNKS - len(landed) + 2) * CHUNK_BYTES
+        assert received.step == received.state["seed"] == 2
+        assert torch.equal(into["a"], newer["a"])
+        assert torch.equal(into["b"], newer["b"])
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_a_state_of_other_tensors_begins_anew(is_in_place: bool) -> None:
+    with network(**FAILING) as net, transport() as other:
+        into = blank() if is_in_place else None
+        error = failed_fetch(net, into, keep_partial=True)
+        other.send_checkpoint([], 2, {"a": state_of(2)["a"], "c": torch.ones(5)}, TIMEOUT)
+        received = net.receiver.fetch(other.metadata(), 2, into=into, resume=error.partial)
+        assert torch.equal(received.state["a"], state_of(2)["a"])
+        assert torch.equal(received.state["c"], torch.ones(5))
+        # It belongs to the receiver and not to what came: no part of another state may be trained on.
+        assert into is None or into["b"].isnan().all()
+
+
+def test_whoever_used_the_tensors_all_the_same_loses_bandwidth_alone() -> None:
+    with network(**FAILING) as net:
+        error = failed_fetch(net, into := blank(), keep_partial=True)
+        num_landed = len(list(error.partial.landed()))
+        into["a"][0] += 1
+        net.proxy.inject(cut(1 << 40), times=100)
+        received = net.receiver.fetch(net.sender.metadata(), 1, into=into, resume=error.partial)
+        assert received.num_bytes_fetched == (NUM_CHUNKS - num_landed + 1) * CHUNK_BYTES
+        assert is_state(received.state, 1)
+
+
+def test_it_may_fail_again_and_again() -> None:
+    into, partial = blank(), None
+    with network(**FAILING) as net:
+        for part in range(4):
+            with proxied(port_of(net.sender)) as proxy:
+                proxy.inject(cut(10 * CHUNK_BYTES + CHUNK_BYTES // 2))
+                proxy.inject(cut(0), times=100)
+                with pytest.raises(FetchFailedError) as caught:
+                    net.receiver.fetch(proxy.url, 1, into=into, keep_partial=True, resume=partial)
+                partial = caught.value.partial
+                assert len(list(partial.landed())) == 10 * (part + 1)
+        # Nobody can be asked: what had landed is handed back as it is.
+        with pytest.raises(TransportError) as unreachable:
+            net.receiver.fetch(
+                proxy.url, 1, into=into, keep_partial=True, resume=partial, unreachable_timeout=0 * TIMEOUT
+            )
+        assert unreachable.value.partial is partial
+        assert unreachable.value.destination_touched
+        received = net.receiver.fetch(net.sender.metadata(), 1, into=into, resume=partial)
+        assert received.num_bytes_fetched == (NUM_CHUNKS - 40) * CHUNK_BYTES
+        assert holds(into, 1)
+
+
+def test_a_snapshot_that_is_replaced_on_the_way_keeps_what_is_the_same() -> None:
+    into, replaced = blank(), threading.Event()
+
+    def replace(progress: FetchProgress) -> None:
+        if progress.done_bytes < STATE_BYTES // 4 or replaced.is_set():
+            return
+        replaced.set()
+        # The sender replaces what nobody receives any more.
+        net.proxy.cut_all()
+        retry = threading.Event()
+        while True:
+            try:
+                net.sender.send_checkpoint([], 3, {**state_of(1), "seed": 3}, TIMEOUT)
+                return
+            except SnapshotLimitError:
+                assert not retry.wait(0.01)
+
+    one_place = {"max_snapshots": 1, "stall_timeout": timedelta(seconds=5)}
+    with network(on_progress=replace, sender=one_place) as net:
+        net.proxy.inject(stall(MIDDLE_BYTES))
+        received = net.receiver.fetch(net.proxy.url, into=into, keep_partial=True)
+        assert received.step == received.state["seed"] == 3
+        assert received.num_bytes_fetched is not None
+        assert MIDDLE_BYTES // 2 < received.num_bytes_fetched <= STATE_BYTES * 3 // 4
+    assert holds(into, 1)
+
+
+def test_without_being_asked_to_nothing_is_kept() -> None:
+    with network(**FAILING) as net:
+        error = failed_fetch(net, into := blank())
+        assert error.partial is None
+        assert is_poisoned(into)
+
+
+@pytest.mark.parametrize("fails", ["before it begins", "on its way"])
+def test_one_that_goes_on_and_fails_leaves_nothing_to_train_on(fails: str) -> None:
+    with network(**FAILING) as net:
+        error = failed_fetch(net, into := blank(), keep_partial=True)
+        assert not into["a"].isnan().any()
+        with proxied(port_of(net.sender)) as proxy:
+            is_early = fails == "before it begins"
+            proxy.inject(cut(0 if is_early else CHUNK_BYTES), on="/metadata" if is_early else "/full", times=100)
+            with pytest.raises(TransportError) as caught:
+                net.receiver.fetch(proxy.url, 1, into=into, resume=error.partial, unreachable_timeout=0 * TIMEOUT)
+        assert caught.value.partial is None
+        assert caught.value.destination_touched
+        assert is_poisoned(into)
+        with pytest.raises(ConfigurationError, match="gone on from"):
+            net.receiver.fetch(net.sender.metadata(), 1, into=into, resume=error.partial)
+
+
+def test_giving_up_leaves_nothing_to_train_on() -> None:
+    with network(**FAILING) as net:
+        error = failed_fetch(net, into := blank(), keep_partial=True)
+        error.partial.discard()
+        assert is_poisoned(into)
+        error.partial.discard()
+
+
+def test_what_another_fetch_has_gone_on_from_is_used_up() -> None:
+    with network(**FAILING) as net:
+        error = failed_fetch(net, into := blank(), keep_partial=True)
+        net.receiver.fetch(net.sender.metadata(), 1, into=into, resume=error.partial)
+        error.partial.discard()
+        assert holds(into, 1)
+        with pytest.raises(ConfigurationError, match="gone on from"):
+            net.receiver.fetch(net.sender.metadata(), 1, into=into, resume=error.partial)
+        assert holds(into, 1)
+        with pytest.raises(ConfigurationError, match="expected a PartialState"):
+            net.receiver.fetch(net.sender.metadata(), 1, resume="yes")  # type: ignore[arg-type]
+
+
+def test_the_error_crosses_a_process_boundary_without_it() -> None:
+    with network(**FAILING) as net:
+        error = failed_fetch(net, blank(), keep_partial=True)
+        copy = pickle.loads(pickle.dumps(error))
+    assert copy.partial is None
+    assert copy.destination_touched
+
+
+class StoppedError(BaseException):
+    """What a handler raises."""
+
+
+def test_a_signal_in_the_middle_leaves_no_byte_wrong() -> None:
+    into = blank()
+
+    def stop(_number: int, _frame: object) -> None:
+        raise StoppedError
+
+    def interrupt(progress: FetchProgress) -> None:
+        if progress.done_bytes >= MIDDLE_BYTES:
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    main = threading.main_thread().ident
+    assert main is not None
+    previous = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with network(4, on_progress=interrupt) as net:
+            with pytest.raises(StoppedError) as caught:
+                net.receiver.fetch(net.proxy.url, 1, into=into, keep_partial=True)
+            assert fetching_threads() == []
+            partial = caught.value.partial  # type: ignore[attr-defined]
+            landed = list(partial.landed())
+            assert partial.num_bytes >= MIDDLE_BYTES
+            for chunk in landed:
+                assert torch.equal(chunk_of(into, chunk), chunk_of(state_of(1), chunk))
+            with transport() as another:
+                received = another.fetch(net.sender.metadata(), 1, into=into, resume=partial)
+            assert received.num_bytes_fetched == STATE_BYTES - len(landed) * CHUNK_BYTES
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert holds(into, 1)
+
+
+@pytest.mark.parametrize("at", [*range(1, 2400, 240), *range(2400, 12000, 2000)])
+def test_wherever_it_is_interrupted_it_can_go_on(at: int) -> None:
+    into, partial = blank(), None
+    with network(2) as net:
+        try:
+            with Interruption(at, modules=("ft_transport.",)):
+                net.receiver.fetch(net.proxy.url, 1, into=into, keep_partial=True)
+        except (HandlerError, TransportError) as error:
+            partial = getattr(error, "partial", None)
+        assert fetching_threads() == []
+        assert partial is not None or not into["a"].any() or holds(into, 1)
+        received = net.receiver.fetch(net.proxy.url, 1, into=into, resume=partial)
+        assert is_state(received.state, 1)

@@ -1,0 +1,90 @@
+"""What a fleet's fetch costs on simulated links: when the last receiver is done, and how much leaves the sources."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.simulated_fleet import Host, Outcome, SimulatedFetch
+
+_RATE = 1e8
+_CHUNK_S = (4 << 20) / _RATE
+_GOOD = Host(rate=_RATE)
+_SLOW = Host(rate=_RATE / 10)
+
+
+def _fetch(num_chunks: int, receivers: list[Host], sources: tuple[Host, ...] = (_GOOD,)) -> Outcome:
+    fetch = SimulatedFetch(sources=sources, receivers=receivers, num_chunks=num_chunks, resolution=0.1)
+    outcome = fetch.run()
+    assert not outcome.errors
+    return outcome
+
+
+def _copies(outcome: Outcome, num_chunks: int) -> float:
+    """How often the state has left the sources."""
+    return sum(outcome.from_sources_bytes) / (num_chunks << 22)
+
+
+@pytest.mark.parametrize("num_receivers", [2, 4, 8, 16])
+@pytest.mark.parametrize("num_chunks", [64, 1000])
+def test_the_last_receiver_is_done_when_one_alone_would_be(num_chunks: int, num_receivers: int) -> None:
+    outcome = _fetch(num_chunks, [_GOOD] * num_receivers)
+    # Until the first chunk is there, which all share the source for, nobody has anything to pass on.
+    least_s = (num_chunks + num_receivers - 1) * _CHUNK_S
+    assert outcome.last_s <= 1.05 * least_s
+    assert _copies(outcome, num_chunks) == 1.0
+
+
+@pytest.mark.parametrize("num_receivers", [2, 4])
+def test_relays_that_have_all_they_are_asked_for_are_waited_for(num_receivers: int) -> None:
+    # Four sources have a receiver's own block there early, for most of its link is theirs.
+    outcome = _fetch(1000, [_GOOD] * num_receivers, (_GOOD,) * 4)
+    assert outcome.last_s <= 1.02 * 1000 * _CHUNK_S
+    assert _copies(outcome, 1000) <= 1.02
+
+
+def test_more_receivers_than_one_asks_at_once_share_the_relays_evenly() -> None:
+    # Some blocks have one chunk more than others: not all are to ask for those first.
+    fetch = SimulatedFetch(
+        sources=[_GOOD] * 240, receivers=[_GOOD] * 30, num_chunks=356, num_sources_each=8, resolution=0.25
+    )
+    outcome = fetch.run()
+    assert outcome.last_s <= 1.1 * 356 * _CHUNK_S
+    assert _copies(outcome, 356) == 1.0
+
+
+def test_a_slow_receiver_holds_nobody_up() -> None:
+    outcome = _fetch(1000, [*[_GOOD] * 7, _SLOW])
+    assert max(outcome.end_s[number] for number in range(7)) <= 1.1 * 1000 * _CHUNK_S
+    # Others stand in for it, and it takes its block itself.
+    assert _copies(outcome, 1000) <= 1.2
+
+
+def test_a_slow_source_among_four_costs_a_tenth_at_most() -> None:
+    with_slow = _fetch(1000, [Host(rate=8 * _RATE)], (_GOOD, _GOOD, _GOOD, _SLOW))
+    without = _fetch(1000, [Host(rate=8 * _RATE)], (_GOOD, _GOOD, _GOOD))
+    assert with_slow.last_s <= 1.1 * without.last_s
+    relayed = _fetch(1000, [_GOOD] * 4, (_GOOD, _GOOD, _GOOD, _SLOW))
+    assert relayed.last_s <= 1.1 * _fetch(1000, [_GOOD] * 4, (_GOOD, _GOOD, _GOOD)).last_s
+    assert _copies(relayed, 1000) <= 1.1
+
+
+@pytest.mark.parametrize("num_dead", [1, 3])
+@pytest.mark.parametrize("when", [0.0, 0.5])
+def test_others_stand_in_for_the_dead_and_the_sources_send_all_once(num_dead: int, when: float) -> None:
+    dead = Host(rate=_RATE, death_s=when * 1000 * _CHUNK_S)
+    outcome = _fetch(1000, [*[_GOOD] * (8 - num_dead), *[dead] * num_dead])
+    assert outcome.last_s <= 1.15 * 1000 * _CHUNK_S
+    assert _copies(outcome, 1000) <= 1.1
+
+
+@pytest.mark.parametrize("apart_s", [0.2, 1.0])
+def test_receivers_that_begin_one_after_the_other_take_all_once(apart_s: float) -> None:
+    outcome = _fetch(1000, [Host(rate=_RATE, start_s=apart_s * number) for number in range(8)])
+    assert outcome.last_s <= 7 * apart_s + 1.1 * 1000 * _CHUNK_S
+    assert _copies(outcome, 1000) <= 1.1
+
+
+def test_who_begins_when_the_others_are_half_done_costs_them_little() -> None:
+    outcome = _fetch(1000, [_GOOD, _GOOD, _GOOD, Host(rate=_RATE, start_s=500 * _CHUNK_S)])
+    assert max(outcome.end_s[number] for number in range(3)) <= 1.2 * 1000 * _CHUNK_S
+    assert _copies(outcome, 1000) <= 1.25

@@ -1,0 +1,216 @@
+"""Whom a receiver asks for which chunk: all of them land, the sources send each about once, whoever dies or dawdles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_transport.errors import FetchFailedError, PeerNotReadyError, PeerUnreachableError
+from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Stop, WorkerIndex
+from ft_transport.wire.fleet_work import Fleet, FleetWork, requests_at_once
+
+_MAX_ROUNDS = 5_000
+_LONGEST_WAIT = 40
+"""Rounds for which a relay holds a request until it has something."""
+
+
+@dataclass
+class _Receiver:
+    """One receiver with its workers; a chunk takes as many rounds as its slower side needs."""
+
+    number: int
+    machine: FetchMachine[int]
+    fleet: Fleet
+    num_workers: int
+    landed: set[int] = field(default_factory=set)
+    requests: dict[WorkerIndex, tuple[Request[int], int, int]] = field(default_factory=dict)
+
+
+class _Job:
+    def __init__(self, num_chunks: int, num_sources: int, num_receivers: int, *, num_workers: int = 8) -> None:
+        self.num_chunks = num_chunks
+        self.num_sent = [0] * num_sources
+        self.num_relayed = [0] * num_receivers
+        self.dead_sources: set[int] = set()
+        self.dead_receivers: set[int] = set()
+        self.slow_sources: dict[int, int] = {}
+        self.num_rounds = 0
+        names = [f"source{index}" for index in range(num_sources)]
+        relays = [f"relay{index}" for index in range(num_receivers - 1)]
+        self.receivers = []
+        for number in range(num_receivers):
+            fleet = Fleet(num_sources=num_sources, num_receivers=num_receivers, own=number)
+            work = FleetWork([(0, num_chunks)], num_chunks=num_chunks, fleet=fleet, num_own_requests=num_sources)
+            machine: FetchMachine[int] = FetchMachine(work, sources=[*names, *relays], max_failures=3)
+            self.receivers.append(_Receiver(number, machine, fleet, num_workers))
+
+    def run(self, *, until: Callable[[], bool] = lambda: False) -> None:
+        """Goes on until all who live are done, or so far."""
+        while any(self._is_at_work(receiver) for receiver in self.receivers):
+            self.num_rounds += 1
+            assert self.num_rounds < _MAX_ROUNDS, "it hangs"
+            for receiver in self.receivers:
+                if self._is_at_work(receiver):
+                    self._go_on(receiver)
+            if until():
+                return
+
+    def is_half_done(self) -> bool:
+        return any(len(receiver.landed) > self.num_chunks // 2 for receiver in self.receivers)
+
+    def _is_at_work(self, receiver: _Receiver) -> bool:
+        return receiver.number not in self.dead_receivers and receiver.machine.stopped is None
+
+    def _go_on(self, receiver: _Receiver) -> None:
+        for index in range(receiver.num_workers):
+            worker = WorkerIndex(index)
+            if worker not in receiver.requests:
+                instruction = receiver.machine.next(worker)
+                if isinstance(instruction, Request):
+                    receiver.requests[worker] = instruction, 0, 0
+                elif isinstance(instruction, Interrupt):
+                    receiver.machine.request_failed(instruction.worker, PeerUnreachableError("given up"))
+                    del receiver.requests[instruction.worker]
+                    continue
+            if worker in receiver.requests:
+                self._move(receiver, worker)
+
+    def _move(self, receiver: _Receiver, worker: WorkerIndex) -> None:
+        request, num_done, num_waited = receiver.requests[worker]
+        machine, chunk = receiver.machine, request.units[num_done]
+        if request.source < receiver.fleet.num_sources:
+            if request.source in self.dead_sources:
+                machine.request_failed(worker, PeerUnreachableError("dead"))
+                del receiver.requests[worker]
+                return
+            if num_waited < self.slow_sources.get(request.source, 0):
+                receiver.requests[worker] = request, num_done, num_waited + 1
+                return
+            self.num_sent[request.source] += 1
+        else:
+            relay = self.receivers[receiver.fleet.receiver_of(request.source)]
+            if relay.number in self.dead_receivers:
+                machine.request_failed(worker, PeerUnreachableError("dead"))
+                del receiver.requests[worker]
+                return
+            if chunk not in relay.landed:
+                if num_done:
+                    machine.request_cut(worker)
+                elif num_waited < _LONGEST_WAIT:
+                    receiver.requests[worker] = request, 0, num_waited + 1
+                    return
+                else:
+                    machine.request_failed(worker, PeerNotReadyError("not yet", retry_after_s=0.0))
+                del receiver.requests[worker]
+                return
+            self.num_relayed[relay.number] += 1
+        assert chunk not in receiver.landed, "nothing is fetched twice"
+        receiver.landed.add(chunk)
+        machine.unit_landed(worker)
+        if num_done + 1 < len(request.units) and machine.has_request(worker):
+            receiver.requests[worker] = request, num_done + 1, 0
+        else:
+            del receiver.requests[worker]
+
+    def check(self) -> None:
+        for receiver in self.receivers:
+            if receiver.number not in self.dead_receivers:
+                assert receiver.machine.stopped == Stop(None)
+                assert receiver.landed == set(range(self.num_chunks))
+
+
+@pytest.mark.parametrize("num_receivers", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("num_sources", [1, 4])
+def test_each_chunk_leaves_the_sources_once(num_sources: int, num_receivers: int) -> None:
+    job = _Job(256, num_sources, num_receivers)
+    job.run()
+    job.check()
+    assert sum(job.num_sent) <= 1.2 * 256
+    if num_receivers > 1:
+        # Everybody carries about as much as everybody else.
+        assert max(job.num_relayed) <= 1.5 * sum(job.num_relayed) / num_receivers
+
+
+def test_faster_sources_send_more_and_nobody_waits_for_a_slow_one() -> None:
+    job = _Job(256, 4, 1)
+    job.slow_sources = {2: 20}
+    job.run()
+    job.check()
+    assert job.num_sent[2] < min(job.num_sent[0], job.num_sent[1], job.num_sent[3]) / 4
+    even = _Job(256, 3, 1)
+    even.run()
+    assert job.num_rounds <= 1.3 * even.num_rounds
+
+
+@pytest.mark.parametrize("dead", [{0}, {3}, {1, 2}, {0, 1, 2, 3, 4, 5, 6}])
+def test_dead_receivers_cost_the_sources_about_their_share(dead: set[int]) -> None:
+    job = _Job(256, 1, 8)
+    job.run(until=job.is_half_done)
+    job.dead_receivers = dead
+    job.run()
+    job.check()
+    if len(dead) < 7:
+        assert sum(job.num_sent) <= 1.5 * 256
+
+
+def test_receivers_that_never_come_are_done_without() -> None:
+    job = _Job(64, 1, 4)
+    job.dead_receivers = {1, 3}
+    job.run()
+    job.check()
+
+
+def test_without_sources_the_receivers_finish_with_what_they_have_together() -> None:
+    job = _Job(64, 1, 4)
+    job.run(until=lambda: len(set().union(*(receiver.landed for receiver in job.receivers))) == 64)
+    assert all(receiver.machine.stopped is None for receiver in job.receivers)
+    job.dead_sources = {0}
+    job.run()
+    job.check()
+
+
+def test_what_nobody_has_ends_the_fetch() -> None:
+    job = _Job(64, 1, 2)
+    job.run(until=lambda: any(len(receiver.landed) > 4 for receiver in job.receivers))
+    job.dead_sources = {0}
+    job.run()
+    for receiver in job.receivers:
+        stopped = receiver.machine.stopped
+        assert isinstance(stopped, Stop)
+        assert isinstance(stopped.error, FetchFailedError)
+
+
+@given(
+    num_chunks=st.integers(1, 60),
+    num_sources=st.integers(1, 3),
+    num_receivers=st.integers(1, 6),
+    num_workers=st.integers(1, 6),
+    data=st.data(),
+)
+def test_whoever_lives_ends_with_everything(
+    num_chunks: int, num_sources: int, num_receivers: int, num_workers: int, data: st.DataObject
+) -> None:
+    job = _Job(num_chunks, num_sources, num_receivers, num_workers=num_workers)
+    numbers = st.integers(0, num_receivers - 1)
+    job.slow_sources = data.draw(st.dictionaries(st.integers(0, num_sources - 1), st.integers(0, 9)), "slow")
+    if data.draw(st.booleans(), "dead before the start"):
+        job.dead_receivers = data.draw(st.sets(numbers, max_size=num_receivers - 1), "dead")
+    else:
+        job.run(until=job.is_half_done)
+        job.dead_receivers = data.draw(st.sets(numbers, max_size=num_receivers - 1), "dead")
+        job.dead_sources = data.draw(st.sets(st.integers(0, num_sources - 1), max_size=num_sources - 1), "dead sources")
+    job.run()
+    job.check()
+
+
+def test_connections_are_for_the_sources_and_one_for_each_relay() -> None:
+    alone = requests_at_once(num_sources=2, num_receivers=1, num_connections=4, num_chunks=100)
+    assert (alone.num_own, alone.num_workers) == (4, 4)
+    among_four = requests_at_once(num_sources=1, num_receivers=4, num_connections=4, num_chunks=100)
+    assert (among_four.num_own, among_four.num_workers) == (1, 4)
+    # Whatever the number of receivers, so many threads are enough.
+    assert requests_at_once(num_sources=1, num_receivers=100, num_connections=4, num_chunks=100).num_workers == 16
