@@ -140,6 +140,9 @@ class ManagerConfig:
         compare_every: Replicas compare digests of what their optimizers change at every step that this divides. One
             that differs from most heals; without a majority all of them stop. Each comparison reads that memory once,
             in the background (about 0.1 s for each GB on one core), and the optimizer waits for it. ``None`` for never.
+        warm_join: Whether a newcomer gets what a healthy replica has before it asks for its first quorum, while the
+            others train; in the quorum it then gets what has changed since (`WarmJoin`).
+        warm_join_bytes_per_s: How fast it does so at most.
         verify_heal: Whether the state after healing is compared with the source's, every bit of it.
     """
 
@@ -163,6 +166,8 @@ class ManagerConfig:
     quorum_retries: int = 0
     max_heal_attempts: int = 3
     verify_heal: bool = True
+    warm_join: bool = True
+    warm_join_bytes_per_s: int = 400_000_000
     compare_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -171,6 +176,7 @@ class ManagerConfig:
         _check_number("min_replica_size", self.min_replica_size, 1)
         _check_number("quorum_retries", self.quorum_retries, 0)
         _check_number("max_heal_attempts", self.max_heal_attempts, 1)
+        _check_number("warm_join_bytes_per_s", self.warm_join_bytes_per_s, 1_000_000)
         for name in ("rank", "max_retries", "world_size", "store_port", "compare_every"):
             if getattr(self, name) is not None:
                 at_least = 1 if name in {"world_size", "store_port", "compare_every"} else 0

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from manager.errors import ManagerError
-from manager.state.guard_marks import GUARD_MARK
+from manager.state.guard_marks import GUARD_MARK, mark_seldom
 from manager.state.optimizer_guard import OptimizerAttachment
 from manager.state_manager import StateManager
 
@@ -51,14 +51,18 @@ def guard_diloco(manager: StateManager, diloco: Any) -> OptimizerAttachment:
             f"expected a torchft.local_sgd.DiLoCo that was made with this manager, got {type(diloco).__name__}"
         )
     outer_optimizers: dict[int, Optimizer] = {}
+    synchronized = manager._replica.snapshots.synchronized if manager._replica.snapshots is not None else None
     for fragment in fragments:
         for name in _CHANGING_METHODS:
             setattr(fragment, name, _inside_write_section(manager, getattr(fragment, name), name))
+        if synchronized is not None:
+            fragment.perform_sync = _followed(fragment.perform_sync, synchronized)
         outer_optimizers[id(fragment._outer_optimizer)] = fragment._outer_optimizer
         manager.replace_state_dict_fn(
             f"StreamingDiLoCoFragment_{fragment._fragment_id}", functools.partial(_live_state, fragment), is_stable=True
         )
     setattr(diloco, GUARD_MARK, "guard_diloco")
+    mark_seldom(outer_optimizers.values())
     attachment: OptimizerAttachment = manager.attach(*outer_optimizers.values())
     return attachment
 
@@ -70,6 +74,18 @@ def _inside_write_section(manager: StateManager, change: Callable[[], object], n
             return change()
 
     return guarded
+
+
+def _followed(sync: Callable[[], bool], synchronized: Callable[[], None]) -> Callable[[], bool]:
+    """A snapshot that is taken right after a sync can be read until the next one, from where the state lies."""
+
+    @functools.wraps(sync)
+    def followed() -> bool:
+        is_committed = sync()
+        synchronized()
+        return is_committed
+
+    return followed
 
 
 def _live_state(fragment: DiLoCoFragment) -> dict[str, object]:

@@ -96,9 +96,11 @@ class Heals:
 
     Attributes:
         sources: The holders, in the order in which they are asked; rotated, so that healing replicas spread over them.
+        receivers: All replicas that heal now, this one too: they pass on to each other what they have received.
     """
 
     sources: tuple[Member, ...]
+    receivers: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +254,8 @@ def decide(
         role = DoesNotFit(holder=target.holders[0], parts=unfit[own_id])
     elif sources[own_id]:
         first = healing.index(own_id) + group_rank + num_failed_heals
-        role = Heals(sources=_rotated(sources[own_id], first))
+        receivers = tuple(member for member in ordered if member.replica_id in healing)
+        role = Heals(sources=_rotated(sources[own_id], first), receivers=receivers)
     else:
         own = next(member for member in ordered if member.replica_id == own_id)
         role = StandsBy(announced_to=frozenset(holding), may_heal=own.may_heal)

@@ -23,6 +23,7 @@ from manager.quorum.structure_watch import StructureWatch
 from manager.quorum.telemetry import span, spanned
 from manager.recovery.healing import Healer
 from manager.recovery.replica import Replica
+from manager.recovery.warm_join import WarmJoin
 from manager.snapshots.state_snapshots import StateSnapshots
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class QuorumForming:
         structures: Compares what states look like.
         comparison: Digests the state at boundaries that are compared.
         healer: Receives the state of others.
+        warm_join: Gets a newcomer ready before its first quorum.
         stall_watch: Looks after the waits.
     """
 
@@ -59,6 +61,7 @@ class QuorumForming:
         structures: StructureWatch,
         comparison: StateComparison,
         healer: Healer,
+        warm_join: WarmJoin,
         stall_watch: StallWatch,
     ) -> None:
         self._config = config
@@ -70,6 +73,7 @@ class QuorumForming:
         self._structures = structures
         self._comparison = comparison
         self._healer = healer
+        self._warm_join = warm_join
         self._stall_watch = stall_watch
 
     def begin_step(self, *, hold: bool = False) -> bool:
@@ -114,14 +118,22 @@ class QuorumForming:
     def form_and_heal(self, current: QuorumRound, request: QuorumRequest) -> None:
         """Form quorums on the training thread, before ``forward``, until this replica is up to date or cannot be."""
         num_stand_bys = num_misfits = 0
+        membership = self._participant.membership
         try:
+            if request.may_heal:
+                self._warm_join.run(
+                    membership.running_members,
+                    group_rank=membership.group_rank,
+                    name=self._participant.name,
+                    deadline=request.deadline,
+                )
             while True:
                 # What was served before is of an earlier attempt, though perhaps at the same step.
                 self._snapshots.replaced()
                 with self._serving(request.deadline):
                     decision = self._ask(request, can_serve=True, is_waiting=True)
                 current.decision = decision
-                current.num_missed_heartbeats = self._participant.membership.num_missed_heartbeats()
+                current.num_missed_heartbeats = membership.num_missed_heartbeats()
                 match decision.role:
                     case UpToDate() as role:
                         self._state.lineage = decision.lineage
@@ -305,7 +317,7 @@ class QuorumForming:
         # The others wait for this replica there, so it joins them while the state arrives.
         configuring = self._executor.submit(self._configure, decision)
         with span("_checkpoint_transport::recv_checkpoint"):
-            failures = healer.receive(decision, role.sources, group_rank=membership.group_rank, name=participant.name)
+            failures = healer.receive(decision, role, group_rank=membership.group_rank, name=participant.name)
         configuring.result()
         # All ranks of the replica are healed, or none counts as healed.
         is_given_up = participant.round is not None and participant.round.error is not None

@@ -26,7 +26,7 @@ from ft_transport.runtime.handler_safety import SafeEvent, outcome_of
 from manager.errors import LighthouseUnavailableError, QuorumError, QuorumTimeoutError
 from manager.quorum.decision import Member
 from manager.quorum.heartbeat import Heartbeat
-from manager.quorum.lighthouse_status import read_status
+from manager.quorum.lighthouse_status import ToldMember, read_status
 from manager.quorum.member_data import MemberTelling
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class LighthouseSession:
         heartbeat_interval: Between two heartbeats.
         heartbeat_timeout: After which the Lighthouse takes a replica for dead.
         keys: Of the job token: who does not prove that it knows it takes no part.
+        is_awaited: Whether the others wait for this replica from now on, or only from its first request on.
 
     Raises:
         LighthouseUnavailableError: torchft is not installed, or the Lighthouse does not answer.
@@ -118,6 +119,7 @@ class LighthouseSession:
         heartbeat_interval: timedelta,
         heartbeat_timeout: timedelta,
         keys: Keys | None,
+        is_awaited: bool = True,
     ) -> None:
         self._telling = MemberTelling(keys)
         self._address = address
@@ -130,13 +132,8 @@ class LighthouseSession:
         self._is_suspect = False
         self._heartbeat_client = self._connect(connect_timeout)
         self._client: Any = self._heartbeat_client
-        self._heartbeat = Heartbeat(
-            start=self._start_native_heartbeat,
-            beat=self._beat,
-            whom=self._whom(),
-            interval=heartbeat_interval,
-            timeout=heartbeat_timeout,
-        )
+        self._heartbeat_timeout = heartbeat_timeout
+        self._heartbeat: Heartbeat | None = self._start_heartbeat() if is_awaited else None
 
     def quorum(
         self, member: Member, *, timeout: timedelta, deadline: Deadline, shrink_only: bool, num_retries: int
@@ -155,6 +152,7 @@ class LighthouseSession:
             QuorumTimeoutError: There was none in time.
             QuorumError: What it returned makes no sense.
         """
+        heartbeat = self._heartbeat = self._heartbeat or self._start_heartbeat()
         began_s = time.monotonic()
         num_asked = 0
         reasons: list[str] = []
@@ -187,7 +185,7 @@ class LighthouseSession:
                     continue
                 self._quorum_id = quorum.quorum_id
                 self._members = frozenset(each.replica_id for each in members)
-                self._is_suspect = self._heartbeat.was_unreachable = False
+                self._is_suspect = heartbeat.was_unreachable = False
                 return members
         error_type = QuorumTimeoutError if self._client is not None else LighthouseUnavailableError
         waited_s = time.monotonic() - began_s
@@ -203,14 +201,24 @@ class LighthouseSession:
 
     def num_missed_heartbeats(self) -> int:
         """How often so far the Lighthouse may have taken this replica for dead, because it was silent for too long."""
-        return self._heartbeat.missed_heartbeats.count()
+        return self._heartbeat.missed_heartbeats.count() if self._heartbeat is not None else 0
 
     def close(self) -> None:
         """End the heartbeats, so that the others need not wait for this replica any longer than they must."""
         self._closed.set()
-        self._heartbeat.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         # Each has threads and sockets for as long as it is referred to.
         self._heartbeat_client = self._client = None
+
+    def _start_heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            start=self._start_native_heartbeat,
+            beat=self._beat,
+            whom=self._whom(),
+            interval=self._heartbeat_interval,
+            timeout=self._heartbeat_timeout,
+        )
 
     def _start_native_heartbeat(self) -> Any:
         try:
@@ -257,8 +265,9 @@ class LighthouseSession:
         names = {name_of(member.replica_id) for member in members}
         # One that was started again has its old name.
         missing = sorted(replica_id for replica_id in self._members if name_of(replica_id) not in names)
+        was_unreachable = self._heartbeat is not None and self._heartbeat.was_unreachable
         starts_again = quorum_id < self._quorum_id or (quorum_id == self._quorum_id and bool(missing))
-        return missing if self._is_suspect or self._heartbeat.was_unreachable or starts_again else []
+        return missing if self._is_suspect or was_unreachable or starts_again else []
 
     def _ask(self, member: Member, timeout: timedelta, shrink_only: bool) -> Any:
         client = self._client
@@ -266,12 +275,15 @@ class LighthouseSession:
             raise QuorumError(f"replica {self._replica_id}: has been shut down")
         if client is None:
             client = self._client = self._connect(min(timeout, self._connect_timeout))
-        sign = self._heartbeat.missed_heartbeats.now()
+        assert self._heartbeat is not None, "the first request starts it"
+        missed_heartbeats = self._heartbeat.missed_heartbeats
+        sign = missed_heartbeats.now()
         request = partial(
             client.quorum,
             replica_id=self._replica_id,
             timeout=timeout,
-            address=member.addresses[0],
+            # Shown in the status page, where a newcomer finds them before it has a quorum (`running_members`).
+            address=" ".join(member.addresses),
             store_address=member.store_address,
             step=member.step,
             world_size=len(member.addresses),
@@ -288,7 +300,7 @@ class LighthouseSession:
             raise _NoAnswerError(str(quorum))
         if isinstance(quorum, Exception):
             raise LighthouseUnavailableError(str(quorum)) from quorum
-        self._heartbeat.missed_heartbeats.note(sign)
+        missed_heartbeats.note(sign)
         return quorum
 
 
@@ -298,6 +310,19 @@ def _coordination() -> Any:
     except ImportError as error:
         raise LighthouseUnavailableError(_INSTALL) from error
     return coordination
+
+
+def running_members(address: str, name: str) -> tuple[ToldMember, ...]:
+    """Who trains at a Lighthouse, as its status page tells; nobody has proved it. Empty if it cannot be read.
+
+    Args:
+        address: Of the Lighthouse.
+        name: Of the replica that asks: an earlier start of it is none to learn from.
+    """
+    status = read_status(address, _STATUS_S)
+    members = status.members if status is not None else ()
+    own = name if name != NAMELESS else ""
+    return tuple(each for each in members if each.step > 0 and not (own and name_of(each.replica_id) == own))
 
 
 def name_of(replica_id: str) -> str:

@@ -1,4 +1,4 @@
-"""What the status page of torchft's Lighthouse says of those that a quorum waits for.
+"""What the status page of torchft's Lighthouse says of those that a quorum waits for, and of those that train.
 
 The page is made for people and differs between versions of torchft: what cannot be found in it is left out.
 """
@@ -15,8 +15,24 @@ from urllib.parse import urlsplit
 _HEARTBEAT: Final = re.compile(r'<li class="heartbeat\s*(old)?[^>]*>\s*(.+?): seen ([\d.]+)s ago')
 _REASON: Final = re.compile(r"quorum status:\s*([^<\[]+)")
 _ASKING: Final = re.compile(r"\[(\d+)/\d+ participants")
+_MEMBER: Final = re.compile(r"<b>([^<]+)</b>\s*<br/>\s*Step: (-?\d+)\s*<br/>\s*Manager: ([^<]*?)\s*<br/>")
 _LONGEST_PAGE_BYTES: Final = 1 << 20
 _NUM_NAMED: Final = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldMember:
+    """A member of the last quorum, as the page tells it. Nobody has proved any of it.
+
+    Attributes:
+        replica_id: Its id.
+        step: The committed step that it held then.
+        addresses: Where each of its ranks serves its state; the first alone, where it runs an older version.
+    """
+
+    replica_id: str
+    step: int
+    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +44,14 @@ class LighthouseStatus:
         num_asking: How many replicas have asked for a quorum; ``None`` if it says nothing.
         alive: The replicas with a fresh heartbeat.
         silent: The replicas without one, and for how many seconds.
+        members: The members of the last quorum that have a fresh heartbeat.
     """
 
     reason: str
     num_asking: int | None
     alive: tuple[str, ...]
     silent: tuple[tuple[str, float], ...]
+    members: tuple[ToldMember, ...] = ()
 
     def missing(self, own_id: str) -> str:
         """Say whom the replica ``own_id`` waits for, as a clause."""
@@ -69,11 +87,17 @@ def parse_status(page: str) -> LighthouseStatus:
     """Find what the page says."""
     reason, asking = _REASON.search(page), _ASKING.search(page)
     heartbeats = [(bool(old), html.unescape(name), float(age)) for old, name, age in _HEARTBEAT.findall(page)]
+    alive = {name for is_old, name, _ in heartbeats if not is_old}
+    members = [
+        ToldMember(replica_id=html.unescape(name), step=int(step), addresses=tuple(html.unescape(addresses).split()))
+        for name, step, addresses in _MEMBER.findall(page)
+    ]
     return LighthouseStatus(
         reason=html.unescape(reason.group(1)).strip() if reason else "",
         num_asking=int(asking.group(1)) if asking else None,
-        alive=tuple(sorted(name for is_old, name, _ in heartbeats if not is_old)),
+        alive=tuple(sorted(alive)),
         silent=tuple(sorted((name, age) for is_old, name, age in heartbeats if is_old)),
+        members=tuple(member for member in members if member.replica_id in alive),
     )
 
 

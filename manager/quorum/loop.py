@@ -34,6 +34,7 @@ from manager.quorum.structure_watch import StructureWatch
 from manager.quorum.telemetry import span
 from manager.recovery.healing import Healer
 from manager.recovery.replica import Replica
+from manager.recovery.warm_join import WarmJoin
 from manager.state.guard_marks import warn_of_unguarded
 from manager.state.replica_state import StateObserver
 
@@ -94,6 +95,7 @@ class QuorumLoop(StateObserver):
             structures=self._structures,
             comparison=self._comparison,
             healer=healer,
+            warm_join=WarmJoin(config, state=replica.state, peers=peers, keeper=snapshots.keeper, watch=stall_watch),
             stall_watch=stall_watch,
         )
         self._participated_last_round = False

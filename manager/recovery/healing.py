@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Final
 
@@ -12,7 +14,7 @@ from ft_transport import PeerAuthenticationError, TransportError, UnknownHostErr
 from ft_transport.coordination.rendezvous import nobody_listens
 from manager.config import ManagerConfig
 from manager.errors import HealFailedError, ManagerError, QuorumError, StateMismatchError
-from manager.quorum.decision import Decision, Member
+from manager.quorum.decision import Decision, Heals
 from manager.quorum.stall_watch import StallWatch
 from manager.recovery.peers import PeerRecovery
 from manager.recovery.values import PeerOptions
@@ -24,12 +26,20 @@ _SHARE_WITHOUT_PROGRESS: Final = 0.25
 """Of the time that is left: a source that sends nothing for as long is given up for the next one. One that sends keeps
 all of the time, or else more sources would leave each too little."""
 
+_MAX_PROBED_AT_ONCE: Final = 16
 _PROBE_S: Final = 0.5
 """How long a host may take to say that nobody listens there."""
 
 _PERMANENT: Final = (PeerAuthenticationError, StateMismatchError, UnknownHostError)
 _HOPELESS: Final = "no further attempt can succeed: "
 """Begins the last reason where no source can ever deliver. Ranks tell each other their reasons as text."""
+
+
+def _listening(addresses: Sequence[str]) -> list[str]:
+    """Those at which somebody listens: a source that died a moment ago would be waited for."""
+    with ThreadPoolExecutor(min(len(addresses), _MAX_PROBED_AT_ONCE), thread_name_prefix="ft-transport-probe") as pool:
+        is_gone = list(pool.map(lambda address: nobody_listens(address, _PROBE_S), addresses))
+    return [address for address, gone in zip(addresses, is_gone, strict=True) if not gone]
 
 
 class Healer:
@@ -53,25 +63,27 @@ class Healer:
         self._reasons: list[str] = []
         self.num_failures = 0
 
-    def receive(
-        self, decision: Decision, sources: tuple[Member, ...], *, group_rank: int, name: str
-    ) -> tuple[str, ...]:
-        """Receive the state from the first of the sources that delivers it.
+    def receive(self, decision: Decision, role: Heals, *, group_rank: int, name: str) -> tuple[str, ...]:
+        """Receive the state: with others that heal from all sources at once, or else from the first that delivers it.
 
         The quorum may name a replica that died within the last ``heartbeat_timeout``: a source at which nobody listens
         any more is asked after the others.
 
         Args:
             decision: Which state it is.
-            sources: Whom to ask, in order.
+            role: Whom to ask, in order, and who heals besides.
             group_rank: Which of their ranks.
             name: Who is healing, for the log.
 
         Returns:
             Why none delivered; empty if one did.
         """
+        sources = role.sources
         deadline_s = time.monotonic() + self._config.timeout.total_seconds()
         failures: list[str] = []
+        is_alone = len(role.receivers) <= 1 or self._peers.knows_most
+        if not is_alone and self._receive_together(decision, role, group_rank=group_rank, name=name):
+            return ()
         num_permanent = 0
         waiting, postponed = deque(sources), set[str]()
         while waiting:
@@ -86,8 +98,16 @@ class Healer:
             # Those at which nobody listens are no reason to give up this one.
             has_others = any(each.addresses[group_rank] not in postponed for each in waiting)
             progress_timeout = left * _SHARE_WITHOUT_PROGRESS if has_others else None
+            options = PeerOptions(
+                timeout=left,
+                unreachable_timeout=self._config.connect_timeout,
+                progress_timeout=progress_timeout,
+                is_fresh=True,
+                verify=self._config.verify_heal,
+                keep_partial=True,
+            )
             try:
-                self._receive_from(address, decision, left, progress_timeout, name)
+                self._receive_from(address, decision, options, name)
             except (TransportError, ManagerError) as error:
                 reason = f"{type(error).__name__}: {error}"
                 num_permanent += isinstance(error, _PERMANENT)
@@ -128,23 +148,49 @@ class Healer:
         if is_hopeless or self.num_failures >= self._config.max_heal_attempts:
             every = tuple(self._reasons)
             self.succeeded()
+            self._peers.discard_partial()
             raise HealFailedError(step=step, reasons=every)
 
-    def _receive_from(
-        self, address: str, decision: Decision, timeout: timedelta, progress_timeout: timedelta | None, name: str
-    ) -> None:
-        with self._watch.waiting(f"{name}: receiving step {decision.step} from {address}"):
-            self._peers.recover(
-                address,
-                decision.step,
-                PeerOptions(
-                    timeout=timeout,
-                    unreachable_timeout=self._config.connect_timeout,
-                    progress_timeout=progress_timeout,
-                    is_fresh=True,
-                    verify=self._config.verify_heal,
-                ),
+    def _receive_together(self, decision: Decision, role: Heals, *, group_rank: int, name: str) -> bool:
+        """Receive the state from all sources, and from the others that heal what they have of it. Whether it worked."""
+        listening = _listening([source.addresses[group_rank] for source in role.sources])
+        if not listening:
+            return False
+        start_s = time.monotonic()
+        timeout = self._config.timeout
+        options = PeerOptions(
+            timeout=timeout,
+            unreachable_timeout=self._config.connect_timeout,
+            progress_timeout=timeout * _SHARE_WITHOUT_PROGRESS,
+            is_fresh=True,
+            verify=self._config.verify_heal,
+            keep_partial=True,
+            others=tuple(listening[1:]),
+            relays=tuple(receiver.addresses[group_rank] for receiver in role.receivers),
+        )
+        try:
+            self._receive_from(listening[0], decision, options, name)
+        except (TransportError, ManagerError) as error:
+            logger.warning(
+                "%s: healing together with others failed, the sources are asked one by one: %s: %s",
+                name,
+                type(error).__name__,
+                error,
             )
+            return False
+        logger.info(
+            "%s: healed to step %d from %d sources, %d replicas together, in %.1f ms",
+            name,
+            decision.step,
+            len(listening),
+            len(role.receivers),
+            (time.monotonic() - start_s) * 1e3,
+        )
+        return True
+
+    def _receive_from(self, address: str, decision: Decision, options: PeerOptions, name: str) -> None:
+        with self._watch.waiting(f"{name}: receiving step {decision.step} from {address}"):
+            self._peers.recover(address, decision.step, options)
         lineage = self._state.lineage
         if lineage != decision.lineage:
             raise QuorumError(f"expected lineage {decision.lineage!r} of step {decision.step}, got {lineage!r}")

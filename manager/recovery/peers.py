@@ -10,18 +10,19 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from ft_transport import TransportError, spans_ranks
+from ft_transport import ReceivedBefore, TransportError, spans_ranks
 from ft_transport.coordination.consensus import RankGroup
-from manager.errors import ManagerError, RegistryError, StateMismatchError
+from manager.errors import LockTimeoutError, ManagerError, RegistryError, StateMismatchError, StateTornError
 from manager.recovery.rank_agreement import RecoveringRanks
 from manager.recovery.values import PeerOptions, Recovery, shown
 from manager.state.compatibility import check_fit
+from manager.state.guarded_memory import MIN_DEFERRED_BYTES, memory_at, memory_of_optimizers
 from manager.state.replica_state import ReplicaState, checked_step
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from ft_transport import HTTPTransport, Incoming, Received
+    from ft_transport import HTTPTransport, Incoming, PartialState, Received
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,28 @@ class PeerRecovery:
     def __init__(self, state: ReplicaState, transport: HTTPTransport[Any]) -> None:
         self._state = state
         self._transport = transport
+        self._partial: PartialState | None = None
+        self._before: Received[Any] | None = None
+
+    def prefault(self, num_bytes: int) -> None:
+        """Make memory ready for what of the next state has no place here yet; takes as long as touching it does."""
+        self._transport.prefault_receive(num_bytes)
+
+    @property
+    def knows_most(self) -> bool:
+        """Whether the state was received already but for what has changed since."""
+        return self._before is not None
+
+    def discard_partial(self) -> None:
+        """Give up what an attempt with ``keep_partial`` has received: overwrite it, unless it was replaced since."""
+        partial, self._partial = self._partial, None
+        if partial is None or self._state.partial is None:
+            return
+        try:
+            with self._state.lock.write("overwriting a part of a state", self._state.timeout):
+                partial.discard()
+        except LockTimeoutError as error:
+            logger.warning("what was received of a state could not be overwritten; no step is taken with it: %s", error)
 
     def recover(
         self,
@@ -54,7 +77,7 @@ class PeerRecovery:
         if step != "latest":
             step = checked_step(step)
         if process_group is None:
-            return self._recover(source, step, options)
+            return self._recover_once_more(source, step, options)
         start_s = time.monotonic()
         ranks = RecoveringRanks(RankGroup.of(process_group, keys=self._transport.keys), options.timeout)
         if step == "latest":
@@ -67,6 +90,20 @@ class PeerRecovery:
         return self._recover_on_all_ranks(
             ranks, source, step, replace(options, timeout=_left(options.timeout, start_s))
         )
+
+    def _recover_once_more(
+        self, source: str | list[str], step: int | Literal["latest"], options: PeerOptions
+    ) -> Recovery:
+        """Recover; and again, all of it, where what was taken for known has turned out to be something else."""
+        start_s = time.monotonic()
+        was_known = self._before is not None
+        try:
+            return self._recover(source, step, options)
+        except StateTornError as error:
+            if not was_known:
+                raise
+            logger.warning("the state is received once more, all of it: %s", error)
+        return self._recover(source, step, replace(options, timeout=_left(options.timeout, start_s)))
 
     def _recover_on_all_ranks(
         self, ranks: RecoveringRanks, source: str | list[str], step: int, options: PeerOptions
@@ -88,16 +125,26 @@ class PeerRecovery:
         named = source if isinstance(source, str) else f"{source[0]} and {len(source) - 1} more"
         with state.lock.write(f"receiving step {step} from {named}", options.timeout):
             into = state.content()
-            if step == "latest" and spans_ranks(into):
+            if step == "latest" and spans_ranks(into) and not options.is_warm:
                 raise ManagerError(
                     "expected process_group=..., or a step, to recover a replica of several ranks: the latest step may "
                     "be another one for each of them"
                 )
             earlier = state.partial
+            if earlier is None:
+                # The state has been replaced by a whole one since.
+                self._partial = None
             state.mark_partial(step, "the transfer was interrupted")
+            # Whatever comes of this, nothing is known of the tensors afterwards but what is noted at the end.
+            before, self._before = self._before, None
             try:
                 received = self._receive(
-                    source, step, into, replace(options, timeout=_left(options.timeout, start_s)), group_rank
+                    source,
+                    step,
+                    into,
+                    replace(options, timeout=_left(options.timeout, start_s)),
+                    group_rank=group_rank,
+                    before=before,
                 )
             except (RegistryError, TransportError) as error:
                 # Of an earlier attempt, whose snapshot was replaced meanwhile, something may have landed.
@@ -117,6 +164,8 @@ class PeerRecovery:
                 state.mark_partial(received.step, "comparing it was interrupted")
                 self._refuse_differences(received, named)
                 state.partial = None
+        if options.is_warm and options.verify:
+            self._before = received
         recovery, end_s = Recovery(step=received.step, source=named), time.monotonic()
         logger.info(
             "recovered step %d from %s: %.0f ms to receive and load it, %.0f ms to compare",
@@ -134,7 +183,9 @@ class PeerRecovery:
         step: int | Literal["latest"],
         into: Mapping[str, object],
         options: PeerOptions,
+        *,
         group_rank: int,
+        before: Received[Any] | None,
     ) -> Received[Any]:
         """Receive from one rank in the same layout, or from all ranks in any other."""
         asked = "latest" if options.is_fresh else step
@@ -147,7 +198,25 @@ class PeerRecovery:
         }
         if isinstance(source, str):
             # `verify` compares every byte after loading, so the transfer need not verify late digests as well.
-            return self._transport.fetch(source, asked, verify_late=not options.verify, **keywords)
+            if before is not None and options.verify:
+                keywords["before"] = self._known(before)
+            if options.max_bytes_per_s is not None:
+                keywords["max_bytes_per_s"] = options.max_bytes_per_s
+            sources: str | tuple[str, ...] = source
+            if options.others or options.relays:
+                keywords["relays"] = options.relays
+                sources = (source, *options.others)
+            else:
+                keywords["verify_late"] = not options.verify
+            resume, self._partial = self._partial, None
+            try:
+                return self._transport.fetch(
+                    sources, asked, keep_partial=options.keep_partial, resume=resume, **keywords
+                )
+            except BaseException as error:
+                self._partial = getattr(error, "partial", None)
+                raise
+        self._partial = None
         return self._transport.fetch_sharded(
             source,
             asked,
@@ -155,6 +224,13 @@ class PeerRecovery:
             like=self._state.registry.parameter_finder(),
             is_comparable=options.verify,
             **keywords,
+        )
+
+    def _known(self, before: Received[Any]) -> ReceivedBefore:
+        """What lies in this replica's tensors, and what of it will have changed."""
+        stepped = memory_of_optimizers(self._state.optimizers())
+        return ReceivedBefore(
+            received=before, is_changing=lambda own: own.nbytes < MIN_DEFERRED_BYTES or memory_at(own) in stepped
         )
 
     def _check_incoming(self, incoming: Incoming, into: Mapping[str, object], step: int | Literal["latest"]) -> None:

@@ -95,7 +95,8 @@ class KeptBoundary:
         """For `BoundaryKeeper` alone."""
         self._keeper = keeper
         self._plan = plan
-        self._optimizers = optimizers
+        self.optimizers = optimizers
+        """Those that were attached there."""
         self._copies = copies
         self._values = values
         self._counters = counters
@@ -150,7 +151,7 @@ class KeptBoundary:
             if part.entry.is_stable:
                 stable.append(state)
             user[key] = state
-        present = memory_of_optimizers(self._optimizers) | memory_of(stable)
+        present = memory_of_optimizers(self.optimizers) | memory_of(stable)
         for part in self._plan.parts:
             for tensor in tensors_in(user[part.entry.key]):
                 memory = memory_at(tensor)

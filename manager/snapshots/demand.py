@@ -45,6 +45,10 @@ class SnapshotDemand:
         self.step = step
         self.epoch += 1
 
+    def wants_present_step(self) -> bool:
+        """Whether somebody waits for a snapshot of just the present step."""
+        return self.step in self._wanted_steps
+
     def take_boundary(self, num_published: int) -> bool:
         """Whether a snapshot of the present boundary is wanted. What only earlier ones would have met is forgotten.
 

@@ -71,6 +71,7 @@ class SnapshotScheduler:
         self._is_closed = False
         self._is_serving = False
         self._is_postponed = False
+        self._has_syncs = False
         self._last_failure = ""
         self._pool = pool
 
@@ -107,7 +108,9 @@ class SnapshotScheduler:
                 self._pool.submit(self.settle)
             return after
 
-    def boundary(self, step: int, optimizers: Sequence[Optimizer], *, hold: bool = False) -> bool:
+    def boundary(
+        self, step: int, optimizers: Sequence[Optimizer], *, hold: bool = False, is_sync: bool = False
+    ) -> bool:
         """Note that ``step`` is committed, and begin a snapshot of it if one was asked for.
 
         After the first step, the memory for snapshots is made ready before anybody asks. A failure is logged and not
@@ -118,6 +121,8 @@ class SnapshotScheduler:
             optimizers: Those that are attached.
             hold: If no snapshot was asked for, keep the state such that one can still be taken: `settle` has to
                 follow, and optimizers wait until then.
+            is_sync: What seldom changes has just done so. From the first time on, requests of nobody for whom the
+                others wait are met at such moments alone: at any other one the next change may be near.
 
         Returns:
             Whether a snapshot of this step is under way or can still be taken.
@@ -136,15 +141,22 @@ class SnapshotScheduler:
                 self._forget_if_interrupted()
                 return False
             num_published = self._sink.newest_sequence()
+            self._has_syncs = self._has_syncs or is_sync
+            is_urgent = is_sync or not self._has_syncs or self._demand.wants_present_step()
             is_wanted = self._demand.take_boundary(num_published)
+            is_to_share = self._demand.is_to_share
+            is_wanted = is_wanted and (is_urgent or is_to_share)
             if not (is_wanted or hold):
                 return False
-            is_to_share = self._demand.is_to_share
             run = self._run = Run(step, self._demand.epoch, num_published)
         if not is_wanted:
             return self._hold_back(run, lambda: self._taking.keep(optimizers))
-        if is_to_share and self._hold_back(run, lambda: self._taking.hold(step, optimizers)) and self.settle():
-            return True
+        held = self._taking.hold if is_to_share else self._taking.hold_lasting
+        if self._hold_back(run, lambda: held(step, optimizers)):
+            with self._mutex:
+                self._demand.is_to_share = True
+            if self.settle():
+                return True
         with self._mutex:
             self._demand.is_to_share = False
             run = self._run = Run(step, self._demand.epoch, num_published)

@@ -34,6 +34,7 @@ class SnapshotSink(Protocol):
         deferrable: Callable[[torch.Tensor], bool],
         max_bytes: int,
         check: Callable[[], None],
+        lasts: Callable[[torch.Tensor], bool] | None = None,
     ) -> HeldState | None:
         """Copies what is not deferrable."""
 

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from ft_transport import SnapshotLimitError, TransportError
 from ft_transport.runtime.handler_safety import SafeExecutor, SafeFuture
 from manager.snapshots.boundary_keeper import BoundaryKeeper
@@ -104,7 +106,16 @@ class StateSnapshots(StateObserver):
             return
         self.keeper.learn()
         # Which tensors these are is looked at only where something is shared: they may be others at every step.
-        self._transport.materialize(lambda: storages_of_optimizers(self._state.optimizers()))
+        self._transport.materialize(lambda: storages_of_optimizers(self._stepping()))
+
+    def _stepping(self) -> list[Optimizer]:
+        """Whose step it is that announces itself; all, where it may be anybody's."""
+        stepping = self._state.lock.stepping()
+        return [stepping] if isinstance(stepping, Optimizer) else self._state.optimizers()
+
+    def synchronized(self) -> None:
+        """Take the snapshots that others have asked for: what seldom changes has just done so. See `guard_diloco`."""
+        self.scheduler.boundary(self._state.step, self._state.optimizers(), is_sync=True)
 
     def replaced(self) -> None:
         """Note that no snapshot so far shows the present state."""

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ft_transport import HeldState
 from manager.snapshots.boundary_keeper import BoundaryKeeper, KeptBoundary
 from manager.snapshots.sink import SnapshotInProgress, SnapshotSink
+from manager.state.guard_marks import often_stepping
 from manager.state.guarded_memory import (
     Memory,
     belongs_to,
@@ -23,6 +24,8 @@ from manager.state.guarded_memory import (
 
 _MAX_HELD_BYTES: Final = 16 << 20
 """The most that is copied for a snapshot that is then served from where the state lies."""
+_MOST_COPIED_SHARE: Final = 0.25
+"""Of what lasts: where steps change more, a copy in the background costs the boundary less."""
 
 
 class StateTaking:
@@ -46,7 +49,8 @@ class StateTaking:
     def hold(self, step: int, optimizers: Sequence[Optimizer]) -> HeldState | None:
         """Copy what cannot be served from where it lies; ``None`` if that is too much."""
         live = self._state()
-        guarded = self._keeper.guarded(optimizers) | self._keeper.stable(live)
+        stable = self._keeper.stable(live)
+        guarded = self._keeper.guarded(optimizers) | stable
         watched = _parameters_in(live, optimizers, guarded)
         return self._sink.hold_state(
             step,
@@ -54,11 +58,35 @@ class StateTaking:
             deferrable=belongs_to(guarded, at_least_bytes=0),
             max_bytes=_MAX_HELD_BYTES,
             check=self._keeper.watch(watched),
+            lasts=_shareable(stable, storages_of_optimizers(often_stepping(optimizers))),
+        )
+
+    def hold_lasting(self, step: int, optimizers: Sequence[Optimizer]) -> HeldState | None:
+        """Copy what steps change, to serve what lasts longer from where it lies; ``None`` if that is little.
+
+        No arena is taken: one for the whole state would have to be made resident.
+        """
+        live = self._state()
+        stable = self._keeper.stable(live)
+        if not stable:
+            return None
+        lasts = _shareable(stable, storages_of_optimizers(often_stepping(optimizers)))
+        lasting = [each for each in tensors_in(live) if lasts(each)]
+        num_bytes = sum({memory_at(each): each.nbytes for each in lasting}.values())
+        return self._sink.hold_state(
+            step,
+            live,
+            deferrable=lasts,
+            max_bytes=int(num_bytes * _MOST_COPIED_SHARE),
+            check=self._keeper.watch(lasting),
+            lasts=lasts,
         )
 
     def hold_kept(self, step: int, kept: KeptBoundary) -> HeldState:
         """Hold the state of a boundary that was kept; all that is not guarded has been copied."""
-        state = self._sink.hold_state(step, kept.state(), deferrable=lambda _: True, max_bytes=0, check=kept.check)
+        live = kept.state()
+        lasts = _shareable(self._keeper.stable(live), storages_of_optimizers(often_stepping(kept.optimizers)))
+        state = self._sink.hold_state(step, live, deferrable=lambda _: True, max_bytes=0, check=kept.check, lasts=lasts)
         assert state is not None, "nothing is copied"
         return state
 

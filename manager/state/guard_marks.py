@@ -14,6 +14,19 @@ _LOCAL_UPDATES: Final = "torchft.local_sgd"
 GUARD_MARK: Final = "_ft_transport_guard"
 """What a guard leaves on the object that it guards."""
 
+_SELDOM_MARK: Final = "_ft_transport_steps_seldom"
+
+
+def mark_seldom(optimizers: Iterable[Optimizer]) -> None:
+    """Note that these step at rare synchronisations alone, so that what they change lasts from one to the next."""
+    for optimizer in optimizers:
+        setattr(optimizer, _SELDOM_MARK, True)
+
+
+def often_stepping(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Those that step at every step."""
+    return [optimizer for optimizer in optimizers if not hasattr(optimizer, _SELDOM_MARK)]
+
 
 def local_updates_of(optimizer: Optimizer) -> Iterator[Any]:
     """The LocalSGDs and DiLoCos of torchft that count the optimizer's steps: any number of them for one commit."""

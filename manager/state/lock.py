@@ -56,6 +56,7 @@ class _Entry:
     kind: Kind
     what: str
     is_detached: bool
+    stepping: object = None
     # An identifier would not do: the system gives those of ended threads to new ones.
     thread: threading.Thread = field(default_factory=threading.current_thread)
     hold: _Hold | None = None  # none while the thread waits
@@ -69,11 +70,20 @@ class Section:
 
     __slots__ = ("__weakref__", "_entry", "_lock", "_timeout")
 
-    def __init__(self, lock: StateLock, kind: Kind, what: str, timeout: timedelta | None, detached: bool) -> None:
+    def __init__(
+        self,
+        lock: StateLock,
+        kind: Kind,
+        what: str,
+        timeout: timedelta | None,
+        detached: bool,
+        *,
+        stepping: object = None,
+    ) -> None:
         """For `StateLock` alone."""
         self._lock = lock
         self._timeout = timeout
-        self._entry = _Entry(weakref.ref(self), kind, what, detached)
+        self._entry = _Entry(weakref.ref(self), kind, what, detached, stepping)
 
     @property
     def is_open(self) -> bool:
@@ -135,10 +145,22 @@ class StateLock:
             "hold those of the original; make a new StateLock for the new state"
         )
 
-    def acquire_write(self, what: str, timeout: timedelta | None = None, *, is_optimizer_step: bool = False) -> Section:
-        """Open a write section, which no other thread's section overlaps; ``before_change`` hears what it is for."""
+    def acquire_write(
+        self,
+        what: str,
+        timeout: timedelta | None = None,
+        *,
+        is_optimizer_step: bool = False,
+        stepping: object = None,
+    ) -> Section:
+        """Open a write section, which no other thread's section overlaps; ``before_change`` hears what it is for.
+
+        ``stepping`` says whose step it is (`stepping`).
+        """
         # In no variable: if a handler raises here, the section is dropped at once.
-        return self._open(Section(self, "write", what, timeout, False), is_optimizer_step=is_optimizer_step)
+        return self._open(
+            Section(self, "write", what, timeout, False, stepping=stepping), is_optimizer_step=is_optimizer_step
+        )
 
     def acquire_read(self, what: str, timeout: timedelta | None = None, *, detached: bool = False) -> Section:
         """Open a read section, which overlaps no other thread's write section.
@@ -185,6 +207,10 @@ class StateLock:
         """Whether the calling thread holds the lock for writing."""
         own = self._own()
         return bool(own) and own[0].hold is not None and own[0].hold.kind == "write"
+
+    def stepping(self) -> object:
+        """Whose step the calling thread's innermost write section is for; ``None`` if nobody has said so."""
+        return next((entry.stepping for entry in reversed(self._own()) if entry.stepping is not None), None)
 
     def mark(self) -> frozenset[object]:
         """Remember what the calling thread has open, for `close_sections_opened_since`."""

@@ -209,7 +209,9 @@ class _Guard:
         if self._before_step is not None:
             self._before_step(optimizer)
         start_s = time.monotonic()
-        self._per_thread.sections.append(self._lock.acquire_write(self._what, is_optimizer_step=True))
+        self._per_thread.sections.append(
+            self._lock.acquire_write(self._what, is_optimizer_step=True, stepping=optimizer)
+        )
         self._per_thread.num_begun += 1
         self._waits_s.append(time.monotonic() - start_s)
 

@@ -74,7 +74,8 @@ def reduce(group: GlooProcessGroup) -> Any:
 
 def failing_after_s(work: Any) -> float:
     started_s = time.monotonic()
-    with pytest.raises(RuntimeError, match="Connection closed"):
+    # At times gloo does not notice, and the work's own look at the connections does.
+    with pytest.raises((RuntimeError, ConnectionError), match=r"Connection closed|has closed its connection"):
         work.wait()
     return time.monotonic() - started_s
 

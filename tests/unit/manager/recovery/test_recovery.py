@@ -65,6 +65,7 @@ class Replica:
             chunk_bytes=1 << 16,
             max_failures=1,
             stall_timeout=timedelta(seconds=5),
+            same_host=False,
             on_progress=on_progress,
         )
         self.transport: HTTPTransport[Any] = HTTPTransport(_TIMEOUT, num_chunks=1, settings=settings)
