@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ENGINES_VENV ?= .venv-engines
 SGLANG_VENV ?= .venv-sglang
+FLEET_VENV ?= .venv-fleet
 ARGS ?=
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
@@ -12,6 +13,8 @@ ENGINES_PIP := $(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check
 ENGINES_STAMP := $(ENGINES_VENV)/.installed
 SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install -qq
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+FLEET_PIP := $(FLEET_VENV)/bin/python -m pip --disable-pip-version-check install -qq
+FLEET_STAMP := $(FLEET_VENV)/.installed
 
 # In three processes, for they wait half of the time, and in the order of the files; tests/conftest.py says which tests
 # stay together.
@@ -19,7 +22,7 @@ SHARED := -n 3 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-slow test-engines torchft-tests proxy-faults fuzz soak check format bench bench-quick clean
+.PHONY: help env demo test test-slow test-engines torchft-tests proxy-faults fuzz soak check format bench bench-quick bench-fleet clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +68,15 @@ $(SGLANG_STAMP): pyproject.toml constraints-sglang.txt
 	@$(SGLANG_PIP) --constraint constraints-sglang.txt --no-deps sglang xgrammar
 	@touch $@
 
+# What the fleet benchmark compares with. Either may be missing: the benchmark says so.
+$(FLEET_STAMP): constraints-fleet.txt
+	@$(PYTHON) -m venv $(FLEET_VENV)
+	@for peer in shardcast libtorrent; do \
+		$(FLEET_PIP) --constraint constraints-fleet.txt $$peer || \
+		echo "WARNING: $$peer could not be installed; it will not be measured" >&2; \
+	done
+	@touch $@
+
 demo: $(STAMP) ## watch a replica recover while the others train
 	@$(VENV)/bin/python -m manager.demo $(ARGS)
 
@@ -90,7 +102,7 @@ proxy-faults: $(STAMP) ## fetches through proxies that hurt connections (by hand
 fuzz: $(STAMP) ## mutate what peers and disks say (by hand: ARGS="--num 10000000 --seed 7", or --minutes 5)
 	@PYTHONPATH=.:tests/support $(VENV)/bin/python tests/workers/fuzz.py $(ARGS)
 
-soak: $(STAMP) ## random faults on 3 replicas of 2 ranks (by hand: half an hour; ARGS="--minutes 2 --seed 7")
+soak: $(STAMP) ## random faults on replicas of 2 ranks (by hand: half an hour; ARGS="--minutes 2 --replicas 5 --seed 7")
 	@PYTHONPATH=.:tests/support $(VENV)/bin/python tests/workers/soak.py $(ARGS)
 
 check: $(STAMP) ## lint, format, types and layers
@@ -108,6 +120,9 @@ bench: $(STAMP) ## measure, each figure beside its ceiling
 
 bench-quick: $(STAMP) ## the same with small states, to see that it runs
 	@$(VENV)/bin/python -m benchmarks --quick $(ARGS)
+
+bench-fleet: $(STAMP) $(FLEET_STAMP) ## measure fleets in network namespaces (as root; ARGS="--only fan-out")
+	@FLEET_PEERS_PYTHON=$(FLEET_VENV)/bin/python $(VENV)/bin/python -m benchmarks fleet $(ARGS)
 
 clean: ## remove caches and builds (not $(VENV))
 	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -14,7 +14,25 @@ try:
 except ImportError:
     sys.exit("the benchmarks need the extra 'bench': pip install -e '.[bench,torchft]'")
 
-from benchmarks import checkpoint, clone, delta, fetch, heal, loop, publishing, reading, reshard, stall, tls, token
+from benchmarks import (
+    cap,
+    checkpoint,
+    clone,
+    delta,
+    fetch,
+    fleet,
+    fleet_simulation,
+    heal,
+    join,
+    loop,
+    publishing,
+    reading,
+    reshard,
+    same_host,
+    stall,
+    tls,
+    token,
+)
 from benchmarks.machine import describe, file_system_of, is_on_disk, wait_until_quiet
 from benchmarks.options import FULL, QUICK, Benchmark, Options
 from benchmarks.report import Group, write_json
@@ -22,7 +40,25 @@ from benchmarks.tables import make_console, print_figures, print_verdicts
 
 BENCHMARKS = {
     module.BENCHMARK.name: module.BENCHMARK
-    for module in (clone, fetch, reshard, stall, loop, heal, checkpoint, reading, publishing, delta, tls, token)
+    for module in (
+        cap,
+        clone,
+        fetch,
+        reshard,
+        stall,
+        loop,
+        heal,
+        join,
+        checkpoint,
+        reading,
+        publishing,
+        delta,
+        tls,
+        token,
+        same_host,
+        fleet,
+        fleet_simulation,
+    )
 }
 ON_DISK = (checkpoint.BENCHMARK, reading.BENCHMARK)
 _RESULTS = Path(__file__).resolve().parent / "results"
@@ -67,7 +103,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, metavar="N", help="samples of each kind")
     states = dict.fromkeys(state for benchmark in BENCHMARKS.values() for state in benchmark.states)
     parser.add_argument(
-        "--state", choices=list(states), action="append", help="only this state or model; may be given again"
+        "--state",
+        "--only",
+        choices=list(states),
+        action="append",
+        help="only this state, model or scenario; may be given again",
     )
     parser.add_argument(
         "--directory",

@@ -24,13 +24,14 @@ class MemoryCopy:
 
     Args:
         sources: What is copied.
+        memory: Where to, if not into warm memory; uint8, of their size.
     """
 
-    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
+    def __init__(self, sources: Sequence[torch.Tensor], memory: torch.Tensor | None = None) -> None:
         self._sources = [source.detach().reshape(-1).view(torch.uint8) for source in sources if source.nbytes]
         sizes = [source.nbytes for source in self._sources]
         # Filling touches every page.
-        self._memory = torch.full((sum(sizes),), 1, dtype=torch.uint8)
+        self._memory = memory if memory is not None else torch.full((sum(sizes),), 1, dtype=torch.uint8)
         self._targets = list(self._memory.split(sizes))
         self._num_threads = torch.get_num_threads()
         pairs = [
@@ -83,10 +84,10 @@ def _equal_shares(pairs: Sequence[tuple[int, int, int]], num_shares: int) -> lis
 
 
 @contextlib.contextmanager
-def bare_sender(num_bytes: int) -> Iterator[int]:
+def bare_sender(num_bytes: int, *, host: str = "127.0.0.1") -> Iterator[int]:
     """Serves ``num_bytes`` of a resident memory file, a thread per connection; yields the port."""
     descriptor = os.memfd_create("bare-sender")
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server((host, 0))
     try:
         block = os.urandom(1 << 20)
         for start in range(0, num_bytes, len(block)):
@@ -117,7 +118,7 @@ def _send_ranges(connected: socket.socket, descriptor: int) -> None:
                 start += os.sendfile(connected.fileno(), descriptor, start, end - start)
 
 
-def bare_receiver(port: int, destination: memoryview) -> Callable[[], None]:
+def bare_receiver(port: int, destination: memoryview, *, host: str = "127.0.0.1") -> Callable[[], None]:
     """A function that fills ``destination`` once over parallel connections, an equal part by each.
 
     The connections are made by the function, because a first fetch has to make them, too.
@@ -126,7 +127,7 @@ def bare_receiver(port: int, destination: memoryview) -> Callable[[], None]:
     def receive(part: int) -> None:
         position = len(destination) * part // NUM_CONNECTIONS
         end = len(destination) * (part + 1) // NUM_CONNECTIONS
-        with socket.create_connection(("127.0.0.1", port)) as connected:
+        with socket.create_connection((host, port)) as connected:
             connected.sendall(RANGE.pack(position, end))
             while position < end:
                 # Waiting for the whole block saves a system call for each part of it that comes alone.

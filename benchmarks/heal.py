@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 from benchmarks.machine import Watch
 from benchmarks.options import Benchmark, Options, Size
@@ -18,6 +18,7 @@ from benchmarks.processes import Child
 from benchmarks.replicas.healing import Report, Step, join, train
 from benchmarks.replicas.lighthouse import lighthouse
 from benchmarks.replicas.managers import OURS, TORCHFT, ManagerVariant
+from benchmarks.replicas.parts import ASK
 from benchmarks.replicas.training import Model
 from benchmarks.report import Group, Quantity, Verdict
 from benchmarks.transports import torchft_is_installed
@@ -68,11 +69,30 @@ def _model(name: str, scale: float) -> Model:
 
 def _measure(group: Group, model: Model, variant: ManagerVariant, round_number: int, *, num_steps_before: int) -> None:
     """Takes one sample."""
+    trained, joined, watch = let_join(
+        model, variant, num_steps_before=num_steps_before, num_steps_after=_NUM_STEPS_AFTER
+    )
+    for name, seconds in quantities(trained, joined).items():
+        group.add(variant, Quantity(name, "ms"), watch.sample(round_number, seconds * 1e3))
+
+
+def let_join(
+    model: Model, variant: ManagerVariant, *, num_steps_before: int, num_steps_after: int
+) -> tuple[Report, Report, Watch]:
+    """Has one replica train, and another one join it: what each of them did, and who used the machine meanwhile."""
+    return joined_by(
+        lambda address: Child(train, variant, model, address, num_steps_before),
+        lambda address: Child(join, variant, model, address, num_steps_after),
+    )
+
+
+def joined_by(make_training: Callable[[str], Child], make_joining: Callable[[str], Child]) -> tuple[Any, Any, Watch]:
+    """Has one child train and another one join it, under a Lighthouse of their own: what they say of it."""
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(lighthouse(1))
-        training = Child(train, variant, model, address, num_steps_before)
+        training = make_training(address)
         stack.callback(training.close)
-        joining = Child(join, variant, model, address, _NUM_STEPS_AFTER)
+        joining = make_joining(address)
         stack.callback(joining.close)
         joining.receive()
         for answer in ("fill", "go"):
@@ -83,11 +103,10 @@ def _measure(group: Group, model: Model, variant: ManagerVariant, round_number: 
         joining.receive()
         with Watch([os.getpid(), training.process_id, joining.process_id]) as watch:
             joining.say("go")
-            joined: Report = joining.receive()
+            joined = joining.receive()
             training.say("stop")
-            trained: Report = training.receive()
-    for name, seconds in quantities(trained, joined).items():
-        group.add(variant, Quantity(name, "ms"), watch.sample(round_number, seconds * 1e3))
+            trained = training.receive()
+    return trained, joined, watch
 
 
 def quantities(trained: Report, joined: Report) -> dict[str, float]:
@@ -115,10 +134,15 @@ def first_common_quorum(trained: Report, joined: Report) -> float:
 
     The Lighthouse answers both as soon as both have asked, within a millisecond.
     """
-    asked_s = joined.steps[0].began_s
+    asked_s = asked_at(joined)
     common = joined.committed[0].committed_step
     last: Step = next(step for step in trained.steps if step.committed_step == common)
     return min((step.began_s for step in trained.steps if asked_s <= step.began_s <= last.began_s), default=asked_s)
+
+
+def asked_at(joined: Report) -> float:
+    """When the newcomer asked for its first quorum; what it has done before kept nobody waiting."""
+    return next((part.began_s for part in joined.parts if part.name == ASK), joined.steps[0].began_s)
 
 
 def judge(group: Group) -> Verdict:

@@ -106,6 +106,17 @@ class Watch:
         return _Ticks(everybody=sum(fields[:3]), ours=ours, stolen=fields[7])
 
 
+def processor_wait_s() -> float:
+    """For how long this thread could have run and got no processor so far; 0 where the kernel does not tell.
+
+    Source: ``/proc/<pid>/schedstat`` (Linux, Documentation/scheduler/sched-stats.rst).
+    """
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def wait_until_quiet(limit_s: float) -> None:
     """Sleeps until others leave the cores alone for a second, at most ``limit_s`` (0: returns at once)."""
     give_up_s = time.monotonic() + limit_s

@@ -28,12 +28,15 @@ _PRELOADED: Final = (
     "manager.manager",
     "ft_transport.transport",
     "torchft.manager",
+    "benchmarks.cap",
     "benchmarks.checkpoint",
     "benchmarks.fetch",
+    "benchmarks.fleet_runs",
     "benchmarks.heal",
     "benchmarks.loop",
     "benchmarks.reading",
     "benchmarks.reshard",
+    "benchmarks.same_host",
     "benchmarks.stall",
 )
 

@@ -15,10 +15,14 @@ from torch import nn
 
 State = dict[str, object]
 
+COUNTED_STATES: Final = {"256 tensors": 256, "1000 tensors": 1000, "3000 tensors": 3000}
+"""States of one size in so many tensors."""
+
 _BIG_TENSOR_BYTES: Final = 3_000_000  # what torchft's own benchmark moves
 _BIG_TOTAL_BYTES: Final = 2_000_000_000
 _SMALL_TENSOR_BYTES: Final = 64 << 10
 _SMALL_TOTAL_BYTES: Final = 1_000_000_000
+_COUNTED_TOTAL_BYTES: Final = 1 << 30
 _NESTED_PARAMETERS: Final = 2_500
 _NESTED_ITEMS: Final = 21_333
 _VOCABULARY: Final = 8192
@@ -42,6 +46,8 @@ class StateSpec:
                 return "tensors of 64 KiB"
             case "nested":
                 return "parameters of 85 KB as AdamW leaves them"
+            case counted if counted in COUNTED_STATES:
+                return counted
             case _:
                 return "transformer with AdamW"
 
@@ -100,6 +106,11 @@ def digest_of(state: object) -> str:
 
 
 def _equal_tensors(spec: StateSpec) -> Iterator[tuple[str, int]]:
+    if spec.name in COUNTED_STATES:
+        count = COUNTED_STATES[spec.name]
+        for index in range(count):
+            yield f"tensor/{index}", round(_COUNTED_TOTAL_BYTES * spec.scale / count / 4)
+        return
     tensor_bytes, total_bytes = (
         (_BIG_TENSOR_BYTES, _BIG_TOTAL_BYTES) if spec.name == "big" else (_SMALL_TENSOR_BYTES, _SMALL_TOTAL_BYTES)
     )

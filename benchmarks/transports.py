@@ -56,11 +56,14 @@ def torchft_is_installed() -> bool:
 # -------------------------------------------------------------------------------------------------------------- ours
 
 
-def our_transport(state_dict: Callable[[], Any] | None = None, **settings: Any) -> HTTPTransport[Any]:
+def our_transport(
+    state_dict: Callable[[], Any] | None = None, *, same_host: bool = False, **settings: Any
+) -> HTTPTransport[Any]:
+    """One whose fetches go over the loopback, which stands for a network, unless ``same_host`` says otherwise."""
     return HTTPTransport(
         TIMEOUT,
         state_dict=state_dict,
-        settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1", **settings),
+        settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1", same_host=same_host, **settings),
     )
 
 

@@ -8,12 +8,12 @@ from typing import Final
 
 import torch
 
-from benchmarks.machine import back_free_memory
+from benchmarks.machine import back_free_memory, processor_wait_s
 from benchmarks.processes import Channel
 from benchmarks.replicas.managers import ManagerVariant
 from benchmarks.replicas.parts import LOAD, Part, PartRecorder
 from benchmarks.replicas.steps import READY, StepTimes, step_once
-from benchmarks.replicas.training import Model, Training
+from benchmarks.replicas.training import Model, make_training
 
 WARM: Final = "warm"
 _FILLED_TIMES: Final = 3
@@ -22,11 +22,19 @@ _FILLED_TIMES: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One iteration: when it began, on the monotonic clock of the machine, and its parts."""
+    """One iteration: when it began, on the monotonic clock of the machine, and its parts.
+
+    Attributes:
+        began_s: See above.
+        times: See above.
+        committed_step: The step that it committed, if it did.
+        waited_s: For how long it had no processor.
+    """
 
     began_s: float
     times: StepTimes
     committed_step: int | None
+    waited_s: float = 0.0
 
     @property
     def ended_s(self) -> float:
@@ -72,7 +80,7 @@ class _Replica:
         torch.set_num_threads(1)
         recorder = PartRecorder()
         variant.record(recorder)
-        self._training = Training(model)
+        self._training = make_training(model)
         for stateful in (self._training.model, self._training.optimizer):
             recorder.wrap(stateful, "load_state_dict", LOAD)
         channel.say(READY)
@@ -81,6 +89,10 @@ class _Replica:
         back_free_memory(_FILLED_TIMES * model.state_bytes)
         channel.say(READY)
         channel.wait()
+        if model.width:
+            # A replica that is started warms up what it computes with before it joins.
+            self._training.backward()
+            self._training.optimizer.zero_grad()
         self._loop = variant.make(self._training, name, lighthouse)
         self.report = Report(steps=[], parts=recorder.parts)
 
@@ -89,7 +101,8 @@ class _Replica:
             self.step()
 
     def step(self) -> None:
-        began_s = time.monotonic()
+        began_s, waited_s = time.monotonic(), processor_wait_s()
         times, committed = step_once(self._training, self._loop)
         step = self._loop.current_step() if committed else None
-        self.report.steps.append(Step(began_s=began_s, times=times, committed_step=step))
+        waited_s = processor_wait_s() - waited_s
+        self.report.steps.append(Step(began_s=began_s, times=times, committed_step=step, waited_s=waited_s))

@@ -62,10 +62,12 @@ class _NoManager:
         return self._step
 
 
-def _ours(training: Training, name: str, lighthouse: str) -> Loop:
+def _ours(training: Training, name: str, lighthouse: str, *, warm_join: bool = True) -> Loop:
     from manager import Manager, ManagerConfig
 
-    config = ManagerConfig(min_replica_size=1, replica_id=name, timeout=TIMEOUT, lighthouse_addr=lighthouse)
+    config = ManagerConfig(
+        min_replica_size=1, replica_id=name, timeout=TIMEOUT, lighthouse_addr=lighthouse, warm_join=warm_join
+    )
     manager = Manager(config=config, checkpoint_transport=our_transport())
     # Nothing but the attached optimizer changes it, and that inside write sections.
     manager.register("model", training.model, is_stable=True)
@@ -115,7 +117,14 @@ def _record_nothing(_recorder: PartRecorder) -> None:
     pass
 
 
+def _ours_at_once(training: Training, name: str, lighthouse: str) -> Loop:
+    return _ours(training, name, lighthouse, warm_join=False)
+
+
 OURS: Final = ManagerVariant(name="ft_transport", role="ours", make=_ours, record=record_ours)
+OURS_AT_ONCE: Final = ManagerVariant(
+    name="ours, all in the quorum", role="other", make=_ours_at_once, record=record_ours
+)
 TORCHFT: Final = ManagerVariant(name="torchft", role="peer", make=_torchft, record=record_torchft)
 NO_MANAGER: Final = ManagerVariant(
     name="no manager", role="ceiling", make=_none, record=_record_nothing, needs_lighthouse=False

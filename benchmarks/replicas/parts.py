@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+ASK: Final = "the newcomer asks for quorums"
 MANIFEST: Final = "manifest, with the source's snapshot"
 TRANSFER: Final = "transfer"
 LOAD: Final = "load"
@@ -62,7 +63,9 @@ def record_ours(recorder: PartRecorder) -> None:
     """Notes what healing with our manager consists of. Before anything of it is made."""
     import ft_transport
     import manager
+    from manager.quorum.membership import Membership
 
+    recorder.wrap(Membership, "decide", ASK)
     recorder.wrap(manager.GlooProcessGroup, "configure", MEET)
     recorder.wrap(ft_transport.Received, "differences", COMPARE)
     _split_fetch(recorder)

@@ -1,0 +1,162 @@
+"""Join: what the others notice of a replica that joins, with our manager and with torchft's.
+
+As in `heal` one replica trains and another one joins it, but a step takes as long as one that really computes with the
+weights, and the newcomer has computed once before. The longest step of the replica that trains is taken from the moment
+at which the newcomer first asks for a quorum, or begins to get ready for one, to its first committed step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from benchmarks.heal import joined_by, let_join
+from benchmarks.heal import quantities as heal_quantities
+from benchmarks.options import Benchmark, Options, Size
+from benchmarks.processes import Child
+from benchmarks.replicas import diloco
+from benchmarks.replicas.diloco import Iteration
+from benchmarks.replicas.healing import Report, Step
+from benchmarks.replicas.managers import OURS, OURS_AT_ONCE, TORCHFT
+from benchmarks.replicas.training import Model
+from benchmarks.report import Group, Quantity, Verdict
+from benchmarks.transports import torchft_is_installed
+
+JOINED: Final = Quantity("first common step, from its beginning at the other", "ms")
+LONGEST: Final = Quantity("the other's longest step meanwhile", "ms")
+NORMAL: Final = Quantity("the other's normal step", "ms")
+RUNNING_RATIO: Final = Quantity("longest step / normal step, without waits for a processor", "×")
+"""On a machine of few cores, or with others, the newcomer's own work takes them from the replica that trains."""
+RATIO: Final = Quantity("longest step / normal step", "×")
+_VARIANTS: Final = (OURS, OURS_AT_ONCE, TORCHFT)
+_STEP_LIMIT: Final = 1.2
+_HEAL_LIMIT: Final = 0.8
+_STATE_BYTES: Final = 1_000_000_000
+_NUM_LAYERS: Final = 16
+_ADAPTER_SHARE: Final = 0.01
+_TITLES: Final = {
+    "lora": "frozen weights and an adapter",
+    "diloco": "what DiLoCo synchronises",
+    "all": "everything trained",
+}
+_NUM_STEPS_BEFORE: Final = 4
+_NUM_STEPS_AFTER: Final = 5
+_NUM_SYNCS: Final = 2
+
+
+def run(options: Options) -> Iterator[Group]:
+    """Measures one state after the other."""
+    if not torchft_is_installed():
+        group = Group("join", "replica", "a replica joins")
+        group.notes.append("it needs the Lighthouse of torchft, which is not installed")
+        yield group
+        return
+    for name in options.states:
+        if name == "diloco":
+            yield _run_diloco(options)
+            continue
+        model = _model(name, options.scale)
+        group = Group("join", name, f"a replica of {model.state_bytes / 1e6:.0f} MB joins, {_TITLES[name]}")
+        for round_number, variant in options.rounds(f"join {name}", _VARIANTS):
+            trained, joined, watch = let_join(
+                model, variant, num_steps_before=_NUM_STEPS_BEFORE, num_steps_after=_NUM_STEPS_AFTER
+            )
+            for quantity, value in quantities(trained, joined).items():
+                group.add(variant, quantity, watch.sample(round_number, value))
+        group.verdicts = judge(group, name)
+        group.notes.append("a normal step: the median before, or with the newcomer, whichever is longer")
+        yield group
+
+
+def _run_diloco(options: Options) -> Group:
+    num_bytes = int(_STATE_BYTES * options.scale)
+    group = Group("join", "diloco", f"a replica of {num_bytes / 1e6:.0f} MB joins, {_TITLES['diloco']}")
+    for round_number, variant in options.rounds("join diloco", (OURS, OURS_AT_ONCE)):
+        arguments = (num_bytes, variant is OURS)
+        trained, joined, watch = joined_by(
+            lambda address, told=arguments: Child(diloco.train, *told, address, _NUM_SYNCS),  # type: ignore[misc]
+            lambda address, told=arguments: Child(diloco.join, *told, address, _NUM_SYNCS + 2),  # type: ignore[misc]
+        )
+        for quantity, value in quantities_of_diloco(trained, joined).items():
+            group.add(variant, quantity, watch.sample(round_number, value))
+    group.verdicts = [Verdict.at_most(RATIO.name, group.figure(OURS, RATIO), _STEP_LIMIT)]
+    group.notes.append("a normal step: the median of those with the newcomer; steps with a sync are compared with such")
+    return group
+
+
+def quantities_of_diloco(trained: Sequence[Iteration], joined: Sequence[Iteration]) -> dict[Quantity, float]:
+    """What is shown of one sample. The newcomer is there from its first sync on."""
+    began_s = joined[0].began_s
+    joined_s = next(each.ended_s for each in joined if each.is_sync)
+    found: dict[Quantity, float] = {}
+    ratios, running_ratios = [], []
+    for is_sync, name in ((False, "a step between syncs"), (True, "a step with a sync")):
+        kind = [each for each in trained if each.is_sync == is_sync]
+        meanwhile = [each for each in kind if each.ended_s >= began_s and each.began_s <= joined_s]
+        later = [each for each in kind if each.began_s > joined_s]
+        during, normal = max(each.took_s for each in meanwhile), statistics.median(each.took_s for each in later)
+        found[Quantity(f"{name}, normally", "ms")] = normal * 1e3
+        found[Quantity(f"{name}, longest meanwhile", "ms")] = during * 1e3
+        ratios.append(during / normal)
+        running = max(each.took_s - each.waited_s for each in meanwhile)
+        running_ratios.append(running / statistics.median(each.took_s - each.waited_s for each in later))
+    return {**found, RATIO: max(ratios), RUNNING_RATIO: max(running_ratios)}
+
+
+def _model(name: str, scale: float) -> Model:
+    num_items = int(_STATE_BYTES * scale) // 4 // _NUM_LAYERS
+    if name == "all":
+        return Model(name=name, num_tensors=_NUM_LAYERS, num_items=num_items // 3, is_foreach=False)
+    width = int(num_items**0.5)
+    return Model(
+        name=name,
+        num_tensors=_NUM_LAYERS,
+        num_items=int(num_items * _ADAPTER_SHARE),
+        num_frozen_items=width * width,
+        is_foreach=False,
+        width=width,
+    )
+
+
+def quantities(trained: Report, joined: Report) -> dict[Quantity, float]:
+    """What is shown of one sample."""
+    first = joined.committed[0]
+    asked_s, joined_s = joined.steps[0].began_s, first.ended_s
+    before = [step for step in trained.steps if step.ended_s < asked_s]
+    during = [step for step in trained.steps if step.ended_s >= asked_s and step.began_s <= joined_s]
+    after = [step for step in trained.steps if step.began_s > joined_s]
+
+    def normal(seconds: Callable[[Step], float]) -> float:
+        # The very first steps make the optimizer's state and the process group.
+        return max(statistics.median(map(seconds, part[len(part) // 2 :])) for part in (before, after) if part)
+
+    common = next(step for step in trained.steps if step.committed_step == first.committed_step)
+    return {
+        JOINED: (joined_s - common.began_s) * 1e3,
+        Quantity("the newcomer's time to its first commit", "ms"): (joined_s - asked_s) * 1e3,
+        NORMAL: normal(_whole_s) * 1e3,
+        LONGEST: max(map(_whole_s, during)) * 1e3,
+        RATIO: max(map(_whole_s, during)) / normal(_whole_s),
+        RUNNING_RATIO: max(map(_running_s, during)) / normal(_running_s),
+        **{Quantity(name, "ms"): s * 1e3 for name, s in heal_quantities(trained, joined).items() if "of it" in name},
+    }
+
+
+def _whole_s(step: Step) -> float:
+    return step.times.whole_s
+
+
+def _running_s(step: Step) -> float:
+    return step.times.whole_s - step.waited_s
+
+
+def judge(group: Group, name: str) -> list[Verdict]:
+    """The targets."""
+    if name == "all":
+        ratio = group.ratio(OURS, TORCHFT, JOINED)
+        return [Verdict.at_most(f"{JOINED.name}: ours / torchft", ratio, _HEAL_LIMIT)]
+    return [Verdict.at_most(RATIO.name, group.figure(OURS, RATIO), _STEP_LIMIT)]
+
+
+BENCHMARK: Final = Benchmark(name="join", run=run, states=tuple(_TITLES), default=Size(scale=1.0, num_samples=2))
