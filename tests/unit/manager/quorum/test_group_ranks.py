@@ -40,6 +40,7 @@ class Interrupted:
         self.at = -1
         self.is_before = True
         self.was_raised = False
+        self.has_answered = threading.Event()
 
     def call(self, function: Callable[[Any], T], timeout: timedelta, *, may_repeat: bool = True) -> T:
         self.num_calls += 1
@@ -48,6 +49,7 @@ class Interrupted:
         if is_here and self.is_before:
             raise _HandlerError
         result = function(self._store)
+        self.has_answered.set()
         if is_here:
             raise _HandlerError
         return result
@@ -157,12 +159,17 @@ def test_a_missing_rank_is_named_and_may_come_later() -> None:
     ranks = Ranks(3)
     errors = []
 
+    rank_1_is_here = ranks.connections[1].has_answered
+
     def ask(rank: int) -> None:
+        if rank == 0:
+            assert rank_1_is_here.wait(LONG.total_seconds())
         with pytest.raises(QuorumTimeoutError) as caught:
             ranks.quorum(rank, 3, SHORT if rank == 0 else LONG)
         errors.append(str(caught.value))
 
     for _ in range(4):
+        rank_1_is_here.clear()
         ranks.run(lambda: ask(0), lambda: ask(1))
     assert all("expected rank 2 of this replica within 0.3 s" in each for each in errors)
     # What it has missed, it is told at once.
