@@ -16,6 +16,9 @@ SGLANG_STAMP := $(SGLANG_VENV)/.installed
 FLEET_PIP := $(FLEET_VENV)/bin/python -m pip --disable-pip-version-check install -qq
 FLEET_STAMP := $(FLEET_VENV)/.installed
 
+# One run of tests goes on where another one has failed; no test chosen is no failure.
+PYTEST := tests() { $(VENV)/bin/python -m pytest "$$@" || [ $$? -eq 5 ] || failed=1; }; failed=0; tests
+
 # In three processes, for they wait half of the time, and in the order of the files; tests/conftest.py says which tests
 # stay together.
 SHARED := -n 3 --dist loadscope --no-loadscope-reorder
@@ -81,13 +84,12 @@ demo: $(STAMP) ## watch a replica recover while the others train
 	@$(VENV)/bin/python -m manager.demo $(ARGS)
 
 test: $(STAMP) ## run the tests (ARGS="-k name" to choose)
-	@$(VENV)/bin/python -m pytest $(SHARED) -m "not slow and not gpu and not alone" $(ARGS) || [ $$? -eq 5 ]
-	@$(VENV)/bin/python -m pytest -m "alone and not slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
+	@$(PYTEST) $(SHARED) -m "not slow and not gpu and not alone" $(ARGS); \
+		tests -m "alone and not slow and not gpu" $(ARGS); exit $$failed
 
 test-slow: $(STAMP) ## run the tests marked slow, and the properties with all examples
-	@$(VENV)/bin/python -m pytest $(SHARED) -m "slow and not gpu" $(ARGS) || [ $$? -eq 5 ]
-	@HYPOTHESIS_PROFILE=full $(VENV)/bin/python -m pytest $(SHARED) tests/property $(ARGS) || \
-		[ $$? -eq 5 ]
+	@$(PYTEST) $(SHARED) -m "slow and not gpu" $(ARGS); \
+		export HYPOTHESIS_PROFILE=full; tests $(SHARED) tests/property $(ARGS); exit $$failed
 
 test-engines: $(ENGINES_STAMP) $(SGLANG_STAMP) ## publish to real engines under load (by hand: two environments of 6 GB, minutes)
 	@$(SGLANG_VENV)/bin/python -m pytest tests/engines $(ARGS) || [ $$? -eq 5 ]
