@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV); this takes a few minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) torch
-	@$(PIP) --editable '.[dev,demo,bench]'
+	@$(PIP) --editable '.[dev,bench,docs]'
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
 		$(PIP) --editable '.[torchft]' || \
 		echo "WARNING: torchft could not be installed; the tests against the real torchft will be skipped" >&2; \

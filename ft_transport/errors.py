@@ -2,6 +2,7 @@
 
 TransportError
 ├── ConfigurationError          a setting that cannot work, found at construction
+├── RecordError                 a line that tells of no recovery, save or publish
 ├── ManifestError               a description of a snapshot that is malformed, too new or over a limit
 ├── SnapshotError               a state that cannot be captured
 │   ├── UnsupportedLeafError    a leaf with no safe encoding, named by its path
@@ -126,6 +127,10 @@ class ConfigurationError(TransportError, ValueError):
     """A setting that cannot work: an unknown interface, a negative limit, an unusable address."""
 
     http_status = 400
+
+
+class RecordError(TransportError, ValueError):
+    """A line of a file of records is none, or of a kind that is not known here."""
 
 
 class ManifestError(TransportError, ValueError):

@@ -12,11 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-try:
-    from rich.console import Console
-except ImportError:
-    sys.exit("the demo draws with rich: pip install 'ft-transport[demo]'")
-
+from rich.console import Console
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from manager import LighthouseUnavailableError, embedded_lighthouse

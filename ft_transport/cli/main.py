@@ -1,0 +1,31 @@
+"""The command itself: its subcommands by name, how errors become exit codes, and who decides how things look."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ft_transport.errors import TransportError
+
+app = typer.Typer(
+    name="ft-transport",
+    help="Look into replicated training: peers, snapshots, checkpoints and recoveries.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _common() -> None:
+    """Look into replicated training: peers, snapshots, checkpoints and recoveries."""
+
+
+def main() -> None:
+    """Run the command line. Exits with 0 if all is well, 1 if something is not as it should be, 2 for wrong usage."""
+    try:
+        app()
+    except TransportError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)

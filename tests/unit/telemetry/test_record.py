@@ -1,0 +1,39 @@
+"""Records survive their journey through a file, and what is no record is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from ft_transport.errors import RecordError
+from ft_transport.telemetry.record import Phase, Record, Retry, Transfer, decode_record, encode_record
+
+RECORD = Record(
+    kind="heal",
+    begun_unix_s=1.7e9,
+    length_s=2.5,
+    outcome="ok",
+    replica="b",
+    step=7,
+    num_bytes=4096,
+    phases=(Phase(name="quorum", start_s=0.0, length_s=0.5), Phase(name="transfer", start_s=0.5, length_s=2.0)),
+    transfers=(Transfer(peer="http://a:1", role="source", num_bytes=4096, length_s=2.0, interface="eth0"),),
+    retries=(Retry(at_s=0.6, cause="PeerUnreachableError: gone", peer="http://c:1"),),
+    notes={"advertised": "http://b:1"},
+)
+
+
+def test_a_record_survives_its_line() -> None:
+    line = encode_record(RECORD)
+    assert b"\n" not in line
+    assert decode_record(line) == RECORD
+    assert decode_record(line.decode()) == RECORD
+
+
+def test_what_a_newer_version_adds_is_passed_over() -> None:
+    assert decode_record(encode_record(RECORD)[:-1] + b',"later":1}') == RECORD
+
+
+@pytest.mark.parametrize("line", ["", "[]", "{}", '{"kind": "party"}', b"\xff"])
+def test_what_is_no_record_is_refused(line: bytes | str) -> None:
+    with pytest.raises(RecordError, match="expected a record in JSON"):
+        decode_record(line)
