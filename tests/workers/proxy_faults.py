@@ -28,6 +28,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from faulty_network import Fault, draw, faulty_network
+from machine_pauses import MachinePauses, watching_for_pauses
 from sharded_tools import mesh_of, part_of
 from state_equality import exact
 from torch.distributed.tensor import Replicate, Shard
@@ -73,6 +74,7 @@ class Tally:
     alone: Counter[tuple[str, str, bool]] = field(default_factory=Counter)
     hurt: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
+    late: list[tuple[float, float, str]] = field(default_factory=list)
     longest_s: float = 0.0
     mutex: threading.Lock = field(default_factory=threading.Lock)
 
@@ -170,10 +172,9 @@ class _Fetcher:
             outcome = type(error).__name__
             violation = f"an error without a type: {error!r}"
         took_s = time.monotonic() - started_s
-        if took_s > TIMEOUT_S + GRACE_S:
-            violation = f"it took {took_s:.1f} s"
         hurt = sum((proxy.hurt for proxy in used), Counter()) - before
         tally = self._tally
+        fetch = f"seed {seed}, {num_sources} sources, {self._drawn}"
         with tally.mutex:
             tally.num_fetches += 1
             tally.outcomes[outcome] += 1
@@ -183,8 +184,10 @@ class _Fetcher:
                 fault = self._drawn[0]
                 where = "request" if fault.to_server else "answer"
                 tally.alone[where, fault.kind, outcome == "exact"] += 1
+            if took_s > TIMEOUT_S + GRACE_S:
+                tally.late.append((started_s, started_s + took_s, fetch))
             if violation is not None:
-                tally.violations.append(f"seed {seed}, {num_sources} sources, {self._drawn}: {violation}")
+                tally.violations.append(f"{fetch}: {violation}")
 
 
 def run(num_faults: int, seed: int, *, num_threads: int = 4) -> Tally:
@@ -200,7 +203,7 @@ def run(num_faults: int, seed: int, *, num_threads: int = 4) -> Tally:
                 number = next(numbers)
             yield number
 
-    with _serving() as servers:
+    with watching_for_pauses() as pauses, _serving() as servers:
         threads = [
             threading.Thread(target=_Fetcher(servers, tally, expected).run, args=(seeds(), num_faults))
             for _ in range(num_threads)
@@ -210,7 +213,16 @@ def run(num_faults: int, seed: int, *, num_threads: int = 4) -> Tally:
         for thread in threads:
             thread.join()
         tally.violations += _still_read(servers)
+    tally.violations += _too_late(tally, pauses)
     return tally
+
+
+def _too_late(tally: Tally, pauses: MachinePauses) -> Iterator[str]:
+    """Fetches that were late while the machine was running."""
+    for start_s, end_s, fetch in tally.late:
+        paused_s = pauses.overlap_s(start_s, end_s)
+        if end_s - start_s - paused_s > TIMEOUT_S + GRACE_S:
+            yield f"{fetch}: it took {end_s - start_s:.1f} s, {paused_s:.1f} s of them a pause of the machine"
 
 
 def _still_read(servers: dict[int, list[HTTPTransport[Any]]]) -> list[str]:
@@ -252,7 +264,9 @@ def _print(tally: Tally, took_s: float, num_faults: int, seed: int) -> None:
     print(
         f"seed {seed}: {tally.num_hurt} faults (asked for {num_faults}) in {tally.num_fetches} fetches, {took_s:.0f} s"
     )
-    print(f"longest fetch {tally.longest_s:.2f} s of {TIMEOUT_S:g} s")
+    print(
+        f"longest fetch {tally.longest_s:.2f} s of {TIMEOUT_S:g} s; {len(tally.late)} late with pauses of the machine"
+    )
     for outcome, count in tally.outcomes.most_common():
         print(f"  {outcome:28} {count:7} {100 * count / tally.num_fetches:6.2f} %")
     print("fetches with one fault, that arrived:")
