@@ -1,0 +1,276 @@
+"""Makes records while what they tell of goes on, keeps the last ones, and passes each on to who asked.
+
+The code that fetches does not know whether it is part of a heal. It asks for a recording of its own and gets, in the
+thread (or context) in which one is open already, a part of that one: its phases, transfers and retries are the heal's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from ft_transport.telemetry.record import Kind, Outcome, Phase, Record, Retry, Transfer, encode_record
+
+logger = logging.getLogger(__name__)
+
+NUM_KEPT: Final = 100
+RECORDS_VARIABLE: Final = "FT_TRANSPORT_RECORDS"
+
+Listener = Callable[[Record], None]
+
+_MAX_PHASES: Final = 1000
+_MAX_RETRIES: Final = 1000
+_open: ContextVar[Recording | None] = ContextVar("ft_transport_recording", default=None)
+
+
+def current() -> Recording | None:
+    """The recording that is open in this thread, or context."""
+    return _open.get()
+
+
+class Recorder:
+    """Keeps the last records of one replica's process. Any thread may use it.
+
+    Args:
+        path: A file of records as JSON lines that each one is added to; ``None`` takes the one that the environment
+            names in ``FT_TRANSPORT_RECORDS``, if any. A file that cannot be written is warned of once: nothing fails
+            because nobody can be told of it.
+        num_kept: How many are kept in memory.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, *, path: Path | None = None, num_kept: int = NUM_KEPT, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        named = os.environ.get(RECORDS_VARIABLE, "")
+        self._path = path or (Path(named) if named else None)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kept: deque[Record] = deque(maxlen=num_kept)
+        self._listeners: list[Listener] = []
+
+    def begin(self, kind: Kind, *, replica: str = "", group_rank: int = 0, phase: str = "") -> Recording:
+        """Begin to record, or to add to what is recorded in this thread.
+
+        Args:
+            kind: What it tells of; of a part, nobody asks.
+            replica: How this replica calls itself.
+            group_rank: Of this process in its replica.
+            phase: The first one. Empty names it after the kind; a part goes on in the whole's.
+
+        Returns:
+            To be ended in the same thread, as a context manager or by `Recording.end`.
+        """
+        whole = _open.get()
+        return Recording(
+            self,
+            Record(
+                kind=kind,
+                begun_unix_s=_now_unix_s(),
+                length_s=0.0,
+                outcome="ok",
+                replica=replica,
+                group_rank=group_rank,
+            ),
+            phase=phase,
+            clock=self._clock,
+            whole=whole._whole or whole if whole is not None else None,
+        )
+
+    def recent(self) -> tuple[Record, ...]:
+        """The last ones to have ended, the newest at the end."""
+        with self._lock:
+            return tuple(self._kept)
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Have ``listener`` called with each record, in the thread that ended it.
+
+        Returns:
+            What ends it.
+        """
+        with self._lock:
+            self._listeners.append(listener)
+        return lambda: self._unsubscribe(listener)
+
+    def _unsubscribe(self, listener: Listener) -> None:
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+    def _keep(self, record: Record) -> None:
+        with self._lock:
+            self._kept.append(record)
+            listeners = tuple(self._listeners)
+            path = self._path
+        if path is not None:
+            try:
+                _append(path, encode_record(record) + b"\n")
+            except OSError as error:
+                with self._lock:
+                    self._path = None
+                logger.warning("records are no longer written to %s: %s", path, error)
+        for listener in listeners:
+            try:
+                listener(record)
+            except Exception:
+                logger.exception("a listener of records failed")
+
+
+class Recording:
+    """One record that is being made. Its phases are begun in one thread; any thread may add the rest."""
+
+    def __init__(
+        self, recorder: Recorder, beginning: Record, *, phase: str, clock: Callable[[], float], whole: Recording | None
+    ) -> None:
+        self._recorder = recorder
+        self._beginning = beginning
+        self._clock = clock
+        self._whole = whole
+        self._began_s = clock()
+        self._lock = threading.Lock()
+        self._phases: list[Phase] = []
+        self._phase = phase or beginning.kind
+        self._phase_began_s = self._began_s
+        self._transfers: dict[tuple[str, str], Transfer] = {}
+        self._retries: list[Retry] = []
+        self._notes: dict[str, str] = {}
+        self._step: int | None = None
+        self._num_bytes = 0
+        self._has_ended = False
+        if whole is None:
+            _open.set(self)
+        elif phase:
+            whole.phase(phase)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether what is recorded here belongs to a record that was begun before."""
+        return self._whole is not None
+
+    def phase(self, name: str) -> None:
+        """End the phase that goes on, and begin another one. A part's phases are the whole's."""
+        if self._whole is not None:
+            self._whole.phase(name)
+            return
+        with self._lock:
+            if name != self._phase:
+                self._end_phase(self._clock())
+                self._phase = name
+
+    def transfer(self, transfer: Transfer) -> None:
+        """Add what came from, or went to, one peer; more of the same peer and role is summed up."""
+        if self._whole is not None:
+            self._whole.transfer(transfer)
+            return
+        key = (transfer.peer, transfer.role)
+        with self._lock:
+            known = self._transfers.get(key)
+            self._transfers[key] = transfer if known is None else _sum(known, transfer)
+
+    def retry(self, cause: BaseException | str, *, peer: str = "") -> None:
+        """Say that something failed and is tried again."""
+        if self._whole is not None:
+            self._whole.retry(cause, peer=peer)
+            return
+        text = cause if isinstance(cause, str) else _describe(cause)
+        with self._lock:
+            if len(self._retries) < _MAX_RETRIES:
+                self._retries.append(Retry(at_s=self._clock() - self._began_s, cause=text, peer=peer))
+
+    def note(self, **notes: str) -> None:
+        """Add what helps to explain it."""
+        if self._whole is not None:
+            self._whole.note(**notes)
+            return
+        with self._lock:
+            self._notes.update(notes)
+
+    def tell(self, *, step: int | None = None, num_bytes: int | None = None) -> None:
+        """Say at which step it ends, and how large the whole is, as soon as that is known."""
+        if self._whole is not None:
+            self._whole.tell(step=step, num_bytes=num_bytes)
+            return
+        with self._lock:
+            self._step = self._step if step is None else step
+            self._num_bytes = self._num_bytes if num_bytes is None else num_bytes
+
+    def end(self, outcome: Outcome = "ok", *, error: BaseException | str = "") -> Record | None:
+        """End it, once; later calls and the ends of parts do nothing.
+
+        Returns:
+            The record, unless nothing was done.
+        """
+        if self._whole is not None:
+            return None
+        with self._lock:
+            if self._has_ended:
+                return None
+            self._has_ended = True
+            now_s = self._clock()
+            self._end_phase(now_s)
+            record = replace(
+                self._beginning,
+                length_s=now_s - self._began_s,
+                outcome=outcome,
+                step=self._step,
+                num_bytes=self._num_bytes,
+                error=error if isinstance(error, str) else _describe(error),
+                phases=tuple(self._phases),
+                transfers=tuple(self._transfers.values()),
+                retries=tuple(self._retries),
+                notes=dict(self._notes),
+            )
+        if _open.get() is self:
+            _open.set(None)
+        self._recorder._keep(record)
+        return record
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end("ok" if error is None else "failed", error=error or "")
+
+    def _end_phase(self, now_s: float) -> None:
+        if len(self._phases) < _MAX_PHASES:
+            start_s = self._phase_began_s - self._began_s
+            self._phases.append(Phase(name=self._phase, start_s=start_s, length_s=now_s - self._phase_began_s))
+            self._phase_began_s = now_s
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _sum(known: Transfer, more: Transfer) -> Transfer:
+    return replace(
+        more,
+        num_bytes=known.num_bytes + more.num_bytes,
+        length_s=known.length_s + more.length_s,
+        num_connections=known.num_connections + more.num_connections,
+    )
+
+
+def _append(path: Path, line: bytes) -> None:
+    """One write of one line: processes that share a file do not mix theirs."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def _now_unix_s() -> float:
+    return datetime.now(timezone.utc).timestamp()
