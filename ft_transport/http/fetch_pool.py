@@ -16,6 +16,7 @@ from typing import Final, Generic, Protocol
 from ft_transport.errors import DeadlineExceededError, TransportError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_timeouts import Timeouts
+from ft_transport.http.kept_connections import KeptConnections
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import SafeCondition
@@ -80,8 +81,6 @@ class FetchSettings:
 
 
 _RELAY_STALL_S: Final = 5.0
-_MAX_CONNECTIONS_OF_WORKER: Final = 8
-"""A worker keeps its connections to so many, because a new one has to prove itself; the servers have many to keep."""
 
 
 class _ProgressError(Exception):
@@ -136,7 +135,7 @@ class FetchPool(Generic[Unit]):
         self._total_bytes = total_bytes
         # Guards the machine, and tells of changes.
         self._changed = SafeCondition()
-        self._connections: list[Connection] = []
+        self._connections = KeptConnections(self._connect)
         self._used_by: dict[WorkerIndex, Connection] = {}
         self._interruption: BaseException | None = None
         self._ended: set[WorkerIndex] = set()
@@ -178,6 +177,8 @@ class FetchPool(Generic[Unit]):
                 self._interrupt(error)
         for thread in threads[:num_started]:
             thread.join()
+        with self._changed:
+            self._connections.close()
         if self._interruption is not None:
             raise self._interruption
         stopped = self._machine.stopped
@@ -208,7 +209,6 @@ class FetchPool(Generic[Unit]):
         self._abort(TransportError(f"the fetch was interrupted: {type(error).__name__}"))
 
     def _work(self, worker: WorkerIndex) -> None:
-        connections: dict[int, Connection] = {}
         try:
             while True:
                 with self._changed:
@@ -220,38 +220,28 @@ class FetchPool(Generic[Unit]):
                         instruction = self._machine.next(worker)
                 if isinstance(instruction, Stop):
                     return
-                self._perform(worker, instruction, connections)
+                with self._changed:
+                    connection = self._connections.take(instruction.source)
+                try:
+                    self._perform(worker, instruction, connection)
+                finally:
+                    with self._changed:
+                        self._used_by.pop(worker, None)
+                        self._connections.give_back(instruction.source, connection)
         finally:
-            for connection in connections.values():
-                connection.close()
-
-    def _connection(self, request: Request[Unit], connections: dict[int, Connection]) -> Connection:
-        """The worker's own connection to the source; it keeps those that it used last."""
-        connection = connections.pop(request.source, None)
-        if connection is not None and connection.is_interrupted:
-            self._forget(connection)
-            connection = None
-        if connection is None:
-            while len(connections) >= _MAX_CONNECTIONS_OF_WORKER:
-                self._forget(connections.pop(next(iter(connections))))
-            settings = self._settings
-            if request.source >= self._num_sources:
-                settings = settings.with_stall_timeout(_RELAY_STALL_S)
-            connection = settings.connection_to(self._sources[request.source])
+            # A worker ends when the fetch does.
             with self._changed:
-                self._connections.append(connection)
-        connections[request.source] = connection
-        return connection
+                self._connections.close_idle()
 
-    def _forget(self, connection: Connection) -> None:
-        connection.close()
-        with self._changed:
-            self._connections.remove(connection)
+    def _connect(self, source: int) -> Connection:
+        settings = self._settings
+        if source >= self._num_sources:
+            settings = settings.with_stall_timeout(_RELAY_STALL_S)
+        return settings.connection_to(self._sources[source])
 
-    def _perform(self, worker: WorkerIndex, request: Request[Unit], connections: dict[int, Connection]) -> None:
+    def _perform(self, worker: WorkerIndex, request: Request[Unit], connection: Connection) -> None:
         settings = self._settings
         source = self._sources[request.source]
-        connection = self._connection(request, connections)
         try:
             if request.delay_s:
                 left_s = settings.timeouts.remaining_s("waiting to try again", source)
@@ -324,9 +314,7 @@ class FetchPool(Generic[Unit]):
 
     def _interrupt_connections(self) -> None:
         with self._changed:
-            connections = list(self._connections)
-        for connection in connections:
-            connection.interrupt()
+            self._connections.interrupt()
 
     def _report_progress(self, num_bytes: int) -> None:
         """So many more bytes have landed. Called under the lock."""
