@@ -70,7 +70,8 @@ class TransportSettings:
             A peer that reached it at another address than one of these or its own takes it for an impostor.
         max_snapshots: Snapshots alive at once, each as large as the state.
         num_copy_threads: Threads that copy and digest a snapshot.
-        chunk_bytes: Unit of fetch and of digest.
+        chunk_bytes: The most bytes of a chunk, the unit of fetch and of digest. A state of less than 256 of them has
+            smaller ones, of 1 MiB at least, so that many who receive it at once soon have something to pass on.
         keyed_digests: How chunks are digested where there is a job token: ``blake3-64``, which nobody without it can
             forge, or ``keyed-xxh3-64``, which is faster and withstands strangers alone (``wire.digester``).
         verify: Whether received chunks are compared with their digests. Nothing else shows that who is on the way has

@@ -26,7 +26,7 @@ from ft_transport.state.copying import Column, HostCopier, HostCopies
 from ft_transport.state.device import DeviceCopier, Marks
 from ft_transport.state.dtypes import carrier_of
 from ft_transport.state.lasting_digests import ChunkKey, LastingDigests
-from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.chunks import ChunkTable, chunk_bytes_for
 from ft_transport.wire.digester import Digester
 from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.served import MemoryFile, Snapshot
@@ -77,7 +77,7 @@ class Workshop:
         pool: Has the arenas.
         copier: Copies and digests host memory.
         device_copier: Copies from accelerators.
-        chunk_bytes: Size of the chunks that are digested and fetched.
+        chunk_bytes: The most bytes of a chunk, the unit of digest and fetch; small states have smaller ones.
         is_digested: Whether snapshots have digests.
         digester: Says for each snapshot how they are made.
         lasting: Keeps those of what seldom changes.
@@ -119,7 +119,8 @@ class PendingSnapshot:
         self._arena = arena
         self._workshop = workshop
         self._digester = workshop.digester()
-        self._chunks = ChunkTable(data_bytes=self._data_bytes, chunk_bytes=workshop.chunk_bytes)
+        chunk_bytes = chunk_bytes_for(self._data_bytes, most=workshop.chunk_bytes)
+        self._chunks = ChunkTable(data_bytes=self._data_bytes, chunk_bytes=chunk_bytes)
         self._deferred: Column = np.empty(0, dtype=np.int64)
         self._is_held = True
         self._marks = held.marks

@@ -23,7 +23,7 @@ class Stager:
     Args:
         max_snapshots: How many may be alive at once.
         num_threads: Threads that copy and digest.
-        chunk_bytes: Size of the chunks that are digested and fetched.
+        chunk_bytes: The most bytes of a chunk, the unit of digest and fetch; small states have smaller ones.
         is_digested: Whether snapshots have digests; who writes them to disk digests the files.
         digester: Says for each snapshot how its digests are made.
         accelerator: Where streams come from; for tests. ``None`` takes torch's own.

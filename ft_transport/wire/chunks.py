@@ -17,6 +17,9 @@ CHUNK_BYTES: Final = 4 << 20
 Small enough that a bad one costs little to fetch again, large enough that digests stay few.
 """
 
+_LEAST_CHUNK_BYTES: Final = 1 << 20
+_NUM_CHUNKS_WANTED: Final = 256
+"""Of K receivers that pass on to each other what they have, the last one is late by K chunks."""
 
 DIGEST_HEX_DIGITS: Final = 16
 
@@ -39,6 +42,17 @@ class ChunkTable:
     def range_of(self, first: int, end: int) -> tuple[int, int]:
         """The byte range, half-open, of chunks ``first`` to ``end`` (exclusive)."""
         return first * self.chunk_bytes, min(end * self.chunk_bytes, self.data_bytes)
+
+
+def chunk_bytes_for(data_bytes: int, *, most: int) -> int:
+    """How large the chunks are of data of this size: the same power of two wherever the data is the same.
+
+    Args:
+        data_bytes: Of all chunks together.
+        most: Longer ones are not wanted.
+    """
+    wanted = max(1, data_bytes // _NUM_CHUNKS_WANTED)
+    return min(most, max(_LEAST_CHUNK_BYTES, 1 << (wanted.bit_length() - 1)))
 
 
 def digest(data: bytes | memoryview) -> int:
