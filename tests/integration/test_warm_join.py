@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from quorum_threads import LONG_S, TIMEOUT, Gate, lighthouse, loopback_transport, make_manager
+from quorum_threads import LONG_S, TIMEOUT, Gate, lighthouse, loopback_transport, make_manager, run_replicas
 from state_equality import exact
+from torch.distributed import TCPStore
 
 from ft_transport import HTTPTransport, Received, TransportError, TransportSettings
 from manager import guard_diloco
@@ -83,6 +85,7 @@ class Training:
 
     def __init__(self) -> None:
         self.gate = Gate()
+        self.stores: list[TCPStore] = []  # of replicas with several ranks; they end with their last reference
         self._replicas: list[Replica | LocalReplica] = []
         self._threads: list[threading.Thread] = []
         self._errors: list[BaseException] = []
@@ -120,6 +123,7 @@ class Training:
             replica.manager.shutdown(wait=False)
         for thread in self._threads:
             thread.join(LONG_S)
+        self.stores.clear()
 
 
 @pytest.fixture
@@ -166,6 +170,35 @@ def test_nothing_is_asked_for_where_it_would_not_help(
     assert first == second
     assert not newcomer.fetches.before
     assert len(newcomer.fetches.in_quorum) == 1
+
+
+def ranks_of(training: Training, address: str, name: str, *, seed: int) -> list[Replica]:
+    """The two ranks of a replica, each of which holds parameters of its own."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    training.stores.append(store)
+    group: dict[str, Any] = {"world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
+    return run_replicas(*(partial(Replica, address, name, seed=seed + rank, rank=rank, **group) for rank in range(2)))
+
+
+def test_each_rank_of_a_newcomer_gets_its_own_part_before_the_quorum(training: Training, address: str) -> None:
+    for rank, replica in enumerate(ranks_of(training, address, "trains", seed=1)):
+        training.run(replica, f"trains {rank}")
+    for rank in range(2):
+        training.gate.wait(f"trains {rank}")
+    newcomers = ranks_of(training, address, "joins", seed=11)
+    for rank, newcomer in enumerate(newcomers):
+        training.run(newcomer, f"joins {rank}")
+    for rank in range(2):
+        training.gate.wait(f"joins {rank}")
+    *trained, first, second = training.end()
+    assert [first, second] == trained
+    assert first != second
+    for newcomer in newcomers:
+        (before,) = newcomer.fetches.before
+        assert before.num_bytes_fetched == WIDTH * WIDTH * 4 + 3 * ADAPTER_BYTES + 2 * 4
+        (healed,) = newcomer.fetches.in_quorum
+        assert healed.num_bytes_fetched is not None
+        assert healed.num_bytes_fetched <= 1.02 * 3 * ADAPTER_BYTES
 
 
 def test_replicas_that_all_start_ask_nobody_before_the_quorum(training: Training) -> None:
