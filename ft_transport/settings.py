@@ -95,6 +95,8 @@ class TransportSettings:
         max_receive_bytes: The largest snapshot that is accepted. Default: this machine's memory.
         meshes: Device meshes for received DTensors that have no counterpart in the receiver's own state.
         on_progress: Called while receiving, after each chunk, on a receiving thread.
+        records: A file that a line of JSON is added to for each fetch, heal, save, load and publish; ``None`` for that
+            in ``FT_TRANSPORT_RECORDS``, if any. The last 100 are in memory anyway (`HTTPTransport.recorder`).
     """
 
     host: str | None = None
@@ -122,12 +124,14 @@ class TransportSettings:
     max_receive_bytes: int = field(default_factory=lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     meshes: Sequence[DeviceMesh] = ()
     on_progress: Callable[[FetchProgress], None] | None = None
+    records: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("host", "advertise"):
             _check_type(name, getattr(self, name), (str, type(None)), "a str or None")
         if not isinstance(self.token, (str, type(None))):
             raise ConfigurationError(f"expected a str or None as token, got {type(self.token).__name__}")
+        _check_type("records", self.records, (str, os.PathLike, type(None)), "a path or None")
         _check_type("tls", self.tls, (TLSFiles, type(None)), "TLSFiles or None")
         if isinstance(self.reached_at, str) or not all(isinstance(each, str) for each in self.reached_at):
             raise ConfigurationError(f"expected a sequence of 'host:port' as reached_at, got {_shown(self.reached_at)}")

@@ -21,6 +21,7 @@ from ft_transport.settings import TransportSettings, check_duration, check_numbe
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
 from ft_transport.state.snapshot import HeldState, nothing_moved
+from ft_transport.telemetry.recorder import Recorder
 from ft_transport.transfer.client import FetchRequest, StateClient
 from ft_transport.transfer.partial_state import PartialState
 from ft_transport.transfer.received import Received, ReceivedBefore
@@ -50,6 +51,7 @@ class HTTPTransport(Generic[T]):
             memory and the copy; called afresh for each ``recv_checkpoint``.
         read_lock: Held while a snapshot is copied, so that no optimizer steps meanwhile (``Manager.read_lock``).
         settings: Everything else.
+        recorder: Keeps records of what is received (``ft_transport.telemetry``); one of its own by default.
 
     Raises:
         ConfigurationError: A setting cannot work, or the address cannot be bound.
@@ -63,6 +65,7 @@ class HTTPTransport(Generic[T]):
         state_dict: Callable[[], object] | None = None,
         read_lock: ReadLock | None = None,
         settings: TransportSettings | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         check_duration("timeout", timeout, at_least=timedelta(0))
         num_chunks = check_number("num_chunks", num_chunks, at_least=0)
@@ -76,6 +79,7 @@ class HTTPTransport(Generic[T]):
         settings = settings if settings is not None else TransportSettings()
         keys = settings.keys()
         self._keys = keys
+        self.recorder = recorder if recorder is not None else Recorder(path=settings.records)
         certificates = settings.certificates()
         self._server = StateServer(
             settings, keys=self._keys, certificates=certificates, max_wait_s=timeout.total_seconds()
@@ -87,6 +91,7 @@ class HTTPTransport(Generic[T]):
             keys=self._keys,
             certificates=certificates,
             relays=self._server.http.relays,
+            recorder=self.recorder,
         )
 
     def metadata(self) -> str:

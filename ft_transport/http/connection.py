@@ -84,6 +84,8 @@ class Connection:
         self._http: HTTPConnection | None = None
         self._socket: TimedSocket | None = None
         self._address: object = None
+        self.num_opened = 0
+        self.local_address = ""
         self._ahead = b""
         self._is_interrupted = False
         self._started_s = self._received_s = 0.0
@@ -346,6 +348,8 @@ class Connection:
                 continue
             if self._is_interrupted:
                 raise PeerUnreachableError("the request was given up", peer=str(self.peer))
+            self.num_opened += 1
+            self.local_address = str(timed.raw.getsockname()[0])
             return timed
         self._timeouts.remaining_s(doing, self.peer)
         raise PeerUnreachableError(f"no address accepts a connection: {'; '.join(failures)}", peer=str(self.peer))

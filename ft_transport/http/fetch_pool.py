@@ -18,9 +18,11 @@ from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.http.kept_connections import KeptConnections
 from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.transfer_log import TransferLog
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.settings import FetchProgress
+from ft_transport.telemetry.recorder import current
 from ft_transport.tls import Certificates
 from ft_transport.wire.fetch import (
     FetchMachine,
@@ -137,6 +139,8 @@ class FetchPool(Generic[Unit]):
         self._changed = SafeCondition()
         self._connections = KeptConnections(self._connect)
         self._used_by: dict[WorkerIndex, Connection] = {}
+        self._recording = current()
+        self._log = TransferLog(sources, num_sources=self._num_sources)
         self._interruption: BaseException | None = None
         self._ended: set[WorkerIndex] = set()
         self._ends: SimpleQueue[WorkerIndex] = SimpleQueue()
@@ -179,6 +183,9 @@ class FetchPool(Generic[Unit]):
             thread.join()
         with self._changed:
             self._connections.close()
+            if self._recording is not None:
+                for transfer in self._log.transfers():
+                    self._recording.transfer(transfer)
         if self._interruption is not None:
             raise self._interruption
         stopped = self._machine.stopped
@@ -222,11 +229,14 @@ class FetchPool(Generic[Unit]):
                     return
                 with self._changed:
                     connection = self._connections.take(instruction.source)
+                    num_opened = connection.num_opened
+                    self._log.begun(instruction.source)
                 try:
                     self._perform(worker, instruction, connection)
                 finally:
                     with self._changed:
                         self._used_by.pop(worker, None)
+                        self._log.ended(instruction.source, connection, num_opened_before=num_opened)
                         self._connections.give_back(instruction.source, connection)
         finally:
             # A worker ends when the fetch does.
@@ -260,6 +270,8 @@ class FetchPool(Generic[Unit]):
             if settings.timeouts.is_over():
                 self._abort(self._out_of_time(error))
                 return
+            if self._recording is not None:
+                self._recording.retry(error, peer=str(source))
             with self._changed:
                 self._machine.request_failed(worker, error)
                 self._changed.notify_all()
@@ -282,6 +294,7 @@ class FetchPool(Generic[Unit]):
                     return
                 # First, because an error of the caller's own must end a fetch also at its last unit.
                 self._report_progress(num_bytes)
+                self._log.received(request.source, num_bytes)
                 self._machine.unit_landed(worker)
                 if self._machine.stopped is not None:
                     self._changed.notify_all()

@@ -23,6 +23,7 @@ from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import overlaps_itself
 from ft_transport.state.matching import Incoming
 from ft_transport.state.views import extent_bytes, has_own_memory
+from ft_transport.telemetry.recorder import Recorder
 from ft_transport.tls import TLSFiles
 from ft_transport.transfer.client import FetchRequest, StateClient
 
@@ -78,6 +79,7 @@ class ReceivedWeights:
             num_connections=_NUM_CONNECTIONS,
             keys=keys,
             certificates=settings.certificates(),
+            recorder=Recorder(),
         )
         self.version: int | None = None
         self.num_bytes_fetched = 0

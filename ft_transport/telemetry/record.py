@@ -41,7 +41,7 @@ class Transfer:
     """What went between this process and one other place.
 
     Attributes:
-        peer: The URL of a source, relay or engine as it was told, or the path of a file.
+        peer: ``host:port`` of a source or relay as it was told, the URL of an engine, or the path of a file.
         role: What it was to this process.
         num_bytes: That came, or were sent or written.
         length_s: From its first request to the end of its last, in seconds.

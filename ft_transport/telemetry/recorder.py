@@ -38,6 +38,13 @@ def current() -> Recording | None:
     return _open.get()
 
 
+def phase(name: str) -> None:
+    """Begin a phase of what is recorded in this thread, if anything is."""
+    recording = _open.get()
+    if recording is not None:
+        recording.phase(name)
+
+
 class Recorder:
     """Keeps the last records of one replica's process. Any thread may use it.
 
@@ -50,16 +57,22 @@ class Recorder:
     """
 
     def __init__(
-        self, *, path: Path | None = None, num_kept: int = NUM_KEPT, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        num_kept: int = NUM_KEPT,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        named = os.environ.get(RECORDS_VARIABLE, "")
-        self._path = path or (Path(named) if named else None)
+        named = path if path is not None else os.environ.get(RECORDS_VARIABLE, "")
+        self._path = Path(named) if named else None
         self._clock = clock
         self._lock = threading.Lock()
         self._kept: deque[Record] = deque(maxlen=num_kept)
         self._listeners: list[Listener] = []
 
-    def begin(self, kind: Kind, *, replica: str = "", group_rank: int = 0, phase: str = "") -> Recording:
+    def begin(
+        self, kind: Kind, *, replica: str = "", group_rank: int = 0, phase: str = "", began_s: float | None = None
+    ) -> Recording:
         """Begin to record, or to add to what is recorded in this thread.
 
         Args:
@@ -67,6 +80,7 @@ class Recorder:
             replica: How this replica calls itself.
             group_rank: Of this process in its replica.
             phase: The first one. Empty names it after the kind; a part goes on in the whole's.
+            began_s: When it began, by the clock, if that was before this call.
 
         Returns:
             To be ended in the same thread, as a context manager or by `Recording.end`.
@@ -84,6 +98,7 @@ class Recorder:
             ),
             phase=phase,
             clock=self._clock,
+            began_s=began_s,
             whole=whole._whole or whole if whole is not None else None,
         )
 
@@ -130,13 +145,23 @@ class Recording:
     """One record that is being made. Its phases are begun in one thread; any thread may add the rest."""
 
     def __init__(
-        self, recorder: Recorder, beginning: Record, *, phase: str, clock: Callable[[], float], whole: Recording | None
+        self,
+        recorder: Recorder,
+        beginning: Record,
+        *,
+        phase: str,
+        clock: Callable[[], float],
+        began_s: float | None,
+        whole: Recording | None,
     ) -> None:
         self._recorder = recorder
         self._beginning = beginning
         self._clock = clock
         self._whole = whole
-        self._began_s = clock()
+        now_s = clock()
+        self._began_s = now_s if began_s is None else began_s
+        if self._began_s < now_s:
+            self._beginning = replace(beginning, begun_unix_s=beginning.begun_unix_s - (now_s - self._began_s))
         self._lock = threading.Lock()
         self._phases: list[Phase] = []
         self._phase = phase or beginning.kind
@@ -166,6 +191,11 @@ class Recording:
             if name != self._phase:
                 self._end_phase(self._clock())
                 self._phase = name
+
+    def leave(self) -> None:
+        """Go on without this thread: what it begins to record from here on is a record of its own."""
+        if _open.get() is self:
+            _open.set(None)
 
     def transfer(self, transfer: Transfer) -> None:
         """Add what came from, or went to, one peer; more of the same peer and role is summed up."""

@@ -27,6 +27,8 @@ from ft_transport.settings import TransportSettings, check_duration, default_num
 from ft_transport.state.matching import Incoming
 from ft_transport.state.restore import Restore
 from ft_transport.state.spare_memory import SpareMemory
+from ft_transport.telemetry.record import Transfer
+from ft_transport.telemetry.recorder import Recorder, current, phase
 from ft_transport.tls import Certificates
 from ft_transport.transfer.changed import changing_ranges, differing_chunks, fetch_ranges
 from ft_transport.transfer.partial_state import Kept, PartialState, find_missing
@@ -94,6 +96,7 @@ class StateClient(Generic[T]):
         keys: Those of the job, if it has any.
         certificates: This side's, if it has any.
         relays: Where others are served what has been received; ``None`` where there is no server.
+        recorder: Is told of each fetch.
 
     Attributes:
         spare: Memory for the next state, perhaps.
@@ -108,6 +111,7 @@ class StateClient(Generic[T]):
         keys: Keys | None,
         certificates: Certificates | None,
         relays: Relays | None = None,
+        recorder: Recorder,
     ) -> None:
         self._settings = settings
         self._timeout = timeout
@@ -115,6 +119,7 @@ class StateClient(Generic[T]):
         self._keys = keys
         self._certificates = certificates
         self._relays = relays
+        self._recorder = recorder
         self.spare = SpareMemory()
         self._warned_paths: set[str] = set()
         self._warned_mutex = threading.Lock()
@@ -170,6 +175,10 @@ class StateClient(Generic[T]):
 
     def fetch(self, request: FetchRequest) -> Received[T]:
         """Receives a state; see ``HTTPTransport.fetch``."""
+        with self._recorder.begin("fetch", replica=self._settings.replica, phase="manifest"):
+            return self._fetch_once_agreed(request)
+
+    def _fetch_once_agreed(self, request: FetchRequest) -> Received[T]:
         settings = request.settings
         if request.resume is not None:
             request.resume.require_unused()
@@ -179,6 +188,7 @@ class StateClient(Generic[T]):
 
         def receive() -> Received[T]:
             started_s = time.monotonic()
+            phase("manifest")
             with contextlib.ExitStack() as held:
                 if is_alone:
                     agreed = ask_source(request.sources[0], request.step, settings, held)
@@ -232,21 +242,12 @@ class StateClient(Generic[T]):
 
     def fetch_sharded(self, request: ShardedRequest) -> Received[T]:
         """Receives this rank's part of a state; see ``HTTPTransport.fetch_sharded``."""
-        return with_restarts(request.settings, lambda: self._receive_sharded(request))
+        with self._recorder.begin("fetch", replica=self._settings.replica, phase="manifest"):
+            return with_restarts(request.settings, lambda: self._receive_sharded(request))
 
     def _receive(self, agreed: AgreedSources, request: FetchRequest, kept: Kept, spool: Spool | None) -> Received[T]:
         settings, manifest = request.settings, agreed.manifest
-        restore = Restore(
-            manifest,
-            into=request.into,
-            meshes=self._settings.meshes,
-            max_bytes=self._settings.max_receive_bytes,
-            check_time=settings.timeouts.check_deadline,
-            spare=self.spare,
-        )
-        if request.check is not None:
-            request.check(restore.incoming)
-        self._warn_of_new_tensors(restore.incoming, str(agreed.connection.peer))
+        restore = self._restore(agreed, request)
         receivers: Receivers | None = None
         relays = self._relays
         if relays is not None:
@@ -259,9 +260,11 @@ class StateClient(Generic[T]):
         try:
             chunks: Sequence[int] = ()
             if before is not None and ranges is not None:
+                phase("transfer")
                 fetch_ranges(agreed.connection.peer, manifest, ranges, restore, settings)
                 manifest = agreed.manifest_with_digests(settings)
                 chunks = differing_chunks(manifest, before.received._manifest, ranges)
+            phase("plan")
             if request.only_changed:
                 candidates = list(range(manifest.chunks.num_chunks))
             if ranges is None or request.only_changed:
@@ -271,13 +274,10 @@ class StateClient(Generic[T]):
             settings.timeouts.note_progress()
             if request.receivers and relays is not None and not ranges:
                 receivers = _pass_on(relays, agreed, request, restore, chunks)
+            phase("transfer")
             self._fetch(agreed, manifest, restore, settings, chunks=chunks, receivers=receivers, on_landed=on_landed)
-            if manifest.digests is None:
-                manifest = agreed.manifest_with_digests(settings)
-                if settings.verify and request.verify_late:
-                    damaged = find_damaged(manifest, restore.buffers, num_threads=default_num_threads())
-                    settings.timeouts.note_progress()
-                    fetch_data(agreed.files, manifest, restore, settings, chunks=damaged)
+            manifest = self._verify(agreed, manifest, restore, request)
+            phase("load")
             ranges = [*(ranges or ()), *(manifest.chunks.range_of(chunk, chunk + 1) for chunk in chunks)]
             received = Received(
                 step=manifest.step,
@@ -300,6 +300,39 @@ class StateClient(Generic[T]):
             receivers.relay.complete()
         return received
 
+    def _restore(self, agreed: AgreedSources, request: FetchRequest) -> Restore:
+        """Where what comes will go; the caller has been asked whether it may come."""
+        manifest = agreed.manifest
+        phase("plan")
+        recording = current()
+        if recording is not None:
+            recording.tell(step=manifest.step, num_bytes=manifest.data_bytes)
+        restore = Restore(
+            manifest,
+            into=request.into,
+            meshes=self._settings.meshes,
+            max_bytes=self._settings.max_receive_bytes,
+            check_time=request.settings.timeouts.check_deadline,
+            spare=self.spare,
+        )
+        if request.check is not None:
+            request.check(restore.incoming)
+        self._warn_of_new_tensors(restore.incoming, str(agreed.connection.peer))
+        return restore
+
+    def _verify(self, agreed: AgreedSources, manifest: Manifest, restore: Restore, request: FetchRequest) -> Manifest:
+        """Asks for digests that were not there before the data, and compares them, if that is wanted."""
+        settings = request.settings
+        phase("verify")
+        if manifest.digests is not None:
+            return manifest
+        manifest = agreed.manifest_with_digests(settings)
+        if settings.verify and request.verify_late:
+            damaged = find_damaged(manifest, restore.buffers, num_threads=default_num_threads())
+            settings.timeouts.note_progress()
+            fetch_data(agreed.files, manifest, restore, settings, chunks=damaged)
+        return manifest
+
     def _fetch(
         self,
         agreed: AgreedSources,
@@ -314,12 +347,23 @@ class StateClient(Generic[T]):
         """Fetches chunks out of a source's memory where that is to be had, else over the network."""
         left = chunks
         if self._settings.same_host:
-            num_threads = self._settings.num_copy_threads
+            num_threads, began_s = self._settings.num_copy_threads, time.monotonic()
             left = fetch_from_memory(
                 agreed.connection, manifest, restore, settings, chunks=chunks, num_threads=num_threads
             )
-            for chunk in set(chunks).difference(left):
+            copied = set(chunks).difference(left)
+            for chunk in copied:
                 on_landed(chunk)
+            recording = current()
+            if copied and recording is not None:
+                recording.transfer(
+                    Transfer(
+                        peer=str(agreed.connection.peer),
+                        role="same_host",
+                        num_bytes=sum(manifest.chunks.length_of(chunk) for chunk in copied),
+                        length_s=time.monotonic() - began_s,
+                    )
+                )
             if receivers is not None:
                 receivers.relay.landed_but_for(left)
         fetch_data(agreed.files, manifest, restore, settings, chunks=left, receivers=receivers, on_landed=on_landed)

@@ -8,6 +8,7 @@ from typing import Final, TypeVar
 
 from ft_transport.errors import FetchFailedError, MessageDamagedError, SnapshotReplacedError, TransportError
 from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.telemetry.recorder import current
 
 R = TypeVar("R")
 
@@ -34,6 +35,9 @@ def with_restarts(settings: FetchSettings, receive: Callable[[], R]) -> R:
                 last = last.refusal
             if not isinstance(last, SnapshotReplacedError):
                 raise
+            recording = current()
+            if recording is not None:
+                recording.retry(last, peer=last.peer or "")
         # At once the first time, and then ever later, in case the peer says so of all that it serves.
         time.sleep(max(0.0, min(pause_s, settings.timeouts.end_s() - time.monotonic())))
         pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)

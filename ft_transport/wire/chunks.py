@@ -43,6 +43,11 @@ class ChunkTable:
         """The byte range, half-open, of chunks ``first`` to ``end`` (exclusive)."""
         return first * self.chunk_bytes, min(end * self.chunk_bytes, self.data_bytes)
 
+    def length_of(self, chunk: int) -> int:
+        """The bytes of one chunk; the last one may be shorter than the others."""
+        start, end = self.range_of(chunk, chunk + 1)
+        return end - start
+
 
 def chunk_bytes_for(data_bytes: int, *, most: int) -> int:
     """How large the chunks are of data of this size: the same power of two wherever the data is the same.

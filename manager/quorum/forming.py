@@ -11,6 +11,7 @@ from typing import Final
 
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.telemetry.recorder import phase
 from manager.config import ManagerConfig
 from manager.errors import QuorumError, StatesDivergedError
 from manager.quorum import telemetry
@@ -118,6 +119,7 @@ class QuorumForming:
     def form_and_heal(self, current: QuorumRound, request: QuorumRequest) -> None:
         """Form quorums on the training thread, before ``forward``, until this replica is up to date or cannot be."""
         num_stand_bys = num_misfits = 0
+        began_s = time.monotonic()
         membership = self._participant.membership
         try:
             if request.may_heal:
@@ -130,6 +132,8 @@ class QuorumForming:
             while True:
                 # What was served before is of an earlier attempt, though perhaps at the same step.
                 self._snapshots.replaced()
+                if self._participant.healing is not None:
+                    self._participant.healing.phase("quorum")
                 with self._serving(request.deadline):
                     decision = self._ask(request, can_serve=True, is_waiting=True)
                 current.decision = decision
@@ -143,6 +147,7 @@ class QuorumForming:
                         self._configure(decision, request.deadline)
                         break
                     case Heals() as role:
+                        self._begin_record(began_s)
                         if self._heal(decision, role):
                             break
                     case StandsBy() as role:
@@ -162,9 +167,11 @@ class QuorumForming:
                             raise self._structures.error(decision, role)
                         # What was told of either state may be old.
                         self._structures.look()
-        except BaseException:
+        except BaseException as error:
             self._participant.is_settled = False
+            self._end_record(error)
             raise
+        self._leave_record()
         current.end_quorum(None)
 
     def _serving(self, deadline: Deadline) -> AbstractContextManager[None]:
@@ -318,6 +325,7 @@ class QuorumForming:
         configuring = self._executor.submit(self._configure, decision)
         with span("_checkpoint_transport::recv_checkpoint"):
             failures = healer.receive(decision, role, group_rank=membership.group_rank, name=participant.name)
+        phase("rendezvous")
         configuring.result()
         # All ranks of the replica are healed, or none counts as healed.
         is_given_up = participant.round is not None and participant.round.error is not None
@@ -343,6 +351,31 @@ class QuorumForming:
         else:
             healer.failed(decision.step, failures or refusals, agreed=refusals)
         return False
+
+    def _begin_record(self, began_s: float) -> None:
+        """A heal is recorded from the beginning of the wait for the quorum that orders it."""
+        participant, transport = self._participant, self._replica.transport
+        if participant.healing is None and transport is not None:
+            membership = participant.membership
+            participant.healing = transport.recorder.begin(
+                "heal",
+                replica=membership.replica_id,
+                group_rank=membership.group_rank,
+                phase="quorum",
+                began_s=began_s,
+            )
+
+    def _leave_record(self) -> None:
+        """What comes now, until the first commit, is the caller's step."""
+        healing = self._participant.healing
+        if healing is not None:
+            healing.phase("first_step")
+            healing.leave()
+
+    def _end_record(self, error: BaseException) -> None:
+        healing, self._participant.healing = self._participant.healing, None
+        if healing is not None:
+            healing.end("failed", error=error)
 
     def _forget_gradients(self) -> None:
         """Let what is left of gradients count for nothing: they belong to the state that has been replaced.

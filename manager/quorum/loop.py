@@ -203,6 +203,8 @@ class QuorumLoop(StateObserver):
             telemetry.COMMITS, "a step is over", current.decision, step=state.step, commit_result=not refusals
         )
         if refusals:
+            if participant.healing is not None:
+                participant.healing.retry(f"the first step was not committed: {'; '.join(refusals)}")
             self._refuse_commit(current, refusals)
             return False
         # First: if a handler raises below, the ledger still expects this step of every optimizer, so the lineage will
@@ -220,6 +222,10 @@ class QuorumLoop(StateObserver):
         self._num_refused_commits = 0
         current.is_committed = True
         participant.is_settled = True
+        if participant.healing is not None:
+            participant.healing.tell(step=state.step)
+            participant.healing.end()
+            participant.healing = None
         logger.info(
             "%s: committed with %d participants, lineage %s",
             participant.name,
@@ -304,6 +310,9 @@ class QuorumLoop(StateObserver):
 
     def close(self, *, wait: bool) -> None:
         """Leave the job, and end the threads."""
+        healing, self._participant.healing = self._participant.healing, None
+        if healing is not None:
+            healing.end("abandoned")
         with ExitStack() as closing:
             closing.callback(self._comparison.close)
             closing.callback(self._executor.shutdown, wait=wait)

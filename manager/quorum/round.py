@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeFuture
+from ft_transport.telemetry.recorder import Recording
 from manager.collectives.managed_work import ManagedWork
 from manager.errors import ReportedError
 from manager.quorum import telemetry
@@ -87,6 +88,7 @@ class Participant:
         is_settled: Whether the state is known to be what all have committed.
         irregularity: Why the state goes by a name of its own; empty if it does not.
         announced_to: Replicas that have promised this one a snapshot.
+        healing: The record of a heal, from the quorum that orders it to the first step that is committed after it.
     """
 
     def __init__(self, state: ReplicaState, membership: Membership) -> None:
@@ -96,6 +98,7 @@ class Participant:
         self.is_settled = False
         self.irregularity = ""
         self.announced_to: frozenset[str] = frozenset()
+        self.healing: Recording | None = None
         self._error_mutex = threading.Lock()
 
     @property

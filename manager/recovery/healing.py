@@ -12,6 +12,7 @@ from typing import Final
 
 from ft_transport import PeerAuthenticationError, TransportError, UnknownHostError
 from ft_transport.coordination.rendezvous import nobody_listens
+from ft_transport.telemetry.recorder import current
 from manager.config import ManagerConfig
 from manager.errors import HealFailedError, ManagerError, QuorumError, StateMismatchError
 from manager.quorum.decision import Decision, Heals
@@ -33,6 +34,12 @@ _PROBE_S: Final = 0.5
 _PERMANENT: Final = (PeerAuthenticationError, StateMismatchError, UnknownHostError)
 _HOPELESS: Final = "no further attempt can succeed: "
 """Begins the last reason where no source can ever deliver. Ranks tell each other their reasons as text."""
+
+
+def _tell_retry(error: Exception, address: str) -> None:
+    recording = current()
+    if recording is not None:
+        recording.retry(error, peer=address)
 
 
 def _listening(addresses: Sequence[str]) -> list[str]:
@@ -112,6 +119,7 @@ class Healer:
                 reason = f"{type(error).__name__}: {error}"
                 num_permanent += isinstance(error, _PERMANENT)
                 failures.append(f"{source.replica_id} at {address}: {reason}")
+                _tell_retry(error, address)
                 logger.warning("%s: healing from %s failed: %s", name, source.replica_id, reason)
                 continue
             logger.info(
@@ -171,6 +179,7 @@ class Healer:
         try:
             self._receive_from(listening[0], decision, options, name)
         except (TransportError, ManagerError) as error:
+            _tell_retry(error, listening[0])
             logger.warning(
                 "%s: healing together with others failed, the sources are asked one by one: %s: %s",
                 name,

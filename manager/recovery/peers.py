@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ft_transport import ReceivedBefore, TransportError, spans_ranks
 from ft_transport.coordination.consensus import RankGroup
+from ft_transport.telemetry.recorder import phase
 from manager.errors import LockTimeoutError, ManagerError, RegistryError, StateMismatchError, StateTornError
 from manager.recovery.rank_agreement import RecoveringRanks
 from manager.recovery.values import PeerOptions, Recovery, shown
@@ -72,6 +73,20 @@ class PeerRecovery:
         process_group: dist.ProcessGroup | None = None,
     ) -> Recovery:
         """See `StateManager.recover`. Takes no checkpoint."""
+        with self._transport.recorder.begin("heal", phase="rendezvous") as recording:
+            if options.is_warm:
+                recording.note(warm_join="before the first quorum, while the others train")
+            recovery = self._recover_from(metadata, step, options, process_group)
+            recording.tell(step=recovery.step)
+            return recovery
+
+    def _recover_from(
+        self,
+        metadata: str | Sequence[str],
+        step: int | Literal["latest"],
+        options: PeerOptions,
+        process_group: dist.ProcessGroup | None,
+    ) -> Recovery:
         addresses = _checked_addresses(metadata, self._transport.metadata())
         source: str | list[str] = metadata if isinstance(metadata, str) else addresses
         if step != "latest":
@@ -123,6 +138,7 @@ class PeerRecovery:
         state = self._state
         start_s = time.monotonic()
         named = source if isinstance(source, str) else f"{source[0]} and {len(source) - 1} more"
+        phase("lock")
         with state.lock.write(f"receiving step {step} from {named}", options.timeout):
             into = state.content()
             if step == "latest" and spans_ranks(into) and not options.is_warm:
@@ -153,6 +169,7 @@ class PeerRecovery:
                 else:
                     state.partial = earlier
                 raise
+            phase("load")
             try:
                 state.load(received.state)
             except RegistryError as error:
@@ -161,6 +178,7 @@ class PeerRecovery:
                 raise
             received_s = time.monotonic()
             if options.verify:
+                phase("compare")
                 state.mark_partial(received.step, "comparing it was interrupted")
                 self._refuse_differences(received, named)
                 state.partial = None
