@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from ranks import served_store
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 _LINE = re.compile(
-    r"step (?P<step>\d+) (?:rank (?P<rank>\d+) )?loss \S+ replicas (?P<replicas>\d+) weights (?P<weights>\w+)"
+    r"step (?P<step>\d+) (?:rank \d+ )?(?:loss \S+ )?replicas (?P<replicas>\d+) weights (?P<weights>\w+)"
 )
 _SHOWN_CHARS = 4000
 
@@ -34,12 +34,14 @@ class Rank:
     Attributes:
         weights: By step, the digest that it printed last.
         num_replicas: By step, how many replicas it said took part.
+        num_lines: How many lines it has printed.
     """
 
     process: subprocess.Popen[Any]
     log: Path
     weights: dict[int, str] = field(default_factory=dict)
     num_replicas: dict[int, int] = field(default_factory=dict)
+    num_lines: int = 0
 
 
 class ExampleReplicas:
@@ -103,12 +105,19 @@ class ExampleReplicas:
 
     def wait_for_step(self, ranks: list[Rank], step: int, timeout_s: float) -> None:
         """Returns when each of the ranks has printed that step."""
+        self._wait_for(ranks, f"step {step}", lambda rank: max(rank.weights, default=-1) >= step, timeout_s)
+
+    def wait_for_lines(self, ranks: list[Rank], num_lines: int, timeout_s: float) -> None:
+        """Returns when each of the ranks has printed so many lines, whatever they say."""
+        self._wait_for(ranks, f"{num_lines} lines", lambda rank: rank.num_lines >= num_lines, timeout_s)
+
+    def _wait_for(self, ranks: list[Rank], what: str, is_so: Callable[[Rank], bool], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
         with self._news:
-            while any(max(rank.weights, default=-1) < step for rank in ranks):
+            while not all(map(is_so, ranks)):
                 ended = [rank for rank in ranks if rank.process.poll() not in (None, 0)]
-                assert not ended, f"expected step {step}\n{self.logs()}"
-                assert time.monotonic() < deadline_s, f"expected step {step}\n{self.logs()}"
+                assert not ended, f"expected {what}\n{self.logs()}"
+                assert time.monotonic() < deadline_s, f"expected {what}\n{self.logs()}"
                 self._news.wait(0.2)
 
     def wait_for_end(self, timeout_s: float) -> None:
@@ -152,11 +161,12 @@ class ExampleReplicas:
     def _read(self, rank: Rank, lines: IO[str]) -> None:
         with lines:
             for line in lines:
-                if found := _LINE.match(line):
-                    with self._news:
+                with self._news:
+                    rank.num_lines += 1
+                    if found := _LINE.match(line):
                         rank.weights[int(found["step"])] = found["weights"]
                         rank.num_replicas[int(found["step"])] = int(found["replicas"])
-                        self._news.notify_all()
+                    self._news.notify_all()
 
 
 @contextmanager

@@ -1,0 +1,152 @@
+"""The files for slurm and Kubernetes: their syntax, what each kind has to have, and that names fit together."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+_ROOT = Path(__file__).parents[2]
+_CLUSTER = _ROOT / "docs" / "examples" / "cluster"
+_SETTINGS = (_ROOT / "docs" / "settings.md").read_text()
+
+_API_VERSIONS = {
+    "Deployment": "apps/v1",
+    "StatefulSet": "apps/v1",
+    "Service": "v1",
+    "JobSet": "jobset.x-k8s.io/v1alpha2",
+}
+
+
+def _documents() -> list[dict[str, Any]]:
+    return [document for path in sorted(_CLUSTER.glob("*.yaml")) for document in yaml.safe_load_all(path.read_text())]
+
+
+def _of_kind(kind: str) -> list[dict[str, Any]]:
+    found = [document for document in _documents() if document["kind"] == kind]
+    assert found
+    return found
+
+
+def _pod_specs() -> Iterator[dict[str, Any]]:
+    for document in _of_kind("Deployment") + _of_kind("StatefulSet"):
+        yield document["spec"]["template"]["spec"]
+    for document in _of_kind("JobSet"):
+        for job in document["spec"]["replicatedJobs"]:
+            yield job["template"]["spec"]["template"]["spec"]
+
+
+def _environment(container: dict[str, Any]) -> dict[str, Any]:
+    return {variable["name"]: variable for variable in container.get("env", [])}
+
+
+def test_each_document_says_what_it_is() -> None:
+    for document in _documents():
+        assert document["apiVersion"] == _API_VERSIONS[document["kind"]]
+        assert re.fullmatch(r"[a-z0-9-]{1,63}", document["metadata"]["name"])
+        assert document["spec"]
+    names = [(document["kind"], document["metadata"]["name"]) for document in _documents()]
+    assert len(names) == len(set(names))
+
+
+def test_selectors_find_the_pods_that_are_made() -> None:
+    labels = []
+    for document in _of_kind("Deployment") + _of_kind("StatefulSet"):
+        made = document["spec"]["template"]["metadata"]["labels"]
+        assert document["spec"]["selector"]["matchLabels"].items() <= made.items()
+        labels.append(made)
+    for service in _of_kind("Service"):
+        assert any(service["spec"]["selector"].items() <= made.items() for made in labels)
+
+
+def test_services_lead_to_ports_that_pods_open() -> None:
+    ports = {port["name"] for spec in _pod_specs() for each in spec["containers"] for port in each.get("ports", [])}
+    for service in _of_kind("Service"):
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    for stateful_set in _of_kind("StatefulSet"):
+        headless = [
+            each for each in _of_kind("Service") if each["metadata"]["name"] == stateful_set["spec"]["serviceName"]
+        ]
+        assert [each["spec"]["clusterIP"] for each in headless] == ["None"]
+
+
+def test_volumes_are_there_and_the_token_is_no_one_elses() -> None:
+    for spec in _pod_specs():
+        volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
+        for container in spec["containers"]:
+            mounted = {mount["name"]: mount["mountPath"] for mount in container.get("volumeMounts", [])}
+            assert mounted.keys() <= volumes.keys()
+            if token := _environment(container).get("FT_TRANSPORT_TOKEN_FILE"):
+                assert token["value"].startswith(mounted["token"])
+                assert volumes["token"]["secret"]["defaultMode"] == 0o400
+
+
+def test_trainers_find_the_lighthouse_and_know_only_variables_that_are_documented() -> None:
+    [lighthouse] = [each for each in _of_kind("Service") if each["metadata"]["name"] == "ft-lighthouse"]
+    address = f"http://ft-lighthouse:{lighthouse['spec']['ports'][0]['port']}"
+    trainers = [each for spec in _pod_specs() for each in spec["containers"] if each["name"] == "trainer"]
+    assert len(trainers) == 2
+    for trainer in trainers:
+        environment = _environment(trainer)
+        assert environment["TORCHFT_LIGHTHOUSE"]["value"] == address
+        ours = {name for name in environment if name.startswith(("FT_TRANSPORT_", "TORCHFT_"))}
+        assert [name for name in ours if f"`{name}`" not in _SETTINGS] == []
+
+
+@pytest.mark.parametrize("option", ["--bind", "--min_replicas", "--join_timeout_ms"])
+def test_the_lighthouse_is_told_options_that_it_has(option: str) -> None:
+    program = shutil.which("torchft_lighthouse")
+    if program is None:
+        pytest.skip("torchft is not installed")
+    offered = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=30, check=True).stdout
+
+    assert re.search(rf"{option}\b", offered)
+    [deployment] = _of_kind("Deployment")
+    assert option in deployment["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert option in (_CLUSTER / "slurm.sbatch").read_text()
+
+
+def test_a_job_set_gives_each_replica_a_store_on_its_own_first_pod() -> None:
+    [job_set] = _of_kind("JobSet")
+    [job] = job_set["spec"]["replicatedJobs"]
+    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
+
+    script = container["command"][-1]
+
+    assert f"--nnodes {job['template']['spec']['parallelism']} " in script
+    assert f"{job_set['metadata']['name']}-{job['name']}-$REPLICA-0.{job_set['metadata']['name']}" in script
+    assert job["template"]["spec"]["completionMode"] == "Indexed"
+
+
+def _scripts() -> list[str]:
+    [job_set] = _of_kind("JobSet")
+    [job] = job_set["spec"]["replicatedJobs"]
+    [container] = job["template"]["spec"]["template"]["spec"]["containers"]
+    return [(_CLUSTER / "slurm.sbatch").read_text(), "#!/usr/bin/env bash\n" + container["command"][-1]]
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["slurm", "jobset"])
+def test_scripts_are_valid(index: int) -> None:
+    script = _scripts()[index]
+
+    subprocess.run(["bash", "-n"], input=script, text=True, timeout=30, check=True)
+
+    if (checker := shutil.which("shellcheck")) is not None:
+        checked = subprocess.run([checker, "-"], input=script, text=True, timeout=60, check=False, capture_output=True)
+        assert checked.returncode == 0, checked.stdout
+
+
+def test_slurms_options_come_before_the_first_command() -> None:
+    lines = (_CLUSTER / "slurm.sbatch").read_text().splitlines()
+    first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+
+    options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH ")]
+
+    assert options
+    assert max(options) < first_command  # sbatch reads none after it
