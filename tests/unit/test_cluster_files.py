@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -112,7 +113,7 @@ def test_the_lighthouse_is_told_options_that_it_has(option: str) -> None:
     assert option in (_CLUSTER / "slurm.sbatch").read_text()
 
 
-def test_a_job_set_gives_each_replica_a_store_on_its_own_first_pod() -> None:
+def test_a_job_set_is_one_replica_with_a_store_on_its_first_pod() -> None:
     [job_set] = _of_kind("JobSet")
     [job] = job_set["spec"]["replicatedJobs"]
     [container] = job["template"]["spec"]["template"]["spec"]["containers"]
@@ -120,8 +121,10 @@ def test_a_job_set_gives_each_replica_a_store_on_its_own_first_pod() -> None:
     script = container["command"][-1]
 
     assert f"--nnodes {job['template']['spec']['parallelism']} " in script
-    assert f"{job_set['metadata']['name']}-{job['name']}-$REPLICA-0.{job_set['metadata']['name']}" in script
+    assert f'--master-addr "$REPLICA-{job["name"]}-0-0.$REPLICA"' in script  # set, job, its number, its first pod
+    assert "jobset-name" in str(_environment(container)["REPLICA"]["valueFrom"])
     assert job["template"]["spec"]["completionMode"] == "Indexed"
+    assert job["replicas"] == 1
 
 
 def _scripts() -> list[str]:
@@ -140,6 +143,38 @@ def test_scripts_are_valid(index: int) -> None:
     if (checker := shutil.which("shellcheck")) is not None:
         checked = subprocess.run([checker, "-"], input=script, text=True, timeout=60, check=False, capture_output=True)
         assert checked.returncode == 0, checked.stdout
+
+
+def _program(directory: Path, name: str, text: str) -> None:
+    (directory / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+    (directory / name).chmod(0o755)
+
+
+def test_the_job_for_slurm_starts_a_replica_on_each_node_and_ends_the_lighthouse(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    _program(programs, "scontrol", "printf 'node-a\\nnode-b\\n'")
+    # It has no nodes: what follows its options runs here.
+    _program(programs, "srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"')
+    _program(programs, "torchft_lighthouse", f'echo "$@" >{tmp_path}/lighthouse; exec sleep 60')
+    report = 'echo "$REPLICA $TORCHFT_LIGHTHOUSE $(wc -c <"$FT_TRANSPORT_TOKEN_FILE") $FT_TRANSPORT_ADVERTISE $*"'
+    _program(programs, "torchrun", f"{report} >>{tmp_path}/started-$REPLICA")
+    environment = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_GPUS_ON_NODE": "2",
+        "FAST_INTERFACE": "eth1",
+    }
+
+    subprocess.run(["bash", str(_CLUSTER / "slurm.sbatch"), "train.py", "--x"], env=environment, timeout=60, check=True)
+
+    for index in (0, 1):
+        started = (tmp_path / f"started-{index}").read_text()
+        assert started == f"{index} http://node-a:29510 65 eth1 --nnodes 1 --nproc-per-node 2 train.py --x\n"
+    assert (tmp_path / "7" / "job-token").stat().st_mode & 0o777 == 0o600
+    assert "--min_replicas 1" in (tmp_path / "lighthouse").read_text()
 
 
 def test_slurms_options_come_before_the_first_command() -> None:
