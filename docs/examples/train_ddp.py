@@ -4,8 +4,8 @@ Start a Lighthouse, then one replica in each terminal::
 
     RUST_LOG=error torchft_lighthouse --min_replicas 1 --join_timeout_ms 80000
     export TORCHFT_LIGHTHOUSE=http://localhost:29510
-    REPLICA_GROUP_ID=0 torchrun --nproc-per-node 1 --master-port 29600 train_ddp.py --with ft_transport
-    REPLICA_GROUP_ID=1 torchrun --nproc-per-node 1 --master-port 29601 train_ddp.py --with ft_transport
+    REPLICA_GROUP_ID=0 torchrun --standalone --nproc-per-node 1 train_ddp.py --with ft_transport
+    REPLICA_GROUP_ID=1 torchrun --standalone --nproc-per-node 1 train_ddp.py --with ft_transport
 
 The loop has the shape of ``train_ddp.py`` in torchft's repository. End a replica with SIGKILL and start it again.
 """

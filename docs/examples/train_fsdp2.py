@@ -4,8 +4,8 @@ Start a Lighthouse, then one torchrun for each replica::
 
     RUST_LOG=error torchft_lighthouse --min_replicas 1 --join_timeout_ms 80000
     export TORCHFT_LIGHTHOUSE=http://localhost:29510
-    REPLICA=0 torchrun --nproc-per-node 2 --master-port 29600 train_fsdp2.py
-    REPLICA=1 torchrun --nproc-per-node 2 --master-port 29601 train_fsdp2.py
+    REPLICA=0 torchrun --standalone --nproc-per-node 2 train_fsdp2.py
+    REPLICA=1 torchrun --standalone --nproc-per-node 2 train_fsdp2.py
 
 torchrun ends all ranks of its launch together, so each replica has a launch of its own.
 """

@@ -6,8 +6,8 @@ Run with torchtitan 0.3.0 and torch 2.13.0 on the CPU::
 
     pip install torchtitan==0.3.0 triton  # triton is imported, and not used without a GPU
     export TORCHFT_LIGHTHOUSE=http://localhost:29510
-    REPLICA=0 torchrun --nproc-per-node 1 --master-port 29600 train_torchtitan.py
-    REPLICA=1 torchrun --nproc-per-node 1 --master-port 29601 train_torchtitan.py
+    REPLICA=0 torchrun --standalone --nproc-per-node 1 train_torchtitan.py
+    REPLICA=1 torchrun --standalone --nproc-per-node 1 train_torchtitan.py
 """
 
 from __future__ import annotations

@@ -158,7 +158,8 @@ def test_the_job_for_slurm_starts_a_replica_on_each_node_and_ends_the_lighthouse
     _program(programs, "srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"')
     _program(programs, "torchft_lighthouse", f'echo "$@" >{tmp_path}/lighthouse; exec sleep 60')
     report = 'echo "$REPLICA $TORCHFT_LIGHTHOUSE $(wc -c <"$FT_TRANSPORT_TOKEN_FILE") $FT_TRANSPORT_ADVERTISE $*"'
-    _program(programs, "torchrun", f"{report} >>{tmp_path}/started-$REPLICA")
+    waited = f"until [[ -e {tmp_path}/lighthouse ]]; do sleep 0.05; done"
+    _program(programs, "torchrun", f"{waited}\n{report} >>{tmp_path}/started-$REPLICA")
     environment = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(tmp_path),
