@@ -25,7 +25,7 @@ SHARED := -n 3 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-slow test-engines torchft-tests proxy-faults fuzz soak check format bench bench-quick bench-fleet clean
+.PHONY: help env demo test test-slow test-engines torchft-tests proxy-faults fuzz soak check format docs newcomer bench bench-quick bench-fleet clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -116,6 +116,13 @@ check: $(STAMP) ## lint, format, types and layers
 format: $(STAMP) ## apply the formatter and the fixes that are safe
 	@$(VENV)/bin/ruff check --fix-only --quiet .
 	@$(VENV)/bin/ruff format .
+
+docs: $(STAMP) ## build the site into build/site; whatever is amiss is an error
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+newcomer: ## follow the README in a fresh clone, and time it (by hand: minutes; it makes an environment of its own)
+	@$(PYTHON) tests/workers/newcomer.py $(ARGS)
 
 bench: $(STAMP) ## measure, each figure beside its ceiling
 	@$(VENV)/bin/python -m benchmarks $(ARGS)
