@@ -1,7 +1,7 @@
-"""Follows the README as a newcomer does: a fresh clone, its commands in order, nothing else. By hand: ``make newcomer``.
+"""Follows the README as a newcomer does: a fresh clone, and its commands in order. By hand: ``make newcomer``.
 
-It says how many seconds each block took. From the clone to the first replica that has healed should take five minutes at
-most, with the downloads. Later blocks run in a virtual environment of their own, as the page's reader would have one. It
+It says how many seconds each block took. From the clone to the first replica that has healed should take five minutes
+at most, with the downloads. Later blocks run in a virtual environment of their own, as a reader would have one. It
 needs git, make and a Python with venv; what it makes lies in a temporary directory, and is removed.
 """
 
