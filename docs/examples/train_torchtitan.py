@@ -71,7 +71,8 @@ class RandomTokens(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         """Nothing to set."""
 
-    def __init__(self, _config: Config, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any) -> None:
+    def __init__(self, config: Config, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any) -> None:
+        del config  # torchtitan passes it by this name
         self._generator = torch.Generator().manual_seed(dp_rank)
         self._shape = (local_batch_size, seq_len + 1)
         self.num_batches = 0
