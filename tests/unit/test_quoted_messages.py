@@ -15,6 +15,19 @@ _QUOTED = re.compile(r'^## "(.+)"$', re.MULTILINE)
 _FIELD = "…"
 _STABLE_CHARS = 12
 
+_PUT_TOGETHER = {
+    "expected quorum_timeout of at least timeout, got",
+    "expected a job token in FT_TRANSPORT_TOKEN, it is set and empty",
+    "s LocalSGD changes the model outside the lock when it synchronizes",
+    "this side does not take the server",
+    "s certificate (FT_TRANSPORT_TLS_CERT)",
+    "expected manifest.json to be signed with the job token,",
+    ".owner is a link or something else",
+    "has no manifest.json and does not count",
+    "expected r, lora_alpha, target_modules in the adapter",
+}
+"""Parts of messages on the page of troubleshooting in which a field of the source has been filled in."""
+
 
 @functools.cache
 def _texts() -> list[str]:
@@ -50,6 +63,17 @@ def _quotations() -> list[str]:
 def test_a_message_that_the_faq_explains_is_one_of_ours(quotation: str) -> None:
     assert max(len(part) for part in quotation.split(_FIELD)) >= _STABLE_CHARS
     assert _is_said(quotation)
+
+
+def test_messages_on_the_page_of_troubleshooting_are_ours_but_for_a_few_that_are_put_together() -> None:
+    page = (_ROOT / "docs" / "troubleshooting.md").read_text()
+    quotations = [" ".join(quotation.split()) for quotation in re.findall(r"\*\*`([^`]+)`\*\*", page)]
+    longest = [max(re.split(r"…|[':;]|\d", quotation), key=len).strip() for quotation in quotations]
+
+    unknown = [part for part in longest if not any(part in text for text in _texts())]
+
+    assert len(quotations) > 200
+    assert set(unknown) <= _PUT_TOGETHER, set(unknown) - _PUT_TOGETHER
 
 
 def test_the_faq_has_a_heading_for_each_message_and_an_answer_below() -> None:
