@@ -6,6 +6,8 @@ import sys
 
 import typer
 
+from ft_transport.cli.explain import explain_command
+from ft_transport.cli.trace import trace_command
 from ft_transport.errors import TransportError
 
 app = typer.Typer(
@@ -20,6 +22,10 @@ app = typer.Typer(
 @app.callback()
 def _common() -> None:
     """Look into replicated training: peers, snapshots, checkpoints and recoveries."""
+
+
+app.command("explain")(explain_command)
+app.command("trace")(trace_command)
 
 
 def main() -> None:

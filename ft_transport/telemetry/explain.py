@@ -1,0 +1,249 @@
+"""Why a recovery took so long, in words with figures, and which setting mends it. Pure: records in, text out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ft_transport.telemetry.record import Record, Transfer
+
+_DOMINANT: Final = 0.25
+"""A phase with so much of the whole is looked into."""
+_MUCH_SLOWER: Final = 3.0
+"""So many times is a way slower than another one before it is named for that."""
+_LEAST_BYTES: Final = 1 << 20
+"""Of fewer bytes no rate is believed."""
+_NEAR_THE_LINK: Final = 0.7
+"""A transfer with so much of a link's speed is as fast as the link allows."""
+_LOOPBACK: Final = "lo"
+
+_PHASES: Final[Mapping[str, tuple[str, str]]] = {
+    "quorum": (
+        "waiting until the Lighthouse formed a quorum",
+        "a replica that hangs or has died is waited for until the Lighthouse's heartbeat or join timeout: see which "
+        "one is missing (`ft-transport status`), or shorten heartbeat_timeout_ms and join_timeout_ms",
+    ),
+    "rendezvous": (
+        "making the process group with the other replicas, and agreeing with the other ranks",
+        "look at how long the others took; ManagerConfig.timeout and connect_timeout bound it",
+    ),
+    "lock": (
+        "waiting for the lock over this replica's own state",
+        "something here reads or writes the state for long: a save's clone, or a section of read_lock()",
+    ),
+    "manifest": (
+        "reaching the source, and waiting until it had a snapshot to serve",
+        "a source takes a snapshot at its next step boundary: its step is long, or it waited for memory "
+        "(TransportSettings.max_snapshots); if it was not reached, see the retries",
+    ),
+    "plan": (
+        "finding out what is here already",
+        "only_changed digests all of the state; turn it off where little of it lasts",
+    ),
+    "verify": ("comparing digests that came after the data", "memory bandwidth; TransportSettings.num_copy_threads"),
+    "load": (
+        "load functions of what is registered",
+        "look at the load functions of what is registered with this replica",
+    ),
+    "compare": (
+        "comparing what is loaded with what was sent",
+        "ManagerConfig.verify_heal turns it off, at the price that a load function may change the state unseen",
+    ),
+    "first_step": (
+        "the first step after the heal, until it was committed",
+        "this is training: compile, data loading, or the step itself",
+    ),
+}
+_RETRIES: Final[Mapping[str, str]] = {
+    "PeerUnreachableError": "is it running, does its name lead to it, and does a firewall let its port through? "
+    "`ft-transport doctor URL` tells",
+    "PeerAuthenticationError": "both sides need the same FT_TRANSPORT_TOKEN, and each other's addresses "
+    "(TransportSettings.reached_at behind a translation)",
+    "IntegrityError": "bytes were damaged on their way or in memory; look at the hosts' ECC and network counters",
+    "PeerNotReadyError": "the source had no snapshot of that step yet",
+    "SnapshotReplacedError": "the source trained on meanwhile; TransportSettings.lease holds a snapshot longer",
+    "UnknownHostError": "the name does not resolve here; set FT_TRANSPORT_ADVERTISE at the source to an address",
+}
+_ADVERTISE: Final = (
+    "at the source set FT_TRANSPORT_ADVERTISE (TransportSettings.advertise) to its interface or address in the network "
+    "of {interface}"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that a record shows.
+
+    Attributes:
+        text: What, with its figures.
+        remedy: What mends it; empty where nothing need be.
+        cost_s: How much of the time it explains, in seconds; findings are told in the order of it.
+    """
+
+    text: str
+    remedy: str = ""
+    cost_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What one record shows: a line about the whole, and findings, the one that explains most first."""
+
+    summary: str
+    findings: tuple[Finding, ...]
+
+
+def explain(
+    record: Record, *, others: Sequence[Record] = (), link_bits_per_s: Mapping[str, float] | None = None
+) -> Explanation:
+    """Say why.
+
+    Args:
+        record: What took so long.
+        others: Records of the same job, for what other ways and other times are like.
+        link_bits_per_s: The nominal speed of this host's interfaces, by name.
+    """
+    findings = [
+        *_of_phases(record),
+        *_of_transfers(record, others, link_bits_per_s or {}),
+        *_of_retries(record),
+    ]
+    if record.outcome != "ok":
+        findings.insert(
+            0,
+            Finding(
+                text=f"it {record.outcome}: {record.error or 'something else took its place'}", cost_s=record.length_s
+            ),
+        )
+    return Explanation(summary=_summary(record), findings=tuple(sorted(findings, key=lambda each: -each.cost_s)))
+
+
+def phase_lengths(record: Record) -> dict[str, float]:
+    """The seconds of each phase, those of the same name together, in the order in which they first came."""
+    lengths: dict[str, float] = {}
+    for phase in record.phases:
+        lengths[phase.name] = lengths.get(phase.name, 0.0) + phase.length_s
+    return lengths
+
+
+def megabytes(num_bytes: float) -> str:
+    """In decimal units, as links are sold."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _summary(record: Record) -> str:
+    who = f" of {record.replica}" if record.replica else ""
+    at = f" at step {record.step}" if record.step is not None else ""
+    size = f", {megabytes(record.num_bytes)}" if record.num_bytes else ""
+    return f"{record.kind}{who}{at}: {record.outcome} in {record.length_s:.2f} s{size}"
+
+
+def _of_phases(record: Record) -> list[Finding]:
+    found = []
+    for name, length_s in phase_lengths(record).items():
+        if record.length_s and name != "transfer" and length_s >= _DOMINANT * record.length_s:
+            about, remedy = _PHASES.get(name, ("", ""))
+            text = f"{name} took {_share(length_s, record)}" + (f": {about}" if about else "")
+            found.append(Finding(text=text, remedy=remedy, cost_s=length_s))
+    return found
+
+
+def _of_transfers(record: Record, others: Sequence[Record], links: Mapping[str, float]) -> list[Finding]:
+    length_s = phase_lengths(record).get("transfer", 0.0)
+    if not record.transfers or not record.length_s or length_s < _DOMINANT * record.length_s:
+        return []
+    known = [
+        transfer for each in (record, *others) for transfer in each.transfers if transfer.num_bytes >= _LEAST_BYTES
+    ]
+    found = [
+        Finding(
+            text=f"transfer took {_share(length_s, record)}: " + "; ".join(map(_described, record.transfers)),
+            cost_s=length_s,
+        )
+    ]
+    for transfer in record.transfers:
+        if transfer.num_bytes < _LEAST_BYTES or not transfer.interface:
+            continue
+        finding = _of_slow_way(transfer, known, links)
+        if finding is not None:
+            found.append(finding)
+    return found
+
+
+def _of_slow_way(transfer: Transfer, known: Sequence[Transfer], links: Mapping[str, float]) -> Finding | None:
+    """Whether another way was, or is, much faster."""
+    own = transfer.interface
+    ways = [each for each in known if each.interface not in ("", own, _LOOPBACK)]
+    best = max(ways, key=lambda each: each.bytes_per_s, default=None)
+    rate = transfer.bytes_per_s
+    if best is not None and best.bytes_per_s > _MUCH_SLOWER * rate:
+        times = best.bytes_per_s / rate
+        return Finding(
+            text=f"{transfer.peer} was reached over {own} ({transfer.local_address} → {transfer.peer_address}) with "
+            f"{megabytes(rate)}/s; over {best.interface} ({best.local_address} → {best.peer_address}) "
+            f"{megabytes(best.bytes_per_s)}/s came, {times:.0f} times as much",
+            remedy=_ADVERTISE.format(interface=best.interface),
+            cost_s=transfer.length_s * (1 - 1 / times),
+        )
+    same = max((each for each in known if each.interface == own), key=lambda each: each.bytes_per_s)
+    if same.bytes_per_s > _MUCH_SLOWER * rate:
+        times = same.bytes_per_s / rate
+        return Finding(
+            text=f"{transfer.peer} sent {megabytes(rate)}/s over {own}; {same.peer} sent "
+            f"{megabytes(same.bytes_per_s)}/s over the same interface",
+            remedy=f"look at {transfer.peer}: its link, its load, or its TransportSettings.max_send_bytes_per_s",
+            cost_s=transfer.length_s * (1 - 1 / times),
+        )
+    link = links.get(own, 0.0) / 8
+    faster = max(((speed, name) for name, speed in links.items() if name not in (own, _LOOPBACK)), default=(0.0, ""))
+    if link and rate >= _NEAR_THE_LINK * link and faster[0] > _MUCH_SLOWER * links[own]:
+        return Finding(
+            text=f"{own} is a link of {links[own] / 1e6:.0f} Mbit/s, and that was the limit; {faster[1]} has "
+            f"{faster[0] / 1e6:.0f} Mbit/s",
+            remedy=_ADVERTISE.format(interface=faster[1]),
+            cost_s=transfer.length_s * (1 - links[own] / faster[0]),
+        )
+    return None
+
+
+def _of_retries(record: Record) -> list[Finding]:
+    found = []
+    first_s: dict[tuple[str, str], float] = {}
+    last_s: dict[tuple[str, str], float] = {}
+    causes: dict[tuple[str, str], str] = {}
+    numbers: Counter[tuple[str, str]] = Counter()
+    for retry in record.retries:
+        key = (retry.cause.partition(":")[0], retry.peer)
+        numbers[key] += 1
+        first_s.setdefault(key, retry.at_s)
+        last_s[key] = retry.at_s
+        causes[key] = retry.cause
+    for key, number in numbers.items():
+        kind, peer = key
+        times = (
+            f"{number} times, {first_s[key]:.1f} to {last_s[key]:.1f} s after the beginning"
+            if number > 1
+            else f"{first_s[key]:.1f} s after the beginning"
+        )
+        found.append(
+            Finding(
+                text=f"tried again{f' with {peer}' if peer else ''} {times}: {causes[key]}",
+                remedy=_RETRIES.get(kind, ""),
+                cost_s=last_s[key] - first_s[key],
+            )
+        )
+    return found
+
+
+def _described(transfer: Transfer) -> str:
+    way = (
+        f" over {transfer.interface} ({transfer.local_address} → {transfer.peer_address})" if transfer.interface else ""
+    )
+    role = "" if transfer.role == "source" else f" ({transfer.role.replace('_', ' ')})"
+    return f"{megabytes(transfer.num_bytes)} from {transfer.peer}{role}{way} with {megabytes(transfer.bytes_per_s)}/s"
+
+
+def _share(length_s: float, record: Record) -> str:
+    return f"{length_s:.2f} s of {record.length_s:.2f} s ({100 * length_s / record.length_s:.0f} %)"

@@ -1,0 +1,67 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from ft_transport.cli.main import app
+from ft_transport.telemetry.record import Phase, Record, encode_record
+
+RECORD = Record(
+    kind="heal",
+    begun_unix_s=1_700_000_000.0,
+    length_s=10.0,
+    outcome="ok",
+    replica="r\x1b[31m",
+    phases=(Phase(name="quorum", start_s=0.0, length_s=10.0),),
+)
+FAILED = Record(kind="load", begun_unix_s=1_700_000_001.0, length_s=1.0, outcome="failed", error="OSError: x")
+
+
+def write(path: Path, *records: Record, end: bytes = b"") -> Path:
+    path.write_bytes(b"".join(encode_record(record) + b"\n" for record in records) + end)
+    return path
+
+
+def test_what_a_peer_has_named_does_not_reach_the_terminal_as_it_is(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["explain", str(write(tmp_path / "r", RECORD))])
+    assert result.exit_code == 0
+    assert "quorum took 10.00 s of 10.00 s (100 %)" in result.output
+    assert "\x1b" not in result.output
+
+
+def test_a_failure_among_them_is_exit_code_1_and_kinds_are_chosen(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "r", RECORD, FAILED))
+    assert CliRunner().invoke(app, ["explain", path]).exit_code == 1
+    assert CliRunner().invoke(app, ["explain", path, "--kind", "heal"]).exit_code == 0
+    assert CliRunner().invoke(app, ["explain", path, "--kind", "save"]).exit_code == 1
+    assert CliRunner().invoke(app, ["explain", path, "--kind", "nap"]).exit_code == 2
+    result = CliRunner().invoke(app, ["explain", path, "--slowest", "--json"])
+    assert json.loads(result.output)["record"]["kind"] == "heal"
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "r", RECORD, end=b'{"kind": "he'))
+    assert CliRunner().invoke(app, ["explain", path]).exit_code == 0
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    path.write_bytes(encode_record(RECORD) + b"\nnonsense\n")
+    command = [sys.executable, "-c", "from ft_transport.cli.main import main; main()", "explain", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"RecordError: {path}, line 2: expected a record in JSON")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_trace_is_written(tmp_path: Path) -> None:
+    path, trace = write(tmp_path / "r", RECORD), tmp_path / "trace.json"
+    assert CliRunner().invoke(app, ["trace", str(path), "-o", str(trace)]).exit_code == 0
+    assert any(event["name"] == "quorum" for event in json.loads(trace.read_text())["traceEvents"])
+
+
+def test_the_command_starts_without_torch() -> None:
+    code = "import sys, ft_transport.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
