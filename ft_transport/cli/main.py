@@ -6,6 +6,7 @@ import sys
 
 import typer
 
+from ft_transport.cli.doctor import doctor_command
 from ft_transport.cli.explain import explain_command
 from ft_transport.cli.trace import trace_command
 from ft_transport.errors import TransportError
@@ -24,6 +25,7 @@ def _common() -> None:
     """Look into replicated training: peers, snapshots, checkpoints and recoveries."""
 
 
+app.command("doctor")(doctor_command)
 app.command("explain")(explain_command)
 app.command("trace")(trace_command)
 

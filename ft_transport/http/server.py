@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import math
 import secrets
@@ -160,6 +161,7 @@ class SnapshotServer:
                 audit=self._audit,
                 keys=keys,
                 names={"replica": replica, "server": self.server_id},
+                is_on_all_addresses=ipaddress.ip_address(self._socket.getsockname()[0]).is_unspecified,
                 stall_timeout_s=stall_timeout_s,
                 same_host=self._same_host,
                 cap=SendCap(max_send_bytes_per_s) if max_send_bytes_per_s is not None else None,

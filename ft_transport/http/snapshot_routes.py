@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from datetime import datetime, timezone
 from typing import Final
 
 import msgspec
@@ -16,6 +17,7 @@ from ft_transport.http.body_sender import Content, FileRange, Slices, send
 from ft_transport.http.client_limit import ClientLimit
 from ft_transport.http.kept_deltas import KeptDeltas
 from ft_transport.http.peer_protocol import place_of
+from ft_transport.http.reachability import interfaces
 from ft_transport.http.relays import RelayedRange, Relays, parse_relayed_range
 from ft_transport.http.same_host_server import SameHostServer
 from ft_transport.http.send_cap import SendCap
@@ -66,6 +68,7 @@ class SnapshotRoutes:
         audit: Is told what was sent to whom.
         keys: Those of the job, if it has any: what is not digested chunk by chunk is signed then.
         names: What the server says of itself in ``/status``.
+        is_on_all_addresses: Whether it can be reached at each of the host's addresses; it tells them then.
         stall_timeout_s: How long a receiver may take for 4 MiB before it is cut off, in seconds.
         same_host: Lends memory to receivers on this host, where that is wanted.
         cap: How fast all bodies together are sent; ``None`` for no bound.
@@ -83,6 +86,7 @@ class SnapshotRoutes:
         audit: Audit,
         keys: Keys | None,
         names: dict[str, str],
+        is_on_all_addresses: bool,
         stall_timeout_s: float,
         same_host: SameHostServer | None = None,
         cap: SendCap | None,
@@ -97,6 +101,7 @@ class SnapshotRoutes:
         self._audit = audit
         self._keys = keys
         self._names = names
+        self._is_on_all_addresses = is_on_all_addresses
         self._stall_timeout_s = stall_timeout_s
         self._cap = cap
         self._clients = clients
@@ -122,6 +127,8 @@ class SnapshotRoutes:
             "snapshot": newest.snapshot_id if newest is not None else None,
             "snapshot_bytes": newest.total_bytes if newest is not None else 0,
             "clients": self._cache.num_readers(),
+            "unix_s": datetime.now(timezone.utc).timestamp(),
+            "interfaces": _own_interfaces() if self._is_on_all_addresses else [],
         }
         return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
@@ -302,6 +309,15 @@ class SnapshotRoutes:
             began_s=began_s,
             outcome=outcome,
         )
+
+
+def _own_interfaces() -> list[dict[str, str]]:
+    """Where else the server is reached, so that peers can find out which way is the fast one."""
+    return [
+        {"interface": name, "address": str(address)}
+        for address, name in interfaces().items()
+        if not (address.is_loopback or address.is_link_local)
+    ]
 
 
 def _replica_of(request: web.Request) -> str:

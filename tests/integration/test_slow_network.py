@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -77,3 +78,28 @@ def test_a_recovery_over_the_slow_interface_is_explained(tmp_path: Path) -> None
     as_text = runner.invoke(app, ["explain", str(records)]).output
     assert way["text"] in as_text
     assert "transfer" in as_text
+
+
+def test_the_doctor_names_the_fast_interface_of_a_peer_that_tells_its_slow_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FT_TRANSPORT_TOKEN", TOKEN)
+    with two_networks() as (source_at, receiver_at), source_that_tells(SLOW, source_at) as source:
+        began_s = time.monotonic()
+        result = run_in(receiver_at, lambda: CliRunner().invoke(app, ["doctor", source.metadata(), "--json"]))
+        assert time.monotonic() - began_s < 10
+    assert result.exit_code == 1, result.output
+    checks = {check["name"]: check for check in json.loads(result.output)}
+    slow, fast = (checks[f"{SOURCE[SLOW]}:{source_port(source)}: rate over {name}"] for name in (SLOW, FAST))
+    assert (slow["verdict"], fast["verdict"]) == ("bad", "ok")
+    assert f"{RECEIVER[SLOW]} → {SOURCE[SLOW]}" in slow["found"]
+    assert f"{RECEIVER[FAST]} → {SOURCE[FAST]}" in fast["found"]
+    rate = fast["found"].partition("/s")[0]
+    assert f"over {FAST} {rate}/s" in slow["found"]
+    assert f"FT_TRANSPORT_ADVERTISE={FAST}" in slow["remedy"]
+
+
+def source_port(source: HTTPTransport[Any]) -> int:
+    port = urlsplit(source.metadata()).port
+    assert port is not None
+    return port

@@ -1,0 +1,235 @@
+"""What ``ft-transport doctor`` looks at: this host, its network, and the way to each peer."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+from ft_transport.errors import TransportError, escape_peer_text
+from ft_transport.http.own_address import ADVERTISE_VARIABLE, addresses_of, advertised_host
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.rate_probe import Connect, PeerStatus, ProbedRate, ask_status, probe_rates
+from ft_transport.http.reachability import interfaces
+from ft_transport.telemetry.explain import megabytes
+
+Verdict: TypeAlias = Literal["ok", "warn", "bad"]
+
+_LEAST_FILES: Final = 4096
+_SLOW_LOOKUP_S: Final = 0.5
+_MAX_CLOCK_OFFSET_S: Final = 2.0
+_LEAST_FREE: Final = 0.1
+"""Of the memory: a replica that heals holds its state once, and one that serves may hold a copy."""
+_MUCH_SLOWER: Final = 3.0
+_PEER_WITHIN_S: Final = 3.0
+_MAX_NAME: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: Which.
+        verdict: ``bad`` where it breaks or slows recovery, ``warn`` where it may.
+        found: What is there.
+        remedy: What mends it; empty where it is well.
+    """
+
+    name: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+
+def check_host() -> Iterator[Check]:
+    """What is looked at without a peer."""
+    yield _versions()
+    yield _memory_file()
+    yield _sendfile()
+    yield _free_memory()
+    yield _open_files()
+    yield _ipv6()
+    yield _advertised()
+    yield _gpu()
+
+
+def check_peer(url: str, connect: Connect, *, seconds_each: float) -> Iterator[Check]:
+    """What is looked at of one peer: its name, its answer, its clock, and the rate over each way to it."""
+    peer = PeerAddress.from_url(url)
+    yield _resolver(peer)
+    asked = _now_unix_s()
+    try:
+        status = ask_status(peer, connect, within_s=_PEER_WITHIN_S)
+    except TransportError as error:
+        remedy = (
+            "is it running, does a firewall let its port through, and are token and authority the same on both sides?"
+        )
+        yield Check(name=f"{peer}", verdict="bad", found=f"{type(error).__name__}: {error}", remedy=remedy)
+        return
+    yield _clock(peer, status, asked, _now_unix_s())
+    yield from _rates(peer, status, probe_rates(peer, status, connect, seconds_each=seconds_each))
+
+
+def _versions() -> Check:
+    found = [f"Python {platform.python_version()}"]
+    for name in ("ft-transport", "torch", "aiohttp", "torchft"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    is_there = "no torchft" not in found
+    return Check(
+        name="versions",
+        verdict="ok" if is_there else "warn",
+        found=", ".join(found),
+        remedy="" if is_there else "a quorum needs torchft: pip install 'ft-transport[torchft]'",
+    )
+
+
+def _memory_file() -> Check:
+    try:
+        os.close(os.memfd_create("ft-transport-doctor"))
+    except (OSError, AttributeError) as error:
+        remedy = "Linux with memfd_create(2) is needed; a container's seccomp profile may forbid it"
+        return Check(name="memory file", verdict="bad", found=str(error), remedy=remedy)
+    return Check(name="memory file", verdict="ok", found="memfd_create works")
+
+
+def _sendfile() -> Check:
+    if hasattr(os, "sendfile"):
+        return Check(name="sendfile", verdict="ok", found="bodies go from memory to the socket in the kernel")
+    return Check(name="sendfile", verdict="warn", found="there is none", remedy="bodies are copied by Python: slower")
+
+
+def _free_memory() -> Check:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError as error:
+        return Check(name="memory", verdict="warn", found=str(error))
+    fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    total, free = fields["MemTotal"], fields["MemAvailable"]
+    is_enough = free >= _LEAST_FREE * total
+    return Check(
+        name="memory",
+        verdict="ok" if is_enough else "warn",
+        found=f"{megabytes(free)} of {megabytes(total)} are free",
+        remedy=""
+        if is_enough
+        else "a snapshot is as large as the state; TransportSettings.max_snapshots=1 bounds them",
+    )
+
+
+def _open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_enough = soft == resource.RLIM_INFINITY or soft >= _LEAST_FILES
+    return Check(
+        name="open files",
+        verdict="ok" if is_enough else "warn",
+        found=f"{soft} at once, at most {hard}",
+        remedy=""
+        if is_enough
+        else f"ulimit -n {_LEAST_FILES}: connections of peers and the trainer's files share them",
+    )
+
+
+def _ipv6() -> Check:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError as error:
+        return Check(name="IPv6", verdict="ok", found=f"there is none ({error.strerror}); IPv4 is used")
+    return Check(name="IPv6", verdict="ok", found="there is one")
+
+
+def _advertised() -> Check:
+    remedy = f"set {ADVERTISE_VARIABLE} (TransportSettings.advertise) to the interface or address of the fast network"
+    began_s = time.monotonic()
+    try:
+        host = advertised_host(None)
+    except TransportError as error:
+        return Check(name="advertised", verdict="bad", found=str(error), remedy=remedy)
+    addresses = addresses_of(host.strip("[]"))
+    took_s = time.monotonic() - began_s
+    by_address = interfaces()
+    unknown = "no interface of this host"
+    ways = [f"{each} ({by_address.get(each) or ('lo' if each.is_loopback else unknown)})" for each in addresses]
+    reached = (each for each in by_address.items() if not (each[0].is_loopback or each[0].is_link_local))
+    others = sorted(f"{name} {address}" for address, name in reached)
+    found = f"peers are told {host}: {', '.join(ways) or 'unknown'}; this host has {', '.join(others) or 'no other'}"
+    is_local = all(each.is_loopback for each in addresses)
+    is_chosen = bool(os.environ.get(ADVERTISE_VARIABLE))
+    if is_local and others:
+        return Check(name="advertised", verdict="bad", found=f"{found}; others would ask themselves", remedy=remedy)
+    if took_s > _SLOW_LOOKUP_S:
+        slow = f"{found}; to look it up took {took_s:.1f} s"
+        return Check(name="advertised", verdict="warn", found=slow, remedy=remedy)
+    if len(others) > 1 and not is_chosen:
+        return Check(name="advertised", verdict="warn", found=f"{found}; nothing says which one is fast", remedy=remedy)
+    return Check(name="advertised", verdict="ok", found=found)
+
+
+def _gpu() -> Check:
+    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    return Check(name="GPU", verdict="ok", found=", ".join(devices) or "none; states are copied from host memory")
+
+
+def _resolver(peer: PeerAddress) -> Check:
+    began_s = time.monotonic()
+    addresses = addresses_of(peer.host)
+    took_s = time.monotonic() - began_s
+    found = f"{peer.host} is {', '.join(map(str, addresses)) or 'unknown here'}, after {took_s * 1e3:.0f} ms"
+    name, remedy = f"{peer}: name", f"set {ADVERTISE_VARIABLE} there to an address"
+    if not addresses:
+        return Check(name=name, verdict="bad", found=found, remedy=remedy)
+    verdict: Verdict = "warn" if took_s > _SLOW_LOOKUP_S else "ok"
+    return Check(name=name, verdict=verdict, found=found, remedy=remedy if verdict == "warn" else "")
+
+
+def _clock(peer: PeerAddress, status: PeerStatus, asked: float, answered: float) -> Check:
+    name = f"{peer}: clock"
+    if not status.unix_s:
+        return Check(name=name, verdict="ok", found="it does not tell")
+    offset_s = status.unix_s - (asked + answered) / 2
+    is_close = abs(offset_s) <= _MAX_CLOCK_OFFSET_S + (answered - asked) / 2
+    remedy = "" if is_close else "nothing here depends on it, but logs and traces of the two do not fit; run NTP"
+    return Check(name=name, verdict="ok" if is_close else "warn", found=f"{offset_s:+.2f} s to this one", remedy=remedy)
+
+
+def _rates(peer: PeerAddress, status: PeerStatus, rates: list[ProbedRate]) -> Iterator[Check]:
+    as_named, best = rates[0], max(rates, key=lambda rate: rate.bytes_per_s)
+    replica = escape_peer_text(status.replica, max_characters=_MAX_NAME)
+    for rate in rates:
+        name = f"{peer}: rate over {rate.interface or '?'}"
+        way = f"{rate.local_address} → {rate.peer}" + (f" ({rate.peer_interface} there)" if rate.peer_interface else "")
+        if rate.error:
+            verdict: Verdict = "ok"  # what the peer does not tell others may be out of reach
+            if rate is as_named:
+                verdict = "warn" if status.step is None else "bad"
+            yield Check(name=name, verdict=verdict, found=f"{way}: {escape_peer_text(rate.error, max_characters=300)}")
+            continue
+        told = ", as peers are told" if rate is as_named else ""
+        found = f"{megabytes(rate.bytes_per_s)}/s {way}{told}; {megabytes(rate.num_bytes)} were fetched"
+        if rate is as_named and best.bytes_per_s > _MUCH_SLOWER * rate.bytes_per_s:
+            times = best.bytes_per_s / rate.bytes_per_s
+            yield Check(
+                name=name,
+                verdict="bad",
+                found=f"{found}; over {best.interface} {megabytes(best.bytes_per_s)}/s, {times:.0f} times as much",
+                remedy=f"on {replica or peer} set {ADVERTISE_VARIABLE}={best.peer_interface or best.peer.host} "
+                "(TransportSettings.advertise)",
+            )
+        else:
+            yield Check(name=name, verdict="ok", found=found)
+
+
+def _now_unix_s() -> float:
+    return datetime.now(timezone.utc).timestamp()
