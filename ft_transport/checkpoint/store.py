@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +36,7 @@ from ft_transport.errors import CheckpointError, ConfigurationError
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
+from ft_transport.telemetry.recorder import Recorder, Recording, phase
 from ft_transport.transfer.server import SnapshotLease
 
 
@@ -60,6 +62,7 @@ class CheckpointStore:
         read_only: Only load; the root is not claimed, and there is no writer process.
         start_writers: Start the writer processes now, so that whatever is wrong with them shows before training.
         settings: Everything else.
+        recorder: Keeps records of saves and loads (``ft_transport.telemetry``); one of its own by default.
 
     Raises:
         CheckpointInUseError: Another group saves to this root.
@@ -79,10 +82,12 @@ class CheckpointStore:
         read_only: bool = False,
         start_writers: bool = True,
         settings: StoreSettings | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._settings = settings if settings is not None else StoreSettings()
         if not isinstance(self._settings, StoreSettings):
             raise ConfigurationError(f"expected StoreSettings as settings, got {type(settings).__name__}")
+        self.recorder = recorder if recorder is not None else Recorder()
         trouble: ConfigurationError | None = None
         try:
             self._trust = self._settings.trust()
@@ -267,7 +272,8 @@ class CheckpointStore:
         self._check_open()
         self.wait()
         load_step = self._loader(into=into, like=like, check=check, is_comparable=is_comparable)
-        return load_step(self._inventory.agree_on_step(step))
+        with self.recorder.begin("load", phase="find") as recording:
+            return self._noted(recording, load_step(self._inventory.agree_on_step(step)))
 
     def load_newest_good(
         self,
@@ -288,7 +294,9 @@ class CheckpointStore:
             TransportError: As for `load`.
         """
         load_step = self._loader(into=into, like=like, check=check, is_comparable=is_comparable)
-        return load_newest_good(self.steps, load_step)
+        with self.recorder.begin("load", phase="find") as recording:
+            loaded = load_newest_good(self.steps, load_step)
+            return loaded if loaded is None else self._noted(recording, loaded)
 
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, ascending."""
@@ -360,6 +368,7 @@ class CheckpointStore:
         is_comparable: bool,
     ) -> Callable[[CheckpointSelector], LoadedCheckpoint[Any]]:
         def load_step(step: CheckpointSelector) -> LoadedCheckpoint[Any]:
+            phase("find")
             found = self._inventory.find(step)
             request = LoadRequest(
                 directory=found.directory,
@@ -374,24 +383,40 @@ class CheckpointStore:
                 retry_s=self._settings.retry_s,
                 trust=self._trust,
             )
+            phase("read")
             with self._inventory.reading(found):
                 return load(request, self._agreement, self._exchange)
 
         return load_step
+
+    def _noted(self, recording: Recording, loaded: LoadedCheckpoint[Any]) -> LoadedCheckpoint[Any]:
+        """Of a load by several ranks each one tells what it has read itself."""
+        recording.tell(step=loaded.step, num_bytes=loaded.num_bytes_read)
+        return loaded
 
     def _save(self, step: int, stage: Callable[[], StagedState], *, wait: bool, overwrite: bool) -> SaveHandle:
         step = checked_directory_number("step", step)
         self._check_saving(step)
         if not self._health.admits(step, self._settings.busy):
             return SaveHandle(step, is_skipped=True)
-        staged = stage()
-        self._agreement.step = step
+        recording = self.recorder.begin("save", phase="clone")
+        recording.tell(step=step)
         try:
-            self._agreement.run_on_all_ranks("copy the state", staged.check)
-        except BaseException:
-            staged.release()
+            staged = stage()
+            self._agreement.step = step
+            recording.phase("agree")
+            try:
+                self._agreement.run_on_all_ranks("copy the state", staged.check)
+            except BaseException:
+                staged.release()
+                raise
+            recording.phase("write")
+            handle = self._background.submit(SaveRequest(step=step, staged=staged, overwrite=overwrite))
+        except BaseException as error:
+            recording.end("failed", error=error)
             raise
-        handle = self._background.submit(SaveRequest(step=step, staged=staged, overwrite=overwrite))
+        recording.leave()
+        handle.future.add_done_callback(lambda future: _end(recording, future))
         if wait:
             handle.result()
         return handle
@@ -405,3 +430,9 @@ class CheckpointStore:
         self._check_open(step)
         if self._is_read_only:
             raise CheckpointError("expected a store that saves, this one is read-only", step=step)
+
+
+def _end(recording: Recording, saved: Future[None]) -> None:
+    """Called by the thread that has saved, when all ranks know how it went."""
+    error = saved.exception()
+    recording.end("ok" if error is None else "failed", error=error or "")

@@ -39,6 +39,8 @@ from ft_transport.publish.weight_format import WeightFormat
 from ft_transport.runtime.at_exit import at_exit
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import check_duration, check_number, default_num_threads
+from ft_transport.telemetry.record import Transfer
+from ft_transport.telemetry.recorder import Recorder, Recording
 from ft_transport.transport import HTTPTransport
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class Publisher:
         poll_interval: How often each engine is asked which version it serves, as long as nothing is delivered to it.
             One that has lost the newest version, because it was restarted, or that was out of reach is told of it
             again. An engine that is down is asked less often. ``None``: none is asked.
+        recorder: Keeps records of what is published (``ft_transport.telemetry``); one of its own by default.
         private: Whether files and directories are their owner's alone (0400, 0700), so that only engines of the same
             user read them; else the umask says who may.
 
@@ -105,6 +108,7 @@ class Publisher:
         weight_format: WeightFormat | None = None,
         poll_interval: timedelta | None = timedelta(seconds=10),
         private: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         check_duration("keep_for", keep_for, at_least=timedelta(0))
         if poll_interval is not None:
@@ -125,6 +129,7 @@ class Publisher:
         self._reports = ReportStore(group.channel("publish/reports"), silence_timeout.total_seconds())
         self._directory = NumberedDirectory(self._root, "version", None, is_private=private)
         self._claim = RootClaim(self._root, is_private=private)
+        self.recorder = recorder if recorder is not None else Recorder()
         self._exporter: Exporter | None = None
         self._notifier: EngineNotifier | None = None
         self._server = VersionServer(transport, self._directory, deltas=deltas) if transport is not None else None
@@ -214,9 +219,18 @@ class Publisher:
             lambda: read_files(files) if files is not None else {},
             is_missing_ok=missing_ok,
         )
-        directory = self._exporter.export(request)
-        if self._agreement.is_first:
-            self._notify(version, directory)
+        recording = self.recorder.begin("publish", phase="export")
+        recording.tell(step=version)
+        try:
+            directory = self._exporter.export(request)
+            if self._agreement.is_first:
+                self._notify(version, directory, recording)
+            else:
+                recording.end()
+        except BaseException as error:
+            recording.end("failed", error=error)
+            raise
+        recording.leave()
         reports = self._reports
         wait = reports.wait_here if self._agreement.is_first else reports.wait_there
         return PublishHandle(
@@ -317,12 +331,14 @@ class Publisher:
             assert self._notifier is not None, "it was made before"
             self._notifier.begin_with(self._delivery(stored[-1], newest))
 
-    def _notify(self, version: int, directory: Path) -> None:
+    def _notify(self, version: int, directory: Path, recording: Recording) -> None:
         assert self._notifier is not None, "it is open"
+        recording.phase("deliver")
         notifying = self._notifier.notify(self._delivery(version, directory), self._reports.post)
         with self._mutex:
             self._notifying[version] = notifying
         notifying.add_done_callback(lambda _: self._notified(version))
+        notifying.add_done_callback(lambda told: _record(recording, told))
 
     def _delivery(self, version: int, directory: Path) -> Delivery:
         kind: Kind = "adapter" if (directory / CONFIG_NAME).exists() else "weights"
@@ -383,3 +399,17 @@ def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
 
 def _stored(number: int, directory: Path) -> StoredVersion:
     return StoredVersion(number, (directory / CONFIG_NAME).exists(), directory.stat().st_mtime)
+
+
+def _record(recording: Recording, told: Future[PublishReport]) -> None:
+    """All engines have been heard of, or nobody asks them any more."""
+    error = told.exception() if not told.cancelled() else None
+    if told.cancelled() or error is not None:
+        recording.end("abandoned", error=error or "")
+        return
+    report = told.result()
+    for each in report.engines:
+        recording.transfer(Transfer(peer=each.url, role="engine", num_bytes=0, length_s=each.seconds))
+    for failed in report.failed():
+        recording.retry(f"{failed.outcome}: {failed.body}", peer=failed.url)
+    recording.end("failed" if report.failed() else "ok", error="; ".join(each.url for each in report.failed()))

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from ft_transport.telemetry.otel import tell_spans
 from ft_transport.telemetry.record import Kind, Outcome, Phase, Record, Retry, Transfer, encode_record
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class Recorder:
                 with self._lock:
                     self._path = None
                 logger.warning("records are no longer written to %s: %s", path, error)
-        for listener in listeners:
+        for listener in (tell_spans, *listeners):
             try:
                 listener(record)
             except Exception:
