@@ -8,7 +8,6 @@ import pytest
 from ft_transport.errors import PeerUnreachableError, RecordError
 from ft_transport.telemetry.record import Record, Transfer, decode_record, encode_record
 from ft_transport.telemetry.recorder import Recorder, current
-from ft_transport.telemetry.status import Status, decode_status, encode_status
 
 
 class Clock:
@@ -127,9 +126,5 @@ def test_listeners_hear_each_record_and_one_that_fails_hurts_nobody(caplog: pyte
 def test_readers_pass_over_keys_that_they_do_not_know() -> None:
     record = Record(kind="load", begun_unix_s=1.0, length_s=2.0, outcome="ok")
     assert decode_record(json.dumps({**json.loads(encode_record(record)), "new": 1})) == record
-    status = Status(replica="a", records=(record,))
-    assert decode_status(json.dumps({**json.loads(encode_status(status)), "new": 1})) == status
     with pytest.raises(RecordError, match="expected a record"):
         decode_record(b"\xff")
-    with pytest.raises(RecordError, match="expected a status"):
-        decode_status(b"[]")
