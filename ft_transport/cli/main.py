@@ -8,6 +8,7 @@ import typer
 
 from ft_transport.cli.doctor import doctor_command
 from ft_transport.cli.explain import explain_command
+from ft_transport.cli.inspect import inspect_command
 from ft_transport.cli.trace import trace_command
 from ft_transport.errors import TransportError
 
@@ -27,6 +28,7 @@ def _common() -> None:
 
 app.command("doctor")(doctor_command)
 app.command("explain")(explain_command)
+app.command("inspect")(inspect_command)
 app.command("trace")(trace_command)
 
 

@@ -25,8 +25,9 @@ class Phase:
     """What the recording thread was about, for a while. The phases of a record follow each other without a gap.
 
     Attributes:
-        name: ``quorum``, ``rendezvous``, ``manifest``, ``plan``, ``connect``, ``transfer``, ``verify``, ``load``,
-            ``compare``, ``first_step`` for a heal; others have others. The same name may come again.
+        name: ``quorum``, ``lock``, ``manifest``, ``plan``, ``transfer``, ``verify``, ``load``, ``compare``,
+            ``rendezvous``, ``first_step`` for a heal; docs/recoveries.md says what each is. The same name may come
+            again.
         start_s: From the beginning of the record, in seconds.
         length_s: In seconds.
     """

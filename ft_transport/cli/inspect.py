@@ -1,0 +1,159 @@
+"""``ft-transport inspect``: what is in there?"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+
+from ft_transport.cli.contents import Contents, TensorEntry, UnreadableError
+from ft_transport.cli.dcp_metadata import METADATA_NAME, read_dcp
+from ft_transport.cli.safetensors_header import read_header
+from ft_transport.errors import escape_peer_text
+from ft_transport.runtime.regular_files import open_regular
+from ft_transport.telemetry.explain import megabytes
+
+_STEP_DIRECTORY: Final = re.compile(r"step-([0-9]{1,18})")
+_MANIFEST: Final = "manifest.json"
+_MAX_NAME: Final = 200
+_PEER_WITHIN_S: Final = 30.0
+
+
+def inspect_command(
+    thing: Annotated[
+        str, typer.Argument(help="URL of a replica, safetensors file, checkpoint, directory of them, or DCP directory.")
+    ],
+    values: Annotated[bool, typer.Option("--values", help="Name what is stored beside the tensors, too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One object of JSON.")] = False,
+) -> None:
+    """List the tensors of a replica's newest snapshot, of a file or of a checkpoint, without reading their data.
+
+    Nothing is unpickled but names that DCP's metadata consists of. Exits with 1 if it cannot be read.
+    """
+    contents = open_thing(thing)
+    if as_json:
+        typer.echo(msgspec.json.encode(_as_object(contents)))
+    else:
+        typer.echo(_as_text(contents, with_values=values))
+
+
+def open_thing(thing: str) -> Contents:
+    """What is in a replica, a file or a checkpoint.
+
+    Raises:
+        UnreadableError: It is none of them.
+        TransportError: The replica cannot be asked.
+    """
+    if thing.startswith(("http://", "https://")):
+        return _of_peer(thing)
+    path = Path(thing)
+    if not path.is_dir():
+        return _of_file(path)
+    if (path / METADATA_NAME).exists():
+        return _of_checkpoint(path)
+    steps = sorted(
+        (int(found[1]), entry)
+        for entry in path.iterdir()
+        if (found := _STEP_DIRECTORY.fullmatch(entry.name)) and (entry / _MANIFEST).exists()
+    )
+    if not steps:
+        raise UnreadableError(
+            f"expected a checkpoint in {path}: it has neither {METADATA_NAME} nor a complete step-N directory"
+        )
+    return _of_checkpoint(steps[-1][1])
+
+
+def _of_checkpoint(path: Path) -> Contents:
+    contents = read_dcp(path)
+    found = _STEP_DIRECTORY.fullmatch(path.resolve().name)
+    if found is None or not (path / _MANIFEST).exists():
+        return contents
+    return Contents(
+        kind="checkpoint of ft_transport", tensors=contents.tensors, values=contents.values, step=int(found[1])
+    )
+
+
+def _of_file(path: Path) -> Contents:
+    try:
+        descriptor = open_regular(path)
+    except OSError as error:
+        raise UnreadableError(f"expected a safetensors file at {path}: {error}") from error
+    try:
+        return read_header(
+            lambda start, length: os.pread(descriptor, length, start), kind="safetensors file", name=str(path)
+        )
+    finally:
+        os.close(descriptor)
+
+
+def _of_peer(url: str) -> Contents:
+    from ft_transport.http.peer_address import PeerAddress
+    from ft_transport.http.rate_probe import ask_status, connecting
+    from ft_transport.settings import TransportSettings
+    from ft_transport.wire.manifest import SnapshotId
+    from ft_transport.wire.routes import FULL_ROUTE, bound_path
+
+    settings, peer = TransportSettings(), PeerAddress.from_url(url)
+    connect = connecting(settings.keys(), settings.certificates())
+    status = ask_status(peer, connect, within_s=_PEER_WITHIN_S)
+    if status.step is None or status.snapshot is None:
+        raise UnreadableError(f"expected a snapshot at {peer}, it has none now; it is taken when somebody recovers")
+    path = bound_path(FULL_ROUTE, status.step, SnapshotId(status.snapshot))
+    with connect(peer, _PEER_WITHIN_S) as connection:
+
+        def read(start: int, length: int) -> bytes:
+            end = min(start + length, status.snapshot_bytes)
+            response = connection.get(
+                path, headers={"Range": f"bytes={start}-{end - 1}"}, expected_status=206, answer_within_s=0.0
+            )
+            body = bytearray(max(0, end - start))
+            connection.read_into([memoryview(body)])
+            connection.end_response(response)
+            return bytes(body)
+
+        contents = read_header(read, kind=f"snapshot of {peer}", name=str(peer))
+    return Contents(kind=contents.kind, tensors=contents.tensors, values=contents.values, step=status.step)
+
+
+def _as_object(contents: Contents) -> dict[str, Any]:
+    return {
+        "kind": contents.kind,
+        "step": contents.step,
+        "num_tensors": len(contents.tensors),
+        "num_bytes": contents.num_bytes,
+        "tensors": msgspec.to_builtins(contents.tensors),
+        "values": contents.values,
+    }
+
+
+def _as_text(contents: Contents, *, with_values: bool) -> str:
+    rows = [
+        (_shown(each.path), _shown(each.dtype), _shape(each), f"{each.num_bytes:,}", f"{each.num_parts}")
+        for each in contents.tensors
+    ]
+    rows.insert(0, ("tensor", "dtype", "shape", "bytes", "parts"))
+    name, dtype, shape, size = (max(len(row[at]) for row in rows) for at in range(4))
+    lines = [f"{row[0]:<{name}}  {row[1]:<{dtype}}  {row[2]:<{shape}}  {row[3]:>{size}}  {row[4]:>5}" for row in rows]
+    by_dtype = Counter[str]()
+    for each in contents.tensors:
+        by_dtype[each.dtype] += each.num_bytes
+    shares = ", ".join(f"{name} {megabytes(num_bytes)}" for name, num_bytes in by_dtype.most_common())
+    at = f", step {contents.step}" if contents.step is not None else ""
+    lines += ["", f"{contents.kind}{at}: {len(contents.tensors)} tensors, {megabytes(contents.num_bytes)} ({shares})"]
+    lines.append(f"{len(contents.values)} values beside them")
+    if with_values:
+        lines += [f"  {_shown(each)}" for each in contents.values]
+    return "\n".join(lines)
+
+
+def _shape(tensor: TensorEntry) -> str:
+    return "×".join(map(str, tensor.shape)) or "·"
+
+
+def _shown(text: str) -> str:
+    return escape_peer_text(text, max_characters=_MAX_NAME)

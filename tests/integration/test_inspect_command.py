@@ -1,0 +1,153 @@
+"""What ``ft-transport inspect`` shows of what torch, safetensors and a transport have written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from quorum_threads import TIMEOUT
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
+from ft_transport.cli.contents import UnreadableError
+from ft_transport.cli.main import app
+
+pytestmark = [pytest.mark.timeout(120)]
+
+STATE = {
+    "model": {
+        "w": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+        "half": torch.ones(5, dtype=torch.bfloat16),
+        "flag": torch.ones((), dtype=torch.bool),
+    },
+    "note": "text",
+}
+EXPECTED = {"w": ("float32", [3, 4], 48), "half": ("bfloat16", [5], 10), "flag": ("bool", [], 1)}
+
+
+def inspected(thing: object) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["inspect", str(thing), "--json"])
+    assert result.exit_code == 0, result.exception
+    return json.loads(result.output)  # type: ignore[no-any-return]
+
+
+def tensors(told: dict[str, Any]) -> dict[str, Any]:
+    described = {each["path"]: (each["dtype"], each["shape"], each["num_bytes"]) for each in told["tensors"]}
+    return {path.rpartition(".")[2]: each for path, each in described.items()}
+
+
+def save_with_dcp(directory: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is one process
+        dcp.save(STATE, checkpoint_id=directory, no_dist=True)
+
+
+def test_a_directory_that_dcp_wrote(tmp_path: Path) -> None:
+    save_with_dcp(tmp_path)
+    told = inspected(tmp_path)
+    assert told["kind"] == "DCP checkpoint"
+    assert tensors(told) == EXPECTED
+    assert told["values"] == ["note"]
+    assert told["num_bytes"] == 59
+
+
+def test_a_checkpoint_of_ours_by_its_directory_and_by_that_of_all(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path) as store:
+        for step in (3, 11):
+            store.save(step, STATE, wait=True)
+    for thing, step in ((tmp_path, 11), (tmp_path / "step-3", 3)):
+        told = inspected(thing)
+        assert (told["kind"], told["step"]) == ("checkpoint of ft_transport", step)
+        assert tensors(told) == EXPECTED
+
+
+def test_a_safetensors_file(tmp_path: Path) -> None:
+    save_file(STATE["model"], tmp_path / "m.safetensors")  # type: ignore[arg-type]
+    told = inspected(tmp_path / "m.safetensors")
+    assert tensors(told) == EXPECTED
+
+
+@pytest.mark.parametrize("token", [None, "a-token-of-the-job-long-enough-for-one"])
+def test_the_newest_snapshot_of_a_replica(token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if token is not None:
+        monkeypatch.setenv("FT_TRANSPORT_TOKEN", token)
+    settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
+    source = HTTPTransport[Any](TIMEOUT, settings=settings)
+    try:
+        result = CliRunner().invoke(app, ["inspect", source.metadata()])
+        assert "it has none now" in str(result.exception)
+        source.send_checkpoint([], 8, STATE, TIMEOUT)
+        told = inspected(source.metadata())
+        assert (told["step"], tensors(told)) == (8, EXPECTED)
+    finally:
+        source.shutdown()
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch ran",)
+
+
+@pytest.mark.parametrize("evil", [Evil(), {"a": [Evil()]}])
+def test_a_pickle_that_would_run_a_command_is_refused_by_name(
+    evil: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(evil))
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert isinstance(result.exception, UnreadableError)
+    assert "posix.system" in str(result.exception)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x80\x04]",
+        pickle.dumps([1, 2]),
+        b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f",
+        b"\x80\x04" + b"(" * 9999,
+    ],
+)
+def test_what_is_no_metadata_is_said_to_be_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert isinstance(result.exception, UnreadableError)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x00" * 8, struct.pack("<Q", 1 << 60), struct.pack("<Q", 4) + b"nope", struct.pack("<Q", 8) + b'{"a":{}}'],
+)
+def test_what_is_no_safetensors_file_is_said_to_be_none(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(content)
+    assert isinstance(CliRunner().invoke(app, ["inspect", str(path)]).exception, UnreadableError)
+
+
+def test_names_do_not_move_the_terminal(tmp_path: Path) -> None:
+    save_file({"a\x1b[2Jb": torch.ones(1)}, tmp_path / "m")
+    output = CliRunner().invoke(app, ["inspect", str(tmp_path / "m")]).output
+    assert "\x1b" not in output
+    assert "1 tensors" in output
+
+
+def test_nothing_of_torch_is_imported_for_a_checkpoint(tmp_path: Path) -> None:
+    save_with_dcp(tmp_path)
+    code = (
+        "import sys; from ft_transport.cli.inspect import open_thing; "
+        f"assert open_thing({str(tmp_path)!r}).num_bytes == 59; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
