@@ -8,6 +8,7 @@ of torch is imported.
 from __future__ import annotations
 
 import io
+import math
 import pickle  # noqa: TID251 # DCP's format; `_Reader` refuses all but a closed set of names
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ METADATA_NAME: Final = ".metadata"
 
 _MAX_BYTES: Final = 1 << 30
 _MAX_NAME: Final = 200
+_MAX_LENGTH: Final = (1 << 63) - 1
+_MAX_DIMENSIONS: Final = 64
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _DTYPES: Final = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
@@ -50,7 +53,8 @@ def read_dcp(directory: Path) -> Contents:
         raise
     # What a file that is no pickle makes of the reader is not documented.
     except Exception as error:
-        raise UnreadableError(f"expected DCP's metadata in {path}: {type(error).__name__}: {error}") from error
+        told = escape_peer_text(f"{type(error).__name__}: {error}", max_characters=_MAX_NAME)
+        raise UnreadableError(f"expected DCP's metadata in {path}: {told}") from error
     return Contents(kind="DCP checkpoint", tensors=tensors, values=values)
 
 
@@ -88,11 +92,6 @@ class _DType:
     name: str
 
 
-def _same(*arguments: object) -> object:
-    """Stands for functions that look a name up, such as that of a layout."""
-    return arguments
-
-
 _CLASSES: Final[dict[tuple[str, str], Any]] = {
     (_METADATA, "Metadata"): _Metadata,
     (_METADATA, "TensorStorageMetadata"): _Tensor,
@@ -103,13 +102,13 @@ _CLASSES: Final[dict[tuple[str, str], Any]] = {
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Kept,
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _Kept,
-    ("torch.serialization", "_get_layout"): _same,
+    ("torch.serialization", "_get_layout"): _Kept,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
-    **{("pathlib", name): _same for name in ("Path", "PosixPath", "PurePosixPath")},
-    **{("pathlib._local", name): _same for name in ("Path", "PosixPath", "PurePosixPath")},
+    **{("pathlib", name): _Kept for name in ("Path", "PosixPath", "PurePosixPath")},
+    **{("pathlib._local", name): _Kept for name in ("Path", "PosixPath", "PurePosixPath")},
 }
 
 
@@ -130,9 +129,10 @@ class _Reader(pickle.Unpickler):
 def _tensor(name: str, stored: _Tensor) -> TensorEntry:
     dtype = _dtype_of(stored.properties)
     shape = tuple(int(length) for length in stored.size)
-    num_items = 1
-    for length in shape:
-        num_items *= length
+    if any(not 0 <= length <= _MAX_LENGTH for length in shape) or len(shape) > _MAX_DIMENSIONS:
+        shown = escape_peer_text(str(name), max_characters=_MAX_NAME)
+        raise UnreadableError(f"expected the shape of a tensor, {shown} has none")
+    num_items = math.prod(shape)
     return TensorEntry(
         path=str(name), dtype=dtype, shape=shape, num_bytes=num_items * _DTYPES[dtype], num_parts=len(stored.chunks)
     )

@@ -108,10 +108,12 @@ def _of_peer(url: str) -> Contents:
 
         def read(start: int, length: int) -> bytes:
             end = min(start + length, status.snapshot_bytes)
+            if end <= start:
+                return b""
             response = connection.get(
                 path, headers={"Range": f"bytes={start}-{end - 1}"}, expected_status=206, answer_within_s=0.0
             )
-            body = bytearray(max(0, end - start))
+            body = bytearray(end - start)
             connection.read_into([memoryview(body)])
             connection.end_response(response)
             return bytes(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Final
 
 import typer
 
@@ -10,7 +11,9 @@ from ft_transport.cli.doctor import doctor_command
 from ft_transport.cli.explain import explain_command
 from ft_transport.cli.inspect import inspect_command
 from ft_transport.cli.trace import trace_command
-from ft_transport.errors import TransportError
+from ft_transport.errors import TransportError, escape_peer_text
+
+_MAX_CHARACTERS: Final = 2000
 
 app = typer.Typer(
     name="ft-transport",
@@ -37,5 +40,8 @@ def main() -> None:
     try:
         app()
     except TransportError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        # It may quote a peer or a file.
+        print(
+            f"{type(error).__name__}: {escape_peer_text(str(error), max_characters=_MAX_CHARACTERS)}", file=sys.stderr
+        )
         sys.exit(1)

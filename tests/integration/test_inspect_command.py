@@ -137,6 +137,18 @@ def test_what_is_no_safetensors_file_is_said_to_be_none(content: bytes, tmp_path
     assert isinstance(CliRunner().invoke(app, ["inspect", str(path)]).exception, UnreadableError)
 
 
+@pytest.mark.parametrize("shape", [(-1,), (1 << 64,), (1,) * 65])
+def test_a_shape_that_no_tensor_has_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    save_with_dcp(tmp_path)
+    path = tmp_path / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    object.__setattr__(next(iter(metadata.state_dict_metadata.values())), "size", shape)
+    path.write_bytes(pickle.dumps(metadata))
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert isinstance(result.exception, UnreadableError)
+    assert "expected the shape of a tensor" in str(result.exception)
+
+
 def test_names_do_not_move_the_terminal(tmp_path: Path) -> None:
     save_file({"a\x1b[2Jb": torch.ones(1)}, tmp_path / "m")
     output = CliRunner().invoke(app, ["inspect", str(tmp_path / "m")]).output
