@@ -5,7 +5,8 @@ from __future__ import annotations
 import ipaddress
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from email.utils import parsedate_to_datetime
 from typing import Final
 
 import msgspec
@@ -49,7 +50,7 @@ class PeerStatus:
         step: Of its newest snapshot; ``None`` without one.
         snapshot: Its name.
         snapshot_bytes: Its size.
-        unix_s: The peer's clock; 0 if it does not tell.
+        unix_s: The peer's clock (RFC 9110, section 6.6.1), in whole seconds; 0 if it does not tell.
         interfaces: Where else it can be reached, besides the loopback; none where it listens at one address.
     """
 
@@ -108,11 +109,19 @@ def ask_status(peer: PeerAddress, connect: Connect, *, within_s: float) -> PeerS
     """
     with connect(peer, within_s) as connection:
         response = connection.get(STATUS_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
+        date = response.headers.get("Date", "")
         body = connection.read_body(response, max_bytes=_MAX_STATUS_BYTES)
     try:
-        return msgspec.json.decode(body, type=PeerStatus)
+        return replace(msgspec.json.decode(body, type=PeerStatus), unix_s=_unix_s(date))
     except msgspec.MsgspecError as error:
         raise PeerProtocolError(f"expected the status of a server: {error}", peer=str(peer)) from error
+
+
+def _unix_s(date: str) -> float:
+    try:
+        return parsedate_to_datetime(date).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def probe_rates(peer: PeerAddress, status: PeerStatus, connect: Connect, *, seconds_each: float) -> list[ProbedRate]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from datetime import datetime, timezone
 from typing import Final
 
 import msgspec
@@ -127,7 +126,6 @@ class SnapshotRoutes:
             "snapshot": newest.snapshot_id if newest is not None else None,
             "snapshot_bytes": newest.total_bytes if newest is not None else 0,
             "clients": self._cache.num_readers(),
-            "unix_s": datetime.now(timezone.utc).timestamp(),
             "interfaces": _own_interfaces() if self._is_on_all_addresses else [],
         }
         return web.Response(body=msgspec.json.encode(body), content_type="application/json")

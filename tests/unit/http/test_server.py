@@ -124,7 +124,6 @@ def test_status_before_and_after_the_first_snapshot(served: Serving) -> None:
 
     assert len(empty["server"]) == 16
     assert empty.pop("server") == full.pop("server")
-    assert 0 <= full.pop("unix_s") - empty.pop("unix_s") < 60
     assert empty == {
         "state": "empty", "replica": "replica-7", "step": None, "steps": [],
         "snapshot": None, "snapshot_bytes": 0, "clients": 0, "interfaces": [],
