@@ -7,9 +7,11 @@ from typing import Final
 
 import typer
 
+from ft_transport.cli.demo import demo_command
 from ft_transport.cli.doctor import doctor_command
 from ft_transport.cli.explain import explain_command
 from ft_transport.cli.inspect import inspect_command
+from ft_transport.cli.status import status_command
 from ft_transport.cli.trace import trace_command
 from ft_transport.errors import TransportError, escape_peer_text
 
@@ -29,9 +31,11 @@ def _common() -> None:
     """Look into replicated training: peers, snapshots, checkpoints and recoveries."""
 
 
+app.command("demo", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(demo_command)
 app.command("doctor")(doctor_command)
 app.command("explain")(explain_command)
 app.command("inspect")(inspect_command)
+app.command("status")(status_command)
 app.command("trace")(trace_command)
 
 

@@ -50,6 +50,7 @@ class PeerStatus:
         step: Of its newest snapshot; ``None`` without one.
         snapshot: Its name.
         snapshot_bytes: Its size.
+        clients: How many receive it now.
         unix_s: The peer's clock (RFC 9110, section 6.6.1), in whole seconds; 0 if it does not tell.
         interfaces: Where else it can be reached, besides the loopback; none where it listens at one address.
     """
@@ -59,6 +60,7 @@ class PeerStatus:
     step: int | None = None
     snapshot: str | None = None
     snapshot_bytes: int = 0
+    clients: int = 0
     unix_s: float = 0.0
     interfaces: tuple[PeerInterface, ...] = field(default=())
 

@@ -9,7 +9,7 @@ import argparse
 import os
 import queue
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from rich.console import Console
@@ -132,14 +132,18 @@ class Demo:
             )
 
 
-def main() -> None:
-    """Command line of the demo; exit status 1 if the replicas differ."""
+def main(arguments_of_caller: Sequence[str] | None = None) -> None:
+    """Command line of the demo; exit status 1 if the replicas differ.
+
+    Args:
+        arguments_of_caller: Without the name of the program; ``None`` takes those of the process.
+    """
     parser = argparse.ArgumentParser(prog="python -m manager.demo", description=__doc__)
     parser.add_argument("--steps", type=int, default=8, help="steps before, between and after the failures")
     parser.add_argument("--width", type=int, default=192, help="hidden size, a multiple of 64")
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--sharded", action="store_true", help="two replicas of two FSDP2 ranks")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(arguments_of_caller)
     # The Lighthouse in this process would write a line for each request.
     os.environ.setdefault("RUST_LOG", "error")
     try:

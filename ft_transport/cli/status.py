@@ -1,0 +1,72 @@
+"""``ft-transport status``: what do these replicas serve?"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+import typer
+
+from ft_transport.errors import TransportError, escape_peer_text
+from ft_transport.telemetry.explain import megabytes
+
+if TYPE_CHECKING:
+    from ft_transport.http.rate_probe import Connect, PeerStatus
+
+_WITHIN_S: Final = 3.0
+_MAX_AT_ONCE: Final = 32
+_MAX_NAME: Final = 40
+_MAX_ERROR: Final = 200
+
+
+def status_command(
+    urls: Annotated[list[str], typer.Argument(help="URLs of replicas (what their transport tells).")],
+    as_json: Annotated[bool, typer.Option("--json", help="One array of JSON.")] = False,
+) -> None:
+    """Ask replicas what they serve: step, size, and how many receive it now.
+
+    All are asked at once, for 3 s at most. The job's token and certificates are taken from the environment. Exits with
+    1 if one of them does not answer.
+    """
+    from ft_transport.http.rate_probe import connecting
+    from ft_transport.settings import TransportSettings
+
+    settings = TransportSettings()
+    connect = connecting(settings.keys(), settings.certificates())
+    with ThreadPoolExecutor(min(_MAX_AT_ONCE, len(urls))) as pool:
+        answers = list(pool.map(lambda url: _ask(url, connect), urls))
+    if as_json:
+        told = [_as_object(url, answer) for url, answer in zip(urls, answers, strict=True)]
+        typer.echo(msgspec.json.encode(told))
+    else:
+        for url, answer in zip(urls, answers, strict=True):
+            typer.echo(_as_line(url, answer))
+    if any(isinstance(answer, TransportError) for answer in answers):
+        raise typer.Exit(1)
+
+
+def _ask(url: str, connect: Connect) -> PeerStatus | TransportError:
+    from ft_transport.http.peer_address import PeerAddress
+    from ft_transport.http.rate_probe import ask_status
+
+    try:
+        return ask_status(PeerAddress.from_url(url), connect, within_s=_WITHIN_S)
+    except TransportError as error:
+        return error
+
+
+def _as_object(url: str, answer: PeerStatus | TransportError) -> dict[str, Any]:
+    if isinstance(answer, TransportError):
+        return {"url": url, "error": f"{type(answer).__name__}: {answer}"}
+    return {"url": url, **msgspec.to_builtins(answer)}
+
+
+def _as_line(url: str, answer: PeerStatus | TransportError) -> str:
+    if isinstance(answer, TransportError):
+        told = escape_peer_text(f"{type(answer).__name__}: {answer}", max_characters=_MAX_ERROR)
+        return f"✗ {url}  {told}"
+    replica = escape_peer_text(answer.replica, max_characters=_MAX_NAME)
+    if answer.step is None:
+        return f"✓ {url}  {replica}: has no snapshot now; it takes one when somebody recovers"
+    return f"✓ {url}  {replica}: step {answer.step}, {megabytes(answer.snapshot_bytes)}, {answer.clients} receive it"

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ft_transport import HTTPTransport, TransportSettings
+from ft_transport.cli.main import app
+
+TIMEOUT = timedelta(seconds=20)
+TOKEN = "a-token-of-the-job-long-enough-for-one"
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_each_replica_is_told_of_and_one_that_is_not_there_is_an_error(
+    token: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if token is not None:
+        monkeypatch.setenv("FT_TRANSPORT_TOKEN", token)
+    settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", replica="r\x1b[2J7")
+    source = HTTPTransport[Any](TIMEOUT, settings=settings)
+    try:
+        empty = CliRunner().invoke(app, ["status", source.metadata()])
+        assert "has no snapshot now" in empty.output
+        source.send_checkpoint([], 8, {"w": torch.zeros(1 << 18)}, TIMEOUT)
+        result = CliRunner().invoke(app, ["status", source.metadata()])
+        assert result.exit_code == 0
+        assert "step 8, 1.1 MB, 0 receive it" in result.output
+        assert "\x1b" not in result.output
+        both = CliRunner().invoke(app, ["status", NOBODY, source.metadata(), "--json"])
+    finally:
+        source.shutdown()
+    assert both.exit_code == 1
+    gone, there = json.loads(both.output)
+    assert "PeerUnreachableError" in gone["error"]
+    assert (there["step"], there["replica"]) == (8, "r\x1b[2J7")
+
+
+def test_the_demo_takes_the_arguments_of_the_demo() -> None:
+    pytest.importorskip("torchft")
+    result = CliRunner().invoke(app, ["demo", "--width", "wide"])
+    assert result.exit_code == 2
+    assert "invalid int value: 'wide'" in result.output
