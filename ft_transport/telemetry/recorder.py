@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from ft_transport.runtime.regular_files import open_regular
 from ft_transport.telemetry.otel import tell_spans
 from ft_transport.telemetry.record import Kind, Outcome, Phase, Record, Retry, Transfer, encode_record
 
@@ -30,6 +31,7 @@ RECORDS_VARIABLE: Final = "FT_TRANSPORT_RECORDS"
 Listener = Callable[[Record], None]
 
 _MAX_PHASES: Final = 1000
+_FILE_MODE: Final = 0o644
 _MAX_RETRIES: Final = 1000
 _open: ContextVar[Recording | None] = ContextVar("ft_transport_recording", default=None)
 
@@ -67,7 +69,7 @@ class Recorder:
         named = path if path is not None else os.environ.get(RECORDS_VARIABLE, "")
         self._path = Path(named) if named else None
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may end what it has interrupted
         self._kept: deque[Record] = deque(maxlen=num_kept)
         self._listeners: list[Listener] = []
 
@@ -163,7 +165,7 @@ class Recording:
         self._began_s = now_s if began_s is None else began_s
         if self._began_s < now_s:
             self._beginning = replace(beginning, begun_unix_s=beginning.begun_unix_s - (now_s - self._began_s))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may end what it has interrupted
         self._phases: list[Phase] = []
         self._phase = phase or beginning.kind
         self._phase_began_s = self._began_s
@@ -296,7 +298,7 @@ def _sum(known: Transfer, more: Transfer) -> Transfer:
 
 def _append(path: Path, line: bytes) -> None:
     """One write of one line: processes that share a file do not mix theirs."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _FILE_MODE)
     try:
         os.write(descriptor, line)
     finally:

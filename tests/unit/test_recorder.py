@@ -1,6 +1,8 @@
 import contextvars
 import json
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,30 @@ def test_a_file_that_cannot_be_written_is_warned_of_once(tmp_path: Path, caplog:
         recorder.begin("load").end()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert len(recorder.recent()) == 3
+
+
+def test_a_fifo_is_no_file_of_records_and_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.mkfifo(tmp_path / "records")
+    Recorder(path=tmp_path / "records").begin("load").end()
+    assert "no longer written" in caplog.text
+
+
+def test_what_is_interrupted_in_a_recording_may_end_it() -> None:
+    class Interrupting:
+        def __init__(self) -> None:
+            self.now_s = 0.0
+            self.act: Callable[[], object] = lambda: None
+
+        def __call__(self) -> float:
+            act, self.act = self.act, lambda: None
+            act()
+            return self.now_s
+
+    clock = Interrupting()
+    recording = Recorder(clock=clock).begin("heal")
+    clock.act = recording.end
+    recording.retry("interrupted here")
+    assert recording.end() is None
 
 
 def test_listeners_hear_each_record_and_one_that_fails_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
