@@ -30,6 +30,15 @@ class TensorEntry:
     num_parts: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """Where something is stored: a file beside the metadata (empty: the file itself), where it begins, its length."""
+
+    file: str
+    start: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
     """All of it.
@@ -39,12 +48,16 @@ class Contents:
         tensors: In the order in which they are stored.
         values: Names of what is stored beside them.
         step: The committed step; ``None`` where it is not told.
+        parts: Where all of it is stored.
+        data_start: Where the data of a single file begins.
     """
 
     kind: str
     tensors: tuple[TensorEntry, ...]
     values: tuple[str, ...] = ()
     step: int | None = None
+    parts: tuple[StoredPart, ...] = ()
+    data_start: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ft_transport.cli.contents import Contents, TensorEntry, UnreadableError
+from ft_transport.cli.contents import Contents, StoredPart, TensorEntry, UnreadableError
 from ft_transport.errors import escape_peer_text
 from ft_transport.runtime.regular_files import read_regular
 
@@ -48,6 +48,7 @@ def read_dcp(directory: Path) -> Contents:
         metadata = _Reader(io.BytesIO(encoded)).load()
         stored = metadata.state_dict_metadata
         tensors = tuple(_tensor(name, each) for name, each in stored.items() if isinstance(each, _Tensor))
+        parts = tuple(_part(info) for info in (metadata.storage_data or {}).values())
         values = tuple(str(name) for name, each in stored.items() if isinstance(each, _Bytes))
     except UnreadableError:
         raise
@@ -55,7 +56,7 @@ def read_dcp(directory: Path) -> Contents:
     except Exception as error:
         told = escape_peer_text(f"{type(error).__name__}: {error}", max_characters=_MAX_NAME)
         raise UnreadableError(f"expected DCP's metadata in {path}: {told}") from error
-    return Contents(kind="DCP checkpoint", tensors=tensors, values=values)
+    return Contents(kind="DCP checkpoint", tensors=tensors, values=values, parts=parts)
 
 
 class _Kept:
@@ -75,6 +76,7 @@ class _Kept:
 
 class _Metadata(_Kept):
     state_dict_metadata: dict[str, object]
+    storage_data: dict[object, _Kept] | None
 
 
 class _Tensor(_Kept):
@@ -136,6 +138,13 @@ def _tensor(name: str, stored: _Tensor) -> TensorEntry:
     return TensorEntry(
         path=str(name), dtype=dtype, shape=shape, num_bytes=num_items * _DTYPES[dtype], num_parts=len(stored.chunks)
     )
+
+
+def _part(info: _Kept) -> StoredPart:
+    file, start, num_bytes = info.__dict__["relative_path"], info.__dict__["offset"], info.__dict__["length"]
+    if not isinstance(file, str) or not isinstance(start, int) or not isinstance(num_bytes, int):
+        raise UnreadableError("expected file, offset and length of what is stored")
+    return StoredPart(file, start, num_bytes)
 
 
 def _dtype_of(properties: _Kept) -> str:

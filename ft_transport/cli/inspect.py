@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -20,6 +21,7 @@ from ft_transport.telemetry.explain import megabytes
 
 _STEP_DIRECTORY: Final = re.compile(r"step-([0-9]{1,18})")
 _MANIFEST: Final = "manifest.json"
+OURS: Final = "checkpoint of ft_transport"
 _MAX_NAME: Final = 200
 _PEER_WITHIN_S: Final = 30.0
 
@@ -51,11 +53,18 @@ def open_thing(thing: str) -> Contents:
     """
     if thing.startswith(("http://", "https://")):
         return _of_peer(thing)
-    path = Path(thing)
-    if not path.is_dir():
-        return _of_file(path)
-    if (path / METADATA_NAME).exists():
-        return _of_checkpoint(path)
+    path = checkpoint_at(Path(thing))
+    return _of_checkpoint(path) if path.is_dir() else _of_file(path)
+
+
+def checkpoint_at(path: Path) -> Path:
+    """The newest complete checkpoint in a directory of them; anything else as it is.
+
+    Raises:
+        UnreadableError: It is a directory without any.
+    """
+    if not path.is_dir() or (path / METADATA_NAME).exists():
+        return path
     steps = sorted(
         (int(found[1]), entry)
         for entry in path.iterdir()
@@ -65,7 +74,7 @@ def open_thing(thing: str) -> Contents:
         raise UnreadableError(
             f"expected a checkpoint in {path}: it has neither {METADATA_NAME} nor a complete step-N directory"
         )
-    return _of_checkpoint(steps[-1][1])
+    return steps[-1][1]
 
 
 def _of_checkpoint(path: Path) -> Contents:
@@ -73,9 +82,7 @@ def _of_checkpoint(path: Path) -> Contents:
     found = _STEP_DIRECTORY.fullmatch(path.resolve().name)
     if found is None or not (path / _MANIFEST).exists():
         return contents
-    return Contents(
-        kind="checkpoint of ft_transport", tensors=contents.tensors, values=contents.values, step=int(found[1])
-    )
+    return replace(contents, kind=OURS, step=int(found[1]))
 
 
 def _of_file(path: Path) -> Contents:
@@ -119,7 +126,7 @@ def _of_peer(url: str) -> Contents:
             return bytes(body)
 
         contents = read_header(read, kind=f"snapshot of {peer}", name=str(peer))
-    return Contents(kind=contents.kind, tensors=contents.tensors, values=contents.values, step=status.step)
+    return replace(contents, step=status.step)
 
 
 def _as_object(contents: Contents) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from ft_transport.cli.contents import Contents, TensorEntry, UnreadableError
+from ft_transport.cli.contents import Contents, StoredPart, TensorEntry, UnreadableError
 
 _LENGTH: Final = struct.Struct("<Q")
 _MAX_BYTES: Final = 256 << 20
@@ -56,12 +56,22 @@ def read_header(read: Read, *, kind: str, name: str) -> Contents:
         table = _decoder.decode(read(_LENGTH.size, num_bytes))
         metadata = table.pop(_METADATA, None)
         told = msgspec.json.decode(metadata, type=dict[str, str]) if metadata is not None else {}
-        tensors = tuple(_tensor(path, _entries.decode(entry)) for path, entry in table.items())
+        entries = {path: _entries.decode(entry) for path, entry in table.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableError(f"expected the header of a safetensors file in {name}: {error}") from error
     step = told.get(_STEP, "")
     is_number = step.isascii() and step.isdigit() and len(step) <= 18
-    return Contents(kind=kind, tensors=tensors, values=tuple(told), step=int(step) if is_number else None)
+    return Contents(
+        kind=kind,
+        tensors=tuple(_tensor(path, entry) for path, entry in entries.items()),
+        values=tuple(told),
+        step=int(step) if is_number else None,
+        parts=tuple(
+            StoredPart("", entry.data_offsets[0], entry.data_offsets[1] - entry.data_offsets[0])
+            for entry in entries.values()
+        ),
+        data_start=_LENGTH.size + num_bytes,
+    )
 
 
 def _tensor(path: str, entry: _Entry) -> TensorEntry:

@@ -1,4 +1,4 @@
-"""What ``ft-transport inspect`` shows of what torch, safetensors and a transport have written."""
+"""What ``ft-transport inspect`` and ``verify`` say of what torch, safetensors and a transport have written."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from damage import flip_bit
 from quorum_threads import TIMEOUT
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -163,3 +164,65 @@ def test_nothing_of_torch_is_imported_for_a_checkpoint(tmp_path: Path) -> None:
         f"assert open_thing({str(tmp_path)!r}).num_bytes == 59; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- verify
+
+
+def verified(thing: object) -> tuple[int, list[str]]:
+    result = CliRunner().invoke(app, ["verify", str(thing), "--json"])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, json.loads(result.output)["troubles"]
+
+
+def test_what_is_whole_is_found_so(tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "dcp")
+    save_file(STATE["model"], tmp_path / "m.safetensors")  # type: ignore[arg-type]
+    with CheckpointStore(tmp_path / "ours") as store:
+        store.save(3, STATE, wait=True)
+    for name in ("dcp", "m.safetensors", "ours", "ours/step-3"):
+        assert verified(tmp_path / name) == (0, [])
+
+
+def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "dcp")
+    (data,) = (tmp_path / "dcp").glob("*.distcp")
+    os.truncate(data, data.stat().st_size - 100)
+    code, troubles = verified(tmp_path / "dcp")
+    assert code == 1
+    assert all(data.name in trouble and "are not in its" in trouble for trouble in troubles)
+    data.unlink()
+    assert verified(tmp_path / "dcp") == (1, [f"{data.name}: No such file or directory"])
+    save_file(STATE["model"], tmp_path / "m")  # type: ignore[arg-type]
+    os.truncate(tmp_path / "m", (tmp_path / "m").stat().st_size - 1)
+    assert verified(tmp_path / "m")[0] == 1
+
+
+def test_tensors_that_lie_over_each_other_are_found(tmp_path: Path) -> None:
+    header = json.dumps(
+        {name: {"dtype": "U8", "shape": [6], "data_offsets": [at, at + 6]} for name, at in (("a", 0), ("b", 4))}
+    )
+    (tmp_path / "m").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(10))
+    assert verified(tmp_path / "m") == (1, ["m: bytes [4, 10) lie over others, which end at 6"])
+
+
+def test_one_flipped_bit_of_a_checkpoint_of_ours_is_found(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path) as store:
+        store.save(3, STATE, wait=True)
+    (data,) = (tmp_path / "step-3").glob("*.distcp")
+    data.chmod(0o600)
+    flip_bit(data, data.stat().st_size // 2)
+    code, (trouble,) = verified(tmp_path)
+    assert code == 1
+    assert data.name in trouble
+
+
+def test_a_replica_is_verified_by_fetching_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FT_TRANSPORT_TOKEN", "a-token-of-the-job-long-enough-for-one")
+    monkeypatch.setenv("FT_TRANSPORT_ADVERTISE", "127.0.0.1")
+    source = HTTPTransport[Any](TIMEOUT, settings=TransportSettings(host="127.0.0.1"))
+    try:
+        source.send_checkpoint([], 8, STATE, TIMEOUT)
+        assert verified(source.metadata()) == (0, [])
+    finally:
+        source.shutdown()
