@@ -3,16 +3,25 @@
 It is a pickle (torch/distributed/checkpoint/filesystem.py). Of the names that a pickle may call, those of which DCP's
 metadata consists stand here for classes of our own that keep their state; every other one is refused by name. Nothing
 of torch is imported.
+
+It is read in a process of its own, whose memory and time are bounded: nine bytes of a pickle make its reader
+allocate gigabytes, and a tuple that is nested deeply enough ends the process that hashes it.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import os
 import pickle  # noqa: TID251 # DCP's format; `_Reader` refuses all but a closed set of names
+import resource
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from ft_transport.cli.contents import Contents, StoredPart, TensorEntry, UnreadableError
 from ft_transport.errors import escape_peer_text
@@ -24,6 +33,12 @@ _MAX_BYTES: Final = 1 << 30
 _MAX_NAME: Final = 200
 _MAX_LENGTH: Final = (1 << 63) - 1
 _MAX_DIMENSIONS: Final = 64
+_MAX_MESSAGE: Final = 500
+_TIMEOUT_S: Final = 60.0
+_REFUSED: Final = 3
+_LEAST_MEMORY_BYTES: Final = 512 << 20
+_MEMORY_FOR_EACH_BYTE: Final = 64
+"""What a byte of metadata takes as objects, and as JSON, many times over."""
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _DTYPES: Final = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
@@ -45,18 +60,48 @@ def read_dcp(directory: Path) -> Contents:
     except OSError as error:
         raise UnreadableError(f"expected a DCP checkpoint in {directory}: {error}") from error
     try:
-        metadata = _Reader(io.BytesIO(encoded)).load()
-        stored = metadata.state_dict_metadata
-        tensors = tuple(_tensor(name, each) for name, each in stored.items() if isinstance(each, _Tensor))
-        parts = tuple(_part(info) for info in (metadata.storage_data or {}).values())
-        values = tuple(str(name) for name, each in stored.items() if isinstance(each, _Bytes))
-    except UnreadableError:
-        raise
+        done = subprocess.run(
+            [sys.executable, "-m", __name__], input=encoded, capture_output=True, timeout=_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UnreadableError(f"expected DCP's metadata in {path}: it could not be read: {error}") from error
+    if done.returncode == _REFUSED:
+        told = escape_peer_text(done.stdout.decode("utf-8", "replace"), max_characters=_MAX_MESSAGE)
+        raise UnreadableError(f"expected DCP's metadata in {path}: {told}")
+    if done.returncode:
+        raise UnreadableError(f"expected DCP's metadata in {path}: its reader ended with {done.returncode}")
+    return msgspec.json.decode(done.stdout, type=Contents)
+
+
+def _main() -> None:
+    """Reads metadata from standard input, and says in JSON what it is, or with `_REFUSED` why it is none."""
+    encoded = sys.stdin.buffer.read()
+    most = _LEAST_MEMORY_BYTES + _MEMORY_FOR_EACH_BYTE * len(encoded)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        answer = msgspec.json.encode(_read(encoded))
     # What a file that is no pickle makes of the reader is not documented.
     except Exception as error:
-        told = escape_peer_text(f"{type(error).__name__}: {error}", max_characters=_MAX_NAME)
-        raise UnreadableError(f"expected DCP's metadata in {path}: {told}") from error
-    return Contents(kind="DCP checkpoint", tensors=tensors, values=values, parts=parts)
+        told = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
+        sys.stdout.write(told)
+        sys.stdout.flush()
+        os._exit(_REFUSED)
+    sys.stdout.buffer.write(answer)
+    sys.stdout.flush()
+    # What was built is not taken down again, one object after the other.
+    os._exit(0)
+
+
+def _read(encoded: bytes) -> Contents:
+    metadata = _Reader(io.BytesIO(encoded)).load()
+    stored = metadata.state_dict_metadata
+    return Contents(
+        kind="DCP checkpoint",
+        tensors=tuple(_tensor(name, each) for name, each in stored.items() if isinstance(each, _Tensor)),
+        values=tuple(str(name) for name, each in stored.items() if isinstance(each, _Bytes)),
+        parts=tuple(_part(info) for info in (metadata.storage_data or {}).values()),
+    )
 
 
 class _Kept:
@@ -151,3 +196,7 @@ def _dtype_of(properties: _Kept) -> str:
     state = properties.state
     parts = state if isinstance(state, tuple) else tuple(state.values())
     return next(part.name for part in parts if isinstance(part, _DType))
+
+
+if __name__ == "__main__":
+    _main()

@@ -138,6 +138,19 @@ def test_what_is_no_safetensors_file_is_said_to_be_none(content: bytes, tmp_path
     assert isinstance(CliRunner().invoke(app, ["inspect", str(path)]).exception, UnreadableError)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"}" + b")" + b"\x85" * 3_000_000 + b"Ns.", id="a tuple that ends who hashes it"),
+        pytest.param(b"Nr\xff\xff\xff\x0f.", id="a memo of gigabytes"),
+    ],
+)
+def test_a_pickle_that_would_end_its_reader_or_take_all_memory_does_neither(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert isinstance(result.exception, UnreadableError)
+
+
 @pytest.mark.parametrize("shape", [(-1,), (1 << 64,), (1,) * 65])
 def test_a_shape_that_no_tensor_has_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
     save_with_dcp(tmp_path)
