@@ -169,19 +169,20 @@ class Result(unittest.TestResult):
 
 
 def run(whose: str, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Run the modules in this process."""
+    """Run the modules in this process, without the tests named behind a ``-``, or with those behind a ``+`` alone."""
     import torchft.manager  # noqa: F401 - before ours
 
     if whose == "ours":
         substitute()
     result = Result()
     seeds = [name.removeprefix(_SHUFFLE) for name in names if name.startswith(_SHUFFLE)]
-    for name in (name for name in names if not name.startswith("-")):
+    chosen = {name.removeprefix("+") for name in names if name.startswith("+")}
+    for name in (name for name in names if not name.startswith(("-", "+"))):
         tests = list(_flat(tests_of(importlib.import_module(name))))
         if seeds:
             random.Random(seeds[0]).shuffle(tests)
         for test in tests:
-            if f"-{test.id()}" in names:
+            if f"-{test.id()}" in names or (chosen and test.id() not in chosen):
                 continue
             if test.id() in LEFT_OUT:
                 result.outcomes[test.id()] = {"outcome": "left out", "why": LEFT_OUT[test.id()], "seconds": 0.0}
