@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ft_transport.errors import ConfigurationError
+from ft_transport.http.fork_safety import making_socket
 from ft_transport.http.own_address import ADVERTISE_VARIABLE, addresses_of, advertised_host, can_bind, is_loopback
 from ft_transport.http.peer_address import PeerAddress
 
@@ -106,7 +107,8 @@ def interfaces() -> dict[IPAddress, str]:
         return found
     buffer = array.array("B", bytes(_MAX_INTERFACES * _IFREQ.size))
     address, length = buffer.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    # Each fetch asks, so a fork would find it open now and then.
+    with making_socket, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("@iP", length, address))
             num_bytes, _ = struct.unpack("@iP", answer)
