@@ -28,6 +28,7 @@ TOKEN_FILE_VARIABLE: Final = "FT_TRANSPORT_TOKEN_FILE"
 """Environment variable: a file with that secret, which is read again when it changes."""
 
 _SALT: Final = b"ft_transport/key"
+_WATCHING: Final = "watching"
 _ROUNDS: Final = 200_000
 _MAX_TOKENS: Final = 2
 _MAX_FILE_BYTES: Final = 4096
@@ -117,6 +118,13 @@ class Keys:
     def with_id(self, key_id: str) -> Key | None:
         """The key with this id, if there is one."""
         return next((key for key in self.current() if key.key_id == key_id), None)
+
+    def watch_tokens(self) -> tuple[str, ...]:
+        """The watch token of each key, that of the signing key first: it lets somebody watch, and shows no key.
+
+        It goes over the wire as it is, so that browsers and Prometheus can send it; the job token itself never does.
+        """
+        return tuple(key.mac(_WATCHING).hex() for key in self.current())
 
     def _look_again(self) -> None:
         try:

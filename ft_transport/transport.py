@@ -22,6 +22,7 @@ from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
 from ft_transport.state.snapshot import HeldState, nothing_moved
 from ft_transport.telemetry.recorder import Recorder
+from ft_transport.telemetry.watch import Watch
 from ft_transport.transfer.client import FetchRequest, StateClient
 from ft_transport.transfer.partial_state import PartialState
 from ft_transport.transfer.received import Received, ReceivedBefore
@@ -53,6 +54,10 @@ class HTTPTransport(Generic[T]):
         settings: Everything else.
         recorder: Keeps records of what is received (``ft_transport.telemetry``); one of its own by default.
 
+    Attributes:
+        recorder: See the argument.
+        watch: What this process tells to who watches it, at the server's ``/state``. Others add to it.
+
     Raises:
         ConfigurationError: A setting cannot work, or the address cannot be bound.
     """
@@ -80,9 +85,14 @@ class HTTPTransport(Generic[T]):
         keys = settings.keys()
         self._keys = keys
         self.recorder = recorder if recorder is not None else Recorder(path=settings.records)
+        self.watch = Watch(self.recorder)
         certificates = settings.certificates()
         self._server = StateServer(
-            settings, keys=self._keys, certificates=certificates, max_wait_s=timeout.total_seconds()
+            settings,
+            keys=self._keys,
+            certificates=certificates,
+            max_wait_s=timeout.total_seconds(),
+            watch=self.watch,
         )
         self._client = StateClient[T](
             settings,

@@ -14,6 +14,7 @@ from ft_transport.cli.inspect import inspect_command
 from ft_transport.cli.status import status_command
 from ft_transport.cli.trace import trace_command
 from ft_transport.cli.verify import verify_command
+from ft_transport.cli.watch_token import watch_token_command
 from ft_transport.errors import TransportError, escape_peer_text
 
 _MAX_CHARACTERS: Final = 2000
@@ -39,6 +40,7 @@ app.command("inspect")(inspect_command)
 app.command("status")(status_command)
 app.command("trace")(trace_command)
 app.command("verify")(verify_command)
+app.command("watch-token")(watch_token_command)
 
 
 def main() -> None:

@@ -50,7 +50,10 @@ from ft_transport.http.snapshot_routes import BODY, SnapshotRoutes
 from ft_transport.http.strangers import Strangers
 from ft_transport.http.tls_protocol import TLSAcceptor, TLSProtocol
 from ft_transport.http.trouble_log import TroubleLog, describe_failure
+from ft_transport.http.watch_access import WATCH_SCHEME, WatchAccess
+from ft_transport.http.watch_routes import WatchRoutes
 from ft_transport.keys import Keys
+from ft_transport.telemetry.watch import Watch
 from ft_transport.tls import Certificates
 from ft_transport.wire.authentication import (
     SCHEME,
@@ -60,6 +63,7 @@ from ft_transport.wire.routes import (
     AFTER_HEADER,
     CHALLENGE_ROUTE,
     SERVED_STEPS_HEADER,
+    WATCH_ROUTES,
 )
 from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES
 
@@ -91,6 +95,7 @@ class SnapshotServer:
         same_host: Whether receivers on this host are lent the memory that snapshots lie in, where the system can.
         max_clients: How many receivers are sent data at once; ``None`` for any number.
         max_send_bytes_per_s: How fast all bodies together are sent; ``None`` for no bound.
+        watch: What this process tells to who watches it.
 
     Attributes:
         requests: Finds what requests are for; its ``fresh_snapshot`` may be exchanged at any time.
@@ -115,10 +120,13 @@ class SnapshotServer:
         same_host: bool = False,
         max_clients: int | None = None,
         max_send_bytes_per_s: float | None = None,
+        watch: Watch,
     ) -> None:
         self._cache = cache
         self._keys = keys
         self._sessions = ServerSessions(keys, reached_at=reached_at) if keys is not None else None
+        self._watch_access = WatchAccess(keys, self._sessions)
+        self._watch_routes = WatchRoutes(watch)
         self._tls = TLSAcceptor(certificates) if certificates is not None else None
         self.server_id = secrets.token_hex(8)
         self.deltas = KeptDeltas()
@@ -222,6 +230,7 @@ class SnapshotServer:
     async def _start(self) -> tuple[web.AppRunner, Listener]:
         app = web.Application(middlewares=[self._keep_place, self._guard], client_max_size=MAX_REQUEST_BODY_BYTES)
         self._routes.add_to(app.router)
+        self._watch_routes.add_to(app.router)
         app.router.add_get(CHALLENGE_ROUTE, self._challenge)
         app.on_response_prepare.append(self._prove)
         runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=0.1)
@@ -313,7 +322,9 @@ class SnapshotServer:
                 misdirected.force_close()
                 raise misdirected
             if request.path != CHALLENGE_ROUTE:
-                if self._sessions is not None:
+                if request.path in WATCH_ROUTES:
+                    self._watch_access.admit(request)
+                elif self._sessions is not None:
                     self._sessions.admit(request)
                 self._admission.authenticated(place)
                 if self._is_guarded:
@@ -331,7 +342,7 @@ class SnapshotServer:
                 if error.after is not None:
                     headers[AFTER_HEADER] = str(error.after)
             if isinstance(error, PeerAuthenticationError):
-                headers = {"WWW-Authenticate": SCHEME}
+                headers = {"WWW-Authenticate": WATCH_SCHEME if request.path in WATCH_ROUTES else SCHEME}
             is_past = isinstance(error, StepNotServedError) and error.is_past
             response = web.json_response(
                 {"error": type(error).__name__, "message": str(error)},

@@ -20,6 +20,7 @@ from ft_transport.settings import TransportSettings, check_number
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.snapshot import HeldState, PendingSnapshot
 from ft_transport.state.stager import Stager
+from ft_transport.telemetry.watch import Watch
 from ft_transport.tls import Certificates
 from ft_transport.wire.digester import PLAIN, Digester
 from ft_transport.wire.manifest import SnapshotId
@@ -110,6 +111,7 @@ class StateServer:
         keys: Those of the job, if it has any; every request is asked for a proof of them.
         certificates: This side's, if it has any; TLS alone is spoken then.
         max_wait_s: Longest time that a request is held, in seconds.
+        watch: What this process tells to who watches it.
 
     Attributes:
         http: The HTTP server.
@@ -119,7 +121,13 @@ class StateServer:
     """
 
     def __init__(
-        self, settings: TransportSettings, *, keys: Keys | None, certificates: Certificates | None, max_wait_s: float
+        self,
+        settings: TransportSettings,
+        *,
+        keys: Keys | None,
+        certificates: Certificates | None,
+        max_wait_s: float,
+        watch: Watch,
     ) -> None:
         self._cache = SnapshotCache(
             max_snapshots=settings.max_snapshots,
@@ -150,6 +158,7 @@ class StateServer:
                 same_host=settings.same_host and settings.max_send_bytes_per_s is None,
                 max_clients=settings.max_clients,
                 max_send_bytes_per_s=settings.max_send_bytes_per_s,
+                watch=watch,
             )
         except BaseException:
             self._stager.close()

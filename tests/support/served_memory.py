@@ -19,6 +19,8 @@ from ft_transport.http.server import SnapshotServer
 from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
+from ft_transport.telemetry.recorder import Recorder
+from ft_transport.telemetry.watch import Watch
 from ft_transport.tls import Certificates, TLSFiles
 from ft_transport.wire.chunks import ChunkTable, digest
 from ft_transport.wire.digester import PLAIN, Digester
@@ -137,6 +139,7 @@ def serving(
     stall_timeout_s: float = 20.0,
     max_send_bytes_per_s: float | None = None,
     fresh_snapshot: FreshSnapshot | None = None,
+    watch: Watch | None = None,
 ) -> Iterator[Serving]:
     cache = SnapshotCache(
         max_snapshots=max_snapshots,
@@ -155,6 +158,7 @@ def serving(
         max_wait_s=max_wait_s,
         stall_timeout_s=stall_timeout_s,
         max_send_bytes_per_s=max_send_bytes_per_s,
+        watch=watch if watch is not None else Watch(Recorder()),
     )
     server.requests.fresh_snapshot = fresh_snapshot
     try:
