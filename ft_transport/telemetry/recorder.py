@@ -21,6 +21,7 @@ from typing import Final
 
 from ft_transport.runtime.regular_files import open_regular
 from ft_transport.telemetry.otel import tell_spans
+from ft_transport.telemetry.profiled import ProfiledPhase
 from ft_transport.telemetry.record import Kind, Outcome, Phase, Record, Retry, Transfer, encode_record
 
 logger = logging.getLogger(__name__)
@@ -175,8 +176,10 @@ class Recording:
         self._step: int | None = None
         self._num_bytes = 0
         self._has_ended = False
+        self._profiled = ProfiledPhase()
         if whole is None:
             _open.set(self)
+            self._profiled.begin(beginning.kind, self._phase)
         elif phase:
             whole.phase(phase)
 
@@ -191,9 +194,10 @@ class Recording:
             self._whole.phase(name)
             return
         with self._lock:
-            if name != self._phase:
+            if name != self._phase and not self._has_ended:
                 self._end_phase(self._clock())
                 self._phase = name
+                self._profiled.begin(self._beginning.kind, name)
 
     def leave(self) -> None:
         """Go on without this thread: what it begins to record from here on is a record of its own."""
@@ -249,6 +253,7 @@ class Recording:
             if self._has_ended:
                 return None
             self._has_ended = True
+            self._profiled.end()
             now_s = self._clock()
             self._end_phase(now_s)
             record = replace(
