@@ -148,8 +148,11 @@ def test_versions_are_kept_beside_each_other(tmp_path: Path) -> None:
     for name in ("mkdocs.yml", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"):
         shutil.copy(_ROOT / name, clone)
     who = {f"GIT_{role}_{what}": "test@example.org" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    environment = {**os.environ, **who, "NO_MKDOCS_2_WARNING": "1"}
-    mike = [str(Path(sys.executable).parent / "mike")]
+    # mike calls mkdocs by its name, as in an environment that is activated.
+    programs = Path(sys.executable).parent
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, **who, "NO_MKDOCS_2_WARNING": "1", "PATH": path}
+    mike = [str(programs / "mike")]
 
     for version in ("0.1", "0.2"):
         command = [*mike, "deploy", "--update-aliases", version, "latest"]
