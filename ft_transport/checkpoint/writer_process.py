@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final
 
 from ft_transport.checkpoint.writer_messages import Cancel, Failed, WriterAnswer, WriterRequest, receive_answer, send
 from ft_transport.coordination.votes import rebuild
 from ft_transport.errors import WriterFailedError
 from ft_transport.http.fork_safety import close_in_children, making_socket
+from ft_transport.runtime.child_python import child_command, child_environment
 from ft_transport.runtime.regular_files import PRIVATE_UMASK
 
 _TICK_S: Final = 0.1
 _CANCEL_S: Final = 10.0
 _END_S: Final = 5.0
-_PROGRAM: Final = """
-import sys
-sys.path[:] = [place for place in sys.path if place]
-from ft_transport.checkpoint.writer import main
-main()
-"""
-_COMMAND: Final = (sys.executable, "-c", _PROGRAM)
-"""The directory that the trainer was started in is no place to import from: a ``queue.py`` there is the user's."""
+_COMMAND: Final = child_command("ft_transport.checkpoint.writer", "main")
 
 
 class WriterProcess:
@@ -72,16 +63,12 @@ class WriterProcess:
             ours, theirs = socket.socketpair()
             self._connection = ours
         try:
-            environment = dict(os.environ)
-            # It has to find what this process has found, from wherever that was started.
-            here = str(Path(__file__).parents[2])
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
             with theirs:
                 self._process = subprocess.Popen(
                     [*self._command, str(theirs.fileno())],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
-                    env=environment,
+                    env=child_environment(),
                     start_new_session=True,
                     umask=self._umask,
                 )

@@ -5,7 +5,8 @@ metadata consists stand here for classes of our own that keep their state; every
 of torch is imported.
 
 It is read in a process of its own, whose memory and time are bounded: nine bytes of a pickle make its reader
-allocate gigabytes, and a tuple that is nested deeply enough ends the process that hashes it.
+allocate gigabytes, and a tuple that is nested deeply enough ends the process that hashes it. That process imports
+nothing from the working directory, which may be the checkpoint's.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import msgspec
 
 from ft_transport.cli.contents import Contents, StoredPart, TensorEntry, UnreadableError
 from ft_transport.errors import escape_peer_text
+from ft_transport.runtime.child_python import child_command, child_environment
 from ft_transport.runtime.regular_files import read_regular
 
 METADATA_NAME: Final = ".metadata"
@@ -61,7 +63,12 @@ def read_dcp(directory: Path) -> Contents:
         raise UnreadableError(f"expected a DCP checkpoint in {directory}: {error}") from error
     try:
         done = subprocess.run(
-            [sys.executable, "-m", __name__], input=encoded, capture_output=True, timeout=_TIMEOUT_S, check=False
+            child_command(__name__, _main.__name__),
+            input=encoded,
+            capture_output=True,
+            env=child_environment(),
+            timeout=_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise UnreadableError(f"expected DCP's metadata in {path}: it could not be read: {error}") from error
@@ -196,7 +203,3 @@ def _dtype_of(properties: _Kept) -> str:
     state = properties.state
     parts = state if isinstance(state, tuple) else tuple(state.values())
     return next(part.name for part in parts if isinstance(part, _DType))
-
-
-if __name__ == "__main__":
-    _main()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
+
+from ft_transport.runtime.child_python import child_command, child_environment
 
 ENDED: Final = "ended"
 
@@ -86,8 +86,8 @@ class ReplicaProcess:
         """
         variables = launch.environment() if launch is not None else {}
         process = subprocess.Popen(
-            [sys.executable, "-m", "manager.demo.replica", name, *arguments],
-            env={**os.environ, **variables, "TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "error"},
+            child_command("manager.demo.replica", "main", name, *arguments),
+            env={**child_environment(), **variables, "TORCHFT_LIGHTHOUSE": lighthouse, "RUST_LOG": "error"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

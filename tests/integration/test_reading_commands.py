@@ -112,6 +112,20 @@ def test_a_pickle_that_would_run_a_command_is_refused_by_name(
     assert not (tmp_path / "ran").exists()
 
 
+def test_nothing_beside_a_checkpoint_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write there waits for somebody who looks into it from within."""
+    save_with_dcp(tmp_path)
+    code = "open('ran', 'w').close()"
+    for name in ("msgspec", "pickle", "resource", "torch", "typing_extensions"):
+        (tmp_path / f"{name}.py").write_text(code)
+    (tmp_path / "ft_transport").mkdir()
+    (tmp_path / "ft_transport" / "__init__.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert inspected(".")["num_bytes"] == 59
+    assert verified(".") == (0, [])
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(
     "content",
     [
