@@ -1,23 +1,36 @@
 """What the status page of torchft's Lighthouse says of those that a quorum waits for, and of those that train.
 
-The page is made for people and differs between versions of torchft: what cannot be found in it is left out.
+The page is made for people and differs between versions of torchft: what cannot be found in it is left out. Whoever
+reaches the Lighthouse can have a name of any characters there, without a job token too. So a name is all that stands
+before the last age in its line, and no text of the page reaches a message as it is.
 """
 
 from __future__ import annotations
 
 import html
-import http.client
+import itertools
 import re
+import socket
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
-_HEARTBEAT: Final = re.compile(r'<li class="heartbeat\s*(old)?[^>]*>\s*(.+?): seen ([\d.]+)s ago')
-_REASON: Final = re.compile(r"quorum status:\s*([^<\[]+)")
-_ASKING: Final = re.compile(r"\[(\d+)/\d+ participants")
-_MEMBER: Final = re.compile(r"<b>([^<]+)</b>\s*<br/>\s*Step: (-?\d+)\s*<br/>\s*Manager: ([^<]*?)\s*<br/>")
+from ft_transport.errors import escape_peer_text
+
+# Nothing here has two ways to match the same characters: with them a name of 60,000 spaces takes minutes.
+_HEARTBEAT: Final = re.compile(r'<li class="heartbeat([^<>]{0,200})>([^<]*)<')
+_AGE: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)s ago")
+_REASON: Final = re.compile(r"quorum status:([^<\[]+)")
+_ASKING: Final = re.compile(r"\[([0-9]{1,9})/[0-9]{1,9} participants")
+_MEMBER: Final = re.compile(r"<b>([^<]+)</b>\s*<br/>\s*Step: (-?[0-9]{1,19})\s*<br/>\s*Manager: ([^<]*)<br/>")
 _LONGEST_PAGE_BYTES: Final = 1 << 20
+_PATIENCE: Final = 5
+"""So many times as long as one wait may the page take as a whole."""
 _NUM_NAMED: Final = 10
+_MAX_NAME: Final = 100
+_MAX_REASON: Final = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +69,8 @@ class LighthouseStatus:
     def missing(self, own_id: str) -> str:
         """Say whom the replica ``own_id`` waits for, as a clause."""
         others = [replica_id for replica_id in self.alive if replica_id != own_id]
-        clauses = [f"the Lighthouse says {self.reason!r}"] if self.reason else []
+        reason = escape_peer_text(self.reason, max_characters=_MAX_REASON)
+        clauses = [f"the Lighthouse says '{reason}'"] if reason else []
         if self.num_asking is not None:
             clauses.append(f"{self.num_asking} of {max(len(self.alive), self.num_asking)} live replicas have asked")
         if others and self.num_asking == 1:
@@ -64,30 +78,47 @@ class LighthouseStatus:
         elif others and (self.num_asking is None or self.num_asking <= len(others)):
             clauses.append(f"the others with a heartbeat: {_named(others)}")
         if self.silent:
-            silent = [f"{replica_id} for {seconds:.0f} s" for replica_id, seconds in self.silent]
-            clauses.append(f"silent: {_named(silent)}")
+            seconds = [f" for {age_s:.0f} s" for _, age_s in self.silent]
+            clauses.append(f"silent: {_named([replica_id for replica_id, _ in self.silent], seconds)}")
         return "; ".join(clauses)
 
 
 def read_status(address: str, timeout_s: float) -> LighthouseStatus | None:
-    """Read the page of the Lighthouse at ``address``; ``None`` if there is none."""
+    """Read the page of the Lighthouse at ``address``; ``None`` if there is none, or it does not come in time.
+
+    Args:
+        address: ``http://host:port``.
+        timeout_s: For each wait, in seconds.
+    """
     parts = urlsplit(address)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+    until_s = time.monotonic() + _PATIENCE * timeout_s
+    answer = bytearray()
     try:
-        connection.request("GET", "/status")
-        page = connection.getresponse().read(_LONGEST_PAGE_BYTES).decode(errors="replace")
-    except (OSError, http.client.HTTPException):
+        with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=timeout_s) as connected:
+            # The server closes the connection behind an answer to this version (RFC 9112, section 9.3).
+            connected.sendall(f"GET /status HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode("ascii", "replace"))
+            while len(answer) <= _LONGEST_PAGE_BYTES and (received := connected.recv(1 << 16)):
+                answer += received
+                if time.monotonic() > until_s:
+                    return None
+    except (OSError, ValueError):
         return None
-    finally:
-        connection.close()
-    return parse_status(page)
+    head, _, page = answer.partition(b"\r\n\r\n")
+    return parse_status(page.decode(errors="replace")) if head.startswith(b"HTTP/1.") else None
 
 
 def parse_status(page: str) -> LighthouseStatus:
     """Find what the page says."""
     reason, asking = _REASON.search(page), _ASKING.search(page)
-    heartbeats = [(bool(old), html.unescape(name), float(age)) for old, name, age in _HEARTBEAT.findall(page)]
-    alive = {name for is_old, name, _ in heartbeats if not is_old}
+    alive: set[str] = set()
+    silent: list[tuple[str, float]] = []
+    for kind, told in _HEARTBEAT.findall(page):
+        name, _, age = told.strip().rpartition(": seen ")
+        found = _AGE.fullmatch(age)
+        if name and found is not None and "old" in kind:
+            silent.append((html.unescape(name), float(found[1])))
+        elif name and found is not None:
+            alive.add(html.unescape(name))
     members = [
         ToldMember(replica_id=html.unescape(name), step=int(step), addresses=tuple(html.unescape(addresses).split()))
         for name, step, addresses in _MEMBER.findall(page)
@@ -96,11 +127,13 @@ def parse_status(page: str) -> LighthouseStatus:
         reason=html.unescape(reason.group(1)).strip() if reason else "",
         num_asking=int(asking.group(1)) if asking else None,
         alive=tuple(sorted(alive)),
-        silent=tuple(sorted((name, age) for is_old, name, age in heartbeats if is_old)),
+        silent=tuple(sorted(silent)),
         members=tuple(member for member in members if member.replica_id in alive),
     )
 
 
-def _named(names: list[str]) -> str:
+def _named(names: Sequence[str], details: Sequence[str] = ()) -> str:
+    shown = [escape_peer_text(name, max_characters=_MAX_NAME) for name in names[:_NUM_NAMED]]
+    told = [name + detail for name, detail in itertools.zip_longest(shown, details[:_NUM_NAMED], fillvalue="")]
     rest = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(told) + (f" and {rest} more" if rest > 0 else "")

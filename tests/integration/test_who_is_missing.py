@@ -58,6 +58,28 @@ def test_a_replica_that_has_fallen_silent_is_named() -> None:
     assert "silent: gone:1 for 0 s" in status.missing("own:1")
 
 
+@pytest.mark.parametrize(
+    "name", ["x: seen 1..2s ago", " " * 60_000 + "a\nb", "\x1b[2J\u202e"], ids=lambda name: ascii(name[:20])
+)
+def test_a_stranger_s_name_keeps_nobody_from_starting(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever reaches the Lighthouse may send heartbeats, by any name; a job token does not change that."""
+    caplog.set_level(logging.INFO)
+    with lighthouse(min_replicas=2) as address:
+        LighthouseClient(address, timedelta(seconds=5)).heartbeat(name)
+        began_s = time.process_time()
+        manager = make(address, "early", timeout=SHORT)
+        try:
+            with pytest.raises(QuorumError) as caught:
+                manager.start_quorum(timeout=2 * SHORT)
+        finally:
+            manager.shutdown()
+        assert time.process_time() - began_s < 10
+    for text in (str(caught.value), *(record.getMessage().partition("\n")[0] for record in caplog.records)):
+        assert text.isprintable()
+        assert len(text) < 2_000
+    assert "1 of 2 live replicas have asked" in str(caught.value)
+
+
 def test_a_page_of_another_kind_and_none_at_all_say_nothing() -> None:
     assert parse_status("<html>hello</html>").missing("own:1") == ""
     with socket.create_server(("127.0.0.1", 0)) as server:
