@@ -74,13 +74,16 @@ def _refuse_dead(others: Sequence[int], names: Sequence[str], addresses: Sequenc
 
 
 def nobody_listens(address: str, timeout_s: float) -> bool:
-    """Whether the host says that nobody listens there. One that says nothing may be slow, or out of reach."""
-    parts = urlsplit(address)
+    """Whether the host says that nobody listens there. One that says nothing may be slow, or out of reach.
+
+    The address may be anything that a peer calls one.
+    """
     try:
+        parts = urlsplit(address)
         default_port = 443 if parts.scheme == "https" else 80
         with socket.create_connection((parts.hostname or "", parts.port or default_port), timeout_s):
             return False
     except ConnectionRefusedError:
         return True
-    except OSError:
+    except (OSError, ValueError):  # The latter for what is no address, whoever of the libraries says so.
         return False
