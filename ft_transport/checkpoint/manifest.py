@@ -16,6 +16,7 @@ from msgspec import Meta, Raw, Struct
 
 from ft_transport.checkpoint.hashing import CHECKSUM, SECURE_HASH, HashName, num_digits_of
 from ft_transport.errors import CheckpointDamagedError, ManifestError
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import Manifest, decode_header
 from ft_transport.wire.nodes import Count, DefaultDictNode, MappingNode
@@ -145,7 +146,7 @@ def decode_manifest(body: bytes, *, name: str) -> CheckpointManifest:
     """
     try:
         manifest = _manifest_decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise CheckpointDamagedError(f"{name} is no list of files: {error}", files=(name,)) from error
     if manifest.format != FORMAT_VERSIONS[manifest.hash]:
         raise CheckpointDamagedError(
@@ -177,7 +178,7 @@ def decode_sealed(encoded: bytes, *, name: str) -> tuple[CheckpointManifest, byt
     """
     try:
         sealed = _sealed_decoder.decode(encoded)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise CheckpointDamagedError(f"{name} is no list of files: {error}", files=(name,)) from error
     body = bytes(sealed.body)
     if f"{digest(body):016x}" != sealed.digest:
@@ -205,7 +206,7 @@ def decode_rank_file(encoded: bytes, *, name: str) -> StoredRank:
     """
     try:
         file = _rank_decoder.decode(encoded)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise CheckpointDamagedError(f"{name} is no description of a rank's state: {error}", files=(name,)) from error
     try:
         manifests = tuple(decode_header(bytes(part.header), peer=name) for part in file.parts)

@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from ft_transport.cli.contents import Contents, StoredPart, TensorEntry, UnreadableError
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 
 _LENGTH: Final = struct.Struct("<Q")
 _MAX_BYTES: Final = 256 << 20
@@ -57,7 +58,7 @@ def read_header(read: Read, *, kind: str, name: str) -> Contents:
         metadata = table.pop(_METADATA, None)
         told = msgspec.json.decode(metadata, type=dict[str, str]) if metadata is not None else {}
         entries = {path: _entries.decode(entry) for path, entry in table.items()}
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise UnreadableError(f"expected the header of a safetensors file in {name}: {error}") from error
     step = told.get(_STEP, "")
     is_number = step.isascii() and step.isdigit() and len(step) <= 18

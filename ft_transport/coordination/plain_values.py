@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ft_transport.errors import PeerProtocolError
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ def from_msgpack(encoded: bytes, kind: type[T]) -> T:
 def _decoded(encoded: bytes, decode: Callable[[], T], kind: Any) -> T:
     try:
         return decode()
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise PeerProtocolError(
             f"expected a {getattr(kind, '__name__', kind)} of another rank, got {encoded[:_MAX_SHOWN]!r}: {error}"
         ) from error

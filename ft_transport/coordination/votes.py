@@ -25,6 +25,7 @@ from ft_transport.errors import (
     RankGoneError,
     TransportError,
 )
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 
 T = TypeVar("T")
 
@@ -285,7 +286,7 @@ def _decoded(encoded: bytes, decode: Callable[[], T], max_bytes: int) -> T:
         raise PeerProtocolError(f"expected a rank to send at most {max_bytes} bytes, got {len(encoded)}")
     try:
         return decode()
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise PeerProtocolError(f"expected votes of ranks, got {encoded[:_MAX_SHOWN]!r}…: {error}") from error
 
 

@@ -22,6 +22,7 @@ from ft_transport.errors import (
 )
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 from ft_transport.wire.authentication import MANIFEST_PURPOSE, MANIFEST_SIGNATURE_HEADER
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import MAX_HEADER_BYTES, Manifest, decode_header
@@ -130,7 +131,7 @@ def fetch_server_id(connection: Connection) -> str:
     body = connection.read_body(response, max_bytes=_MAX_STATUS_BYTES)
     try:
         return msgspec.json.decode(body, type=_Status).server
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise PeerProtocolError(f"expected the status of a server: {error}", peer=str(connection.peer)) from error
 
 

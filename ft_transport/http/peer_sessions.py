@@ -19,6 +19,7 @@ from aiohttp import web
 from ft_transport.errors import PeerAuthenticationError
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.keys import Keys
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 from ft_transport.wire.authentication import (
     CONTENT_DIGEST_HEADER,
     NONCE_BYTES,
@@ -169,7 +170,7 @@ def begin_session(keys: Keys, challenge: Challenge, answer: bytes) -> ClientSess
     """The session of a connection; ``None`` if the answer proves nothing."""
     try:
         decoded = msgspec.json.decode(answer, type=ChallengeAnswer)
-    except (msgspec.MsgspecError, UnicodeError):
+    except DECODE_ERRORS:
         return None
     session = accept_answer(keys.current(), challenge, decoded)
     return ClientSession(session) if session is not None else None

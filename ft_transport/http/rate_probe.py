@@ -18,6 +18,7 @@ from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.reachability import interfaces
 from ft_transport.http.transfer_log import interface_of
 from ft_transport.keys import Keys
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 from ft_transport.tls import Certificates
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import FULL_ROUTE, STATUS_ROUTE, bound_path
@@ -115,7 +116,7 @@ def ask_status(peer: PeerAddress, connect: Connect, *, within_s: float) -> PeerS
         body = connection.read_body(response, max_bytes=_MAX_STATUS_BYTES)
     try:
         return replace(msgspec.json.decode(body, type=PeerStatus), unix_s=_unix_s(date))
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise PeerProtocolError(f"expected the status of a server: {error}", peer=str(peer)) from error
 
 

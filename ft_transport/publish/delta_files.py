@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from ft_transport.errors import IntegrityError, RestoreError
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 from ft_transport.runtime.regular_files import (
     FileTooLargeError,
     NotRegularFileError,
@@ -100,7 +101,7 @@ def digests_in(directory: Path) -> dict[str, int]:
     try:
         told = msgspec.json.decode(read_regular(file, max_bytes=_MAX_DIGESTS_BYTES), type=dict[str, str])
         return {name: int(each, 16) for name, each in told.items()}
-    except (FileNotFoundError, NotRegularFileError, FileTooLargeError, ValueError, msgspec.MsgspecError) as error:
+    except (FileNotFoundError, NotRegularFileError, FileTooLargeError, ValueError, *DECODE_ERRORS) as error:
         raise RestoreError(f"expected the digests of a version in {file}: {error}") from error
 
 
@@ -165,7 +166,7 @@ def tensors_of(directory: Path) -> Iterator[dict[str, Bytes]]:
                 if not 0 <= start <= end <= len(data) - 8 - length:
                     raise RestoreError(f"expected tensors inside of {file}", path=name)
                 tensors[name] = data[8 + length + start : 8 + length + end]
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, *DECODE_ERRORS) as error:
             # ValueError: it is empty.
             raise RestoreError(f"expected a safetensors file, got {file}: {error}") from error
         maps.append(data)

@@ -24,6 +24,7 @@ from ft_transport.http.peer_protocol import PeerProtocol, place_of
 from ft_transport.http.strangers import Strangers
 from ft_transport.http.trouble_log import TroubleLog, describe_failure
 from ft_transport.publish.engines.pull_order import MAX_VERSION_DIGITS, MEANING, ROUTE, STATUS, Reason
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ class OrderServer:
         try:
             # Who is slow loses its place.
             body: object = msgspec.json.decode(await request.read())
-        except (msgspec.MsgspecError, UnicodeError, RecursionError, web.HTTPRequestEntityTooLarge):
+        except (*DECODE_ERRORS, web.HTTPRequestEntityTooLarge):
             return self._refusal("malformed", caller)
         if self._num_orders >= _MAX_ORDERS:
             return self._refusal("busy", caller)

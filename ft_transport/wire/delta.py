@@ -23,6 +23,7 @@ import numpy.typing as npt
 import zstandard
 
 from ft_transport.errors import ManifestError
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 from ft_transport.wire.chunks import digest
 
 _FORMAT: Final = 1
@@ -226,7 +227,7 @@ def decode_delta(data: bytes | bytearray, *, max_bytes: int | None = None) -> De
         raise ManifestError(f"expected a delta that fits into {max_bytes} bytes, got a header of {length}")
     try:
         header = msgspec.msgpack.decode(view[_LENGTH_BYTES : _LENGTH_BYTES + length], type=_Header)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise ManifestError(f"expected the header of a delta: {error}") from error
     if header.format != _FORMAT:
         raise ManifestError(f"expected a delta of format {_FORMAT}, got {header.format}")

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from ft_transport.errors import ManifestError
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.wire.chunks import DIGEST_HEX_DIGITS, ChunkTable
 from ft_transport.wire.digester import PLAIN, Digester
@@ -226,7 +227,7 @@ def decode_header(
             header_bytes=8 + len(encoded),
             digester=_digester(metadata.get(_PREFIX + "digest", PLAIN.name), keys, peer),
         )
-    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+    except DECODE_ERRORS as error:
         raise ManifestError(f"expected the header of a snapshot: {error}", peer=peer) from error
 
 

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ft_transport.errors import PeerProtocolError
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 
 TICKET_CHARACTERS: Final = 32
 LENT: Final = b"L"
@@ -56,7 +57,7 @@ def decode_ticket(body: bytes | bytearray, *, peer: str) -> MemoryTicket:
     """
     try:
         return _decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise PeerProtocolError(f"expected a ticket for memory: {error}", peer=peer) from error
 
 

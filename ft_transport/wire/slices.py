@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ft_transport.errors import ConfigurationError
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.manifest import SnapshotId
@@ -145,7 +146,7 @@ def decode_request(body: bytes, *, data_bytes: int) -> tuple[SliceFrame, ...]:
     try:
         with collector_paused():
             frames = _request_decoder.decode(body).frames
-    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+    except DECODE_ERRORS as error:
         raise ConfigurationError(f"expected a request for slices: {error}") from error
     num_slices = sum(map(len, frames))
     if num_slices > MAX_SLICES_PER_REQUEST:

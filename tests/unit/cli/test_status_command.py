@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripted_peer import answering, scripted
 from typer.testing import CliRunner
 
 from ft_transport import HTTPTransport, TransportSettings
@@ -39,6 +40,14 @@ def test_each_replica_is_told_of_and_one_that_is_not_there_is_an_error(
     gone, there = json.loads(both.output)
     assert "PeerUnreachableError" in gone["error"]
     assert (there["step"], there["replica"]) == (8, "r\x1b[2J7")
+
+
+@pytest.mark.parametrize("body", [b'{"step": 1, "more": ' + b"[" * 9_000, b'{"replica": "\xff"}', b"{", b"[]"])
+def test_what_is_no_status_is_said_to_be_none(body: bytes) -> None:
+    with scripted(answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))) as port:
+        result = CliRunner().invoke(app, ["status", f"http://127.0.0.1:{port}"])
+    assert result.exit_code == 1
+    assert "expected the status of a server" in result.output
 
 
 def test_the_demo_takes_the_arguments_of_the_demo() -> None:

@@ -101,14 +101,27 @@ def test_the_environment_sets_it_for_both(monkeypatch: pytest.MonkeyPatch) -> No
             stranger.fetch(source.metadata(), 1)
 
 
-def test_an_impostor_is_shown_nothing_that_it_could_use() -> None:
+DEEP = b"[" * 5_000 + b"]" * 5_000
+"""More brackets in each other than decoders go down."""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"key_id":"00","nonce":"00","proof":"00","padding":"xx"}',
+        b'{"key_id":"00","nonce":"00","proof":"00","padding":%s}' % DEEP,
+        b'{"key_id":"00","nonce":"\xff","proof":"00"}',
+        DEEP,
+        b"",
+    ],
+    ids=["wrong", "deep padding", "no text", "deep", "empty"],
+)
+def test_an_impostor_is_shown_nothing_that_it_could_use(body: bytes) -> None:
     heard: list[str] = []
 
     def script(peer: Peer) -> None:
         heard.append(peer.request())
-        peer.send(
-            b'HTTP/1.1 200 OK\r\nContent-Length: 55\r\n\r\n{"key_id":"00","nonce":"00","proof":"00","padding":"xx"}'
-        )
+        peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
 
     with (
         scripted(script) as port,
