@@ -16,6 +16,7 @@ from ft_transport.telemetry.record import KINDS, Record
 
 _INTERFACES: Final = Path("/sys/class/net")
 _BAR: Final = 40
+_LONG_S: Final = 1e9
 _MAX_CHARACTERS: Final = 600
 
 
@@ -76,11 +77,11 @@ def _as_object(record: Record, explanation: Explanation) -> dict[str, Any]:
 
 
 def _as_text(record: Record, explanation: Explanation) -> str:
-    began = datetime.fromtimestamp(record.begun_unix_s, timezone.utc)
-    lines = [_shown(explanation.summary), f"began {began:%Y-%m-%d %H:%M:%S} UTC, rank {record.group_rank}", ""]
+    lines = [_shown(explanation.summary), f"began {_date(record.begun_unix_s)}, rank {record.group_rank}", ""]
     for name, length_s in phase_lengths(record).items():
-        share = length_s / record.length_s if record.length_s else 0.0
-        lines.append(f"  {_shown(name):<11} {length_s:9.3f} s {100 * share:4.0f} %  {'█' * round(_BAR * share)}")
+        # What was not measured here may have a phase that is longer than the whole.
+        share = min(1.0, max(0.0, length_s / record.length_s)) if record.length_s else 0.0
+        lines.append(f"  {_shown(name):<11} {_seconds(length_s)} {100 * share:4.0f} %  {'█' * round(_BAR * share)}")
     for finding in explanation.findings:
         lines += ["", f"• {_shown(finding.text)}"]
         if finding.remedy:
@@ -88,6 +89,17 @@ def _as_text(record: Record, explanation: Explanation) -> str:
     for name, note in record.notes.items():
         lines += ["", f"{_shown(name)}: {_shown(note)}"]
     return "\n".join(lines)
+
+
+def _date(unix_s: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(unix_s, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    except (OverflowError, ValueError, OSError):  # No year that the platform knows.
+        return f"{unix_s:g} s after 1970"
+
+
+def _seconds(length_s: float) -> str:
+    return f"{length_s:9.3f} s" if abs(length_s) < _LONG_S else f"{length_s:9.3g} s"
 
 
 def _shown(text: str) -> str:

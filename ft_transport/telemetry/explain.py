@@ -178,6 +178,8 @@ def _of_slow_way(transfer: Transfer, known: Sequence[Transfer], links: Mapping[s
     ways = [each for each in known if each.interface not in ("", own, _LOOPBACK)]
     best = max(ways, key=lambda each: each.bytes_per_s, default=None)
     rate = transfer.bytes_per_s
+    if not rate:
+        return None
     if best is not None and best.bytes_per_s > _MUCH_SLOWER * rate:
         times = best.bytes_per_s / rate
         return Finding(

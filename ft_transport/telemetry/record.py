@@ -7,17 +7,21 @@ below; what reads one ignores keys that it does not know.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
 from ft_transport.errors import RecordError
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
 
 Kind: TypeAlias = Literal["heal", "fetch", "save", "load", "publish"]
 Outcome: TypeAlias = Literal["ok", "failed", "abandoned"]
 Role: TypeAlias = Literal["source", "relay", "same_host", "engine", "storage"]
 
 KINDS: Final = get_args(Kind)
+
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+"""Others have more digits than a float can be made of, and no counter has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +58,12 @@ class Transfer:
 
     peer: str
     role: Role
-    num_bytes: int
+    num_bytes: Number
     length_s: float
     local_address: str = ""
     peer_address: str = ""
     interface: str = ""
-    num_connections: int = 0
+    num_connections: Number = 0
 
     @property
     def bytes_per_s(self) -> float:
@@ -107,9 +111,9 @@ class Record:
     length_s: float
     outcome: Outcome
     replica: str = ""
-    group_rank: int = 0
-    step: int | None = None
-    num_bytes: int = 0
+    group_rank: Number = 0
+    step: Number | None = None
+    num_bytes: Number = 0
     error: str = ""
     phases: tuple[Phase, ...] = ()
     transfers: tuple[Transfer, ...] = ()
@@ -130,5 +134,5 @@ def decode_record(line: bytes | str) -> Record:
     """
     try:
         return msgspec.json.decode(line, type=Record)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except DECODE_ERRORS as error:
         raise RecordError(f"expected a record in JSON, got something else: {error}") from error

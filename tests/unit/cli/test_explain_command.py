@@ -1,12 +1,16 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from ft_transport.cli.main import app
-from ft_transport.telemetry.record import Phase, Record, encode_record
+from ft_transport.errors import RecordError
+from ft_transport.telemetry.record import Phase, Record, Transfer, encode_record
 
 RECORD = Record(
     kind="heal",
@@ -54,6 +58,58 @@ def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith(f"RecordError: {path}, line 2: expected a record in JSON")
     assert len(done.stderr.splitlines()) == 1
+
+
+LARGE = 10**400
+SOME = Transfer(peer="a:1", role="source", num_bytes=1 << 30, length_s=1.0, interface="eth0")
+TRANSFER = (Phase(name="transfer", start_s=0.0, length_s=10.0),)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"begun_unix_s": 1e300},
+        {"begun_unix_s": -1e300},
+        {"length_s": 1e-3, "phases": (Phase(name="lock", start_s=0.0, length_s=1e9),)},
+        {"length_s": 1e-300, "phases": (Phase(name="lock", start_s=0.0, length_s=1e300),)},
+        {"length_s": -1.0},
+        {"phases": TRANSFER, "transfers": (replace(SOME, length_s=0.0), replace(SOME, interface="eth1"))},
+        {"phases": TRANSFER, "transfers": (replace(SOME, length_s=1e-300), replace(SOME, interface="eth1"))},
+        {"phases": TRANSFER, "transfers": (replace(SOME, length_s=1e300), replace(SOME, length_s=1e-300))},
+    ],
+    ids=range(8),
+)
+def test_figures_that_cannot_be_are_told_all_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
+    """The line is as wide as ever: a bar of a billion characters would take all memory."""
+    path = str(write(tmp_path / "r", replace(RECORD, **changes)))
+    for command in (["explain"], ["explain", "--json"], ["trace", "-o", str(tmp_path / "t")]):
+        result = CliRunner().invoke(app, [*command, path])
+        assert result.exit_code == 0, result.exception
+        assert len(result.output) < 3_000
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_bytes": LARGE},
+        {"step": LARGE},
+        {"group_rank": -LARGE},
+        {"transfers": [{**asdict(SOME), "num_bytes": LARGE}]},
+    ],
+    ids=["size", "step", "rank", "transfer"],
+)
+def test_a_number_that_nothing_has_is_no_record(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    path.write_text(json.dumps({**asdict(RECORD), **changes}) + "\n")
+    for command in (["explain"], ["trace", "-o", str(tmp_path / "t")]):
+        result = CliRunner().invoke(app, [*command, str(path)])
+        assert isinstance(result.exception, RecordError)
+
+
+def test_brackets_in_each_other_are_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "r"
+    path.write_bytes(b'{"kind": "heal", "more": ' + b"[" * 9_000 + b"\n")
+    assert isinstance(CliRunner().invoke(app, ["explain", str(path)]).exception, RecordError)
 
 
 def test_the_trace_is_written(tmp_path: Path) -> None:
