@@ -1,25 +1,31 @@
-"""Somebody who reaches the Lighthouse claims to be far ahead, and serves weights of his own."""
+"""Somebody who reaches the Lighthouse claims to be far ahead, and serves other weights, or waits for a token."""
 
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from quorum_threads import Gate, lighthouse, make_manager, run_replicas
+from quorum_threads import LONG_S, Gate, lighthouse, make_manager, run_replicas
+from scripted_peer import Peer, scripted
+from served_memory import until
 
 from ft_transport import HTTPTransport, TransportSettings
-from manager import Manager
+from manager import Manager, ManagerError
 from manager.quorum.decision import Member
+from manager.quorum.lighthouse_status import read_status
 from manager.quorum.member_data import MemberTelling
 
 pytestmark = [pytest.mark.usefixtures("quorum_ready")]
 
 TIMEOUT = timedelta(seconds=20)
 PLANTED = 666.0
+STEP = 1000
 
 
 def _transport(token: str | None) -> HTTPTransport[Any]:
@@ -28,48 +34,85 @@ def _transport(token: str | None) -> HTTPTransport[Any]:
 
 
 @contextmanager
-def an_attacker(address: str) -> Any:
-    """Asks for every quorum at step 1000, with the address of a server that has no token and serves planted weights."""
-    from torchft.coordination import LighthouseClient
-
+def planted_weights() -> Iterator[tuple[str, list[str]]]:
+    """The address of a server that asks nobody for a token, and what it has heard of tokens: nothing is recorded."""
     transport = _transport(None)
-    transport.send_checkpoint([], 1000, {"user": {"model": {"weight": torch.full((4,), PLANTED)}}}, TIMEOUT)
-    member = Member(
-        replica_id="evil:1", step=1000, lineage="evil", store_address="127.0.0.1:9", addresses=(transport.metadata(),)
-    )
-    telling = MemberTelling(None)
-    over = threading.Event()
-    num_asked = 0
-
-    def ask() -> None:
-        nonlocal num_asked
-        client = LighthouseClient(address, TIMEOUT)
-        while not over.is_set():
-            with suppress(RuntimeError, TimeoutError):
-                client.heartbeat("evil:1")
-                client.quorum(
-                    replica_id="evil:1",
-                    timeout=timedelta(seconds=1),
-                    address=member.addresses[0],
-                    store_address=member.store_address,
-                    step=1000,
-                    world_size=1,
-                    shrink_only=False,
-                    data=telling.data_of(member),
-                )
-                num_asked += 1
-
-    thread = threading.Thread(target=ask)
-    thread.start()
+    transport.send_checkpoint([], STEP, {"user": {"model": {"weight": torch.full((4,), PLANTED)}}}, TIMEOUT)
     try:
-        yield lambda: num_asked
+        yield transport.metadata(), []
     finally:
-        over.set()
-        thread.join()
         transport.shutdown()
 
 
-def test_planted_weights_reach_nobody_and_the_job_trains_on() -> None:
+@contextmanager
+def listening() -> Iterator[tuple[str, list[str]]]:
+    """The address of something that answers nothing of use, and what it was shown."""
+    heard: list[str] = []
+
+    def script(peer: Peer) -> None:
+        while request := peer.request():
+            heard.append(request)
+            peer.send(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+    with scripted(script) as port:
+        yield f"http://127.0.0.1:{port}/checkpoint/", heard
+
+
+def ask_for_quorums(address: str, served_at: str, over: threading.Event, asked: threading.Event) -> None:
+    """As a member whose words are well-formed and signed by nobody."""
+    from torchft.coordination import LighthouseClient
+
+    member = Member(replica_id="evil:1", step=STEP, lineage="evil", store_address="127.0.0.1:9", addresses=(served_at,))
+    telling, client = MemberTelling(None), LighthouseClient(address, TIMEOUT)
+    while not over.is_set():
+        with suppress(RuntimeError, TimeoutError):
+            client.heartbeat("evil:1")
+            client.quorum(
+                replica_id="evil:1",
+                timeout=timedelta(seconds=1),
+                address=served_at,
+                store_address=member.store_address,
+                step=STEP,
+                world_size=1,
+                shrink_only=False,
+                data=telling.data_of(member),
+            )
+            asked.set()
+
+
+def run_this_package(address: str, _served_at: str, over: threading.Event, asked: threading.Event) -> None:
+    """This package's own Manager, without the token."""
+    while not over.is_set():
+        weight = torch.full((4,), PLANTED)
+        manager = make_manager(address, "evil", checkpoint_transport=_transport(None), min_replica_size=2)
+        manager.register_state_dict_fn("model", lambda state: None, lambda weight=weight: {"weight": weight})
+        manager.load_state_dict({**manager.state_dict(), "step": STEP})
+        try:
+            assert manager.current_step() == STEP
+            manager.start_quorum(timeout=timedelta(seconds=1))
+            manager.allreduce(torch.zeros(4)).wait()
+            manager.should_commit()
+        except ManagerError:
+            asked.set()
+        finally:
+            manager.shutdown()
+
+
+def is_there(address: str) -> bool:
+    """Whether the Lighthouse waits for the attacker, so that no quorum is without it."""
+    status = read_status(address, 1.0)
+    return status is not None and any(name.startswith("evil") for name in status.alive)
+
+
+@pytest.mark.parametrize(
+    ("attack", "server"),
+    [(ask_for_quorums, planted_weights), (ask_for_quorums, listening), (run_this_package, planted_weights)],
+    ids=["weights", "token", "own manager"],
+)
+def test_planted_weights_reach_nobody_and_the_job_trains_on(
+    attack: Callable[[str, str, threading.Event, threading.Event], None],
+    server: Callable[[], AbstractContextManager[tuple[str, list[str]]]],
+) -> None:
     gate = Gate()
 
     def step(manager: Manager, weight: torch.Tensor) -> bool:
@@ -99,13 +142,19 @@ def test_planted_weights_reach_nobody_and_the_job_trains_on() -> None:
 
     with lighthouse(min_replicas=2) as lighthouse_address:
 
-        def attack() -> list[tuple[bool, float]]:
+        def attack_them() -> list[tuple[bool, float]]:
             gate.wait("a")
             gate.wait("b")
-            with an_attacker(lighthouse_address) as num_asked:
+            over, asked = threading.Event(), threading.Event()
+            with server() as (served_at, heard), ThreadPoolExecutor(1) as pool:
+                attacking = pool.submit(attack, lighthouse_address, served_at, over, asked)
+                until(lambda: is_there(lighthouse_address))
                 gate.open("attacked")
                 gate.wait("over")
-                assert num_asked() > 0
+                over.set()
+                attacking.result(LONG_S)
+                assert asked.is_set()
+                assert heard == []
             return []
 
         def until_over(name: str) -> list[tuple[bool, float]]:
@@ -114,7 +163,7 @@ def test_planted_weights_reach_nobody_and_the_job_trains_on() -> None:
             finally:
                 gate.open("over")
 
-        first, second, _ = run_replicas(lambda: until_over("a"), lambda: until_over("b"), attack)
+        first, second, _ = run_replicas(lambda: until_over("a"), lambda: until_over("b"), attack_them)
     for outcomes in (first, second):
         assert [is_committed for is_committed, _ in outcomes] == [True] * 6
         assert outcomes[-1][1] < PLANTED
