@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 from ranks_on_threads import groups_of, run_ranks
 from torch.distributed import HashStore
@@ -156,3 +157,34 @@ def test_no_rank_writes_below_a_root_that_is_not_its_own(tmp_path: Path, token: 
     run_ranks(*(lambda each=each: act(each) for each in writes))  # type: ignore[misc]
     assert not roots[1].exists()
     assert list(roots[0].iterdir()) == []
+
+
+@pytest.mark.parametrize("token", [None, "right"])
+def test_a_place_that_somebody_else_names_is_written_to_by_nobody(tmp_path: Path, token: str | None) -> None:
+    """One write into the store once had all ranks write there, and report success."""
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    (elsewhere / "step-5.incomplete").mkdir(parents=True)
+    (elsewhere / "step-5.incomplete" / ".marker").touch()
+    store = HashStore()
+    named = msgspec.msgpack.encode((str(elsewhere / "step-5.incomplete"), ".marker"))
+    phase = "set up the directory"
+    store.set("test/verdict/2", encode_all([Vote(phase=phase, payload=named), Vote(phase=phase)]).decode())
+    writes = [
+        CollectiveWrite(
+            agreement=Agreement(group, "test", LONG),
+            exchange=Exchange(group, "test", LONG),
+            directory=NumberedDirectory(root, "step", None),
+            storage=_NoStorage(),  # type: ignore[arg-type]
+            visible_s=0.2,
+            max_attempts=1,
+        )
+        for group in groups_of(2, store, token)
+    ]
+
+    def act(write: CollectiveWrite[str]) -> None:
+        with pytest.raises(TransportError):
+            write.write(5, "a", suffix="")
+
+    run_ranks(*(lambda each=each: act(each) for each in writes))  # type: ignore[misc]
+    assert [path.name for path in elsewhere.rglob("*")] == ["step-5.incomplete", ".marker"]
+    assert not (root / "step-5").exists()
