@@ -21,6 +21,7 @@ from ft_transport.keys import Keys
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
 from ft_transport.tls import Certificates
 from ft_transport.wire.manifest import SnapshotId
+from ft_transport.wire.nodes import Count
 from ft_transport.wire.routes import FULL_ROUTE, STATUS_ROUTE, bound_path
 
 _MAX_STATUS_BYTES: Final = 1 << 20
@@ -58,10 +59,10 @@ class PeerStatus:
 
     replica: str = ""
     server: str = ""
-    step: int | None = None
+    step: Count | None = None
     snapshot: str | None = None
-    snapshot_bytes: int = 0
-    clients: int = 0
+    snapshot_bytes: Count = 0
+    clients: Count = 0
     unix_s: float = 0.0
     interfaces: tuple[PeerInterface, ...] = field(default=())
 

@@ -42,7 +42,18 @@ def test_each_replica_is_told_of_and_one_that_is_not_there_is_an_error(
     assert (there["step"], there["replica"]) == (8, "r\x1b[2J7")
 
 
-@pytest.mark.parametrize("body", [b'{"step": 1, "more": ' + b"[" * 9_000, b'{"replica": "\xff"}', b"{", b"[]"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"step": 1, "more": ' + b"[" * 9_000,
+        b'{"replica": "\xff"}',
+        b'{"step": 1, "snapshot_bytes": ' + b"9" * 400 + b"}",
+        b'{"clients": -1}',
+        b"{",
+        b"[]",
+    ],
+    ids=range(6),
+)
 def test_what_is_no_status_is_said_to_be_none(body: bytes) -> None:
     with scripted(answering(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))) as port:
         result = CliRunner().invoke(app, ["status", f"http://127.0.0.1:{port}"])
