@@ -421,7 +421,15 @@ def test_a_source_that_says_nothing_is_waited_for_as_long_as_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{}", b"[]", b'{"ticket": "x", "data_start": 0, "data_bytes": 0}', b'{"a": ' + b"[" * 9_000]
+    "body",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b'{"ticket": "x", "data_start": 0, "data_bytes": 0}',
+        b'{"ticket": "\x89", "data_start": 0, "data_bytes": 0}',
+        b'{"a": ' + b"[" * 9_000,
+    ],
 )
 def test_what_is_no_ticket_is_refused(body: bytes) -> None:
     with pytest.raises(PeerProtocolError, match="ticket"):
