@@ -9,13 +9,14 @@ listens any more, the replica is dead.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
-from urllib.parse import urlsplit
 
 from ft_transport.coordination.store_channel import StoreChannel
-from ft_transport.errors import DeadlineExceededError, RankGoneError
+from ft_transport.errors import DeadlineExceededError, RankGoneError, TransportError
+from ft_transport.http.peer_address import AddressInfo, PeerAddress, look_up
 from ft_transport.runtime.deadline import Deadline
 
 _PROBE_AFTER: Final = timedelta(milliseconds=200)
@@ -76,14 +77,33 @@ def _refuse_dead(others: Sequence[int], names: Sequence[str], addresses: Sequenc
 def nobody_listens(address: str, timeout_s: float) -> bool:
     """Whether the host says that nobody listens there. One that says nothing may be slow, or out of reach.
 
-    The address may be anything that a peer calls one.
+    Args:
+        address: Whatever a peer calls one.
+        timeout_s: For all of it, the look-up of the name too, in seconds.
     """
+    give_up_s = time.monotonic() + timeout_s
     try:
-        parts = urlsplit(address)
-        default_port = 443 if parts.scheme == "https" else 80
-        with socket.create_connection((parts.hostname or "", parts.port or default_port), timeout_s):
+        found = look_up(PeerAddress.from_url(address), timeout_s=timeout_s, is_given_up=_never)
+    except (TransportError, OSError):
+        return False
+    return bool(found) and all(_is_refused(each, give_up_s) for each in found)
+
+
+def _is_refused(found: AddressInfo, give_up_s: float) -> bool:
+    family, kind, protocol, _, address = found
+    remaining_s = give_up_s - time.monotonic()
+    if remaining_s <= 0:
+        return False
+    try:
+        with socket.socket(family, kind, protocol) as connection:
+            connection.settimeout(remaining_s)
+            connection.connect(address)
             return False
     except ConnectionRefusedError:
         return True
-    except (OSError, ValueError):  # The latter for what is no address, whoever of the libraries says so.
+    except OSError:
         return False
+
+
+def _never() -> bool:
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -98,3 +99,20 @@ def test_an_address_that_says_nothing_counts_as_alive(listening: str, dead: str)
     assert nobody_listens(dead, AT_ONCE_S)
     assert not nobody_listens(listening, AT_ONCE_S)
     assert not nobody_listens("http://nowhere.invalid:1/", AT_ONCE_S)
+
+
+def test_a_name_that_nobody_answers_for_costs_no_more_than_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+
+    def wait(*_args: object, **_kwargs: object) -> list[object]:
+        answered.wait(60)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", wait)
+    began_s = time.monotonic()
+    assert not nobody_listens("http://slow.example:1/", 0.2)
+    assert time.monotonic() - began_s < AT_ONCE_S
+    answered.set()
+    for thread in threading.enumerate():
+        if thread.name == "ft-transport-look-up":
+            thread.join(AT_ONCE_S)
