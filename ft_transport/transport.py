@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
@@ -21,6 +23,7 @@ from ft_transport.settings import TransportSettings, check_duration, check_numbe
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
 from ft_transport.state.snapshot import HeldState, nothing_moved
+from ft_transport.telemetry.readings import PREFIX, Metric, Reading
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.watch import Watch
 from ft_transport.transfer.client import FetchRequest, StateClient
@@ -32,6 +35,12 @@ from ft_transport.wire.delta import Delta
 from ft_transport.wire.routes import LATEST, StepSelector
 
 _DEFAULT_NUM_CONNECTIONS: Final = 4
+_INFO: Final = Metric(
+    name=f"{PREFIX}build_info",
+    kind="gauge",
+    help="1; the labels say which version this is, and how the replica is called in the transport's settings.",
+    labels=("version", "replica"),
+)
 
 T = TypeVar("T")
 
@@ -86,6 +95,7 @@ class HTTPTransport(Generic[T]):
         self._keys = keys
         self.recorder = recorder if recorder is not None else Recorder(path=settings.records)
         self.watch = Watch(self.recorder)
+        self.watch.metrics.collect(partial(_readings, settings.replica))
         certificates = settings.certificates()
         self._server = StateServer(
             settings,
@@ -524,3 +534,16 @@ def _checked_sources(sources: Sequence[str]) -> list[PeerAddress]:
     if isinstance(sources, str) or not sources:
         raise ConfigurationError(f"expected the addresses of one or more sources, got {sources!r}")
     return [PeerAddress.from_url(source) for source in sources]
+
+
+@cache
+def _own_version() -> str:
+    """Found out when somebody asks: it is read from a file, which a source tree on the path has not."""
+    try:
+        return version("ft-transport")
+    except PackageNotFoundError:
+        return ""
+
+
+def _readings(replica: str) -> Iterator[Reading]:
+    yield Reading(metric=_INFO, labels=(_own_version(), replica), value=1)

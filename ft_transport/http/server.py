@@ -176,6 +176,7 @@ class SnapshotServer:
                 clients=ClientLimit(max_clients, time.monotonic),
             )
             started: Future[None] = Future()
+            watch.metrics.collect(self._routes.sent.readings)
             self._thread = threading.Thread(target=self._run, args=(started,), name="ft-transport-server", daemon=True)
             self._thread.start()
             started.result(_START_TIMEOUT_S)

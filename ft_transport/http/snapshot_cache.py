@@ -207,6 +207,11 @@ class SnapshotCache:
         with self._lock:
             return sum(entry.num_readers for entry in (*self._entries, *self._leaving))
 
+    def num_alive(self) -> int:
+        """Snapshots that take memory, those that are being made or only read among them."""
+        with self._lock:
+            return len(self._entries) + len(self._leaving) + self._num_reserved
+
     def newest(self) -> Snapshot | None:
         """The newest snapshot, without reading it."""
         with self._lock:

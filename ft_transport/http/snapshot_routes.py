@@ -23,6 +23,7 @@ from ft_transport.http.send_cap import SendCap
 from ft_transport.http.snapshot_cache import Reading, SnapshotCache
 from ft_transport.http.snapshot_requests import SnapshotRequests, asked_wait_s
 from ft_transport.keys import Keys
+from ft_transport.telemetry.readings import PREFIX, Counts, Metric
 from ft_transport.wire.authentication import (
     CONTENT_DIGEST_HEADER,
     MANIFEST_PURPOSE,
@@ -52,6 +53,12 @@ from ft_transport.wire.slices import decode_request
 BODY: Final = web.RequestKey("body", bytes)
 """Where a request keeps the body that was read of it."""
 _MAX_REPLICA_CHARACTERS: Final = 65
+_SENT: Final = Metric(
+    name=f"{PREFIX}sent_bytes_total",
+    kind="counter",
+    help="Bytes that were sent to receivers, by what they asked for; for memory, those that were lent instead.",
+    labels=("route",),
+)
 _LONGEST_RELAY_WAIT_S: Final = 15.0
 
 
@@ -72,6 +79,9 @@ class SnapshotRoutes:
         same_host: Lends memory to receivers on this host, where that is wanted.
         cap: How fast all bodies together are sent; ``None`` for no bound.
         clients: Which receivers are sent data.
+
+    Attributes:
+        sent: Bytes so far, by route.
     """
 
     def __init__(
@@ -104,6 +114,7 @@ class SnapshotRoutes:
         self._stall_timeout_s = stall_timeout_s
         self._cap = cap
         self._clients = clients
+        self.sent = Counts(_SENT)
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Adds all routes."""
@@ -299,6 +310,7 @@ class SnapshotRoutes:
         self, request: web.Request, step: int, snapshot: str, *, num_bytes: int, began_s: float, outcome: str
     ) -> None:
         place = place_of(request)
+        self.sent.add(_route_name(request), by=num_bytes)
         self._audit.note(
             place,
             FetchKey(place.address, _replica_of(request), step, snapshot),

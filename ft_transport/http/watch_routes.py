@@ -7,8 +7,10 @@ import asyncio
 import msgspec
 from aiohttp import web
 
+from ft_transport.http.scraping import Scraping
+from ft_transport.telemetry.exposition import Exposition, accepted
 from ft_transport.telemetry.watch import Watch
-from ft_transport.wire.routes import STATE_ROUTE
+from ft_transport.wire.routes import METRICS_ROUTE, STATE_ROUTE
 
 
 class WatchRoutes:
@@ -20,10 +22,12 @@ class WatchRoutes:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
+        self._scraping = Scraping(Exposition(watch.metrics))
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Adds all routes."""
         router.add_get(STATE_ROUTE, self._state, allow_head=True)
+        router.add_get(METRICS_ROUTE, self._metrics, allow_head=True)
 
     async def _state(self, _request: web.Request) -> web.StreamResponse:
         # A part may have to wait for a moment, and the loop waits for nothing.
@@ -32,3 +36,10 @@ class WatchRoutes:
 
     def _encoded_state(self) -> bytes:
         return msgspec.json.encode(self._watch.state())
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        try:
+            body, content_type = await self._scraping.scrape(accepted(request.headers.get("Accept", "")))
+        except asyncio.TimeoutError:
+            raise web.HTTPServiceUnavailable(text="what is counted could not be read in time") from None
+        return web.Response(body=body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})

@@ -24,6 +24,7 @@ import torch
 from ft_transport.errors import SnapshotError
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.state.arena import Arena
+from ft_transport.state.copy_costs import CopyCosts
 from ft_transport.state.copying import Column, HostCopier, HostCopies
 from ft_transport.state.lasting_digests import ChunkKey, LastingDigests
 from ft_transport.wire.chunks import ChunkTable
@@ -59,6 +60,7 @@ class CopyOnWriteMemory:
         keys: Under which, for each chunk; ``None`` for one that is not kept.
         check: Raises if the shared memory has changed without a `materialize`. Asked before it is copied, and before
             the digests are sent: no receiver relies on bytes without these.
+        costs: Is told of the copy.
 
     Attributes:
         storages: Addresses of the storages that are shared; a change of any other storage needs no `materialize`.
@@ -82,6 +84,7 @@ class CopyOnWriteMemory:
         lasting: LastingDigests,
         keys: Sequence[ChunkKey | None],
         check: Callable[[], None],
+        costs: CopyCosts,
     ) -> None:
         filled = np.flatnonzero(num_bytes)
         order = filled[np.argsort(starts[filled], kind="stable")]
@@ -102,6 +105,7 @@ class CopyOnWriteMemory:
         self._copier = copier
         self._digester = digester
         self._check = check
+        self._costs = costs
         self._header = b""
         self._chunks = ChunkTable(data_bytes=data_bytes, chunk_bytes=chunk_bytes)
         self._lasting, self._keys = lasting, keys
@@ -173,6 +177,7 @@ class CopyOnWriteMemory:
         May be called again, also after an error. Without memory for the copy the snapshot is lost: its readers get an
         error, and the owner goes on.
         """
+        began_s = time.monotonic()
         with self._copying:
             with self._changed:
                 is_to_copy = self.is_shared
@@ -192,6 +197,9 @@ class CopyOnWriteMemory:
             if self._num_pins_of_shared:
                 logger.error("shared memory is still being read after %.0f s", _LONGEST_PIN_S)
             self._let_go()
+        if is_to_copy:
+            num_bytes = 0 if self._is_lost else int(self._num_bytes[self._to_copy].sum())
+            self._costs.add("copy_on_write", num_bytes, time.monotonic() - began_s)
 
     @property
     def is_lost(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,6 +22,7 @@ from ft_transport.errors import SnapshotError
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state.arena import Arena, ArenaPool
 from ft_transport.state.blocks import FlatState
+from ft_transport.state.copy_costs import CopyCosts
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.copying import Column, HostCopier, HostCopies
 from ft_transport.state.device import DeviceCopier, Marks
@@ -81,6 +83,7 @@ class Workshop:
         is_digested: Whether snapshots have digests.
         digester: Says for each snapshot how they are made.
         lasting: Keeps those of what seldom changes.
+        costs: Is told of every copy.
     """
 
     pool: ArenaPool
@@ -90,6 +93,7 @@ class Workshop:
     is_digested: bool
     digester: Callable[[], Digester]
     lasting: LastingDigests = field(default_factory=LastingDigests)
+    costs: CopyCosts = field(default_factory=CopyCosts)
 
 
 class PendingSnapshot:
@@ -258,6 +262,7 @@ class PendingSnapshot:
             lasting=self._workshop.lasting,
             keys=keys,
             check=self._check_shared,
+            costs=self._workshop.costs,
         )
 
     def _digests(self) -> list[int] | None:
@@ -287,6 +292,7 @@ class PendingSnapshot:
         if not len(indices):
             return
         assert self._arena is not None, "what is copied has an arena"
+        began_s = time.monotonic()
         has_address = self._addresses[indices] != 0
         host = indices[has_address]
         targets = self._starts[host] + self._arena.data.data_ptr()
@@ -304,6 +310,7 @@ class PendingSnapshot:
                 device.append((target, carried))
         if device:
             self._workshop.device_copier.copy(device, self._marks)
+        self._workshop.costs.add("clone", int(self._num_bytes[indices].sum()), time.monotonic() - began_s)
 
     def _target(self, index: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         assert self._arena is not None, "what is copied has an arena"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state.arena import ArenaPool
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.casting import cast_floating
+from ft_transport.state.copy_costs import CopyCosts
 from ft_transport.state.copying import HostCopier
 from ft_transport.state.device import Accelerator, DeviceCopier, Marks, pinning
 from ft_transport.state.flatten import flatten
@@ -48,6 +50,11 @@ class Stager:
             is_digested=is_digested,
             digester=digester,
         )
+
+    @property
+    def costs(self) -> CopyCosts:
+        """What all its snapshots have cost."""
+        return self._workshop.costs
 
     def prefault(self, state: object) -> None:
         """Makes memory for snapshots of ``state`` ready in the background; returns when its size is known.
@@ -138,11 +145,15 @@ class Stager:
         own = [index for index, source in enumerate(blocks.sources) if not deferrable(source)]
         if sum(blocks.num_bytes[index] for index in own) > max_bytes:
             return None
+        began_s = time.monotonic()
         for index in own:
             copy = blocks.sources[index].detach().clone(memory_format=torch.contiguous_format)
             blocks.sources[index] = copy
             if blocks.addresses[index]:
                 blocks.addresses[index] = copy.data_ptr()
+        if own:
+            num_bytes = sum(blocks.num_bytes[index] for index in own)
+            self.costs.add("clone", num_bytes, time.monotonic() - began_s)
         return HeldState(step=step, flat=flat, marks=self._mark(flat), check=check, lasts=lasts)
 
     def forget_lasting(self) -> None:

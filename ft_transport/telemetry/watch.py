@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from ft_transport.telemetry.metrics import Metrics
 from ft_transport.telemetry.recorder import Recorder
 
 logger = logging.getLogger(__name__)
@@ -29,10 +30,13 @@ class Watch:
 
     Attributes:
         recorder: See the argument.
+        metrics: What is counted, the records of the recorder among it.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
+        self.metrics = Metrics()
+        self.metrics.follow(recorder)
         self._mutex = threading.Lock()
         self._parts: dict[str, Part] = {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +20,8 @@ from ft_transport.settings import TransportSettings, check_number
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.snapshot import HeldState, PendingSnapshot
 from ft_transport.state.stager import Stager
+from ft_transport.telemetry.metrics import weakly
+from ft_transport.telemetry.readings import PREFIX, Metric, Reading
 from ft_transport.telemetry.watch import Watch
 from ft_transport.tls import Certificates
 from ft_transport.wire.digester import PLAIN, Digester
@@ -27,6 +29,16 @@ from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.served import MemoryFile
 
 _MAX_FAILURE_CHARACTERS: Final = 1000
+_ALIVE: Final = Metric(
+    name=f"{PREFIX}snapshots_alive", kind="gauge", help="Snapshots that take a place among max_snapshots."
+)
+_PUBLISHED: Final = Metric(
+    name=f"{PREFIX}snapshots_published_total", kind="counter", help="Snapshots that could be fetched so far."
+)
+_RECEIVERS: Final = Metric(
+    name=f"{PREFIX}requests_reading", kind="gauge", help="Requests of receivers that read a snapshot at this moment."
+)
+_BYTES: Final = Metric(name=f"{PREFIX}snapshot_bytes", kind="gauge", help="Size of the newest snapshot; 0 without one.")
 
 
 @dataclass(slots=True, eq=False)
@@ -163,6 +175,8 @@ class StateServer:
         except BaseException:
             self._stager.close()
             raise
+        watch.metrics.collect(self._stager.costs.readings)
+        watch.metrics.collect(weakly(self._readings))
         self._sharings: list[_Sharing] = []
         self._sharings_mutex = threading.Lock()
         self._end = SafeEnd()
@@ -374,6 +388,14 @@ class StateServer:
             wait: Whether to return only when the server's thread has ended.
         """
         self._end(self._close, wait=wait)
+
+    def _readings(self) -> Iterator[Reading]:
+        cache = self._cache
+        yield Reading(metric=_ALIVE, value=cache.num_alive())
+        yield Reading(metric=_PUBLISHED, value=cache.newest_sequence())
+        yield Reading(metric=_RECEIVERS, value=cache.num_readers())
+        newest = cache.newest()
+        yield Reading(metric=_BYTES, value=newest.total_bytes if newest is not None else 0)
 
     def _close(self) -> None:
         self.http.close(wait=True)

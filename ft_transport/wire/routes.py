@@ -9,6 +9,7 @@ GET       /checkpoint/{step}/delta      what leads from this step to a later one
 GET       /relay/{content}              a range of the data that a receiver has verified so far, or a beginning of it
 GET       /status                       JSON: what is served, and to how many
 GET       /state                        JSON: all that this process tells of itself to who watches it
+GET       /metrics                      what this process counts, as Prometheus reads it
 GET       /challenge                    begins a session of peers that know the job token: see ``wire.authentication``
 
 ``step`` is a number or ``latest``. ``?snapshot=ID`` binds a request to one snapshot (409 when it is gone), and
@@ -39,7 +40,8 @@ RELAY_ROUTE: Final = "/relay/{content}"
 STATUS_ROUTE: Final = "/status"
 CHALLENGE_ROUTE: Final = "/challenge"
 STATE_ROUTE: Final = "/state"
-WATCH_ROUTES: Final = frozenset({STATE_ROUTE})
+METRICS_ROUTE: Final = "/metrics"
+WATCH_ROUTES: Final = frozenset({STATE_ROUTE, METRICS_ROUTE})
 """For people and their tools: a watch token is enough for them, see ``http.watch_access``."""
 
 SNAPSHOT_PARAMETER: Final = "snapshot"

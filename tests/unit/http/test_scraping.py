@@ -1,0 +1,150 @@
+"""``/metrics`` of a real server: crowds, sources that hang, and the end of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.client import HTTPException
+
+import pytest
+from served_memory import Answer, Serving, serving
+
+from ft_transport.http.scraping import Scraping
+from ft_transport.telemetry.exposition import TEXT, Exposition
+from ft_transport.telemetry.metrics import Metrics
+from ft_transport.telemetry.readings import Metric, Reading
+from ft_transport.telemetry.recorder import Recorder
+from ft_transport.telemetry.watch import Watch
+
+LEVEL = Metric(name="ft_transport_level", kind="gauge", help="A level.")
+LONG_S = 20.0
+
+
+def scrape(served: Serving, **headers: str) -> Answer:
+    return served.ask("/metrics", **headers)
+
+
+class Source:
+    """Tells how often it was read; waits where it is told to."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.begun = threading.Event()
+
+    def __call__(self) -> Iterator[Reading]:
+        self.num_reads += 1
+        self.begun.set()
+        assert self.may_go_on.wait(LONG_S)
+        yield Reading(metric=LEVEL, value=self.num_reads)
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+@pytest.fixture
+def watch(source: Source) -> Watch:
+    made = Watch(Recorder())
+    made.metrics.collect(source)
+    return made
+
+
+def test_it_is_text_that_nobody_keeps(watch: Watch) -> None:
+    with serving(watch=watch) as served:
+        plain = scrape(served)
+        modern = scrape(served, Accept="application/openmetrics-text;version=1.0.0")
+        head = served.ask("/metrics", method="HEAD")
+
+    assert plain.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert b"\nft_transport_level 1.0\n" in plain.body
+    assert modern.headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0; charset=utf-8")
+    assert modern.body.endswith(b"# EOF\n")
+    assert plain.headers["Cache-Control"] == "no-store"
+    assert (head.status, head.body) == (200, b"")
+
+
+def test_what_was_sent_is_counted(watch: Watch) -> None:
+    with serving(watch=watch) as served:
+        snapshot = served.put(5, b"x" * 100_000)
+        for method in ("GET", "HEAD", "GET"):
+            served.ask("/checkpoint/5/full", method=method)
+        text = scrape(served).body.decode()
+
+    (line,) = (line for line in text.splitlines() if line.startswith('ft_transport_sent_bytes_total{route="full"'))
+    assert float(line.split()[1]) == 2 * snapshot.total_bytes
+
+
+def test_a_crowd_is_answered(watch: Watch, source: Source) -> None:
+    with serving(watch=watch) as served, ThreadPoolExecutor(50) as pool:
+        answers = [each.result(LONG_S) for each in [pool.submit(scrape, served) for _ in range(200)]]
+        num_reads = source.num_reads
+        last = scrape(served)
+
+    assert {answer.status for answer in answers} == {200}
+    assert num_reads <= 200
+    assert f"ft_transport_level {num_reads + 1}.0".encode() in last.body
+
+
+def test_while_one_runs_all_others_share_the_next_one() -> None:
+    source = Source()
+    metrics = Metrics()
+    metrics.collect(source)
+
+    async def crowd() -> list[bytes]:
+        scraping = Scraping(Exposition(metrics))
+        source.may_go_on.clear()
+        first = asyncio.ensure_future(scraping.scrape(TEXT))
+        while not source.begun.is_set():
+            await asyncio.sleep(0)
+        others = [asyncio.ensure_future(scraping.scrape(TEXT)) for _ in range(50)]
+        await asyncio.sleep(0)
+        source.may_go_on.set()
+        return [body for body, _ in await asyncio.gather(first, *others)]
+
+    bodies = asyncio.run(crowd())
+    assert source.num_reads == 2
+    assert b"ft_transport_level 1.0" in bodies[0]
+    assert all(b"ft_transport_level 2.0" in body for body in bodies[1:])
+
+
+def test_a_source_that_hangs_holds_one_thread_and_nobody_for_long() -> None:
+    source = Source()
+    metrics = Metrics()
+    metrics.collect(source)
+
+    async def scrapes() -> bytes:
+        scraping = Scraping(Exposition(metrics), timeout_s=0.05)
+        source.may_go_on.clear()
+        for _ in range(5):
+            with pytest.raises(asyncio.TimeoutError):
+                await scraping.scrape(TEXT)
+        assert source.num_reads == 1
+        source.may_go_on.set()
+        for _ in range(200):
+            with suppress(asyncio.TimeoutError):
+                return (await scraping.scrape(TEXT))[0]
+        raise AssertionError("it did not recover")
+
+    assert b"ft_transport_level" in asyncio.run(scrapes())
+
+
+def test_a_server_ends_while_it_is_scraped(watch: Watch, source: Source) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        with serving(watch=watch) as served:
+            source.may_go_on.clear()
+
+            def ask() -> None:
+                with suppress(OSError, HTTPException):
+                    scrape(served)
+
+            asking = [pool.submit(ask) for _ in range(8)]
+            assert source.begun.wait(LONG_S)
+        source.may_go_on.set()
+        for each in asking:
+            each.result(LONG_S)

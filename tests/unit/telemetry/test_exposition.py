@@ -1,0 +1,123 @@
+"""The text that Prometheus reads, as its own parser reads it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import prometheus_client
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from ft_transport.telemetry.exposition import OPENMETRICS, TEXT, Exposition, accepted
+from ft_transport.telemetry.metrics import Metrics
+from ft_transport.telemetry.readings import Counts, Durations, Metric, Reading
+
+THINGS = Metric(name="ft_transport_things_total", kind="counter", help="Things,\nin \\ two lines.", labels=("kind",))
+LEVEL = Metric(name="ft_transport_level", kind="gauge", help="A level.", labels=("engine",))
+LENGTHS = Metric(name="ft_transport_lengths_seconds", kind="histogram", help="Lengths.")
+PARSERS = {OPENMETRICS: parse_openmetrics, TEXT: parse_text}
+
+
+def samples(metrics: Metrics, form: str) -> dict[tuple[str, ...], float]:
+    body, content_type = Exposition(metrics).encode(form)
+    assert content_type.partition(";")[0] == form.partition(";")[0]
+    families = PARSERS[form](body.decode())  # type: ignore[operator]
+    return {
+        (sample.name.removeprefix("ft_transport_"), *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("form", [OPENMETRICS, TEXT])
+def test_each_kind_is_written_as_prometheus_reads_it(form: str) -> None:
+    metrics = Metrics()
+    counts, durations = Counts(THINGS), Durations(LENGTHS, (0.1, 1))
+    counts.add("a", by=2.5)
+    for value in (0.05, 0.5, 0.5, 7.0):
+        durations.observe(value)
+    for source in (counts.readings, durations.readings, lambda: [Reading(metric=LEVEL, value=-1, labels=("x",))]):
+        metrics.collect(source)
+
+    assert samples(metrics, form) == {
+        ("things_total", "a"): 2.5,
+        ("level", "x"): -1,
+        ("lengths_seconds_bucket", "0.1"): 1,
+        ("lengths_seconds_bucket", "1.0"): 3,
+        ("lengths_seconds_bucket", "+Inf"): 4,
+        ("lengths_seconds_count",): 4,
+        ("lengths_seconds_sum",): 8.05,
+        ("unreadable_sources",): 0,
+    }
+
+
+@pytest.mark.parametrize("form", [OPENMETRICS, TEXT])
+def test_what_there_is_no_number_of_yet_is_announced(form: str) -> None:
+    metrics = Metrics()
+    metrics.collect(Counts(THINGS).readings)
+    body, _ = Exposition(metrics).encode(form)
+    (family,) = (each for each in PARSERS[form](body.decode()) if each.name == "ft_transport_things")  # type: ignore[operator]
+    assert (family.type, family.samples) == ("counter", [])
+
+
+@pytest.mark.parametrize("form", [OPENMETRICS, TEXT])
+@pytest.mark.parametrize(
+    "value",
+    ['a"} 1\nft_transport_forged 7', "\\", "a\\\nb", "\ud800", "\u202e", "\r\n\r\n<script>", "x" * 100_000, "", "é"],
+)
+def test_no_label_breaks_the_text_or_the_other_numbers(form: str, value: str) -> None:
+    metrics = Metrics()
+    metrics.collect(lambda: [Reading(metric=LEVEL, value=7, labels=(value,))])
+    metrics.collect(lambda: [Reading(metric=LEVEL, value=8, labels=(value + "!",))])
+
+    shown = samples(metrics, form)
+
+    levels = {labels[1]: number for labels, number in shown.items() if labels[0] == "level"}
+    assert 7 in levels.values()
+    assert not [name for name, *_ in shown if "forged" in name]
+    assert all(len(label) <= 201 and "\n" not in label and "\u202e" not in label for label in levels)
+
+
+@pytest.mark.parametrize(
+    ("header", "form"),
+    [
+        ("", TEXT),
+        ("*/*", TEXT),
+        ("text/html,application/xhtml+xml,*/*;q=0.8", TEXT),
+        ("text/plain;version=0.0.4;q=0.5,*/*;q=0.1", TEXT),
+        ("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5", OPENMETRICS),
+        ("application/openmetrics-text; version=1.0.0; charset=utf-8", OPENMETRICS),
+        ("application/openmetrics-text", OPENMETRICS),
+        ("application/openmetrics-text;version=0.0.1,text/plain", TEXT),
+        ("application/openmetrics-text;version=1.0.0abc", TEXT),
+        (";;;,,,=;version=1.0.0", TEXT),
+    ],
+)
+def test_the_form_is_the_one_that_is_asked_for(header: str, form: str) -> None:
+    assert accepted(header) == form
+
+
+def test_the_global_registry_of_prometheus_client_is_left_alone() -> None:
+    metrics = Metrics()
+    metrics.collect(Counts(THINGS, known=[("a",)]).readings)
+    Exposition(metrics).encode(TEXT)
+    assert b"ft_transport" not in prometheus_client.generate_latest()
+
+
+def test_prometheus_client_is_imported_by_the_first_scrape() -> None:
+    program = """
+import sys
+from ft_transport import HTTPTransport, TransportSettings
+from urllib.request import urlopen
+
+transport = HTTPTransport(settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
+assert not [name for name in sys.modules if name.startswith("prometheus_client")]
+with urlopen(transport.metadata().removesuffix("/checkpoint/") + "/metrics", timeout=20) as answer:
+    assert b"ft_transport_build_info" in answer.read()
+assert "prometheus_client" in sys.modules
+transport.shutdown()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
