@@ -18,6 +18,7 @@ from manager.quorum import telemetry
 from manager.quorum.comparison import StateComparison
 from manager.quorum.decision import NO_WHOLE_STATE, Decision, DoesNotFit, Heals, StandsBy, UpToDate
 from manager.quorum.group_ranks import Exchange
+from manager.quorum.loop_metrics import LoopMetrics
 from manager.quorum.round import Participant, QuorumRequest, QuorumRound
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.structure_watch import StructureWatch
@@ -48,6 +49,7 @@ class QuorumForming:
         comparison: Digests the state at boundaries that are compared.
         healer: Receives the state of others.
         warm_join: Gets a newcomer ready before its first quorum.
+        metrics: Counts quorums.
         stall_watch: Looks after the waits.
     """
 
@@ -63,6 +65,7 @@ class QuorumForming:
         comparison: StateComparison,
         healer: Healer,
         warm_join: WarmJoin,
+        metrics: LoopMetrics,
         stall_watch: StallWatch,
     ) -> None:
         self._config = config
@@ -75,6 +78,7 @@ class QuorumForming:
         self._comparison = comparison
         self._healer = healer
         self._warm_join = warm_join
+        self._metrics = metrics
         self._stall_watch = stall_watch
 
     def begin_step(self, *, hold: bool = False) -> bool:
@@ -206,6 +210,7 @@ class QuorumForming:
         participant, state, membership = self._participant, self._state, self._participant.membership
         with (
             self._naming_differences(),
+            self._counting_failures(),
             self._stall_watch.waiting(
                 f"{participant.name}: waiting for a quorum",
                 missing=membership.missing,
@@ -228,6 +233,8 @@ class QuorumForming:
                 shrink_only=request.shrink_only,
             )
         participant.announced_to = frozenset()
+        self._metrics.quorums.observe(time.monotonic() - start_s)
+        self._metrics.num_participants = decision.num_participants
         self._tell_divergence(decision)
         self._structures.note(decision)
         logger.debug(
@@ -239,6 +246,14 @@ class QuorumForming:
             decision,
         )
         return decision
+
+    @contextmanager
+    def _counting_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._metrics.failed_quorums.add(type(error).__name__)
+            raise
 
     @contextmanager
     def _naming_differences(self) -> Iterator[None]:
@@ -289,6 +304,7 @@ class QuorumForming:
             participant.report_error(error)
             return
         if seconds:
+            self._metrics.configured.observe(seconds)
             participant.record(telemetry.QUORUMS, "a new quorum", decision, step=decision.step)
             logger.info(
                 "%s: process group %s of %s set up in %.1f ms",

@@ -27,6 +27,7 @@ from manager.quorum.comparison import StateComparison
 from manager.quorum.decision import Decision, Rules, commit_refusals, next_lineage
 from manager.quorum.forming import QuorumForming
 from manager.quorum.group_ranks import Exchange
+from manager.quorum.loop_metrics import ABANDONED, LoopMetrics, member_readings, refusal_cause
 from manager.quorum.membership import Membership
 from manager.quorum.round import Participant, QuorumRequest, QuorumRound, format_error
 from manager.quorum.stall_watch import StallWatch
@@ -83,6 +84,7 @@ class QuorumLoop(StateObserver):
         )
         self._executor = SafeExecutor(1, "ft-transport-quorum")
         self._participant = Participant(self._state, self.membership)
+        self._metrics = LoopMetrics()
         self._comparison = StateComparison(lock=self._state.lock, keeper=snapshots.keeper, state=self._state.content)
         self._structures = StructureWatch(self._participant, self._executor)
         healer = Healer(config, state=replica.state, peers=peers, watch=stall_watch)
@@ -96,8 +98,11 @@ class QuorumLoop(StateObserver):
             comparison=self._comparison,
             healer=healer,
             warm_join=WarmJoin(config, state=replica.state, peers=peers, keeper=snapshots.keeper, watch=stall_watch),
+            metrics=self._metrics,
             stall_watch=stall_watch,
         )
+        transport.watch.metrics.collect(self._metrics.readings)
+        transport.watch.metrics.collect(member_readings(self.membership))
         self._participated_last_round = False
         self._num_refused_commits = 0
         self._state.add_observer(self)
@@ -221,6 +226,7 @@ class QuorumLoop(StateObserver):
         participant.irregularity = ""
         self._num_refused_commits = 0
         current.is_committed = True
+        self._metrics.committed.add()
         participant.is_settled = True
         if participant.healing is not None:
             participant.healing.tell(step=state.step)
@@ -359,6 +365,7 @@ class QuorumLoop(StateObserver):
             # Where a handler raised in start_quorum, what that had begun may still be under way.
             self._await(self._executor.submit(_do_nothing), "what an interrupted start_quorum had begun", deadline)
         if not earlier.is_over:
+            self._metrics.refused.add(ABANDONED)
             # The other replicas may wait in collectives that this one has not even begun.
             logger.warning("%s: the step before was abandoned, and its process group is ended", participant.name)
             self.membership.abort()
@@ -376,6 +383,9 @@ class QuorumLoop(StateObserver):
 
     def _refuse_commit(self, current: QuorumRound, refusals: tuple[str, ...]) -> None:
         self._num_refused_commits += 1
+        has_enough = self.num_participants() >= self._config.min_replica_size
+        was_silent = self.membership.num_missed_heartbeats() != current.num_missed_heartbeats
+        self._metrics.refused.add(refusal_cause(current.error, has_enough=has_enough, was_silent=was_silent))
         logger.warning(
             "%s: not committed, %d in a row: %s",
             self._participant.name,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import ft_transport
 from ft_transport import ConfigurationError, TransportError
 from manager.errors import ManagerError, RegistryError
+from manager.recovery.replica_metrics import resumes
 from manager.recovery.values import Recovery, shown
 from manager.state.compatibility import check_fit
 from manager.state.replica_state import ReplicaState
@@ -37,6 +38,7 @@ class Checkpoints:
 
     Attributes:
         store: See above.
+        counts: States that were loaded.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Checkpoints:
         self._save_every = save_every
         self._lease = lease
         self._saved_step: int | None = None
+        self.counts = resumes()
 
     def boundary(self) -> None:
         """Look after the writer processes, and save if it is time to."""
@@ -140,6 +143,7 @@ class Checkpoints:
                 # One's own error is as it would be without other ranks.
                 raise own_errors[0] if own_errors else error from None
         self._saved_step = loaded.step
+        self.counts.add()
         logger.info("resumed step %d from %s", loaded.step, store.root)
         return Recovery(step=loaded.step, source=f"{store.root}, step {loaded.step}")
 

@@ -15,6 +15,7 @@ from ft_transport.coordination.consensus import RankGroup
 from ft_transport.telemetry.recorder import phase
 from manager.errors import LockTimeoutError, ManagerError, RegistryError, StateMismatchError, StateTornError
 from manager.recovery.rank_agreement import RecoveringRanks
+from manager.recovery.replica_metrics import recoveries
 from manager.recovery.values import PeerOptions, Recovery, shown
 from manager.state.compatibility import check_fit
 from manager.state.guarded_memory import MIN_DEFERRED_BYTES, memory_at, memory_of_optimizers
@@ -36,6 +37,9 @@ class PeerRecovery:
     Args:
         state: This replica's state.
         transport: Receives.
+
+    Attributes:
+        counts: States that were received and loaded.
     """
 
     def __init__(self, state: ReplicaState, transport: HTTPTransport[Any]) -> None:
@@ -43,6 +47,7 @@ class PeerRecovery:
         self._transport = transport
         self._partial: PartialState | None = None
         self._before: Received[Any] | None = None
+        self.counts = recoveries()
 
     def prefault(self, num_bytes: int) -> None:
         """Make memory ready for what of the next state has no place here yet; takes as long as touching it does."""
@@ -185,6 +190,7 @@ class PeerRecovery:
         if options.is_warm and options.verify:
             self._before = received
         recovery, end_s = Recovery(step=received.step, source=named), time.monotonic()
+        self.counts.add()
         logger.info(
             "recovered step %d from %s: %.0f ms to receive and load it, %.0f ms to compare",
             recovery.step,

@@ -15,6 +15,7 @@ from ft_transport import PeerError, TransportError
 from manager.errors import ManagerError, RecoveryFailedError
 from manager.recovery.checkpoints import Checkpoints, check_store
 from manager.recovery.peers import PeerRecovery
+from manager.recovery.replica_metrics import collect_metrics
 from manager.recovery.values import PeerOptions, Recovery
 from manager.snapshots.state_snapshots import StateSnapshots
 from manager.state.replica_state import ReplicaState, checked_step
@@ -80,6 +81,9 @@ class Replica:
         if store is not None:
             lease = snapshots.lease if snapshots is not None else lambda: None
             checkpoints = Checkpoints(state, store, save_every=save_every, lease=lease)
+        if transport is not None:
+            counts = [each.counts for each in (peers, checkpoints) if each is not None]
+            collect_metrics(transport, state, store, *counts)
         return cls(state=state, transport=transport, snapshots=snapshots, peers=peers, checkpoints=checkpoints)
 
     def address(self) -> str:

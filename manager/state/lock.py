@@ -33,6 +33,7 @@ from typing import Final, NoReturn
 from readerwriterlock.rwlock import Lockable, RWLockFair
 
 from manager.errors import Kind, LockHolder, LockNotHeldError, LockOrderError, LockTimeoutError
+from manager.state.lock_costs import LockCosts
 
 _logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class _Hold:
 
     kind: Kind
     handle: Lockable
+    opened_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +59,7 @@ class _Entry:
     what: str
     is_detached: bool
     stepping: object = None
+    asked_s: float = 0.0
     # An identifier would not do: the system gives those of ended threads to new ones.
     thread: threading.Thread = field(default_factory=threading.current_thread)
     hold: _Hold | None = None  # none while the thread waits
@@ -114,6 +117,9 @@ class StateLock:
     the longest wait, the lock's own ``timeout`` by default. They raise `LockTimeoutError` if other threads hold the
     lock until the deadline, `LockOrderError` if the calling thread holds what the section would wait for, and
     ``ValueError`` if the timeout is negative. Nothing has changed then.
+
+    Attributes:
+        costs: How long threads have waited for it and held it.
     """
 
     def __init__(self, *, timeout: timedelta, before_change: Callable[[bool], None] | None = None) -> None:
@@ -127,6 +133,7 @@ class StateLock:
         """
         self._timeout_s = _seconds(timeout)
         self._before_change = before_change
+        self.costs = LockCosts()
         # Reentrant: the collector may run a finalizer, which releases a section, in the midst of a release.
         self._mutex = threading.RLock()
         self._record: dict[_Entry, None] = {}
@@ -229,7 +236,7 @@ class StateLock:
         timeout_s = self._timeout_s if section._timeout is None else _seconds(section._timeout)
         entry = section._entry
         entry.hold = None
-        start_s = time.monotonic()
+        start_s = entry.asked_s = time.monotonic()
         try:
             while not self._try_open(entry):
                 if disallows and not self.is_read_allowed:
@@ -238,6 +245,8 @@ class StateLock:
                 waited_s = time.monotonic() - start_s
                 if waited_s >= timeout_s:
                     wanted = f"{entry.kind} ({entry.what!r})"
+                    with self._mutex:
+                        self.costs.timed_out(entry.kind)
                     raise LockTimeoutError(wanted=wanted, waited_s=waited_s, holders=self.holders())
                 entry.change.acquire(True, min(_SLICE_S, timeout_s - waited_s))
             if entry.kind == "write" and self._before_change is not None:
@@ -265,10 +274,13 @@ class StateLock:
             handle = _new_handle(library, entry.kind)
             if handle.acquire(blocking=False):
                 entry.opened_s = time.monotonic()
-                entry.hold = _Hold(entry.kind, handle)
+                entry.hold = _Hold(entry.kind, handle, entry.opened_s)
             # A finalizer that released another section meanwhile may have replaced the library's lock.
             self._agrees = library is self._library
-            return entry.hold is not None
+            if entry.hold is None:
+                return False
+            self.costs.waited(entry.kind, entry.opened_s - entry.asked_s)
+            return True
 
     def _nest(self, entry: _Entry, own: list[_Entry]) -> None:
         hold = own[0].hold
@@ -303,6 +315,8 @@ class StateLock:
             if hold is not None and not is_shared:
                 hold.handle.release()
             self._agrees = True
+            if hold is not None and not is_shared:
+                self.costs.held(hold.kind, time.monotonic() - hold.opened_s)
             return True
 
     def _repair(self) -> None:
