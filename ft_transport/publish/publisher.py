@@ -26,6 +26,7 @@ from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import ConfigurationError, PublishError
 from ft_transport.publish.adapter import CONFIG_NAME
 from ft_transport.publish.content import Weights, content_of
+from ft_transport.publish.engine_lag import EngineLag
 from ft_transport.publish.engines.engine import Delivery, Engine, Kind
 from ft_transport.publish.export import Exporter, ExportRequest
 from ft_transport.publish.files import Files, read_files
@@ -39,6 +40,7 @@ from ft_transport.publish.weight_format import WeightFormat
 from ft_transport.runtime.at_exit import at_exit
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import check_duration, check_number, default_num_threads
+from ft_transport.telemetry.metrics import Metrics, weakly
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import Recorder, Recording
 from ft_transport.transport import HTTPTransport
@@ -70,7 +72,7 @@ class Publisher:
         silence_timeout: How long rank 0 may go without one while engines are notified.
         num_copy_threads: That copy the weights.
         transport: Serves versions, from rank 0, to engines that pull them (`PullingEngine`); looked at on rank 0 alone.
-            The publisher does not shut it down.
+            Its metrics tell of this publisher. The publisher does not shut it down.
         deltas: Whether these get the elements that changed, where they are fewer bytes than the chunks that changed. It
             costs the trainer's host half a second of one core for a GB; turn it off where the network is faster.
         keep: So many of the newest versions are never deleted.
@@ -132,6 +134,8 @@ class Publisher:
         self.recorder = recorder if recorder is not None else Recorder()
         self._exporter: Exporter | None = None
         self._notifier: EngineNotifier | None = None
+        self._lag: EngineLag | None = None
+        self._stop_telling: Callable[[], None] = lambda: None
         self._server = VersionServer(transport, self._directory, deltas=deltas) if transport is not None else None
         self._format = weight_format if weight_format is not None else WeightFormat()
         self._notifying: dict[int, Future[PublishReport]] = {}
@@ -161,6 +165,7 @@ class Publisher:
             )
             # Engines of one that was dropped without an end may belong to another one by now.
             weakref.finalize(self, self._notifier.stop_polling).atexit = False
+            self._lag = EngineLag(self._notifier.states)
             self._exporter = Exporter(
                 self._agreement,
                 self._exchange,
@@ -174,9 +179,18 @@ class Publisher:
         try:
             compare_settings(self._agreement, "compare the settings", check)
             self._agreement.on_first("set up the root", self._set_up_root)
+            if transport is not None:
+                self._tell(transport.watch.metrics)
         except BaseException:
             self.close()
             raise
+
+    def _tell(self, metrics: Metrics) -> None:
+        assert self._lag is not None, "the settings are compared"
+        metrics.follow(self.recorder)
+        if self._agreement.is_first:
+            self._stop_telling = metrics.collect(weakly(self._lag.readings))
+            weakref.finalize(self, self._stop_telling).atexit = False
 
     @property
     def root(self) -> Path:
@@ -297,6 +311,7 @@ class Publisher:
         self._end(lambda: self._close(deadline_s))
 
     def _close(self, deadline_s: float) -> None:
+        self._stop_telling()
         with self._mutex:
             under_way: list[Future[Any]] = [*self._notifying.values(), *self._adding]
         for notifying in under_way:
@@ -330,9 +345,13 @@ class Publisher:
         if newest is not None:
             assert self._notifier is not None, "it was made before"
             self._notifier.begin_with(self._delivery(stored[-1], newest))
+            assert self._lag is not None, "it was made with it"
+            self._lag.published(stored[-1])
 
     def _notify(self, version: int, directory: Path, recording: Recording) -> None:
         assert self._notifier is not None, "it is open"
+        assert self._lag is not None, "it was made with it"
+        self._lag.published(version)
         recording.phase("deliver")
         notifying = self._notifier.notify(self._delivery(version, directory), self._reports.post)
         with self._mutex:

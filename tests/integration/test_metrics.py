@@ -1,0 +1,208 @@
+"""What ``/metrics`` tells of real managers, stores and publishers: the numbers are those of what happened."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_servers import VLLMStandIn, serving
+from quorum_threads import LONG_S, TIMEOUT, lighthouse, loopback_transport, make_manager
+from scrapes import scraped
+from served_memory import until
+
+from ft_transport import CheckpointStore, HTTPTransport, LoRAAdapter, Publisher, TransportSettings, VLLMEngine
+from manager import Manager, StateManager
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Replica:
+    """One weight, trained alone or with others."""
+
+    def __init__(self, address: str, name: str, **keywords: Any) -> None:
+        # Without memory in common: what is received comes over the network, and both sides count it.
+        settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", same_host=False)
+        self.transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=settings)
+        self.model = torch.nn.Linear(64, 64)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.manager: Manager = make_manager(address, name, checkpoint_transport=self.transport, **keywords)
+        self.manager.register("model", self.model)
+        self.manager.register("optimizer", self.optimizer)
+        self.manager.attach(self.optimizer)
+
+    def step(self, error: Exception | None = None) -> bool:
+        self.manager.start_quorum()
+        self.optimizer.zero_grad()
+        self.model(torch.ones(64)).sum().backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad)
+        if error is not None:
+            self.manager.report_error(error)
+        if not self.manager.should_commit():
+            return False
+        self.optimizer.step()
+        return True
+
+
+@pytest.mark.usefixtures("quorum_ready")
+def test_steps_quorums_and_refusals_are_those_that_were() -> None:
+    with lighthouse() as address:
+        replica = Replica(address, "alone")
+        try:
+            outcomes = [replica.step(ValueError("no") if number in (2, 5) else None) for number in range(8)]
+            replica.manager.start_quorum()
+            outcomes.append(replica.step())  # and the one before was abandoned
+            shown = scraped(replica.transport)
+            replica_id = replica.manager.replica_id()
+        finally:
+            replica.manager.shutdown()
+    assert outcomes.count(False) == 2
+    assert shown["steps_committed_total",] == 7
+    assert shown["step",] == shown["batches_committed",] == 7
+    assert shown["steps_refused_total", "ValueError"] == 2
+    assert shown["steps_refused_total", "Abandoned"] == 1
+    assert shown["steps_refused_total", "TooFewReplicas"] == 0
+    assert shown["quorum_seconds_count",] == 10
+    assert shown["participants",] == 1
+    assert shown["member_info", "0", replica_id] == 1
+    assert shown["missed_heartbeats_total",] == 0
+    assert shown["lock_hold_seconds_count", "write"] >= 7
+    assert shown["unreadable_sources",] == 0
+
+
+@pytest.mark.usefixtures("quorum_ready")
+def test_a_heal_is_counted_by_who_healed_and_its_bytes_by_both() -> None:
+    with lighthouse() as address:
+        trains = Replica(address, "trains")
+        is_over, has_begun = threading.Event(), threading.Event()
+        num_committed = 0
+
+        def train() -> None:
+            nonlocal num_committed
+            while not is_over.is_set():
+                num_committed += trains.step()
+                has_begun.set()
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        joins: list[Replica] = []
+        try:
+            assert has_begun.wait(LONG_S)
+            joins.append(Replica(address, "joins"))
+            before = joins[0].manager.current_step()
+            while joins[0].manager.current_step() < before + 3:
+                joins[0].step()
+            (heal,) = (each for each in joins[0].transport.recorder.recent() if each.kind == "heal")
+            healed = scraped(joins[0].transport)
+            joins[0].manager.shutdown()
+            is_over.set()
+            thread.join(LONG_S)
+            source = scraped(trains.transport)
+        finally:
+            is_over.set()
+            for each in joins:
+                each.manager.shutdown(wait=False)
+            thread.join(LONG_S)
+            trains.manager.shutdown()
+    received = sum(transfer.num_bytes for transfer in heal.transfers)
+    assert received > 64 * 64 * 4
+    assert healed["recoveries_total",] == 1
+    assert healed["operation_seconds_count", "heal", "ok"] == 1
+    assert healed["operation_seconds_sum", "heal", "ok"] == pytest.approx(heal.length_s)
+    assert healed["transfer_bytes_total", "heal", "source"] == received
+    phases = {key[2]: value for key, value in healed.items() if key[:2] == ("operation_phase_seconds_total", "heal")}
+    assert phases.keys() == {phase.name for phase in heal.phases}
+    assert sum(phases.values()) == pytest.approx(heal.length_s, rel=0.02)
+    assert healed["operation_last_step", "heal"] == heal.step
+    sent = [value for key, value in source.items() if key[0] == "sent_bytes_total" and key[1] != "metadata"]
+    assert sum(sent) >= received
+    assert source["recoveries_total",] == 0
+    assert source["steps_committed_total",] == num_committed
+
+
+def test_saves_and_their_age_are_told_by_the_managers_transport(tmp_path: Path) -> None:
+    transport = loopback_transport()
+    manager = StateManager(checkpoint_transport=transport, checkpoint_store=CheckpointStore(tmp_path))
+    try:
+        manager.register_state_dict_fn("part", lambda _: None, lambda: {"w": torch.arange(1000)})
+        for step in (3, 7):
+            manager.start_step(step)
+            manager.save(wait=True)
+        assert manager.resume() is not None
+        shown = scraped(transport)
+        last = [each for each in manager._replica.checkpoints.store.recorder.recent() if each.kind == "save"][-1]  # type: ignore[union-attr]
+    finally:
+        manager.shutdown()
+    assert shown["operation_seconds_count", "save", "ok"] == 2
+    assert shown["operation_last_step", "save"] == 7
+    assert shown["operation_last_success_timestamp_seconds", "save"] == pytest.approx(last.begun_unix_s + last.length_s)
+    assert shown["resumes_total",] == 1
+    assert shown["snapshot_copy_bytes_total", "clone"] >= 2 * 8000
+    assert shown["snapshots_published_total",] == 2
+
+
+def test_an_engine_that_refuses_a_version_lags_behind(tmp_path: Path) -> None:
+    transport, server = loopback_transport(), VLLMStandIn()
+    try:
+        with serving(server), Publisher([VLLMEngine(server.url)], tmp_path, transport=transport) as publisher:
+            for version in (1, 2, 3):
+                server.refusal = (400, "application/json", "{}") if version > 1 else None
+                name = "base_model.model.layers.0.q.lora_{}.weight"
+                tensors = {name.format("A"): torch.ones(4, 8), name.format("B"): torch.ones(8, 4)}
+                config = {"r": 4, "lora_alpha": 8, "target_modules": {"q"}}
+                publisher.publish(version, LoRAAdapter(tensors, config)).report(TIMEOUT)
+            until(lambda: len(publisher.recorder.recent()) == 3)
+            shown = scraped(transport)
+        assert ("engines",) not in scraped(transport)
+    finally:
+        transport.shutdown()
+    assert shown["published_version",] == 3
+    assert shown["engine_version", server.url] == 1
+    assert shown["engine_lag_versions", server.url] == 2
+    assert shown["engine_lag_seconds", server.url] > 0
+    assert shown["operation_seconds_count", "publish", "failed"] == 2
+    assert shown["retries_total", "refused", "publish"] == 2
+
+
+def test_two_managers_of_a_process_count_each_for_itself() -> None:
+    managers = [StateManager(checkpoint_transport=loopback_transport()) for _ in range(2)]
+    transports = [manager._replica.transport for manager in managers]
+    try:
+        for number, manager in enumerate(managers, 1):
+            manager.start_step(number)
+            for _ in range(number):
+                with manager.writing():
+                    pass
+        for number, transport in enumerate(transports, 1):
+            assert transport is not None
+            shown = scraped(transport)
+            assert (shown["step",], shown["lock_hold_seconds_count", "write"]) == (number, number)
+    finally:
+        for manager in managers:
+            manager.shutdown()
+
+
+def test_a_manager_that_is_dropped_is_kept_by_no_metric() -> None:
+    transport = loopback_transport()
+    gc.collect()
+    gc.disable()
+    try:
+        model = torch.nn.Linear(4, 4)
+        manager = StateManager(checkpoint_transport=transport)
+        manager.register("model", model)
+        manager.start_step(3)
+        assert scraped(transport)["step",] == 3
+        reference = weakref.ref(manager._state)
+        del manager
+        gc.collect()  # the managers' own cycles are not what is asked here
+        assert reference() is None
+        assert ("step",) not in {(each.metric.name,) for each in transport.watch.metrics.readings()}
+    finally:
+        gc.enable()
+        transport.shutdown()
