@@ -6,11 +6,14 @@ Three replicas of one process each, or, with ``--sharded``, two of two ranks amo
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import queue
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -22,6 +25,8 @@ from manager.demo.replica_process import ENDED, Event, Launch, ReplicaProcess
 
 _EVENT_TIMEOUT_S: Final = 120.0
 _NUM_RANKS: Final = 2
+_STEPS_TO_STILLNESS: Final = 5
+"""The fastest replica may be so much further by the time that it is told."""
 _COLORS: Final = {"A": "cyan", "B": "green", "C": "magenta"}
 
 
@@ -44,8 +49,12 @@ class Demo:
         self._all: list[ReplicaProcess] = []
         self._lighthouse = ""
 
-    def run(self) -> bool:
-        """Runs it. Returns whether all that any replica held at one step was the same."""
+    def run(self, at_rest: Callable[[Sequence[ReplicaProcess]], None] | None = None) -> bool:
+        """Runs it. Returns whether all that any replica held at one step was the same.
+
+        Args:
+            at_rest: Called at the end with every process that was started, while those that run stand still.
+        """
         self._lighthouse = embedded_lighthouse(
             min_replicas=1, heartbeat_timeout=HEARTBEAT_TIMEOUT, join_timeout=2 * TIMEOUT
         )
@@ -59,6 +68,9 @@ class Demo:
             self._kill_and_restart("B")
             if len(self._names) > 2:
                 self._kill_and_restart("A", "C")
+            if at_rest is not None:
+                self._stand_still()
+                at_rest(self._all)
             return compare(self._console, self._all, names=self._names, num_ranks=self._num_ranks, num_steps=steps)
         finally:
             for name in list(self._running):
@@ -90,6 +102,31 @@ class Demo:
             self._start(name)
         self._until(lambda: all(self._has_held(name, self._arguments.steps) for name in names))
 
+    def _write_targets(self) -> None:
+        """Tells Prometheus whom to scrape, in the form of its ``file_sd_configs``; at once, for it may be reading."""
+        if self._arguments.targets is None:
+            return
+        targets = [
+            {
+                "targets": [urlsplit(process.metrics).netloc],
+                "labels": {"demo_replica": name, "process": str(process.process.pid)},
+            }
+            for name, processes in self._running.items()
+            for process in processes
+            if process.metrics
+        ]
+        written = self._arguments.targets.with_suffix(".new")
+        written.write_text(json.dumps(targets))
+        written.replace(self._arguments.targets)
+
+    def _stand_still(self) -> None:
+        """Has all replicas stop at one step, so that what they count does not change any more."""
+        running = [process for processes in self._running.values() for process in processes]
+        step = max(max(process.digests) for process in running) + _STEPS_TO_STILLNESS
+        for process in running:
+            process.stand_still(step)
+        self._until(lambda: all(process.is_still for process in running))
+
     def _has_held(self, name: str, num_steps: int) -> bool:
         return all(len(process.digests) > num_steps for process in self._running[name])
 
@@ -109,8 +146,9 @@ class Demo:
         fields = event.fields
         style = _COLORS[event.replica]
         who = event.replica if self._num_ranks == 1 else f"{event.replica}/{sender.group_rank}"
-        if event.name == "boundary":
-            sender.digests[fields["step"]] = fields["digest"]
+        sender.note(event)
+        if event.name == "serving":
+            self._write_targets()
         elif event.name == "healed":
             self._console.print(
                 f"  {who}  healed to step {fields['step']} in {fields['seconds'] * 1e3:.0f} ms from {fields['source']}",
@@ -118,7 +156,6 @@ class Demo:
                 highlight=False,
             )
         elif event.name == "step":
-            sender.step_seconds[fields["step"]] = fields["seconds"]
             outcome = (
                 f"committed by {fields['participants']}"
                 if fields["committed"]
@@ -138,12 +175,7 @@ def main(arguments_of_caller: Sequence[str] | None = None) -> None:
     Args:
         arguments_of_caller: Without the name of the program; ``None`` takes those of the process.
     """
-    parser = argparse.ArgumentParser(prog="python -m manager.demo", description=__doc__)
-    parser.add_argument("--steps", type=int, default=8, help="steps before, between and after the failures")
-    parser.add_argument("--width", type=int, default=192, help="hidden size, a multiple of 64")
-    parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--sharded", action="store_true", help="two replicas of two FSDP2 ranks")
-    arguments = parser.parse_args(arguments_of_caller)
+    arguments = parse(arguments_of_caller)
     # The Lighthouse in this process would write a line for each request.
     os.environ.setdefault("RUST_LOG", "error")
     try:
@@ -151,6 +183,19 @@ def main(arguments_of_caller: Sequence[str] | None = None) -> None:
     except LighthouseUnavailableError as error:
         sys.exit(str(error))
     sys.exit(0 if is_equal else 1)
+
+
+def parse(arguments_of_caller: Sequence[str] | None) -> argparse.Namespace:
+    """Size and length of a run, from the command line; see `main`."""
+    parser = argparse.ArgumentParser(prog="python -m manager.demo", description=__doc__)
+    parser.add_argument("--steps", type=int, default=8, help="steps before, between and after the failures")
+    parser.add_argument("--width", type=int, default=192, help="hidden size, a multiple of 64")
+    parser.add_argument("--num-layers", type=int, default=2)
+    parser.add_argument(
+        "--targets", type=Path, metavar="FILE", help="keep Prometheus' file_sd_configs of the replicas in this file"
+    )
+    parser.add_argument("--sharded", action="store_true", help="two replicas of two FSDP2 ranks")
+    return parser.parse_args(arguments_of_caller)
 
 
 if __name__ == "__main__":

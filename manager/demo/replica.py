@@ -19,6 +19,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from ft_transport import HTTPTransport, TransportSettings, state_digest
+from ft_transport.telemetry.record import Record
 from manager import Manager, ManagerConfig, Recovery
 from manager.demo.language_model import LanguageModel, Text
 
@@ -40,6 +41,33 @@ class RecoveryReporter(logging.Handler):
         recovery = getattr(record, "recovery", None)
         if isinstance(recovery, Recovery):
             report("healed", step=recovery.step, source=recovery.source, seconds=getattr(record, "seconds", 0.0))
+
+
+def _report_record(record: Record) -> None:
+    report(
+        "recorded",
+        operation=record.kind,
+        outcome=record.outcome,
+        received_bytes=sum(transfer.num_bytes for transfer in record.transfers),
+    )
+
+
+class Parent:
+    """What the parent says on standard input: at which step to stand still, and, by its end, to leave."""
+
+    def __init__(self) -> None:
+        self.has_left = threading.Event()
+        self._still_at: int | None = None
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def wants_stillness(self, step: int) -> bool:
+        """Whether no step is to be made after this one."""
+        return self._still_at is not None and step >= self._still_at
+
+    def _listen(self) -> None:
+        for line in sys.stdin:
+            self._still_at = int(line)
+        self.has_left.set()
 
 
 class Replica:
@@ -72,6 +100,8 @@ class Replica:
             replica_id=name, timeout=TIMEOUT, quorum_timeout=2 * TIMEOUT, heartbeat_timeout=HEARTBEAT_TIMEOUT
         )
         transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=settings)
+        transport.recorder.subscribe(_report_record)
+        report("serving", metrics=transport.metadata().removesuffix("/checkpoint/") + "/metrics")
         self.manager = Manager(config=config, checkpoint_transport=transport)
         self.manager.register("model", self._model)
         self.manager.register("optimizer", self._optimizer)
@@ -109,7 +139,7 @@ class Replica:
 
 
 def main() -> None:
-    """Trains until standard input ends."""
+    """Trains until standard input ends, or names a step to stand still at."""
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--width", type=int, required=True)
@@ -125,15 +155,13 @@ def main() -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     replica = Replica(arguments.name, width=arguments.width, num_layers=arguments.num_layers)
-    stopped = threading.Event()
-
-    def stop_with_parent() -> None:
-        sys.stdin.read()
-        stopped.set()
-
-    threading.Thread(target=stop_with_parent, daemon=True).start()
-    while not stopped.is_set():
-        replica.train_step()
+    parent = Parent()
+    while not parent.has_left.is_set():
+        if parent.wants_stillness(replica.manager.current_step()):
+            report("still")
+            parent.has_left.wait()
+        else:
+            replica.train_step()
     replica.manager.shutdown()
 
 

@@ -57,6 +57,11 @@ class ReplicaProcess:
         process: The running process.
         digests: By step, the digest of the state that it held at the step's boundary.
         step_seconds: By step, how long it took.
+        metrics: Where its metrics are; empty until it has said so.
+        committed_s: When it reported each step that it has committed, by the monotonic clock.
+        num_recoveries: States that it has received and loaded.
+        received_bytes: In heals that have ended.
+        is_still: Whether it has stopped training, and waits for its end.
     """
 
     name: str
@@ -64,6 +69,11 @@ class ReplicaProcess:
     process: subprocess.Popen[str]
     digests: dict[int, str] = field(default_factory=dict)
     step_seconds: dict[int, float] = field(default_factory=dict)
+    metrics: str = ""
+    committed_s: list[float] = field(default_factory=list)
+    num_recoveries: int = 0
+    received_bytes: int = 0
+    is_still: bool = False
 
     @classmethod
     def start(
@@ -95,6 +105,33 @@ class ReplicaProcess:
         assert process.stdout is not None, "it was asked for a pipe"
         threading.Thread(target=_read_events, args=(name, process.pid, process.stdout, events), daemon=True).start()
         return cls(name, launch.group_rank if launch is not None else 0, process)
+
+    def note(self, event: Event) -> None:
+        """Takes in what it has reported."""
+        fields = event.fields
+        match event.name:
+            case "serving":
+                self.metrics = fields["metrics"]
+            case "boundary":
+                self.digests[fields["step"]] = fields["digest"]
+            case "step":
+                self.step_seconds[fields["step"]] = fields["seconds"]
+                if fields["committed"]:
+                    self.committed_s.append(event.received_s)
+            case "healed":
+                self.num_recoveries += 1
+            case "recorded":
+                self.received_bytes += fields["received_bytes"]
+            case "still":
+                self.is_still = True
+            case _:
+                pass
+
+    def stand_still(self, step: int) -> None:
+        """Has it train up to this step, and wait there for its end."""
+        assert self.process.stdin is not None, "it was asked for a pipe"
+        self.process.stdin.write(f"{step}\n")
+        self.process.stdin.flush()
 
     def kill(self) -> None:
         """Ends it as a power failure would: with SIGKILL."""
