@@ -30,6 +30,7 @@ from benchmarks import (
     reshard,
     same_host,
     stall,
+    telemetry,
     tls,
     token,
 )
@@ -56,6 +57,7 @@ BENCHMARKS = {
         tls,
         token,
         same_host,
+        telemetry,
         fleet,
         fleet_simulation,
     )

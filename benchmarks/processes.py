@@ -38,6 +38,7 @@ _PRELOADED: Final = (
     "benchmarks.reshard",
     "benchmarks.same_host",
     "benchmarks.stall",
+    "benchmarks.telemetry",
 )
 
 
