@@ -25,6 +25,7 @@ from ft_transport.state.resharding import LikeFunction
 from ft_transport.state.snapshot import HeldState, nothing_moved
 from ft_transport.telemetry.readings import PREFIX, Metric, Reading
 from ft_transport.telemetry.recorder import Recorder
+from ft_transport.telemetry.telling import tell_process
 from ft_transport.telemetry.watch import Watch
 from ft_transport.transfer.client import FetchRequest, StateClient
 from ft_transport.transfer.partial_state import PartialState
@@ -96,6 +97,7 @@ class HTTPTransport(Generic[T]):
         self.recorder = recorder if recorder is not None else Recorder(path=settings.records)
         self.watch = Watch(self.recorder)
         self.watch.metrics.collect(partial(_readings, settings.replica))
+        tell_process(self.watch)
         certificates = settings.certificates()
         self._server = StateServer(
             settings,

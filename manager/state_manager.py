@@ -275,6 +275,7 @@ class StateManager:
             TransportError: More checkpoints in a row could not be saved than the store allows.
         """
         self._refuse_start_step()
+        self._state.steps.boundary(self._state.step, step)
         return self._replica.begin_step(step, hold=hold)
 
     def snapshot(self, step: int | None = None) -> Future[None]:

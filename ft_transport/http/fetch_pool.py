@@ -22,6 +22,7 @@ from ft_transport.http.transfer_log import TransferLog
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.settings import FetchProgress
+from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import current
 from ft_transport.tls import Certificates
 from ft_transport.wire.fetch import (
@@ -167,6 +168,8 @@ class FetchPool(Generic[Unit]):
         ]
         num_started = 0
         try:
+            if self._recording is not None:
+                self._recording.follow(self._transfers)
             for thread in threads:
                 self._start(thread)
                 num_started += 1
@@ -184,6 +187,7 @@ class FetchPool(Generic[Unit]):
         with self._changed:
             self._connections.close()
             if self._recording is not None:
+                self._recording.follow(None)
                 for transfer in self._log.transfers():
                     self._recording.transfer(transfer)
         if self._interruption is not None:
@@ -192,6 +196,11 @@ class FetchPool(Generic[Unit]):
         assert stopped is not None, "the workers end only when the machine stops"
         if stopped.error is not None:
             raise stopped.error
+
+    def _transfers(self) -> list[Transfer]:
+        """What has come from each peer so far. Any thread may ask."""
+        with self._changed:
+            return self._log.transfers()
 
     @staticmethod
     def _start(thread: threading.Thread) -> None:

@@ -40,14 +40,17 @@ from ft_transport.http.own_address import bound_host, is_loopback, listen
 from ft_transport.http.own_names import REFUSAL, OwnNames
 from ft_transport.http.peer_protocol import PeerProtocol, place_of
 from ft_transport.http.peer_sessions import ServerSessions
+from ft_transport.http.rate_probe import connecting
 from ft_transport.http.reachability import advertised_url
 from ft_transport.http.relays import Relays
 from ft_transport.http.same_host_server import SameHostServer
 from ft_transport.http.send_cap import SendCap
+from ft_transport.http.sends import Sends
 from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.snapshot_requests import SnapshotRequests
 from ft_transport.http.snapshot_routes import BODY, SnapshotRoutes
 from ft_transport.http.strangers import Strangers
+from ft_transport.http.telling import TransportTelling
 from ft_transport.http.tls_protocol import TLSAcceptor, TLSProtocol
 from ft_transport.http.trouble_log import TroubleLog, describe_failure
 from ft_transport.http.watch_access import WATCH_SCHEME, WatchAccess
@@ -126,7 +129,6 @@ class SnapshotServer:
         self._keys = keys
         self._sessions = ServerSessions(keys, reached_at=reached_at) if keys is not None else None
         self._watch_access = WatchAccess(keys, self._sessions)
-        self._watch_routes = WatchRoutes(watch)
         self._tls = TLSAcceptor(certificates) if certificates is not None else None
         self.server_id = secrets.token_hex(8)
         self.deltas = KeptDeltas()
@@ -158,7 +160,8 @@ class SnapshotServer:
             self._handlers: set[asyncio.Task[object]] = set()
             self._admission = Admission(max_connections(), time.monotonic)
             self._strangers = Strangers(time.monotonic)
-            self._trouble = TroubleLog(logger, time.monotonic)
+            self._trouble = TroubleLog(logger, time.monotonic, errors=watch.errors)
+            sends = Sends(time.monotonic)
             self._audit = Audit(time.monotonic)
             self._routes = SnapshotRoutes(
                 cache,
@@ -167,6 +170,7 @@ class SnapshotServer:
                 self.relays,
                 admission=self._admission,
                 audit=self._audit,
+                sends=sends,
                 keys=keys,
                 names={"replica": replica, "server": self.server_id},
                 is_on_all_addresses=ipaddress.ip_address(self._socket.getsockname()[0]).is_unspecified,
@@ -174,6 +178,13 @@ class SnapshotServer:
                 same_host=self._same_host,
                 cap=SendCap(max_send_bytes_per_s) if max_send_bytes_per_s is not None else None,
                 clients=ClientLimit(max_clients, time.monotonic),
+            )
+            telling = TransportTelling(
+                cache, sends, watch.recorder, server=self.server_id, replica=replica, address=self.address
+            )
+            watch.tell("transport", telling.told)
+            self._watch_routes = WatchRoutes(
+                watch, connect=connecting(keys, certificates), address=f"{self.address}/checkpoint/", name=replica
             )
             started: Future[None] = Future()
             watch.metrics.collect(self._routes.sent.readings)

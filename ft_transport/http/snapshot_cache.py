@@ -202,6 +202,14 @@ class SnapshotCache:
         with self._lock:
             return tuple(entry.snapshot.step for entry in self._entries)
 
+    def alive(self) -> list[tuple[int, int, int]]:
+        """Step, size in bytes and number of readers of each that is in memory, oldest first."""
+        with self._lock:
+            return [
+                (entry.snapshot.step, entry.snapshot.total_bytes, entry.num_readers)
+                for entry in sorted((*self._leaving, *self._entries), key=lambda entry: entry.sequence)
+            ]
+
     def num_readers(self) -> int:
         """Requests that are reading at this moment."""
         with self._lock:

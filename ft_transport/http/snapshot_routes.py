@@ -20,6 +20,7 @@ from ft_transport.http.reachability import interfaces
 from ft_transport.http.relays import RelayedRange, Relays, parse_relayed_range
 from ft_transport.http.same_host_server import SameHostServer
 from ft_transport.http.send_cap import SendCap
+from ft_transport.http.sends import Positioned, Sends
 from ft_transport.http.snapshot_cache import Reading, SnapshotCache
 from ft_transport.http.snapshot_requests import SnapshotRequests, asked_wait_s
 from ft_transport.keys import Keys
@@ -72,6 +73,7 @@ class SnapshotRoutes:
         relays: What is passed on while it is being received.
         admission: Has the places of connections.
         audit: Is told what was sent to whom.
+        sends: Is told what is being sent to whom.
         keys: Those of the job, if it has any: what is not digested chunk by chunk is signed then.
         names: What the server says of itself in ``/status``.
         is_on_all_addresses: Whether it can be reached at each of the host's addresses; it tells them then.
@@ -93,6 +95,7 @@ class SnapshotRoutes:
         *,
         admission: Admission,
         audit: Audit,
+        sends: Sends,
         keys: Keys | None,
         names: dict[str, str],
         is_on_all_addresses: bool,
@@ -108,6 +111,7 @@ class SnapshotRoutes:
         self._relays = relays
         self._admission = admission
         self._audit = audit
+        self._sends = sends
         self._keys = keys
         self._names = names
         self._is_on_all_addresses = is_on_all_addresses
@@ -202,6 +206,7 @@ class SnapshotRoutes:
                 num_bytes=ticket.data_bytes,
                 began_s=began_s,
                 outcome="lent",
+                role="same_host",
             )
             return web.Response(body=encode_ticket(ticket), content_type="application/json")
 
@@ -267,13 +272,23 @@ class SnapshotRoutes:
         response = web.StreamResponse(status=206, headers=headers)
         content, began_s = RelayedRange(relay, start, end), time.monotonic()
         outcome = "interrupted"
+        self._sends.begun(_key_of(request, relay.step, relay.content), content, role="relay")
         try:
             await send(request, response, content, stall_timeout_s=self._stall_timeout_s, cap=self._cap)
             outcome = "done" if content.position == content.end else "cut short"
             return response
         finally:
             num_bytes = content.position - start
-            self._note(request, relay.step, relay.content, num_bytes=num_bytes, began_s=began_s, outcome=outcome)
+            self._note(
+                request,
+                relay.step,
+                relay.content,
+                num_bytes=num_bytes,
+                began_s=began_s,
+                outcome=outcome,
+                content=content,
+                role="relay",
+            )
 
     async def _send_data(
         self, request: web.Request, reading: Reading, headers: dict[str, str], content: Content, *, status: int = 200
@@ -294,6 +309,7 @@ class SnapshotRoutes:
         response = web.StreamResponse(status=status, headers={**headers, "Cache-Control": "no-store"})
         start, began_s = content.position, time.monotonic()
         outcome = "interrupted"
+        self._sends.begun(_key_of(request, reading.snapshot.step, reading.snapshot.snapshot_id), content, role="source")
         try:
             # The kernel holds pages of a memory file until the receiver has read them.
             reading.unread_s = self._stall_timeout_s if request.method != "HEAD" else 0.0
@@ -303,22 +319,42 @@ class SnapshotRoutes:
         finally:
             snapshot, num_bytes = reading.snapshot, content.position - start
             self._note(
-                request, snapshot.step, snapshot.snapshot_id, num_bytes=num_bytes, began_s=began_s, outcome=outcome
+                request,
+                snapshot.step,
+                snapshot.snapshot_id,
+                num_bytes=num_bytes,
+                began_s=began_s,
+                outcome=outcome,
+                content=content,
             )
 
     def _note(
-        self, request: web.Request, step: int, snapshot: str, *, num_bytes: int, began_s: float, outcome: str
+        self,
+        request: web.Request,
+        step: int,
+        snapshot: str,
+        *,
+        num_bytes: int,
+        began_s: float,
+        outcome: str,
+        content: Positioned | None = None,
+        role: str = "source",
     ) -> None:
-        place = place_of(request)
         self.sent.add(_route_name(request), by=num_bytes)
+        key = _key_of(request, step, snapshot)
+        self._sends.ended(key, content, num_bytes, role=role)
         self._audit.note(
-            place,
-            FetchKey(place.address, _replica_of(request), step, snapshot),
+            place_of(request),
+            key,
             route=_route_name(request),
             num_bytes=num_bytes,
             began_s=began_s,
             outcome=outcome,
         )
+
+
+def _key_of(request: web.Request, step: int, snapshot: str) -> FetchKey:
+    return FetchKey(place_of(request).address, _replica_of(request), step, snapshot)
 
 
 def _own_interfaces() -> list[dict[str, str]]:

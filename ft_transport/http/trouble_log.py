@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ft_transport.telemetry.last_errors import LastErrors
+
 _PERIOD_S: Final = 60.0
 _MAX_ADDRESSES: Final = 256
 _MAX_FRAMES: Final = 3
@@ -30,9 +32,11 @@ class TroubleLog:
     Args:
         logger: Takes the lines.
         clock: Monotonic seconds.
+        errors: Gets what is worth a warning as well, for who watches; ``None`` where nobody can.
     """
 
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float]) -> None:
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float], *, errors: LastErrors | None = None) -> None:
+        self._errors = errors
         self._logger = logger
         self._clock = clock
         self._told: dict[str, _Told] = {}
@@ -65,6 +69,8 @@ class TroubleLog:
         self._told.pop(about, None)
         self._told[about] = _Told(now_s)
         self._logger.log(level, "%s: %s%s", about, what, more)
+        if self._errors is not None and level >= logging.WARNING:
+            self._errors.note(about, what)
 
     def _forget_the_past(self, now_s: float) -> bool:
         past = [about for about, told in self._told.items() if now_s - told.at_s >= _PERIOD_S]

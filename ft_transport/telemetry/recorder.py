@@ -10,8 +10,9 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -23,6 +24,7 @@ from ft_transport.runtime.regular_files import open_regular
 from ft_transport.telemetry.otel import tell_spans
 from ft_transport.telemetry.profiled import ProfiledPhase
 from ft_transport.telemetry.record import Kind, Outcome, Phase, Record, Retry, Transfer, encode_record
+from ft_transport.telemetry.told import Running, short_phases, short_retries
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ Listener = Callable[[Record], None]
 _MAX_PHASES: Final = 1000
 _FILE_MODE: Final = 0o644
 _MAX_RETRIES: Final = 1000
+_MAX_TOLD_TRANSFERS: Final = 20
 _open: ContextVar[Recording | None] = ContextVar("ft_transport_recording", default=None)
 
 
@@ -73,6 +76,8 @@ class Recorder:
         self._lock = threading.RLock()  # a signal handler may end what it has interrupted
         self._kept: deque[Record] = deque(maxlen=num_kept)
         self._listeners: list[Listener] = []
+        # Weakly: a recording that was dropped, with the manager that it belonged to, makes no cycle.
+        self._running: dict[int, weakref.ref[Recording]] = {}
 
     def begin(
         self, kind: Kind, *, replica: str = "", group_rank: int = 0, phase: str = "", began_s: float | None = None
@@ -111,6 +116,12 @@ class Recorder:
         with self._lock:
             return tuple(self._kept)
 
+    def running(self) -> tuple[Running, ...]:
+        """What is being recorded now, as far as it has come; the oldest first."""
+        with self._lock:
+            recordings = [recording for ref in self._running.values() if (recording := ref()) is not None]
+        return tuple(running for recording in recordings if (running := recording.so_far()) is not None)
+
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Have ``listener`` called with each record, in the thread that ended it.
 
@@ -126,7 +137,15 @@ class Recorder:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
-    def _keep(self, record: Record) -> None:
+    def _begun(self, recording: Recording) -> None:
+        key = id(recording)
+        with self._lock:
+            self._running = {each: ref for each, ref in self._running.items() if ref() is not None}
+            self._running[key] = weakref.ref(recording)
+
+    def _keep(self, record: Record, recording: Recording) -> None:
+        with self._lock:
+            self._running.pop(id(recording), None)
         with self._lock:
             self._kept.append(record)
             listeners = tuple(self._listeners)
@@ -177,9 +196,11 @@ class Recording:
         self._num_bytes = 0
         self._has_ended = False
         self._profiled = ProfiledPhase()
+        self._followed: Callable[[], Sequence[Transfer]] | None = None
         if whole is None:
             _open.set(self)
             self._profiled.begin(beginning.kind, self._phase)
+            recorder._begun(self)
         elif phase:
             whole.phase(phase)
 
@@ -213,6 +234,46 @@ class Recording:
         with self._lock:
             known = self._transfers.get(key)
             self._transfers[key] = transfer if known is None else _sum(known, transfer)
+
+    def follow(self, transfers: Callable[[], Sequence[Transfer]] | None) -> None:
+        """Say how to ask for transfers that go on, until ``None`` says that they were added by `transfer`.
+
+        Args:
+            transfers: Is asked by any thread, when somebody watches.
+        """
+        (self._whole or self)._followed = transfers
+
+    def so_far(self) -> Running | None:
+        """What there is to tell of it now; ``None`` if it has ended."""
+        followed = self._followed
+        going_on = followed() if followed is not None else ()
+        with self._lock:
+            if self._has_ended:
+                return None
+            now_s = self._clock()
+            present = Phase(
+                name=self._phase,
+                start_s=self._phase_began_s - self._began_s,
+                length_s=now_s - self._phase_began_s,
+            )
+            transfers = dict(self._transfers)
+            for transfer in going_on:
+                key = (transfer.peer, transfer.role)
+                known = transfers.get(key)
+                transfers[key] = transfer if known is None else _sum(known, transfer)
+            beginning = self._beginning
+            return Running(
+                kind=beginning.kind,
+                begun_unix_s=beginning.begun_unix_s,
+                length_s=now_s - self._began_s,
+                replica=beginning.replica,
+                group_rank=beginning.group_rank,
+                step=self._step,
+                num_bytes=self._num_bytes,
+                phases=short_phases((*self._phases, present)),
+                transfers=tuple(transfers.values())[:_MAX_TOLD_TRANSFERS],
+                retries=short_retries(tuple(self._retries)),
+            )
 
     def retry(self, cause: BaseException | str, *, peer: str = "") -> None:
         """Say that something failed and is tried again."""
@@ -270,7 +331,7 @@ class Recording:
             )
         if _open.get() is self:
             _open.set(None)
-        self._recorder._keep(record)
+        self._recorder._keep(record, self)
         return record
 
     def __enter__(self) -> Recording:

@@ -10,6 +10,10 @@ GET       /relay/{content}              a range of the data that a receiver has 
 GET       /status                       JSON: what is served, and to how many
 GET       /state                        JSON: all that this process tells of itself to who watches it
 GET       /metrics                      what this process counts, as Prometheus reads it
+GET       /                             a page for people: what ``/state`` tells, as it changes
+GET       /events                       the same as server-sent events, once a second
+GET       /job                          a page of the whole job
+GET       /job/events                   what it shows, as server-sent events: see ``telemetry.job``
 GET       /challenge                    begins a session of peers that know the job token: see ``wire.authentication``
 
 ``step`` is a number or ``latest``. ``?snapshot=ID`` binds a request to one snapshot (409 when it is gone), and
@@ -41,7 +45,11 @@ STATUS_ROUTE: Final = "/status"
 CHALLENGE_ROUTE: Final = "/challenge"
 STATE_ROUTE: Final = "/state"
 METRICS_ROUTE: Final = "/metrics"
-WATCH_ROUTES: Final = frozenset({STATE_ROUTE, METRICS_ROUTE})
+PAGE_ROUTE: Final = "/"
+EVENTS_ROUTE: Final = "/events"
+JOB_ROUTE: Final = "/job"
+JOB_EVENTS_ROUTE: Final = "/job/events"
+WATCH_ROUTES: Final = frozenset({STATE_ROUTE, METRICS_ROUTE, PAGE_ROUTE, EVENTS_ROUTE, JOB_ROUTE, JOB_EVENTS_ROUTE})
 """For people and their tools: a watch token is enough for them, see ``http.watch_access``."""
 
 SNAPSHOT_PARAMETER: Final = "snapshot"

@@ -27,12 +27,14 @@ from manager.quorum.comparison import StateComparison
 from manager.quorum.decision import Decision, Rules, commit_refusals, next_lineage
 from manager.quorum.forming import QuorumForming
 from manager.quorum.group_ranks import Exchange
+from manager.quorum.job_members import finding_job
 from manager.quorum.loop_metrics import ABANDONED, LoopMetrics, member_readings, refusal_cause
 from manager.quorum.membership import Membership
 from manager.quorum.round import Participant, QuorumRequest, QuorumRound, format_error
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.structure_watch import StructureWatch
 from manager.quorum.telemetry import span
+from manager.quorum.telling import telling_loop
 from manager.recovery.healing import Healer
 from manager.recovery.replica import Replica
 from manager.recovery.warm_join import WarmJoin
@@ -105,6 +107,9 @@ class QuorumLoop(StateObserver):
         transport.watch.metrics.collect(member_readings(self.membership))
         self._participated_last_round = False
         self._num_refused_commits = 0
+        self._errors = transport.watch.errors
+        transport.watch.tell("manager", telling_loop(self._participant))
+        transport.watch.find_job = finding_job(self.membership)
         self._state.add_observer(self)
 
     # ------------------------------------------------------------------------------------------------------ the round
@@ -112,6 +117,7 @@ class QuorumLoop(StateObserver):
     def start(self, *, may_heal: bool, shrink_only: bool, deadline: Deadline, is_async: bool) -> None:
         """See `Manager.start_quorum`."""
         participant, state = self._participant, self._state
+        state.steps.begin()
         if participant.round is not None:
             self._leave(participant.round, deadline)
         warn_of_unguarded(state.optimizers())
@@ -227,6 +233,7 @@ class QuorumLoop(StateObserver):
         self._num_refused_commits = 0
         current.is_committed = True
         self._metrics.committed.add()
+        state.steps.end(state.step - 1, num_participants=decision.num_participants)
         participant.is_settled = True
         if participant.healing is not None:
             participant.healing.tell(step=state.step)
@@ -386,11 +393,14 @@ class QuorumLoop(StateObserver):
         has_enough = self.num_participants() >= self._config.min_replica_size
         was_silent = self.membership.num_missed_heartbeats() != current.num_missed_heartbeats
         self._metrics.refused.add(refusal_cause(current.error, has_enough=has_enough, was_silent=was_silent))
+        cause = "; ".join(refusals)
+        self._state.steps.end(self._state.step, num_participants=self.num_participants(), cause=cause)
+        self._errors.note(self._participant.name, f"not committed: {cause}")
         logger.warning(
             "%s: not committed, %d in a row: %s",
             self._participant.name,
             self._num_refused_commits,
-            "; ".join(refusals),
+            cause,
         )
         if current.error is not None:
             self.membership.abort()

@@ -61,6 +61,8 @@ class Membership:
         replica_id: ``name:`` and a random part. Unique among those that live (`replica_ids`).
         group_rank: This rank within its replica.
         differences: What replicas tell each other of states that differ.
+        members: Of the last quorum.
+        lighthouse: Its address, as far as this rank has been told.
 
     Raises:
         QuorumError: The Lighthouse or the replica's store cannot be reached.
@@ -80,6 +82,8 @@ class Membership:
         self._address = address
         self._keys = keys
         self.group_rank = config.rank
+        self.members: tuple[Member, ...] = ()
+        self.lighthouse = config.lighthouse_addr or ""
         self._stores = StoreConnections()
         self.differences = ToldDifferences(self._stores, self.group_rank)
         self._process_group = self._wrap(process_group)
@@ -117,6 +121,7 @@ class Membership:
         self._store_address, store = self._store.address, self._store.channel
         name = config.replica_id or NAMELESS
         lighthouse = self._find_lighthouse(config) if self.group_rank == 0 else ""
+        self.lighthouse = lighthouse or self.lighthouse
         prefix = ""
         if config.world_size == 1:
             self._own_id = take_id(lighthouse, name)
@@ -222,7 +227,7 @@ class Membership:
             answering=deadline.cap(gathering + asking) + _GRACE,
         )
         with quorum_errors():
-            members = from_json(answered, tuple[Member, ...])
+            members = self.members = from_json(answered, tuple[Member, ...])
         return decide(members, self.replica_id, rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals)
 
     def _ask(

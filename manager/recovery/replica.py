@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ft_transport import PeerError, TransportError
+from ft_transport.telemetry.telling import tell_records
 from manager.errors import ManagerError, RecoveryFailedError
 from manager.recovery.checkpoints import Checkpoints, check_store
 from manager.recovery.peers import PeerRecovery
@@ -19,6 +20,7 @@ from manager.recovery.replica_metrics import collect_metrics
 from manager.recovery.values import PeerOptions, Recovery
 from manager.snapshots.state_snapshots import StateSnapshots
 from manager.state.replica_state import ReplicaState, checked_step
+from manager.state.telling import telling_state
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -78,6 +80,9 @@ class Replica:
         if transport is not None:
             snapshots = StateSnapshots(state, transport, prefault=prefault)
             peers = PeerRecovery(state, transport)
+            transport.watch.tell("manager", telling_state(state))
+            if store is not None:
+                tell_records(transport.watch, [transport.recorder, store.recorder])
         if store is not None:
             lease = snapshots.lease if snapshots is not None else lambda: None
             checkpoints = Checkpoints(state, store, save_every=save_every, lease=lease)

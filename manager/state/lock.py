@@ -237,6 +237,7 @@ class StateLock:
         entry = section._entry
         entry.hold = None
         start_s = entry.asked_s = time.monotonic()
+        has_waited = False
         try:
             while not self._try_open(entry):
                 if disallows and not self.is_read_allowed:
@@ -248,7 +249,10 @@ class StateLock:
                     with self._mutex:
                         self.costs.timed_out(entry.kind)
                     raise LockTimeoutError(wanted=wanted, waited_s=waited_s, holders=self.holders())
+                has_waited = True
                 entry.change.acquire(True, min(_SLICE_S, timeout_s - waited_s))
+            if has_waited:
+                self.costs.contended.note(time.monotonic() - start_s)
             if entry.kind == "write" and self._before_change is not None:
                 self._before_change(is_optimizer_step)
             if disallows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from ft_transport.telemetry.readings import PREFIX, Counts, Durations, Metric, Reading
@@ -30,13 +31,39 @@ _TIMEOUTS: Final = Metric(
 )
 
 
-class LockCosts:
-    """Adds them up, under the lock's own mutex. Any thread may read. Knows nothing of the lock."""
+@dataclass(slots=True, eq=False)
+class LockWaits:
+    """How often, and for how long, threads have had to wait for a lock. Counts roughly where several end at once.
 
-    __slots__ = ("_holds", "_timeouts", "_waits")
+    Attributes:
+        num: How often.
+        total_s: All together, in seconds.
+        longest_s: The longest one.
+    """
+
+    num: int = 0
+    total_s: float = 0.0
+    longest_s: float = 0.0
+
+    def note(self, waited_s: float) -> None:
+        """One has ended."""
+        self.num += 1
+        self.total_s += waited_s
+        self.longest_s = max(self.longest_s, waited_s)
+
+
+class LockCosts:
+    """Adds them up, under the lock's own mutex. Any thread may read. Knows nothing of the lock.
+
+    Attributes:
+        contended: The waits of those that did not have it at once.
+    """
+
+    __slots__ = ("_holds", "_timeouts", "_waits", "contended")
 
     def __init__(self) -> None:
         """Begin at nothing."""
+        self.contended = LockWaits()
         self._waits = Durations(_WAITS, _BOUNDS_S, known=_KNOWN)
         self._holds = Durations(_HOLDS, _BOUNDS_S, known=_KNOWN)
         self._timeouts = Counts(_TIMEOUTS, known=_KNOWN)

@@ -16,6 +16,7 @@ from manager.state.lock import StateLock
 from manager.state.optimizer_guard import OptimizerAttachment, attach_optimizers
 from manager.state.registry import StateRegistry
 from manager.state.step_ledger import StepLedger
+from manager.state.step_log import StepLog
 
 
 class StateObserver:
@@ -47,6 +48,7 @@ class ReplicaState:
         lock: The lock around the state.
         registry: The functions that give and take its parts.
         ledger: Counts the optimizers' steps since the last commit.
+        steps: The last ones, for who watches.
         step: The committed step that the state shows.
         batches_committed: How many batches went into it, over all replicas.
         lineage: Digest of the process groups that it was averaged in.
@@ -60,6 +62,7 @@ class ReplicaState:
         self.lock = StateLock(timeout=timeout, before_change=self.before_change)
         self.registry = StateRegistry()
         self.ledger = StepLedger()
+        self.steps = StepLog()
         self.step = 0
         self.batches_committed = 0
         self.lineage = ""

@@ -287,7 +287,7 @@ ROUTES = [
     "/checkpoint/4/delta",
     f"/relay/{32 * 'c'}",
     "/checkpoint/latest/full",
-    "/",
+    "/nothing",
     "/nothing/here",
 ]
 

@@ -1,0 +1,260 @@
+"""Asks all processes of a job what they tell (``/state``), at once, and makes one `JobState` of it.
+
+Only addresses are asked that the quorum or the Lighthouse has of this job, never one of a request. Who has a job token
+asks nobody for more than a proof before it has come.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Final, NamedTuple
+
+from ft_transport.errors import TransportError
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.rate_probe import Connect
+from ft_transport.telemetry.job import (
+    FindJob,
+    JobError,
+    JobProcess,
+    JobRecord,
+    JobState,
+    KnownJob,
+    KnownMember,
+    Presence,
+)
+from ft_transport.telemetry.told import ToldState, decode_state
+from ft_transport.wire.routes import STATE_ROUTE
+
+MAX_PROCESSES: Final = 512
+_WITHIN_S: Final = 1.0
+_ROUND_S: Final = 3.0
+"""All answers have come by then, or count as missing in this round."""
+_MAX_AT_ONCE: Final = 32
+_MAX_STATE_BYTES: Final = 512 << 10
+_FORGET_S: Final = 600.0
+"""How long who is gone is told of, unless it comes back under its name."""
+_NUM_RECORDS: Final = 30
+_NUM_ERRORS: Final = 30
+_NUM_STEPS: Final = 30
+_MAX_TEXT: Final = 300
+
+
+class _Key(NamedTuple):
+    replica_id: str
+    group_rank: int
+
+
+class _Asked(NamedTuple):
+    told: ToldState | None
+    error: str
+    is_late: bool = False
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is remembered of one process.
+
+    Attributes:
+        name: See `KnownMember`.
+        address: Where it was last.
+        presence: What it was in the last look.
+        since_s: Since when, by the clock.
+        told: What it has told last.
+        error: Why it has not answered.
+        step: What the quorum had said of it.
+        ahead_s: By how much its clock is behind the one here, in seconds.
+    """
+
+    name: str
+    address: str
+    presence: Presence
+    since_s: float
+    told: ToldState | None = None
+    error: str = ""
+    step: int | None = None
+    ahead_s: float = 0.0
+
+
+class JobWatch:
+    """Looks at a job, again and again. Any thread may call it; nothing goes on between two looks.
+
+    Args:
+        find: Says who belongs to the job.
+        connect: Connects to a peer, and proves what is to be proved.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, find: FindJob, connect: Connect, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._find = find
+        self._connect = connect
+        self._clock = clock
+        self._seen: dict[_Key, _Seen] = {}
+        self._num_looks = 0
+        self._mutex = threading.Lock()
+
+    def look(self) -> JobState:
+        """Asks everybody; takes a few seconds at most, and waits for a look that goes on."""
+        with self._mutex:
+            return self._look()
+
+    def _look(self) -> JobState:
+        began_s = self._clock()
+        job = self._find()
+        num_left_out = self._note_members(job)
+        answers = self._ask_all()
+        now_s = self._clock()
+        silent = {member.replica_id for member in job.members if member.silent_s is not None}
+        known = {member.replica_id for member in job.members}
+        for key, seen in self._seen.items():
+            asked = answers.get(key)
+            _update(seen, asked, now_s, is_counted_on=key.replica_id in known and key.replica_id not in silent)
+        self._forget_the_past(now_s, known)
+        return self._state(job, now_s, took_s=now_s - began_s, num_left_out=num_left_out)
+
+    def _note_members(self, job: KnownJob) -> int:
+        """Remember who is there; returns how many there are too many."""
+        now_s, num_left_out = self._clock(), 0
+        for member in job.members:
+            for rank, address in enumerate(member.addresses or ("",)):
+                key = _Key(member.replica_id, rank)
+                seen = self._seen.get(key)
+                if seen is None:
+                    if member.silent_s is not None and not address:
+                        continue  # It left before anybody looked, and nobody knows where it was.
+                    if len(self._seen) >= MAX_PROCESSES:
+                        num_left_out += 1
+                        continue
+                    seen = self._seen[key] = _Seen(member.name, address, "coming", now_s)
+                seen.address = address or seen.address
+                seen.step = member.step if member.step is not None else seen.step
+        return num_left_out
+
+    def _ask_all(self) -> dict[_Key, _Asked]:
+        keys = [key for key, seen in self._seen.items() if seen.address]
+        if not keys:
+            return {}
+        # Another one comes first each time: where time is up for the last ones, they are not always the same.
+        self._num_looks += 1
+        first = self._num_looks * _MAX_AT_ONCE % len(keys)
+        until_s = self._clock() + _ROUND_S
+        with ThreadPoolExecutor(min(_MAX_AT_ONCE, len(keys)), thread_name_prefix="ft-transport-watch") as pool:
+            asking: dict[_Key, Future[_Asked]] = {
+                key: pool.submit(self._ask, self._seen[key].address, until_s) for key in keys[first:] + keys[:first]
+            }
+            wait(asking.values())
+        return {key: future.result() for key, future in asking.items()}
+
+    def _ask(self, address: str, until_s: float) -> _Asked:
+        within_s = min(_WITHIN_S, until_s - self._clock())
+        if within_s <= 0:
+            return _Asked(None, "", is_late=True)
+        try:
+            with self._connect(PeerAddress.from_url(address), within_s) as connection:
+                response = connection.get(STATE_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
+                return _Asked(decode_state(connection.read_body(response, max_bytes=_MAX_STATE_BYTES)), "")
+        except (TransportError, OSError) as error:
+            return _Asked(None, f"{type(error).__name__}: {error}"[:_MAX_TEXT])
+
+    def _forget_the_past(self, now_s: float, known: set[str]) -> None:
+        """Forget who has come back by its name, and who has been gone for long."""
+        there = {
+            (seen.name, key.group_rank)
+            for key, seen in self._seen.items()
+            if seen.presence in ("here", "coming") or (seen.presence == "silent" and key.replica_id in known)
+        }
+        self._seen = {
+            key: seen
+            for key, seen in self._seen.items()
+            if not (
+                (seen.presence == "gone" and ((seen.name, key.group_rank) in there or now_s - seen.since_s > _FORGET_S))
+                or (seen.presence == "coming" and key.replica_id not in known)
+            )
+        }
+
+    def _state(self, job: KnownJob, now_s: float, *, took_s: float, num_left_out: int) -> JobState:
+        processes: list[JobProcess] = []
+        records: list[JobRecord] = []
+        errors: list[JobError] = []
+        for key, seen in sorted(self._seen.items(), key=lambda item: (item[1].name, item[0].group_rank, item[0])):
+            told = seen.told
+            if told is not None:
+                records += _records(seen.name, key.group_rank, told, seen.ahead_s)
+                errors += _errors(seen.name, key.group_rank, told, seen.ahead_s)
+            processes.append(
+                JobProcess(
+                    name=seen.name,
+                    replica_id=key.replica_id,
+                    group_rank=key.group_rank,
+                    address=seen.address,
+                    presence=seen.presence,
+                    since_s=now_s - seen.since_s,
+                    error=seen.error,
+                    step=seen.step,
+                    told=_trimmed(told) if told is not None else None,
+                )
+            )
+        records.sort(key=lambda each: each.record.begun_unix_s + each.record.length_s)
+        errors.sort(key=lambda each: each.error.unix_s)
+        return JobState(
+            unix_s=_unix_s(),
+            took_s=took_s,
+            lighthouse=job.lighthouse,
+            status=job.status[:_MAX_TEXT],
+            is_lighthouse_read=job.is_lighthouse_read,
+            processes=tuple(processes),
+            num_left_out=num_left_out,
+            records=tuple(records[-_NUM_RECORDS:]),
+            errors=tuple(errors[-_NUM_ERRORS:]),
+        )
+
+
+def alone(address: str, name: str) -> KnownJob:
+    """A job of one process, without a quorum."""
+    return KnownJob(members=(KnownMember(name=name or "this process", replica_id=name, addresses=(address,)),))
+
+
+def _update(seen: _Seen, asked: _Asked | None, now_s: float, *, is_counted_on: bool) -> None:
+    presence: Presence
+    if asked is None:
+        presence = "coming" if is_counted_on else "gone"
+    elif asked.is_late:
+        return
+    elif asked.told is not None:
+        presence = "here"
+        seen.told, seen.error = asked.told, ""
+        seen.ahead_s = _unix_s() - asked.told.unix_s if asked.told.unix_s else 0.0
+    else:
+        presence = "silent" if is_counted_on else "gone"
+        seen.error = asked.error
+    if presence != seen.presence:
+        # Who is gone was silent first, and that is when it began.
+        if not (presence == "gone" and seen.presence == "silent"):
+            seen.since_s = now_s
+        seen.presence = presence
+
+
+def _records(name: str, group_rank: int, told: ToldState, ahead_s: float) -> Iterable[JobRecord]:
+    for record in told.records[-_NUM_RECORDS:]:
+        shifted = replace(record, begun_unix_s=record.begun_unix_s + ahead_s)
+        yield JobRecord(name=name, group_rank=group_rank, record=shifted)
+
+
+def _errors(name: str, group_rank: int, told: ToldState, ahead_s: float) -> Iterable[JobError]:
+    for error in told.errors[-_NUM_ERRORS:]:
+        yield JobError(name=name, group_rank=group_rank, error=replace(error, unix_s=error.unix_s + ahead_s))
+
+
+def _trimmed(told: ToldState) -> ToldState:
+    manager = told.manager
+    if manager is not None:
+        manager = replace(manager, members=(), steps=manager.steps[-_NUM_STEPS:])
+    return replace(told, manager=manager, records=(), errors=())
+
+
+def _unix_s() -> float:
+    return datetime.now(timezone.utc).timestamp()

@@ -1,0 +1,70 @@
+"""What a transport tells of itself to who watches it: see ``telemetry.told``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from ft_transport.http.sends import Sends
+from ft_transport.http.snapshot_cache import SnapshotCache
+from ft_transport.telemetry.rates import Rates
+from ft_transport.telemetry.record import KINDS
+from ft_transport.telemetry.recorder import Recorder
+from ft_transport.telemetry.told import ToldFlow, ToldSnapshot, ToldTransport
+
+_RECEIVING = frozenset(KINDS) - {"save", "load", "publish"}
+
+
+class TransportTelling:
+    """Looks at what is there when somebody asks. Any thread may.
+
+    Args:
+        cache: What is served.
+        sends: To whom.
+        recorder: Knows what is being received.
+        server: As in `ToldTransport`.
+        replica: As in `ToldTransport`.
+        address: As in `ToldTransport`.
+    """
+
+    def __init__(
+        self, cache: SnapshotCache, sends: Sends, recorder: Recorder, *, server: str, replica: str, address: str
+    ) -> None:
+        self._cache = cache
+        self._sends = sends
+        self._recorder = recorder
+        self._server = server
+        self._replica = replica
+        self._address = address
+        self._rates = Rates()
+
+    def told(self) -> ToldTransport:
+        """All of it, now."""
+        return ToldTransport(
+            server=self._server,
+            replica=self._replica,
+            address=self._address,
+            snapshots=tuple(
+                ToldSnapshot(step=step, num_bytes=num_bytes, num_readers=num_readers)
+                for step, num_bytes, num_readers in self._cache.alive()
+            ),
+            sends=self._sends.told(),
+            receives=tuple(self._receives()),
+        )
+
+    def _receives(self) -> Iterable[ToldFlow]:
+        now_s = time.monotonic()
+        for running in self._recorder.running():
+            if running.kind not in _RECEIVING:
+                continue
+            for transfer in running.transfers:
+                key = (running.begun_unix_s, transfer.peer, transfer.role)
+                yield ToldFlow(
+                    peer=transfer.peer,
+                    role=transfer.role,
+                    step=running.step,
+                    num_bytes=transfer.num_bytes,
+                    length_s=transfer.length_s,
+                    bytes_per_s=self._rates.of(key, transfer.num_bytes, began_s=now_s - transfer.length_s, now_s=now_s),
+                    is_running=running.phases[-1].name == "transfer",
+                )

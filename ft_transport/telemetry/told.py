@@ -1,0 +1,291 @@
+"""What a process tells of itself to who watches it, as `Watch.state` returns and ``/state`` sends it: a JSON object.
+
+Its keys are the attributes below; ``version`` grows when one of them gets another meaning. What reads it ignores keys
+that it does not know, and does without those that are missing: a process of an older version tells less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+from ft_transport.errors import PeerProtocolError
+from ft_transport.telemetry.record import Kind, Phase, Record, Retry, Transfer
+
+VERSION: Final = 1
+NUM_RECORDS: Final = 20
+NUM_STEPS: Final = 60
+_MAX_PHASES: Final = 60
+_MAX_PARTS: Final = 20
+_MAX_TEXT: Final = 400
+_MAX_REPLICA: Final = 120
+
+Activity: TypeAlias = Literal["training", "healing", "waiting", "idle"]
+"""``training``: it takes part in the present step. ``healing``: it receives the state first. ``waiting``: for a quorum,
+or for others. ``idle``: it has not begun, or has no quorum to be in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldSnapshot:
+    """A snapshot that is served.
+
+    Attributes:
+        step: The committed step that it shows.
+        num_bytes: Its size.
+        num_readers: Requests that read it now.
+    """
+
+    step: int
+    num_bytes: int
+    num_readers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldFlow:
+    """What goes from one process to another, or went a moment ago.
+
+    Attributes:
+        peer: The other one's address, as the system or the job names it.
+        replica: What the other one calls itself; empty if it does not.
+        role: What the sender is: a ``source``, a ``relay``, or one on the ``same_host``, whose memory is read.
+        step: Of the state; ``None`` where it is not known.
+        num_bytes: So far.
+        length_s: Since the first request, or until the last one ended, in seconds.
+        bytes_per_s: Over the last second or so; over the whole of it where nobody has watched before.
+        is_running: Whether a request is under way.
+    """
+
+    peer: str
+    replica: str = ""
+    role: str = "source"
+    step: int | None = None
+    num_bytes: int = 0
+    length_s: float = 0.0
+    bytes_per_s: float = 0.0
+    is_running: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldTransport:
+    """What a transport serves and receives.
+
+    Attributes:
+        server: Drawn at random when it started.
+        replica: How it calls itself.
+        address: Where peers reach it, as a URL.
+        snapshots: Those that are served, oldest first.
+        sends: To whom they go.
+        receives: What this process receives, by peer.
+    """
+
+    server: str = ""
+    replica: str = ""
+    address: str = ""
+    snapshots: tuple[ToldSnapshot, ...] = ()
+    sends: tuple[ToldFlow, ...] = ()
+    receives: tuple[ToldFlow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldMember:
+    """A member of the last quorum.
+
+    Attributes:
+        replica_id: Its id.
+        step: The committed step that it held when it asked; -1 for none.
+        addresses: Where each of its ranks serves its state.
+    """
+
+    replica_id: str
+    step: int
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldHolder:
+    """Somebody who holds the lock over the state.
+
+    Attributes:
+        kind: ``read`` or ``write``.
+        what: What for.
+        age_s: For how long, in seconds.
+    """
+
+    kind: str
+    what: str
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldLock:
+    """The lock over the state.
+
+    Attributes:
+        holders: Now, the oldest first.
+        num_waits: How often somebody has had to wait for it so far.
+        waited_s: All of that together, in seconds.
+        longest_wait_s: The longest one.
+    """
+
+    holders: tuple[ToldHolder, ...] = ()
+    num_waits: int = 0
+    waited_s: float = 0.0
+    longest_wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldStep:
+    """A step that was tried.
+
+    Attributes:
+        step: The committed step that it began with.
+        length_s: From its beginning to its end, in seconds.
+        is_committed: Whether it was.
+        num_participants: How many replicas took part.
+        cause: Why it was not committed; empty if it was.
+    """
+
+    step: int
+    length_s: float
+    is_committed: bool = True
+    num_participants: int = 0
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldManager:
+    """What a manager tells.
+
+    Attributes:
+        replica_id: Unique to this start of the replica; empty without a quorum.
+        group_rank: Of this process in its replica.
+        activity: What it does now.
+        activity_s: For how long, in seconds; 0 where it is not known.
+        step: The committed step that the state shows.
+        batches: How many batches went into it, over all replicas.
+        partial: Why the state is not that of any one step; empty if it is.
+        quorum: Names the last quorum's process group.
+        members: Of the last quorum.
+        num_participants: How many of them contribute.
+        lighthouse: Its address.
+        lock: Over the state.
+        steps: The last ones, the newest at the end.
+        num_committed: How many steps were, since the start.
+        num_refused: How many were not.
+    """
+
+    replica_id: str = ""
+    group_rank: int = 0
+    activity: Activity = "idle"
+    activity_s: float = 0.0
+    step: int = 0
+    batches: int = 0
+    partial: str = ""
+    quorum: str = ""
+    members: tuple[ToldMember, ...] = ()
+    num_participants: int = 0
+    lighthouse: str = ""
+    lock: ToldLock = field(default_factory=ToldLock)
+    steps: tuple[ToldStep, ...] = ()
+    num_committed: int = 0
+    num_refused: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldError:
+    """Something that went wrong.
+
+    Attributes:
+        unix_s: When, in seconds since 1970.
+        about: Whom it is about: a peer, or a replica and its step.
+        text: What.
+        count: How often in a row.
+    """
+
+    unix_s: float
+    about: str
+    text: str
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A record that is being made; attributes as in `Record`."""
+
+    kind: Kind
+    begun_unix_s: float
+    length_s: float
+    replica: str = ""
+    group_rank: int = 0
+    step: int | None = None
+    num_bytes: int = 0
+    phases: tuple[Phase, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    retries: tuple[Retry, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldState:
+    """See the module.
+
+    Attributes:
+        version: Of this form.
+        unix_s: The clock of the process that tells.
+        transport: What is served and received.
+        manager: Of the replica; ``None`` where there is none.
+        records: The last ones to have ended, the newest at the end.
+        running: Those that are being made.
+        errors: The last ones, the newest at the end.
+    """
+
+    version: int = VERSION
+    unix_s: float = 0.0
+    transport: ToldTransport | None = None
+    manager: ToldManager | None = None
+    records: tuple[Record, ...] = ()
+    running: tuple[Running, ...] = ()
+    errors: tuple[ToldError, ...] = ()
+
+
+def decode_state(body: bytes | bytearray) -> ToldState:
+    """What a process has told.
+
+    Raises:
+        PeerProtocolError: It is not of this form.
+    """
+    try:
+        return msgspec.json.decode(body, type=ToldState)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise PeerProtocolError(
+            f"expected what a process tells to who watches it, got something else: {error}"
+        ) from error
+
+
+def shortened(record: Record) -> Record:
+    """A record of bounded size: its first phases, transfers and retries, and the beginnings of long texts."""
+    return replace(
+        record,
+        replica=record.replica[:_MAX_REPLICA],
+        error=record.error[:_MAX_TEXT],
+        phases=short_phases(record.phases),
+        transfers=record.transfers[:_MAX_PARTS],
+        retries=short_retries(record.retries),
+        notes={},
+    )
+
+
+def short_phases(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    """The first ones, and one for all that are left out."""
+    if len(phases) <= _MAX_PHASES:
+        return phases
+    rest = phases[_MAX_PHASES:]
+    return *phases[:_MAX_PHASES], Phase(
+        name="others", start_s=rest[0].start_s, length_s=sum(each.length_s for each in rest)
+    )
+
+
+def short_retries(retries: tuple[Retry, ...]) -> tuple[Retry, ...]:
+    """The last ones, each with the beginning of its text."""
+    return tuple(replace(each, cause=each.cause[:_MAX_TEXT]) for each in retries[-_MAX_PARTS:])

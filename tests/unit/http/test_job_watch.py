@@ -1,0 +1,176 @@
+"""A job as one process sees it: who is there, who has left, and peers that answer as they should not."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from served_memory import serving
+from watching import answer_of, encoded_state, job_of, listening
+
+from ft_transport.http.job_watch import MAX_PROCESSES, JobWatch
+from ft_transport.http.rate_probe import connecting
+from ft_transport.keys import Keys
+from ft_transport.telemetry.job import JobState, KnownJob, KnownMember
+from ft_transport.telemetry.recorder import Recorder
+from ft_transport.telemetry.told import ToldManager
+from ft_transport.telemetry.watch import Watch
+
+NOBODY = "http://127.0.0.1:9/checkpoint/"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def watching(find: Callable[[], KnownJob], clock: Callable[[], float] = time.monotonic) -> JobWatch:
+    return JobWatch(find, connecting(None, None), clock=clock)
+
+
+def presences(job: JobState) -> dict[str, str]:
+    return {process.replica_id: process.presence for process in job.processes}
+
+
+def test_a_replica_leaves_starts_again_and_is_back() -> None:
+    watch = Watch(Recorder())
+    watch.tell("manager", lambda: ToldManager(replica_id="b:1", step=7, activity="training"))
+    clock = Clock()
+    known: list[KnownMember] = []
+    looking = watching(lambda: KnownJob(members=tuple(known), is_lighthouse_read=True), clock)
+    with serving(watch=watch) as served:
+        known[:] = [KnownMember(name="b", replica_id="b:1", addresses=(f"{served.server.address}/checkpoint/",))]
+        (process,) = looking.look().processes
+        assert (process.presence, process.told.manager.step) == ("here", 7)  # type: ignore[union-attr]
+    clock.now_s += 5
+    (process,) = looking.look().processes
+    assert (process.presence, process.since_s) == ("silent", 0.0)
+    assert "PeerUnreachableError" in process.error
+    clock.now_s += 2
+    # The Lighthouse no longer hears it: it has left, and since it fell silent.
+    known[:] = [KnownMember(name="b", replica_id="b:1", silent_s=2.0)]
+    (process,) = looking.look().processes
+    assert (process.presence, process.since_s) == ("gone", 2.0)
+    known[:] = []
+    assert presences(looking.look()) == {"b:1": "gone"}
+    known[:] = [KnownMember(name="b", replica_id="b:2")]
+    assert presences(looking.look()) == {"b:2": "coming"}
+    with serving(watch=watch) as served:
+        known[:] = [KnownMember(name="b", replica_id="b:2", addresses=(f"{served.server.address}/checkpoint/",))]
+        assert presences(looking.look()) == {"b:2": "here"}
+
+
+def test_who_is_gone_for_long_is_forgotten() -> None:
+    clock = Clock()
+    known = [KnownMember(name="b", replica_id="b:1", addresses=(NOBODY,))]
+    looking = watching(lambda: KnownJob(members=tuple(known)), clock)
+    assert presences(looking.look()) == {"b:1": "silent"}
+    known.clear()
+    clock.now_s += 599
+    assert presences(looking.look()) == {"b:1": "gone"}
+    clock.now_s += 2
+    assert presences(looking.look()) == {}
+
+
+def huge(connected: socket.socket, ended: threading.Event) -> None:
+    connected.sendall(answer_of(b"{", length=100 << 20))
+    while not ended.is_set():
+        connected.sendall(b" " * 65536)
+
+
+def endless(connected: socket.socket, ended: threading.Event) -> None:
+    connected.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    while not ended.wait(0.01):
+        connected.sendall(b"1\r\n \r\n")
+
+
+def trickling(connected: socket.socket, ended: threading.Event) -> None:
+    connected.sendall(answer_of(b"", length=1000))
+    while not ended.wait(0.05):
+        connected.sendall(b" ")
+
+
+def silent(connected: socket.socket, ended: threading.Event) -> None:
+    ended.wait(20)
+
+
+def nonsense(connected: socket.socket, ended: threading.Event) -> None:
+    connected.sendall(answer_of(b'{"version": 1, "manager": [' + b"[" * 10_000))
+
+
+def another_shape(connected: socket.socket, ended: threading.Event) -> None:
+    connected.sendall(answer_of(b'{"version": "new", "manager": {"step": {}}}'))
+
+
+@pytest.mark.parametrize("respond", [huge, endless, trickling, silent, nonsense, another_shape])
+def test_a_member_that_answers_as_it_should_not_costs_a_second(
+    respond: Callable[[socket.socket, threading.Event], None],
+) -> None:
+    with serving() as served, listening(respond) as bad:
+        looking = watching(job_of(good=f"{served.server.address}/checkpoint/", bad=bad))
+        job = looking.look()
+
+    assert presences(job) == {"bad:1": "silent", "good:1": "here"}
+    assert job.took_s < 3.0
+    assert job.processes[0].error
+
+
+def test_a_newer_version_may_say_more_and_an_older_one_less() -> None:
+    def newer(connected: socket.socket, ended: threading.Event) -> None:
+        connected.sendall(answer_of(b'{"version": 2, "moon": "full", "manager": {"step": 9, "more": []}}'))
+
+    def older(connected: socket.socket, ended: threading.Event) -> None:
+        connected.sendall(answer_of(b"{}"))
+
+    with listening(newer) as there, listening(older) as before:
+        job = watching(job_of(new=there, old=before)).look()
+
+    new, old = job.processes
+    assert new.told is not None
+    assert new.told.manager is not None
+    assert new.told.manager.step == 9
+    assert (old.presence, old.told.manager if old.told else "") == ("here", None)
+
+
+def test_a_big_job_is_bounded_and_says_what_it_leaves_out() -> None:
+    members = tuple(
+        KnownMember(name=f"r{index:04}", replica_id=f"r{index:04}:1", addresses=(NOBODY,)) for index in range(600)
+    )
+    job = watching(lambda: KnownJob(members=members)).look()
+    assert (len(job.processes), job.num_left_out) == (MAX_PROCESSES, 600 - MAX_PROCESSES)
+
+
+def test_clocks_that_differ_make_no_record_old() -> None:
+    def respond(connected: socket.socket, ended: threading.Event) -> None:
+        error = b'{"unix_s": 999990.0, "about": "x", "text": "y"}'
+        record = b'{"kind": "heal", "begun_unix_s": 999980.0, "length_s": 1.0, "outcome": "ok"}'
+        connected.sendall(answer_of(b'{"unix_s": 1000000.0, "errors": [%s], "records": [%s]}' % (error, record)))
+
+    with listening(respond) as there:
+        job = watching(job_of(a=there)).look()
+
+    assert job.unix_s - job.errors[0].error.unix_s == pytest.approx(10, abs=3)
+    assert job.unix_s - job.records[0].record.begun_unix_s == pytest.approx(20, abs=3)
+
+
+def test_who_has_the_job_token_is_told_and_an_impostor_gets_nothing() -> None:
+    heard: list[bytes] = []
+
+    def impostor(connected: socket.socket, ended: threading.Event) -> None:
+        connected.sendall(answer_of(encoded_state(step=1)))
+        heard.append(connected.recv(65536))
+
+    token = "a-job-token-of-some-length"
+    with serving(token=token) as served, listening(impostor) as there:
+        find = job_of(genuine=f"{served.server.address}/checkpoint/", impostor=there)
+        job = JobWatch(find, connecting(Keys.of(token), None)).look()
+
+    assert presences(job) == {"genuine:1": "here", "impostor:1": "silent"}
+    assert "PeerAuthenticationError" in job.processes[1].error or "MessageDamagedError" in job.processes[1].error
+    assert not any(b"/state" in each for each in heard)
