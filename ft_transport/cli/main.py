@@ -12,6 +12,7 @@ from ft_transport.cli.doctor import doctor_command
 from ft_transport.cli.explain import explain_command
 from ft_transport.cli.inspect import inspect_command
 from ft_transport.cli.status import status_command
+from ft_transport.cli.top import top_command
 from ft_transport.cli.trace import trace_command
 from ft_transport.cli.verify import verify_command
 from ft_transport.cli.watch_token import watch_token_command
@@ -38,6 +39,7 @@ app.command("doctor")(doctor_command)
 app.command("explain")(explain_command)
 app.command("inspect")(inspect_command)
 app.command("status")(status_command)
+app.command("top")(top_command)
 app.command("trace")(trace_command)
 app.command("verify")(verify_command)
 app.command("watch-token")(watch_token_command)

@@ -1,0 +1,267 @@
+"""What ``ft-transport top`` shows: a job as text of so many lines and columns, what needs attention first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import median
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+from rich.text import Text
+
+from ft_transport.errors import escape_peer_text
+from ft_transport.telemetry.explain import phase_lengths
+from ft_transport.telemetry.job import JobProcess, JobState
+from ft_transport.telemetry.record import Record
+from ft_transport.telemetry.told import ToldManager, ToldState, ToldStep
+
+_LEAST_ROWS: Final = 3
+_MAX_RECORDS: Final = 4
+_MAX_ERRORS: Final = 3
+_STALLED: Final = 10.0
+"""So many times as long as usual may a step take before it needs attention, and at least so many seconds."""
+_SPARKS: Final = "▁▂▃▄▅▆▇█"
+_RANKS: Final = {"gone": 0, "silent": 1, "partial": 2, "stalled": 3, "healing": 4, "waiting": 5, "starting": 6}
+_STYLES: Final = {
+    "gone": "bold red",
+    "silent": "bold red",
+    "partial": "bold red",
+    "stalled": "yellow",
+    "healing": "yellow",
+    "waiting": "cyan",
+    "starting": "cyan",
+    "idle": "cyan",
+}
+
+
+class _Row(NamedTuple):
+    condition: str
+    words: str
+    process: JobProcess
+    several_ranks: bool
+
+    @property
+    def title(self) -> str:
+        rank = f"/{self.process.group_rank}" if self.several_ranks else ""
+        return escape_peer_text(self.process.name, max_characters=11) + rank
+
+
+def is_well(job: JobState) -> bool:
+    """Whether the Lighthouse could be read, and everybody answers."""
+    return (
+        job.is_lighthouse_read
+        and bool(job.processes)
+        and all(process.presence in ("here", "coming") for process in job.processes)
+    )
+
+
+def screen(job: JobState, *, width: int, height: int) -> Text:
+    """The job in no more than ``height`` lines of ``width`` columns."""
+    several_ranks = any(process.group_rank for process in job.processes)
+    rows = [_row(process, several_ranks=several_ranks) for process in job.processes]
+    rows.sort(key=lambda row: (_RANKS.get(row.condition, 9), row.process.name, row.process.group_rank))
+    lines = [_headline(job, rows), _summary(rows)]
+    records = [_record_line(job, index) for index in range(len(job.records))][-_MAX_RECORDS:][::-1]
+    errors = [_error_line(job, index) for index in range(len(job.errors))][-_MAX_ERRORS:][::-1]
+    below = [*_section("recoveries, saves", records), *_section("errors", errors)]
+    # Head, headings of the table, and a line between the parts; what is over goes to the replicas.
+    room = height - len(lines) - 3
+    while below and room - len(below) < min(len(rows), _LEAST_ROWS):
+        below.pop()
+    num_rows = max(1, room - len(below))
+    lines += [Text(), *_table(rows, flows_of(job), num_rows)]
+    if below:
+        lines += [Text(), *below]
+    text = Text(no_wrap=True, overflow="ellipsis", end="")
+    for index, line in enumerate(lines[:height]):
+        line.truncate(width, overflow="ellipsis")
+        text.append("\n" if index else "").append_text(line)
+    return text
+
+
+def flows_of(job: JobState) -> dict[tuple[str, int], str]:
+    """Of each process, by name and rank, whom it serves or receives from now."""
+    names = {urlsplit(process.address).netloc: process.name for process in job.processes if process.address}
+    flows: dict[tuple[str, int], list[str]] = {}
+    for process in job.processes:
+        transport = process.told.transport if process.told is not None and process.presence == "here" else None
+        if transport is None:
+            continue
+        lines = flows.setdefault((process.name, process.group_rank), [])
+        lines += [
+            f"← {_name(names.get(flow.peer, flow.peer))} {num_bytes(flow.bytes_per_s)}/s" for flow in transport.receives
+        ]
+        lines += [
+            f"→ {_name(flow.replica or flow.peer)} {num_bytes(flow.bytes_per_s)}/s"
+            for flow in transport.sends
+            if flow.is_running
+        ]
+    return {key: ", ".join(lines) for key, lines in flows.items()}
+
+
+def num_bytes(count: float) -> str:
+    """In three or four digits."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return f"{count / size:.{0 if count >= 100 * size else 1}f} {unit}"
+    return f"{count:.0f} B"
+
+
+def seconds(length_s: float) -> str:
+    """In a few characters."""
+    if length_s < 1:
+        return f"{1e3 * length_s:.0f} ms"
+    if length_s < 100:
+        return f"{length_s:.1f} s"
+    return f"{length_s / 60:.0f} min" if length_s < 7200 else f"{length_s / 3600:.1f} h"
+
+
+def _name(text: str) -> str:
+    return escape_peer_text(text, max_characters=18)
+
+
+def _row(process: JobProcess, *, several_ranks: bool) -> _Row:
+    condition, words = _condition(process)
+    return _Row(condition, words, process, several_ranks)
+
+
+def _condition(process: JobProcess) -> tuple[str, str]:
+    match process.presence:
+        case "gone" | "silent":
+            return process.presence, f"{process.presence} {seconds(process.since_s)}"
+        case "coming":
+            return "starting", "starting"
+        case "here":
+            return _told_condition(process.told if process.told is not None else ToldState())
+
+
+def _told_condition(told: ToldState) -> tuple[str, str]:
+    manager = told.manager
+    if manager is None:
+        return "serving", "serving"
+    if manager.partial:
+        return "partial", "partial state"
+    match manager.activity:
+        case "healing":
+            running = next((each for each in told.running if each.kind == "heal" and each.phases), None)
+            phase = escape_peer_text(running.phases[-1].name, max_characters=12) if running is not None else ""
+            return "healing", f"heals {phase}".strip()
+        case "waiting":
+            return "waiting", f"waits {seconds(manager.activity_s)}"
+        case "idle":
+            return "idle", "not begun"
+        case "training":
+            usual_s = _usual_s(manager)
+            if len(manager.steps) > 2 and manager.activity_s > _STALLED * max(1.0, usual_s):
+                return "stalled", f"in step {seconds(manager.activity_s)}"
+            return "training", "training"
+
+
+def _usual_s(manager: ToldManager) -> float:
+    lengths = [step.length_s for step in manager.steps if step.is_committed]
+    return median(lengths) if lengths else 0.0
+
+
+def _managers(rows: list[_Row]) -> list[ToldManager]:
+    tolds = (row.process.told for row in rows if row.process.presence == "here")
+    return [told.manager for told in tolds if told is not None and told.manager is not None]
+
+
+def _headline(job: JobState, rows: list[_Row]) -> Text:
+    text = Text()
+    text.append("ft-transport top", style="bold").append(f"  {escape_peer_text(job.lighthouse, max_characters=60)}")
+    if not job.is_lighthouse_read:
+        text.append("  its page cannot be read", style="bold red")
+    elif not any(row.condition == "training" for row in rows) and job.status:
+        text.append(f"  {escape_peer_text(job.status, max_characters=80)}", style="yellow")
+    if job.num_left_out:
+        text.append(f"  {job.num_left_out} not asked", style="yellow")
+    return text
+
+
+def _summary(rows: list[_Row]) -> Text:
+    if not rows:
+        return Text("nobody is known yet; replicas appear with their first quorum")
+    counts = Counter(row.condition for row in rows)
+    text = Text()
+    ordered = sorted(counts.items(), key=lambda item: _RANKS.get(item[0], 9))
+    for index, (condition, count) in enumerate(ordered):
+        text.append(", " if index else "").append(f"{count} {condition}", style=_STYLES.get(condition, "green"))
+    managers = _managers(rows)
+    if managers:
+        lengths = [length_s for length_s in map(_usual_s, managers) if length_s]
+        text.append(f"   step {max(manager.step for manager in managers)}")
+        text.append(f", {seconds(median(lengths))} each" if lengths else "")
+        text.append(f", {sum(manager.num_refused for manager in managers)} refused")
+        text.append(f", lock {seconds(max(manager.lock.longest_wait_s for manager in managers))} at most")
+    return text
+
+
+def _table(rows: list[_Row], flows: dict[tuple[str, int], str], num_lines: int) -> list[Text]:
+    shown = rows if len(rows) <= num_lines else rows[: num_lines - 1]
+    top = max((manager.step for manager in _managers(rows)), default=0)
+    heading = Text(f"{'replica':<15} {'state':<16} {'step':>7} {'step times':<17} traffic", style="dim")
+    lines = [heading, *(_line(row, flows, top) for row in shown)]
+    if len(shown) < len(rows):
+        counts = Counter(row.condition for row in rows[len(shown) :])
+        rest = ", ".join(f"{count} {condition}" for condition, count in counts.most_common())
+        lines.append(Text(f"… and {len(rows) - len(shown)} more: {rest}", style="dim"))
+    return lines
+
+
+def _line(row: _Row, flows: dict[tuple[str, int], str], top: int) -> Text:
+    process = row.process
+    manager = process.told.manager if process.told is not None else None
+    step = manager.step if manager is not None else process.step
+    is_behind = manager is not None and process.presence == "here" and step is not None and top - step > 1
+    text = Text(f"{row.title:<15.15} ")
+    text.append(f"{row.words:<16.16} ", style=_STYLES.get(row.condition, "green"))
+    text.append(f"{step if step is not None else '–':>7} ", style="yellow" if is_behind else "")
+    steps = manager.steps if manager is not None else ()
+    last = f"{seconds(steps[-1].length_s):>7}" if steps else ""
+    text.append(f"{_spark(steps):<9} {last:<7} ")
+    text.append(flows.get((process.name, process.group_rank), "") or _held(manager, process))
+    return text
+
+
+def _held(manager: ToldManager | None, process: JobProcess) -> str:
+    """Who holds the lock for long; or why there is no answer."""
+    if process.error and process.presence != "here":
+        return escape_peer_text(process.error, max_characters=60)
+    holders = manager.lock.holders if manager is not None else ()
+    long = next((holder for holder in holders if holder.age_s > 1.0), None)
+    return f"lock: {_name(long.what)} {seconds(long.age_s)}" if long is not None else ""
+
+
+def _spark(steps: tuple[ToldStep, ...]) -> str:
+    last = steps[-9:]
+    if not last:
+        return ""
+    lengths = [step.length_s for step in last]
+    longest_s = max(1e-9, min(max(lengths), 4 * median(lengths)))
+    bars = (_SPARKS[min(7, int(7 * step.length_s / longest_s))] if step.is_committed else "×" for step in last)
+    return "".join(bars)
+
+
+def _section(title: str, lines: list[Text]) -> list[Text]:
+    return [Text(title, style="dim"), *lines] if lines else []
+
+
+def _record_line(job: JobState, index: int) -> Text:
+    each = job.records[index]
+    record: Record = each.record
+    ago_s = max(0.0, job.unix_s - record.begun_unix_s - record.length_s)
+    longest = sorted(phase_lengths(record).items(), key=lambda item: -item[1])[:3]
+    phases = ", ".join(f"{escape_peer_text(name, max_characters=12)} {seconds(length_s)}" for name, length_s in longest)
+    step = f" at {record.step}" if record.step is not None else ""
+    text = Text(f"  {_name(each.name)} {record.kind}{step} ")
+    text.append("" if record.outcome == "ok" else f"{record.outcome} ", style="bold red")
+    return text.append(f"{seconds(record.length_s)}, {seconds(ago_s)} ago: {phases}")
+
+
+def _error_line(job: JobState, index: int) -> Text:
+    each = job.errors[index]
+    ago_s = max(0.0, job.unix_s - each.error.unix_s)
+    count = f" {each.error.count}×" if each.error.count > 1 else ""
+    told = escape_peer_text(each.error.text, max_characters=200)
+    return Text(f"  {_name(each.name)} {seconds(ago_s)} ago{count}: {told}", style="red")

@@ -1,0 +1,153 @@
+"""What ``ft-transport top`` shows, on screens of a fixed size."""
+
+from __future__ import annotations
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from ft_transport.cli.top_screen import is_well, screen
+from ft_transport.telemetry.job import JobError, JobProcess, JobRecord, JobState, Presence
+from ft_transport.telemetry.record import Phase, Record
+from ft_transport.telemetry.told import (
+    Activity,
+    Running,
+    ToldError,
+    ToldFlow,
+    ToldManager,
+    ToldState,
+    ToldStep,
+    ToldTransport,
+)
+
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e[bold]" + "x" * 10_000
+
+
+def process(
+    name: str,
+    *,
+    step: int = 41,
+    presence: Presence = "here",
+    activity: Activity = "training",
+    activity_s: float = 0.1,
+    flows: tuple[ToldFlow, ...] = (),
+    running: tuple[Running, ...] = (),
+    **fields: object,
+) -> JobProcess:
+    steps = tuple(ToldStep(step=index, length_s=0.25, is_committed=index != 38) for index in range(step - 9, step))
+    manager = ToldManager(step=step, activity=activity, activity_s=activity_s, steps=steps, num_refused=1)
+    told = ToldState(manager=manager, transport=ToldTransport(receives=flows), running=running)
+    return JobProcess(
+        name=name,
+        replica_id=f"{name}:1",
+        address=f"http://{name.lower()[:1]}:1/checkpoint/",
+        presence=presence,
+        since_s=12.0,
+        told=told,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def heal(name: str) -> JobRecord:
+    phases = (Phase(name="quorum", start_s=0.0, length_s=0.5), Phase(name="transfer", start_s=0.5, length_s=1.5))
+    record = Record(kind="heal", begun_unix_s=970.0, length_s=2.0, outcome="ok", step=40, phases=phases)
+    return JobRecord(name=name, group_rank=0, record=record)
+
+
+def job(*processes: JobProcess, **fields: object) -> JobState:
+    return JobState(
+        unix_s=1000.0,
+        lighthouse="http://lh:1",
+        is_lighthouse_read=True,
+        processes=processes,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def drawn(state: JobState, *, width: int = 80, height: int = 24) -> list[str]:
+    console = Console(width=width, height=height, force_terminal=False, highlight=False)
+    with console.capture() as captured:
+        console.print(screen(state, width=width, height=height))
+    lines = captured.get().rstrip("\n").split("\n")
+    assert len(lines) <= height
+    assert all(cell_len(line) <= width for line in lines)
+    return lines
+
+
+def test_what_needs_attention_comes_first() -> None:
+    healing = Running(
+        kind="heal",
+        begun_unix_s=999.0,
+        length_s=1.0,
+        phases=(Phase(name="transfer", start_s=0.0, length_s=1.0),),
+    )
+    flow = ToldFlow(peer="a:1", num_bytes=10**9, bytes_per_s=2.5e8)
+    lines = drawn(
+        job(
+            process("Alpha"),
+            process("Beta", presence="gone"),
+            process("Gamma", activity="healing", flows=(flow,), running=(healing,)),
+            process("Delta", activity_s=120.0),
+            records=(heal("Beta"),),
+            errors=(JobError(name="Alpha", group_rank=0, error=ToldError(unix_s=990.0, about="x", text="no quorum")),),
+        )
+    )
+    assert "1 gone, 1 stalled, 1 healing, 1 training" in lines[1]
+    assert "step 41, 250 ms each" in lines[1]
+    first = next(index for index, line in enumerate(lines) if line.startswith("replica ")) + 1
+    assert [line.split()[0] for line in lines[first : first + 4]] == ["Beta", "Delta", "Gamma", "Alpha"]
+    assert "gone 12.0 s" in lines[first]
+    assert "heals transfer" in lines[first + 2]
+    assert "← Alpha 250 MB/s" in lines[first + 2]
+    assert "×" in lines[first + 3]
+    assert any("Beta heal at 40 2.0 s, 28.0 s ago: transfer 1.5 s, quorum 500 ms" in line for line in lines)
+    assert any("no quorum" in line for line in lines)
+
+
+@pytest.mark.parametrize("num", [1, 5, 12, 17, 18, 40, 512])
+@pytest.mark.parametrize("height", [24, 12])
+def test_any_number_fits(num: int, height: int) -> None:
+    processes = [process(f"rep_{index}", presence="silent" if index == num - 1 else "here") for index in range(num)]
+    lines = drawn(job(*processes, records=tuple(heal("r") for _ in range(30))), height=height)
+    shown = [line for line in lines if line.startswith("rep_")]
+    assert f"rep_{num - 1} " in shown[0]
+    rest = [line for line in lines if line.startswith("… and")]
+    assert rest == ([f"… and {num - len(shown)} more: {num - len(shown)} training"] if len(shown) < num else [])
+
+
+def test_text_of_peers_moves_nothing() -> None:
+    error = ToldError(unix_s=1.0, about=HOSTILE, text=HOSTILE)
+    hostile_heal = heal(HOSTILE)
+    lines = drawn(
+        job(
+            process(HOSTILE, presence="silent", error=HOSTILE),
+            process("fine"),
+            records=(hostile_heal,),
+            errors=(JobError(name=HOSTILE, group_rank=0, error=error),),
+            status=HOSTILE,
+        )
+    )
+    text = "\n".join(lines)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "<img src=x one" in text
+
+
+def test_a_narrow_screen_and_a_job_without_anybody() -> None:
+    assert "nobody is known yet" in "\n".join(drawn(job(), width=50))
+    drawn(job(process("a" * 100)), width=30)
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (job(process("a"), process("b")), True),
+        (job(process("a"), process("b", presence="coming")), True),
+        (job(process("a"), process("b", presence="silent")), False),
+        (job(process("a"), process("b", presence="gone")), False),
+        (job(), False),
+        (JobState(processes=(process("a"),)), False),
+    ],
+)
+def test_what_is_well(state: JobState, expected: bool) -> None:
+    assert is_well(state) is expected
