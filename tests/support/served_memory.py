@@ -140,6 +140,7 @@ def serving(
     max_send_bytes_per_s: float | None = None,
     fresh_snapshot: FreshSnapshot | None = None,
     watch: Watch | None = None,
+    port: int = 0,
 ) -> Iterator[Serving]:
     cache = SnapshotCache(
         max_snapshots=max_snapshots,
@@ -150,7 +151,7 @@ def serving(
     server = SnapshotServer(
         cache,
         host="127.0.0.1",
-        port=0,
+        port=port,
         advertise=None,
         replica="replica-7",
         keys=Keys.of(token) if token is not None else None,
