@@ -34,6 +34,9 @@ from ft_transport.wire.fetch import (
     WorkerIndex,
 )
 
+_LOOK_S: Final = 0.1
+"""How long who watches waits for the pool's lock, under which callers are told of progress."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchSettings:
@@ -198,9 +201,13 @@ class FetchPool(Generic[Unit]):
             raise stopped.error
 
     def _transfers(self) -> list[Transfer]:
-        """What has come from each peer so far. Any thread may ask."""
-        with self._changed:
+        """What has come from each peer so far. Any thread may ask; nothing where the pool's owner takes its time."""
+        if not self._changed.acquire(timeout=_LOOK_S):
+            return []
+        try:
             return self._log.transfers()
+        finally:
+            self._changed.release()
 
     @staticmethod
     def _start(thread: threading.Thread) -> None:

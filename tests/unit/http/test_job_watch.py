@@ -6,10 +6,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 from served_memory import serving
-from watching import answer_of, encoded_state, job_of, listening
+from watching import answer_of, encoded_state, job_of, listening, read_event
 
 from ft_transport.http.job_watch import MAX_PROCESSES, JobWatch
 from ft_transport.http.rate_probe import connecting
@@ -174,3 +175,20 @@ def test_who_has_the_job_token_is_told_and_an_impostor_gets_nothing() -> None:
     assert presences(job) == {"genuine:1": "here", "impostor:1": "silent"}
     assert "PeerAuthenticationError" in job.processes[1].error or "MessageDamagedError" in job.processes[1].error
     assert not any(b"/state" in each for each in heard)
+
+
+def test_no_request_names_who_is_asked() -> None:
+    heard = threading.Event()
+
+    def respond(connected: socket.socket, ended: threading.Event) -> None:
+        heard.set()
+
+    with listening(respond) as there, serving() as served, closing(served.connect()) as http:
+        query = f"address={there}&lighthouse={there}&members={there}"
+        headers = {"X-Forwarded-Host": there.split("/")[2], "Forwarded": f"host={there}", "Referer": there}
+        http.request("GET", f"/job/events?{query}", headers=headers)
+        (process,) = read_event(http.getresponse())["processes"]
+
+    assert process["address"] == f"{served.server.address}/checkpoint/"
+    assert process["presence"] == "here"
+    assert not heard.is_set()
