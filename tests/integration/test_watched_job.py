@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
 import queue
+import select
+import struct
+import subprocess
+import sys
+import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,6 +26,7 @@ from typer.testing import CliRunner
 from watching import answer_of, job_of, listening
 
 from ft_transport.cli.main import app
+from ft_transport.keys import Keys
 from ft_transport.telemetry.job import JobState
 from ft_transport.telemetry.record import Phase, Record, Retry, Transfer
 from ft_transport.telemetry.recorder import Recorder
@@ -34,6 +44,12 @@ from ft_transport.telemetry.told import (
 from ft_transport.telemetry.watch import Watch
 
 LONG_S = 100.0
+_IN_ITS_TERMINAL = """
+import fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from ft_transport.cli.main import main
+main()
+"""
 ALL_TRAIN = {"A": "training", "B": "training", "C": "training"}
 HOSTILE = "<img src=x onerror=window.hit=1>\u202e\u0000</script><script>window.hit=1</script>" + "x" * 10_000
 
@@ -278,3 +294,59 @@ def test_top_says_what_is_missing() -> None:
     assert empty.exit_code == 1
     told = json.loads(empty.stdout)
     assert (told["processes"], told["is_lighthouse_read"]) == ([], True)
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_a_browser_gets_in_with_the_watch_token(tmp_path: Path) -> None:
+    token = "a-job-token-of-some-length"
+    (watch_token,) = Keys.of(token).watch_tokens()
+    with browser(tmp_path / "profile") as driver, serving(token=token) as served:
+        place = f"127.0.0.1:{served.server.port}"
+        driver.get(f"http://{place}/job")
+        assert states(driver) == {}
+        driver.get(f"http://watcher:{watch_token}@{place}/job")
+        until(lambda: texts(driver, "#link") == ["live"], "to be connected")
+        assert states(driver) == {"replica-7": "serving"}
+        driver.get(f"http://{place}/")
+        until(lambda: texts(driver, "#link") == ["live"], "to be connected")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("torchft_ready")
+@pytest.mark.parametrize("end", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
+def test_top_in_a_terminal_ends_with_a_key_and_leaves_it_as_it_was(end: bytes) -> None:
+    from quorum_threads import lighthouse
+
+    terminal, its_end = pty.openpty()
+    try:
+        fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        before = termios.tcgetattr(its_end)
+        with lighthouse() as address:
+            program = [sys.executable, "-c", _IN_ITS_TERMINAL, "top", address]
+            process = subprocess.Popen(
+                program,
+                stdin=its_end,
+                stdout=its_end,
+                stderr=its_end,
+                start_new_session=True,
+                env={**os.environ, "TERM": "xterm", "LINES": "24", "COLUMNS": "80"},
+            )
+            shown = b""
+            while b"nobody is known yet" not in shown:
+                shown += os.read(terminal, 65536)
+            os.write(terminal, end)
+            reader = threading.Thread(target=_drain, args=(terminal, process), daemon=True)
+            reader.start()
+            assert process.wait(30) == 1
+            reader.join()
+        assert termios.tcgetattr(its_end) == before
+    finally:
+        os.close(terminal)
+        os.close(its_end)
+
+
+def _drain(terminal: int, process: subprocess.Popen[bytes]) -> None:
+    while process.poll() is None:
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 65536)
