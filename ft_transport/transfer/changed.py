@@ -1,8 +1,9 @@
 """Receiving what has changed since an earlier fetch into the same tensors, without a look at what lies there.
 
-What the receiver expects to change (what its optimizers step) is fetched, byte range by byte range. Of the rest the
-digests of both manifests are compared, and chunks that differ are fetched whole. So own memory is not read here; who
-relies on the state compares it with the manifest afterwards.
+What the receiver expects to change (what its optimizers step) is fetched: many byte ranges in one request, because
+adapters lie between the weights that they belong to, and a request for each would cost more than its bytes. Of the rest
+the digests of both manifests are compared, and chunks that differ are fetched whole. So own memory is not read here;
+who relies on the state compares it with the manifest afterwards.
 """
 
 from __future__ import annotations
@@ -12,18 +13,32 @@ from typing import Final, TypeAlias
 
 import torch
 
-from ft_transport.errors import MessageDamagedError
+from ft_transport.errors import IntegrityError, MessageDamagedError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.state.restore import Restore
 from ft_transport.wire.chunk_work import ChunkWork
+from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.fetch import FetchMachine, Request
 from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.routes import FULL_ROUTE, bound_path
+from ft_transport.wire.routes import SLICES_ROUTE, bound_path
+from ft_transport.wire.slices import (
+    FRAME_DIGEST_BYTES,
+    MAX_REQUEST_BYTES,
+    MAX_SLICES_PER_REQUEST,
+    Slice,
+    SliceFrame,
+    answer_bytes,
+    encode_request,
+    frame_context,
+)
 
 _MOST_CHANGING: Final = 0.5
 """Of the data: where more is expected to change, all of it is fetched."""
+
+_MAX_FRAMES_PER_REQUEST: Final = MAX_REQUEST_BYTES // CHUNK_BYTES
+_MAX_SLICES_PER_FRAME: Final = MAX_SLICES_PER_REQUEST // _MAX_FRAMES_PER_REQUEST
 
 Range: TypeAlias = tuple[int, int]
 """Bytes of the data, half-open."""
@@ -60,27 +75,46 @@ def changing_ranges(
 def fetch_ranges(
     peer: PeerAddress, manifest: Manifest, ranges: Sequence[Range], restore: Restore, settings: FetchSettings
 ) -> None:
-    """Fetches byte ranges of the data. Nothing is verified on arrival.
+    """Fetches byte ranges of the data, many in one request; what is between them is left as it is.
 
     Raises:
         FetchFailedError: The peer could not deliver the rest; carries each failure.
         DeadlineExceededError: The deadline passed first.
     """
-    parts = list(_parts(ranges, manifest.chunks.chunk_bytes))
-    num_workers = max(1, min(settings.num_connections, len(parts)))
+    frames = frames_of(ranges)
+    num_workers = max(1, min(settings.num_connections, len(frames)))
     FetchPool(
         [peer],
         FetchMachine(
-            ChunkWork([(0, len(parts))], num_workers=num_workers, num_in_flight=1),
+            ChunkWork([(0, len(frames))], num_workers=num_workers, num_in_flight=1),
             sources=[str(peer)],
             max_failures=settings.max_failures,
         ),
-        _RangeWire(manifest, parts, restore),
+        _FrameWire(manifest, frames, restore, is_verified=settings.verify),
         settings,
         num_workers=num_workers,
         step=manifest.step,
         total_bytes=sum(end - start for start, end in ranges),
     ).run()
+
+
+def frames_of(ranges: Sequence[Range]) -> list[SliceFrame]:
+    """The same bytes in frames, each full or the last one, or of as many ranges as go into one."""
+    frames: list[SliceFrame] = []
+    frame: list[Slice] = []
+    left_bytes = CHUNK_BYTES
+    for start, end in ranges:
+        at = start
+        while at < end:
+            taken = Slice(at, min(end - at, left_bytes))
+            frame.append(taken)
+            at, left_bytes = taken.end, left_bytes - taken.block_bytes
+            if not left_bytes or len(frame) == _MAX_SLICES_PER_FRAME:
+                frames.append(tuple(frame))
+                frame, left_bytes = [], CHUNK_BYTES
+    if frame:
+        frames.append(tuple(frame))
+    return frames
 
 
 def differing_chunks(manifest: Manifest, base: Manifest, ranges: Sequence[Range]) -> list[int]:
@@ -115,36 +149,60 @@ def _merged(ranges: Iterator[Range]) -> list[Range]:
     return merged
 
 
-def _parts(ranges: Sequence[Range], most_bytes: int) -> Iterator[Range]:
-    for start, end in ranges:
-        for at in range(start, end, most_bytes):
-            yield at, min(end, at + most_bytes)
+class _FrameWire:
+    """Requests for frames, as many as a request may have. Each is answered with its digest behind it."""
 
-
-class _RangeWire:
-    """A ``Range`` request for each part."""
-
-    def __init__(self, manifest: Manifest, parts: Sequence[Range], restore: Restore) -> None:
+    def __init__(
+        self, manifest: Manifest, frames: Sequence[SliceFrame], restore: Restore, *, is_verified: bool
+    ) -> None:
         self._manifest = manifest
-        self._parts = parts
+        self._frames = frames
         self._restore = restore
+        self._is_verified = is_verified
 
     def receive(self, connection: Connection, request: Request[int]) -> Iterator[int]:
         """See ``http.fetch_pool.Wire``."""
+        for start in range(0, len(request.units), _MAX_FRAMES_PER_REQUEST):
+            asked = [self._frames[unit] for unit in request.units[start : start + _MAX_FRAMES_PER_REQUEST]]
+            yield from self._receive(connection, asked)
+
+    def _receive(self, connection: Connection, frames: Sequence[SliceFrame]) -> Iterator[int]:
         manifest = self._manifest
-        for unit in request.units:
-            start, end = self._parts[unit]
-            position = manifest.header_bytes
-            response = connection.get(
-                bound_path(FULL_ROUTE, manifest.step, manifest.snapshot_id),
-                headers={"Range": f"bytes={position + start}-{position + end - 1}"},
-                expected_status=206,
-                answer_within_s=0.0,
+        response = connection.get(
+            bound_path(SLICES_ROUTE, manifest.step, manifest.snapshot_id),
+            headers={"Content-Type": "application/json"},
+            expected_status=200,
+            answer_within_s=0.0,
+            body=encode_request(frames),
+        )
+        if response.length != answer_bytes(frames):
+            raise MessageDamagedError(
+                f"expected an answer of {answer_bytes(frames)} bytes, got {response.length}", peer=str(connection.peer)
             )
-            if response.length != end - start:
-                raise MessageDamagedError(
-                    f"expected {end - start} bytes, got an answer of {response.length}", peer=str(connection.peer)
-                )
-            connection.read_into(self._restore.buffers(start, end))
-            connection.end_response(response)
-            yield end - start
+        for frame in frames:
+            self._receive_frame(connection, frame)
+            yield sum(piece.num_bytes for piece in frame)
+        connection.end_response(response)
+
+    def _receive_frame(self, connection: Connection, frame: SliceFrame) -> None:
+        manifest = self._manifest
+        views = [view for piece in frame for view in self._restore.buffers(piece.start, piece.end)]
+        digest = bytearray(FRAME_DIGEST_BYTES)
+        connection.read_into([*views, memoryview(digest)])
+        if not self._is_verified:
+            return
+        hasher = manifest.digester.hasher(
+            frame_context(manifest.snapshot_id, frame) if manifest.digester.is_keyed else b""
+        )
+        for view in views:
+            hasher.update(view)
+        expected, actual = int.from_bytes(digest, "big"), hasher.intdigest()
+        if actual != expected:
+            raise IntegrityError(
+                f"a frame from byte {frame[0].start} of the data on was damaged",
+                chunk=None,
+                expected=expected,
+                actual=actual,
+                peer=str(connection.peer),
+                step=manifest.step,
+            )
