@@ -86,22 +86,38 @@ def let_join(
     )
 
 
-def joined_by(make_training: Callable[[str], Child], make_joining: Callable[[str], Child]) -> tuple[Any, Any, Watch]:
-    """Has one child train and another one join it, under a Lighthouse of their own: what they say of it."""
+def joined_by(
+    make_training: Callable[[str], Child],
+    make_joining: Callable[[str], Child],
+    make_joined: Callable[[str], Child] | None = None,
+) -> tuple[Any, Any, Watch]:
+    """Has one child train and another one join it, under a Lighthouse of their own: what they say of it.
+
+    Args:
+        make_training: The child that trains, given the address of its Lighthouse.
+        make_joining: The one that joins.
+        make_joined: Whom it joins, under another Lighthouse; ``None`` for the one that trains.
+    """
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(lighthouse(1))
         training = make_training(address)
         stack.callback(training.close)
+        others = [training]
+        if make_joined is not None:
+            address = stack.enter_context(lighthouse(1))
+            others.append(make_joined(address))
+            stack.callback(others[-1].close)
         joining = make_joining(address)
         stack.callback(joining.close)
         joining.receive()
-        for answer in ("fill", "go"):
-            training.receive()
-            training.say(answer)
-        training.receive()
+        for other in reversed(others):
+            for answer in ("fill", "go"):
+                other.receive()
+                other.say(answer)
+            other.receive()
         joining.say("fill")
         joining.receive()
-        with Watch([os.getpid(), training.process_id, joining.process_id]) as watch:
+        with Watch([os.getpid(), joining.process_id, *(other.process_id for other in others)]) as watch:
             joining.say("go")
             joined = joining.receive()
             training.say("stop")

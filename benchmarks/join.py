@@ -2,22 +2,26 @@
 
 As in `heal` one replica trains and another one joins it, but a step takes as long as one that really computes with the
 weights, and the newcomer has computed once before. The longest step of the replica that trains is taken from the moment
-at which the newcomer first asks for a quorum, or begins to get ready for one, to its first committed step.
+at which the newcomer first asks for a quorum, or begins to get ready for one, to its first committed step. With frozen
+weights the same is measured while somebody joins another job on the machine, which takes as much of the cores and of
+the memory's bandwidth.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from benchmarks.heal import joined_by, let_join
 from benchmarks.heal import quantities as heal_quantities
+from benchmarks.machine import Watch
 from benchmarks.options import Benchmark, Options, Size
 from benchmarks.processes import Child
 from benchmarks.replicas import diloco
 from benchmarks.replicas.diloco import Iteration
-from benchmarks.replicas.healing import Report, Step
+from benchmarks.replicas.healing import Report, Step, join, rest, train
 from benchmarks.replicas.managers import OURS, OURS_AT_ONCE, TORCHFT
 from benchmarks.replicas.training import Model
 from benchmarks.report import Group, Quantity, Verdict
@@ -29,6 +33,9 @@ NORMAL: Final = Quantity("the other's normal step", "ms")
 RUNNING_RATIO: Final = Quantity("longest step / normal step, without waits for a processor", "×")
 """On a machine of few cores, or with others, the newcomer's own work takes them from the replica that trains."""
 RATIO: Final = Quantity("longest step / normal step", "×")
+_ELSEWHERE: Final = replace(OURS, name="ours, another job is joined", role="ceiling")
+"""The newcomer joins a replica that computes nothing, of a job of its own, with as much work for the machine: what the
+replica that trains notices then is a matter of the machine that they share."""
 _VARIANTS: Final = (OURS, OURS_AT_ONCE, TORCHFT)
 _STEP_LIMIT: Final = 1.2
 _HEAL_LIMIT: Final = 0.8
@@ -58,15 +65,29 @@ def run(options: Options) -> Iterator[Group]:
             continue
         model = _model(name, options.scale)
         group = Group("join", name, f"a replica of {model.state_bytes / 1e6:.0f} MB joins, {_TITLES[name]}")
-        for round_number, variant in options.rounds(f"join {name}", _VARIANTS):
-            trained, joined, watch = let_join(
-                model, variant, num_steps_before=_NUM_STEPS_BEFORE, num_steps_after=_NUM_STEPS_AFTER
-            )
-            for quantity, value in quantities(trained, joined).items():
+        variants = (*_VARIANTS, _ELSEWHERE) if model.width else _VARIANTS
+        for round_number, variant in options.rounds(f"join {name}", variants):
+            if variant is _ELSEWHERE:
+                trained, joined, watch = _let_join_elsewhere(model)
+                found = ratios(trained, joined)
+            else:
+                trained, joined, watch = let_join(
+                    model, variant, num_steps_before=_NUM_STEPS_BEFORE, num_steps_after=_NUM_STEPS_AFTER
+                )
+                found = quantities(trained, joined)
+            for quantity, value in found.items():
                 group.add(variant, quantity, watch.sample(round_number, value))
         group.verdicts = judge(group, name)
         group.notes.append("a normal step: the median before, or with the newcomer, whichever is longer")
         yield group
+
+
+def _let_join_elsewhere(model: Model) -> tuple[Report, Report, Watch]:
+    return joined_by(
+        lambda address: Child(train, OURS, model, address, _NUM_STEPS_BEFORE),
+        lambda address: Child(join, OURS, model, address, _NUM_STEPS_AFTER),
+        lambda address: Child(rest, OURS, model, address, _NUM_STEPS_BEFORE),
+    )
 
 
 def _run_diloco(options: Options) -> Group:
@@ -123,6 +144,19 @@ def quantities(trained: Report, joined: Report) -> dict[Quantity, float]:
     """What is shown of one sample."""
     first = joined.committed[0]
     asked_s, joined_s = joined.steps[0].began_s, first.ended_s
+    common = next(step for step in trained.steps if step.committed_step == first.committed_step)
+    return {
+        JOINED: (joined_s - common.began_s) * 1e3,
+        Quantity("the newcomer's time to its first commit", "ms"): (joined_s - asked_s) * 1e3,
+        **ratios(trained, joined),
+        **{Quantity(name, "ms"): s * 1e3 for name, s in heal_quantities(trained, joined).items() if "of it" in name},
+    }
+
+
+def ratios(trained: Report, joined: Report) -> dict[Quantity, float]:
+    """What a replica that trains notices of another one that joins, itself or somebody else."""
+    first = joined.committed[0]
+    asked_s, joined_s = joined.steps[0].began_s, first.ended_s
     before = [step for step in trained.steps if step.ended_s < asked_s]
     during = [step for step in trained.steps if step.ended_s >= asked_s and step.began_s <= joined_s]
     after = [step for step in trained.steps if step.began_s > joined_s]
@@ -131,15 +165,11 @@ def quantities(trained: Report, joined: Report) -> dict[Quantity, float]:
         # The very first steps make the optimizer's state and the process group.
         return max(statistics.median(map(seconds, part[len(part) // 2 :])) for part in (before, after) if part)
 
-    common = next(step for step in trained.steps if step.committed_step == first.committed_step)
     return {
-        JOINED: (joined_s - common.began_s) * 1e3,
-        Quantity("the newcomer's time to its first commit", "ms"): (joined_s - asked_s) * 1e3,
         NORMAL: normal(_whole_s) * 1e3,
         LONGEST: max(map(_whole_s, during)) * 1e3,
         RATIO: max(map(_whole_s, during)) / normal(_whole_s),
         RUNNING_RATIO: max(map(_running_s, during)) / normal(_running_s),
-        **{Quantity(name, "ms"): s * 1e3 for name, s in heal_quantities(trained, joined).items() if "of it" in name},
     }
 
 
@@ -156,7 +186,11 @@ def judge(group: Group, name: str) -> list[Verdict]:
     if name == "all":
         ratio = group.ratio(OURS, TORCHFT, JOINED)
         return [Verdict.at_most(f"{JOINED.name}: ours / torchft", ratio, _HEAL_LIMIT)]
-    return [Verdict.at_most(RATIO.name, group.figure(OURS, RATIO), _STEP_LIMIT)]
+    beside = group.ratio(OURS, _ELSEWHERE, RATIO)
+    return [
+        Verdict.at_most(RATIO.name, group.figure(OURS, RATIO), _STEP_LIMIT),
+        Verdict(f"{RATIO.name}: this job joined / another one", beside, None, "at most"),
+    ]
 
 
 BENCHMARK: Final = Benchmark(name="join", run=run, states=tuple(_TITLES), default=Size(scale=1.0, num_samples=2))

@@ -13,7 +13,7 @@ from benchmarks.processes import Channel
 from benchmarks.replicas.managers import ManagerVariant
 from benchmarks.replicas.parts import LOAD, Part, PartRecorder
 from benchmarks.replicas.steps import READY, StepTimes, step_once
-from benchmarks.replicas.training import Model, make_training
+from benchmarks.replicas.training import LowRankTraining, Model, Resting, Training, make_training
 
 WARM: Final = "warm"
 _FILLED_TIMES: Final = 3
@@ -55,7 +55,21 @@ class Report:
 
 def train(channel: Channel, variant: ManagerVariant, model: Model, lighthouse: str, num_steps: int) -> None:
     """Steps without pause, says `WARM` after ``num_steps``, and its `Report` when it is told to."""
-    replica = _Replica(channel, variant, model, "trains", lighthouse)
+    _train(
+        _Replica(channel, variant, make_training(model), model=model, name="trains", lighthouse=lighthouse),
+        channel,
+        num_steps,
+    )
+
+
+def rest(channel: Channel, variant: ManagerVariant, model: Model, lighthouse: str, num_steps: int) -> None:
+    """As `train`, without computing."""
+    _train(
+        _Replica(channel, variant, Resting(model), model=model, name="rests", lighthouse=lighthouse), channel, num_steps
+    )
+
+
+def _train(replica: _Replica, channel: Channel, num_steps: int) -> None:
     replica.commit(num_steps)
     channel.say(WARM)
     while not channel.has_message():
@@ -66,7 +80,7 @@ def train(channel: Channel, variant: ManagerVariant, model: Model, lighthouse: s
 
 def join(channel: Channel, variant: ManagerVariant, model: Model, lighthouse: str, num_steps: int) -> None:
     """Steps, says its `Report` after ``num_steps`` were committed, and goes on."""
-    replica = _Replica(channel, variant, model, "joins", lighthouse)
+    replica = _Replica(channel, variant, make_training(model), model=model, name="joins", lighthouse=lighthouse)
     replica.commit(num_steps)
     channel.say(replica.report)
     while True:
@@ -76,11 +90,20 @@ def join(channel: Channel, variant: ManagerVariant, model: Model, lighthouse: st
 class _Replica:
     """Says `READY` twice: before it fills memory, and when only the manager is missing. With it others wait for it."""
 
-    def __init__(self, channel: Channel, variant: ManagerVariant, model: Model, name: str, lighthouse: str) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        variant: ManagerVariant,
+        training: Training | LowRankTraining,
+        *,
+        model: Model,
+        name: str,
+        lighthouse: str,
+    ) -> None:
         torch.set_num_threads(1)
         recorder = PartRecorder()
         variant.record(recorder)
-        self._training = make_training(model)
+        self._training = training
         for stateful in (self._training.model, self._training.optimizer):
             recorder.wrap(stateful, "load_state_dict", LOAD)
         channel.say(READY)

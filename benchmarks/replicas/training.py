@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +66,18 @@ class LowRankTraining:
         for weight, down, up in self._layers:
             hidden = torch.tanh(hidden @ weight.T + hidden @ down.T @ up.T)
         hidden.square().mean().backward()
+
+
+class Resting(LowRankTraining):
+    """The same state, and nothing is computed: a replica that others join and that uses no core meanwhile."""
+
+    _step_s = 0.3
+    """Shorter than a step that computes, so that whoever has joined need not wait for it."""
+
+    def backward(self) -> None:
+        time.sleep(self._step_s)
+        for parameter in self.trained:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def make_training(model: Model) -> Training | LowRankTraining:

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.join import JOINED, NORMAL, RATIO, RUNNING_RATIO, quantities, ratios
+from benchmarks.replicas.healing import Report, Step
+from benchmarks.replicas.steps import StepTimes
+
+
+def step(began_s: float, committed_step: int, seconds: float = 1.0, *, waited_s: float = 0.0) -> Step:
+    times = StepTimes(start_quorum_s=0.0, backward_s=seconds, allreduce_s=0.0, should_commit_s=0.0, optimizer_s=0.0)
+    return Step(began_s=began_s, times=times, committed_step=committed_step, waited_s=waited_s)
+
+
+def report(*steps: Step) -> Report:
+    return Report(steps=list(steps), parts=[])
+
+
+TRAINED = report(step(0.0, 1), step(1.0, 2), step(2.0, 3), step(3.0, 4, 3.0, waited_s=1.0), step(6.1, 5, 1.5))
+
+
+def test_the_longest_step_while_somebody_joins_beside_the_longer_of_the_normal_ones() -> None:
+    found = ratios(TRAINED, report(step(2.5, 4, 3.5)))
+    assert found[NORMAL] == pytest.approx(1500.0)
+    assert found[RATIO] == pytest.approx(2.0)
+    assert found[RUNNING_RATIO] == pytest.approx(2.0 / 1.5)
+
+
+def test_somebody_who_joins_another_job_has_other_steps() -> None:
+    joined = report(step(2.5, 77, 3.5))
+    assert ratios(TRAINED, joined)[RATIO] == pytest.approx(2.0)
+
+
+def test_the_first_common_step_counts_from_its_beginning_at_the_other() -> None:
+    assert quantities(TRAINED, report(step(2.5, 4, 3.5)))[JOINED] == pytest.approx(3000.0)
