@@ -53,7 +53,8 @@ _PHASES: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "first_step": (
         "the first step after the heal, until it was committed",
-        "this is training: compile, data loading, or the step itself",
+        "this is training: compile, data loading, or the step itself, which a forward and backward before the first "
+        "start_quorum() warms up; on CPUs also page faults, which GLIBC_TUNABLES=glibc.malloc.hugetlb=1 makes few",
     ),
 }
 _RETRIES: Final[Mapping[str, str]] = {
