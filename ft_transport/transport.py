@@ -66,7 +66,7 @@ class HTTPTransport(Generic[T]):
 
     Attributes:
         recorder: See the argument.
-        watch: What this process tells to who watches it, at the server's ``/state``. Others add to it.
+        watch: What this process tells to who watches it, at the server's ``/state`` and ``/metrics``. Others add to it.
 
     Raises:
         ConfigurationError: A setting cannot work, or the address cannot be bound.

@@ -89,7 +89,8 @@ class RecordMetrics:
                 self._transferred.add(kind, transfer.role, by=transfer.num_bytes)
                 self._transferring.add(kind, transfer.role, by=transfer.length_s)
             if record.outcome == "ok":
-                self._bytes.add(kind, by=record.num_bytes)
+                if record.num_bytes:  # a save and a publish do not say
+                    self._bytes.add(kind, by=record.num_bytes)
                 self._last[kind] = record.begun_unix_s + record.length_s, record.step
 
     def readings(self) -> Iterator[Reading]:
