@@ -21,6 +21,7 @@ TransportError
 │   ├── StepNotServedError      the peer serves other steps
 │   └── SnapshotReplacedError   the snapshot that a fetch was bound to is gone
 ├── FetchFailedError            every source failed; carries each failure
+├── FileWriteError              the file that a snapshot is received into cannot be written
 ├── CheckpointError             a durable checkpoint could not be written or read
 │   ├── CheckpointNotFoundError no complete checkpoint of that step
 │   ├── CheckpointExistsError   one is there already
@@ -284,6 +285,10 @@ class FetchFailedError(TransportError):
         lines = [super().__str__()]
         lines += [f"  failure {number}: {failure}" for number, failure in enumerate(self.failures, 1)]
         return "\n".join(lines)
+
+
+class FileWriteError(TransportError):
+    """A file that a snapshot is received into cannot be written or named; ``path`` is that of the file."""
 
 
 class CheckpointError(TransportError):

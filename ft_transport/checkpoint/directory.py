@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from ft_transport.runtime.regular_files import is_directory, is_regular, make_directory
+from ft_transport.runtime.regular_files import is_directory, is_regular, make_directory, sync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -266,15 +266,6 @@ def wait_until_visible(path: Path, timeout_s: float, check: Callable[[], None]) 
                 os.listdir(parent)
         check()
         time.sleep(_LOOK_S)
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -23,7 +23,6 @@ import torch
 from ft_transport.checkpoint.consolidated import INDEX_NAME, create, put
 from ft_transport.checkpoint.dcp_format import DCP_METADATA_NAME, EnvelopeTable, encode_dcp_metadata, saved
 from ft_transport.checkpoint.digested_file import DigestedFile, digested, write_small
-from ft_transport.checkpoint.directory import sync_directory
 from ft_transport.checkpoint.hashing import CHECKSUM, HashName
 from ft_transport.checkpoint.manifest import (
     FORMAT_VERSIONS,
@@ -62,7 +61,7 @@ from ft_transport.checkpoint.writer_messages import (
 from ft_transport.coordination.votes import AbandonedError
 from ft_transport.coordination.votes import describe as describe_failure
 from ft_transport.errors import ReplicasDivergedError, RestoreError
-from ft_transport.runtime.regular_files import open_regular
+from ft_transport.runtime.regular_files import open_regular, sync_directory
 from ft_transport.state.dtypes import DTYPES_BY_NAME
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import Manifest, decode_header

@@ -10,15 +10,20 @@ import typer
 from ft_transport.cli.demo import demo_command
 from ft_transport.cli.doctor import doctor_command
 from ft_transport.cli.explain import explain_command
+from ft_transport.cli.fetch import fetch_command
 from ft_transport.cli.inspect import inspect_command
 from ft_transport.cli.status import status_command
 from ft_transport.cli.top import top_command
 from ft_transport.cli.trace import trace_command
 from ft_transport.cli.verify import verify_command
 from ft_transport.cli.watch_token import watch_token_command
-from ft_transport.errors import TransportError, escape_peer_text
+from ft_transport.errors import PeerAuthenticationError, PeerUnreachableError, TransportError, escape_peer_text
 
 _MAX_CHARACTERS: Final = 2000
+_REMEDIES: Final[dict[type[TransportError], str]] = {
+    PeerUnreachableError: "is it running there? ft-transport doctor URL looks at the way to it",
+    PeerAuthenticationError: "FT_TRANSPORT_TOKEN and the files of TLS have to be those of the job",
+}
 
 app = typer.Typer(
     name="ft-transport",
@@ -37,6 +42,7 @@ def _common() -> None:
 app.command("demo", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(demo_command)
 app.command("doctor")(doctor_command)
 app.command("explain")(explain_command)
+app.command("fetch")(fetch_command)
 app.command("inspect")(inspect_command)
 app.command("status")(status_command)
 app.command("top")(top_command)
@@ -54,4 +60,7 @@ def main() -> None:
         print(
             f"{type(error).__name__}: {escape_peer_text(str(error), max_characters=_MAX_CHARACTERS)}", file=sys.stderr
         )
+        for kind, remedy in _REMEDIES.items():
+            if isinstance(error, kind):
+                print(f"  → {remedy}", file=sys.stderr)
         sys.exit(1)

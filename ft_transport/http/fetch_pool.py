@@ -10,18 +10,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Final, Generic, Protocol
 
 from ft_transport.errors import DeadlineExceededError, TransportError
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_timeouts import Timeouts
+from ft_transport.http.fetch_timeouts import Progress, Timeouts
 from ft_transport.http.kept_connections import KeptConnections
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.transfer_log import TransferLog
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import SafeCondition
-from ft_transport.settings import FetchProgress
+from ft_transport.settings import FetchProgress, TransportSettings, check_duration
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import current
 from ft_transport.tls import Certificates
@@ -63,6 +64,42 @@ class FetchSettings:
     timeouts: Timeouts
     on_progress: Callable[[FetchProgress], None] | None
     replica: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        settings: TransportSettings,
+        *,
+        keys: Keys | None,
+        certificates: Certificates | None,
+        num_connections: int,
+        timeout: timedelta,
+        unreachable_timeout: timedelta | None,
+        progress_timeout: timedelta | None,
+    ) -> FetchSettings:
+        """What a transport was told, for one fetch; its deadlines begin now.
+
+        Raises:
+            ConfigurationError: ``timeout`` is no duration.
+        """
+        check_duration("timeout", timeout, at_least=timedelta.min)
+        return cls(
+            num_connections=num_connections,
+            verify=settings.verify,
+            max_failures=settings.max_failures,
+            keys=keys,
+            certificates=certificates,
+            unreachable_s=(timeout if unreachable_timeout is None else unreachable_timeout).total_seconds(),
+            timeouts=Timeouts(
+                deadline_s=time.monotonic() + timeout.total_seconds(),
+                connect_timeout_s=settings.connect_timeout.total_seconds(),
+                stall_timeout_s=settings.stall_timeout.total_seconds(),
+                min_bytes_per_s=settings.min_bytes_per_s,
+                progress=Progress(progress_timeout.total_seconds()) if progress_timeout is not None else None,
+            ),
+            on_progress=settings.on_progress,
+            replica=settings.replica,
+        )
 
     def with_stall_timeout(self, longest_s: float) -> FetchSettings:
         """The same, but for less patience with a silent peer."""

@@ -96,6 +96,15 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
         return bytes(content[:filled])
 
 
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class FileTooLargeError(OSError):
     """A file is larger than it can be."""
 

@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,16 +29,12 @@ from ft_transport.state.dtypes import carrier_of
 from ft_transport.state.lasting_digests import ChunkKey, LastingDigests
 from ft_transport.wire.chunks import ChunkTable, chunk_bytes_for
 from ft_transport.wire.digester import Digester
-from ft_transport.wire.manifest import SnapshotId, TensorEntry, encode_header
+from ft_transport.wire.manifest import DATA_ALIGN_BYTES, SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.served import MemoryFile, Snapshot
 
 
 def nothing_moved() -> None:
     """The check of a state that nobody watches."""
-
-
-_DATA_ALIGN_BYTES: Final = 4096
-"""The data begins on a page of the file, so that the kernel sends whole pages of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +184,7 @@ class PendingSnapshot:
                 tree=tree,
                 chunks=self._chunks,
                 digests=digests,
-                align_bytes=_DATA_ALIGN_BYTES,
+                align_bytes=DATA_ALIGN_BYTES,
                 layouts=self._flat.layouts,
                 digester=self._digester,
             )

@@ -16,14 +16,13 @@ from typing import Final, Generic, TypeVar, cast
 from ft_transport.http.chunk_client import Receivers, fetch_data
 from ft_transport.http.delta_client import fetch_delta
 from ft_transport.http.fetch_pool import FetchSettings
-from ft_transport.http.fetch_timeouts import Progress, Timeouts
 from ft_transport.http.late_digests import digest_chunks, find_damaged
 from ft_transport.http.manifest_client import fetch_server_id
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.relays import Relay, Relays
 from ft_transport.http.same_host_client import fetch_from_memory
 from ft_transport.keys import Keys
-from ft_transport.settings import TransportSettings, check_duration, default_num_threads
+from ft_transport.settings import TransportSettings, default_num_threads
 from ft_transport.state.matching import Incoming
 from ft_transport.state.restore import Restore
 from ft_transport.state.spare_memory import SpareMemory
@@ -132,26 +131,14 @@ class StateClient(Generic[T]):
         Raises:
             ConfigurationError: ``timeout`` is no duration.
         """
-        if timeout is None:
-            timeout = self._timeout
-        check_duration("timeout", timeout, at_least=timedelta.min)
-        settings = self._settings
-        return FetchSettings(
-            num_connections=self._num_connections,
-            verify=settings.verify,
-            max_failures=settings.max_failures,
+        return FetchSettings.of(
+            self._settings,
             keys=self._keys,
             certificates=self._certificates,
-            unreachable_s=(timeout if unreachable_timeout is None else unreachable_timeout).total_seconds(),
-            timeouts=Timeouts(
-                deadline_s=time.monotonic() + timeout.total_seconds(),
-                connect_timeout_s=settings.connect_timeout.total_seconds(),
-                stall_timeout_s=settings.stall_timeout.total_seconds(),
-                min_bytes_per_s=settings.min_bytes_per_s,
-                progress=Progress(progress_timeout.total_seconds()) if progress_timeout is not None else None,
-            ),
-            on_progress=settings.on_progress,
-            replica=settings.replica,
+            num_connections=self._num_connections,
+            timeout=self._timeout if timeout is None else timeout,
+            unreachable_timeout=unreachable_timeout,
+            progress_timeout=progress_timeout,
         )
 
     def group_fetch_settings(

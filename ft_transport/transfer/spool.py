@@ -11,7 +11,6 @@ the disk: if it is slow, less is in the file when the process dies.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import threading
@@ -25,9 +24,10 @@ from typing import Final
 from ft_transport.errors import ConfigurationError
 from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.runtime.handler_safety import SafeEvent, SafeExecutor
-from ft_transport.runtime.regular_files import open_regular
+from ft_transport.runtime.locked_files import open_locked, unlink_open
 from ft_transport.settings import default_num_threads
 from ft_transport.state.restore import Restore
+from ft_transport.transfer.sparse_file import chunks_in
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.manifest import Manifest
 
@@ -44,7 +44,6 @@ _ABANDON_S: Final = 1.0
 """How much longer it waits for a disk that does not return."""
 _LOCK_S: Final = 2.0
 """How long a process that is just ending may keep the file."""
-_LOCK_PAUSE_S: Final = 0.02
 
 
 class Spool:
@@ -83,7 +82,7 @@ class Spool:
         """
         descriptor, expected, table = self._open_descriptor(), manifest.digests, manifest.chunks
         assert expected is not None, "they have been asked for"
-        there = _chunks_in(descriptor, table)
+        there = chunks_in(descriptor, table, starts_at=0)
 
         def is_copied(chunk: int) -> bool:
             timeouts.check_deadline()
@@ -175,9 +174,8 @@ class Spool:
             writer.end(until_s)
 
     def _remove(self) -> None:
-        with contextlib.suppress(OSError):  # another name has taken its place, or it is gone
-            if os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._open_descriptor())):
-                os.unlink(self._path)
+        with contextlib.suppress(OSError):
+            unlink_open(self._path, self._open_descriptor())
 
 
 class _Writer:
@@ -247,68 +245,13 @@ os.register_at_fork(after_in_child=_forget_spools)
 
 def _locked(path: Path) -> int:
     """Opens the file, or makes it, when no other fetch has it."""
-    until_s = time.monotonic() + _LOCK_S
-    while True:
-        try:
-            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, _MODE)
-        except OSError as error:
-            raise ConfigurationError(f"expected a regular file of this user's as spool: {error}") from error
-        try:
-            _check_owner(descriptor, path)
-            if _try_lock(descriptor) and _is_in_place(descriptor, path):
-                return descriptor
-            if time.monotonic() > until_s:
-                raise ConfigurationError(f"expected a spool that no other fetch uses, another one writes to {path}")
-        except OSError as error:
-            os.close(descriptor)
-            raise ConfigurationError(f"expected a file that can be locked as spool: {error}") from error
-        except BaseException:
-            os.close(descriptor)
-            raise
+    descriptor = open_locked(path, kind="spool", mode=_MODE, within_s=_LOCK_S)
+    try:
+        os.fchmod(descriptor, _MODE)
+    except OSError as error:
         os.close(descriptor)
-        time.sleep(_LOCK_PAUSE_S)
-
-
-def _check_owner(descriptor: int, path: Path) -> None:
-    found = os.fstat(descriptor)
-    if found.st_uid != os.geteuid() or found.st_nlink > 1:
-        # It would be overwritten, and weights would be written to it.
-        raise ConfigurationError(
-            f"expected a file of this user's with one name as spool, {path} has {found.st_nlink} and is user "
-            f"{found.st_uid}'s"
-        )
-    os.fchmod(descriptor, _MODE)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_in_place(descriptor: int, path: Path) -> bool:
-    """Whether the file that was locked is the one that others will open: one that ends well removes it."""
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def _chunks_in(descriptor: int, table: ChunkTable) -> set[int]:
-    """The chunks of which something may be in the file, and not only a hole."""
-    there: set[int] = set()
-    size = min(os.fstat(descriptor).st_size, table.data_bytes)
-    position = 0
-    while position < size:
-        try:
-            start = os.lseek(descriptor, position, os.SEEK_DATA)
-            position = os.lseek(descriptor, start, os.SEEK_HOLE)
-        except OSError:  # ENXIO: nothing but a hole from here on
-            break
-        there.update(range(start // table.chunk_bytes, min(-(-position // table.chunk_bytes), table.num_chunks)))
-    return there
+        raise ConfigurationError(f"expected a file that can be locked as spool: {error}") from error
+    return descriptor
 
 
 def _read(descriptor: int, views: Sequence[memoryview], position: int) -> bool:

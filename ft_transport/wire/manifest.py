@@ -34,6 +34,9 @@ FORMAT_VERSION: Final = 2
 MAX_HEADER_BYTES: Final = 100_000_000
 """The limit of the safetensors library itself (``MAX_HEADER_SIZE`` in its ``tensor.rs``)."""
 
+DATA_ALIGN_BYTES: Final = 4096
+"""The data begins on a page of the file, so that the kernel sends whole pages of it."""
+
 MAX_ITEMS: Final = 2**48
 """Bound on the product of an empty tensor's other sizes, whose strides torch computes in 64 bits."""
 

@@ -1,0 +1,151 @@
+"""Receives a snapshot into a file, and needs no torch for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ft_transport.errors import FileWriteError, TransportError
+from ft_transport.http.chunk_client import fetch_data
+from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.telemetry.record import Record
+from ft_transport.telemetry.recorder import Recorder, current, phase
+from ft_transport.transfer.part_file import PartFile
+from ft_transport.transfer.restarts import with_restarts
+from ft_transport.transfer.sources import ask_source, ask_sources
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.routes import StepSelector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlan:
+    """What will be fetched.
+
+    Attributes:
+        step: Of the snapshot.
+        sources: Who serve it.
+        data_bytes: Of all chunks.
+        kept_bytes: Of those that are in the file already.
+    """
+
+    step: int
+    sources: tuple[PeerAddress, ...]
+    data_bytes: int
+    kept_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedFile:
+    """What was fetched.
+
+    Attributes:
+        manifest: Of it, with digests.
+        plan: What was in the file before, and who served the rest.
+        record: How it went.
+    """
+
+    manifest: Manifest
+    plan: FilePlan
+    record: Record
+
+
+def fetch_to_file(
+    sources: Sequence[PeerAddress],
+    step: StepSelector,
+    path: Path,
+    *,
+    settings: FetchSettings,
+    recorder: Recorder,
+    on_plan: Callable[[FilePlan], None],
+) -> FetchedFile:
+    """Receives a snapshot into a safetensors file, which has its name only when it is whole, verified and durable.
+
+    What was received is kept in ``PATH.part`` if this fails, and another call goes on with it, from whichever source.
+
+    Args:
+        sources: One or several peers that serve the same state.
+        step: A step, or ``latest``.
+        path: Of the file.
+        settings: How to fetch; chunks are verified in any case.
+        recorder: Is told of it.
+        on_plan: Called before the first byte; again where a newer snapshot takes the place of the one before.
+
+    Raises:
+        ConfigurationError: The file cannot be written to, or has no room.
+        FileWriteError: The disk failed, or is full.
+        TransportError: See ``HTTPTransport.fetch``.
+    """
+    with PartFile(path) as part:
+        with recorder.begin("fetch", replica=settings.replica, phase="manifest"):
+            try:
+                manifest, plan = with_restarts(settings, lambda: _receive(sources, step, part, settings, on_plan))
+                phase("load")
+                part.finish(manifest)
+            except OSError as error:
+                failed = part.error if isinstance(error, TransportError) else error
+                if failed is None:
+                    raise
+                raise _not_written(part, failed) from error
+            except TransportError as error:
+                if part.error is None:
+                    raise
+                raise _not_written(part, part.error) from error
+        record = recorder.recent()[-1]
+    return FetchedFile(manifest=manifest, plan=plan, record=record)
+
+
+def _receive(
+    sources: Sequence[PeerAddress],
+    step: StepSelector,
+    part: PartFile,
+    settings: FetchSettings,
+    on_plan: Callable[[FilePlan], None],
+) -> tuple[Manifest, FilePlan]:
+    phase("manifest")
+    with contextlib.ExitStack() as held:
+        agreed = (
+            ask_sources(sources, step, settings, held)
+            if len(sources) > 1
+            else ask_source(sources[0], step, settings, held)
+        )
+        settings.timeouts.note_progress()
+        manifest = agreed.manifest
+        recording = current()
+        assert recording is not None, "the caller has begun it"
+        recording.tell(step=manifest.step, num_bytes=manifest.data_bytes)
+        phase("plan")
+        table = manifest.chunks
+        missing = list(range(table.num_chunks))
+        if not part.is_empty:
+            manifest = agreed.manifest_with_digests(settings)
+            part.begin(manifest)
+            missing = part.missing(manifest, all_written=False)
+            settings.timeouts.note_progress()
+        else:
+            part.begin(manifest)
+        plan = FilePlan(
+            step=manifest.step,
+            sources=tuple(file.peer for file in agreed.files),
+            data_bytes=table.data_bytes,
+            kept_bytes=table.data_bytes - sum(map(table.length_of, missing)),
+        )
+        on_plan(plan)
+        phase("transfer")
+        fetch_data(agreed.files, manifest, part, settings, chunks=missing, on_landed=part.write)
+        if manifest.digests is None:
+            phase("verify")
+            manifest = agreed.manifest_with_digests(settings)
+            damaged = part.missing(manifest, all_written=True)
+            settings.timeouts.note_progress()
+            fetch_data(agreed.files, manifest, part, settings, chunks=damaged, on_landed=part.write)
+        return manifest, plan
+
+
+def _not_written(part: PartFile, error: OSError) -> FileWriteError:
+    return FileWriteError(
+        f"expected to write what is received, {error.strerror or error}; mend that, and what has come is still there",
+        path=str(part.part),
+    )

@@ -1,0 +1,200 @@
+"""A snapshot that is on its way into a safetensors file: ``FILE.part``, which becomes ``FILE`` when it is whole.
+
+Chunks are received into one buffer for each thread and written from there when they are verified, so that a full disk
+is an error and not a signal, and the memory that it takes is that of a few chunks. The file is sparse until it is
+whole. What is in it is only a hint: a fetch that goes on with it compares each chunk with its digest from a source.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from ft_transport.errors import ConfigurationError, FileWriteError
+from ft_transport.http.late_digests import find_damaged
+from ft_transport.runtime.locked_files import open_locked, unlink_open
+from ft_transport.runtime.regular_files import sync_directory
+from ft_transport.settings import default_num_threads
+from ft_transport.transfer.sparse_file import chunks_in
+from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.layouts import LayoutTable
+from ft_transport.wire.manifest import DATA_ALIGN_BYTES, Manifest, encode_header
+
+_MODE: Final = 0o666
+_LOCK_S: Final = 0.5
+_MAX_CHUNK_BYTES: Final = 256 << 20
+_READ_BYTES: Final = 1 << 20
+
+
+class PartFile:
+    """Where the data of one snapshot goes. ``buffers`` and `write` are called by any thread, the rest by one.
+
+    Args:
+        path: Of the file that it becomes; a regular file there is replaced in the end.
+
+    Attributes:
+        path: As above.
+        part: Where the data is until then.
+        error: What the disk said when it refused a chunk.
+
+    Raises:
+        ConfigurationError: There is something else, the part cannot be made, or another process writes to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _check_replaceable(path)
+        self.part = path.with_name(f"{path.name}.part")
+        self._descriptor = open_locked(self.part, kind="file to fetch to", mode=_MODE, within_s=_LOCK_S)
+        self._table = ChunkTable(data_bytes=0, chunk_bytes=1)
+        self._header_bytes = 0
+        self._own = threading.local()
+        self.error: OSError | None = None
+        self._is_named = False
+
+    def __enter__(self) -> PartFile:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        try:
+            if self.is_empty and not self._is_named:
+                unlink_open(self.part, self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been written to it."""
+        return not self.kept_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """About how many bytes it takes on the disk."""
+        return os.fstat(self._descriptor).st_blocks * 512
+
+    def begin(self, manifest: Manifest) -> None:
+        """Makes room for a snapshot.
+
+        Raises:
+            FileWriteError: The file system has no room for it.
+            ConfigurationError: Its chunks are too large to be held in memory.
+        """
+        table = manifest.chunks
+        if min(table.chunk_bytes, table.data_bytes) > _MAX_CHUNK_BYTES:
+            raise ConfigurationError(
+                f"expected chunks of at most {_MAX_CHUNK_BYTES} bytes, the source has some of {table.chunk_bytes}; set "
+                "TransportSettings.chunk_bytes there"
+            )
+        # As long as with the digests, which may come later.
+        self._header_bytes = len(_header_of(manifest, [0] * table.num_chunks))
+        self._table = table
+        total_bytes = self._header_bytes + table.data_bytes
+        room = os.fstatvfs(self._descriptor)
+        free_bytes = room.f_bavail * room.f_frsize + self.kept_bytes
+        if total_bytes > free_bytes:
+            raise FileWriteError(
+                f"expected room for {total_bytes} bytes, there is room for {free_bytes}; free some, or name a file "
+                "elsewhere",
+                path=str(self.part),
+            )
+        os.ftruncate(self._descriptor, total_bytes)
+
+    def missing(self, manifest: Manifest, *, all_written: bool) -> list[int]:
+        """The chunks that are not in the file, ascending.
+
+        Args:
+            manifest: With digests.
+            all_written: Whether all of them should be; else those in holes are not looked at.
+        """
+        chunks = range(self._table.num_chunks)
+        there = set(chunks) if all_written else chunks_in(self._descriptor, self._table, starts_at=self._header_bytes)
+        looked_at = [chunk for chunk in chunks if chunk in there]
+        damaged = find_damaged(manifest, self._stored, num_threads=default_num_threads(), chunks=looked_at)
+        there.difference_update(damaged)
+        return [chunk for chunk in chunks if chunk not in there]
+
+    def buffers(self, start: int, end: int) -> Sequence[memoryview]:
+        """The calling thread's buffer, in which it has to receive the whole of a chunk; see ``wire.strided.Memory``."""
+        return (self._buffer(end - start),)
+
+    def write(self, chunk: int) -> None:
+        """Writes what the calling thread has received, which is this chunk.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        start, end = self._table.range_of(chunk, chunk + 1)
+        left, position = self._buffer(end - start), self._header_bytes + start
+        try:
+            while left:
+                written = os.pwrite(self._descriptor, left, position)
+                left, position = left[written:], position + written
+        except OSError as error:
+            self.error = error
+            raise
+
+    def finish(self, manifest: Manifest) -> None:
+        """Writes what stands before the data, makes all of it durable, and gives the file its name.
+
+        Args:
+            manifest: With digests, which all chunks have been compared with.
+
+        Raises:
+            OSError: It cannot be written, or not be named.
+        """
+        assert manifest.digests is not None, "they have been asked for"
+        header = _header_of(manifest, manifest.digests)
+        assert len(header) == self._header_bytes, "digests take the same room whatever they are"
+        os.pwrite(self._descriptor, header, 0)
+        os.fsync(self._descriptor)
+        os.replace(self.part, self.path)
+        self._is_named = True
+        sync_directory(self.path.absolute().parent)
+
+    def _buffer(self, num_bytes: int) -> memoryview:
+        buffer: memoryview | None = getattr(self._own, "buffer", None)
+        if buffer is None or len(buffer) < num_bytes:
+            buffer = self._own.buffer = memoryview(bytearray(num_bytes))
+        return buffer[:num_bytes]
+
+    def _stored(self, start: int, end: int) -> Iterator[memoryview]:
+        piece = memoryview(bytearray(min(_READ_BYTES, end - start)))
+        while start < end:
+            count = os.preadv(self._descriptor, [piece[: end - start]], self._header_bytes + start)
+            if not count:
+                return
+            yield piece[:count]
+            start += count
+
+
+def _check_replaceable(path: Path) -> None:
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConfigurationError(f"expected a file to fetch to: {error}") from error
+    else:
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigurationError(
+                f"expected a regular file to fetch to, or none yet, {path} is a link, a directory or a device; name "
+                "another file"
+            )
+
+
+def _header_of(manifest: Manifest, digests: Sequence[int]) -> bytes:
+    return encode_header(
+        step=manifest.step,
+        snapshot_id=manifest.snapshot_id,
+        tensors=list(manifest.tensors),
+        tree=manifest.tree,
+        chunks=manifest.chunks,
+        digests=list(digests),
+        align_bytes=DATA_ALIGN_BYTES,
+        layouts=LayoutTable(meshes=list(manifest.meshes), layouts=list(manifest.layouts)),
+        digester=manifest.digester,
+    )
