@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from ft_transport.errors import TransportError
+
+ITEM_BITS: Final = {
+    "bool": 8, "uint8": 8, "int8": 8, "int16": 16, "uint16": 16, "int32": 32, "uint32": 32, "int64": 64, "uint64": 64,
+    "float16": 16, "bfloat16": 16, "float32": 32, "float64": 64, "complex32": 32, "complex64": 64, "complex128": 128,
+    "float8_e4m3fn": 8, "float8_e4m3fnuz": 8, "float8_e5m2": 8, "float8_e5m2fnuz": 8, "float8_e8m0fnu": 8,
+}  # fmt: skip
+"""Of torch's dtypes, the bits of an element."""
 
 
 class UnreadableError(TransportError, ValueError):
     """What was named is nothing that can be read here, or not what it says."""
+
+
+class NothingThereError(UnreadableError):
+    """There is nothing of the name, or nothing of a kind that can be looked into."""
+
+
+class NotComparedError(TransportError):
+    """Two things could not be compared; the cause says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """Where something is stored: a file beside the metadata (empty: the file itself), where it begins, its length.
+
+    ``is_raw``: its bytes are the data themselves, and not what ``torch.save`` makes of them.
+    """
+
+    file: str
+    start: int
+    num_bytes: int
+    is_raw: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPiece:
+    """A box of a tensor: where in it that begins, how long its sides are, and where it is stored, if it is."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    stored: StoredPart | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +59,7 @@ class TensorEntry:
         shape: Of the whole of it.
         num_bytes: Of the whole of it.
         num_parts: Into how many parts it is stored.
+        pieces: They; none where nobody has asked for them.
     """
 
     path: str
@@ -28,15 +67,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     num_bytes: int
     num_parts: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPart:
-    """Where something is stored: a file beside the metadata (empty: the file itself), where it begins, its length."""
-
-    file: str
-    start: int
-    num_bytes: int
+    pieces: tuple[TensorPiece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,20 +77,25 @@ class Contents:
     Attributes:
         kind: In words.
         tensors: In the order in which they are stored.
-        values: Names of what is stored beside them.
+        values: What is stored beside them: names, and where it is, for who has asked for that.
         step: The committed step; ``None`` where it is not told.
-        parts: Where all of it is stored.
         data_start: Where the data of a single file begins.
+        metadata: What a file says of itself, by name.
     """
 
     kind: str
-    tensors: tuple[TensorEntry, ...]
-    values: tuple[str, ...] = ()
+    tensors: tuple[TensorEntry, ...] = ()
+    values: dict[str, StoredPart | None] = field(default_factory=dict)
     step: int | None = None
-    parts: tuple[StoredPart, ...] = ()
     data_start: int = 0
+    metadata: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """Of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def is_one_file(self) -> bool:
+        """Whether it is a single file, which has nothing but them."""
+        return self.data_start > 0

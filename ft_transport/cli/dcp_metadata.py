@@ -11,6 +11,7 @@ nothing from the working directory, which may be the checkpoint's.
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import os
@@ -20,11 +21,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from ft_transport.cli.contents import Contents, StoredPart, TensorEntry, UnreadableError
+from ft_transport.cli.contents import ITEM_BITS, Contents, StoredPart, TensorEntry, TensorPiece, UnreadableError
 from ft_transport.errors import escape_peer_text
 from ft_transport.runtime.child_python import child_command, child_environment
 from ft_transport.runtime.regular_files import read_regular
@@ -38,20 +39,19 @@ _MAX_DIMENSIONS: Final = 64
 _MAX_MESSAGE: Final = 500
 _TIMEOUT_S: Final = 60.0
 _REFUSED: Final = 3
+_WITH_PLACES: Final = "--with-places"
 _LEAST_MEMORY_BYTES: Final = 512 << 20
 _MEMORY_FOR_EACH_BYTE: Final = 64
 """What a byte of metadata takes as objects, and as JSON, many times over."""
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
-_DTYPES: Final = {
-    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
-    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
-    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
-}  # fmt: skip
-"""Those of torch, with the bytes of an element."""
 
 
-def read_dcp(directory: Path) -> Contents:
+def read_dcp(directory: Path, *, with_places: bool) -> Contents:
     """What a DCP checkpoint has.
+
+    Args:
+        directory: Of the checkpoint.
+        with_places: Whether it is also told where everything is stored.
 
     Raises:
         UnreadableError: It has no ``.metadata``, or one that is none of DCP's.
@@ -61,9 +61,10 @@ def read_dcp(directory: Path) -> Contents:
         encoded = read_regular(path, max_bytes=_MAX_BYTES)
     except OSError as error:
         raise UnreadableError(f"expected a DCP checkpoint in {directory}: {error}") from error
+    command = child_command(__name__, _main.__name__, *([_WITH_PLACES] if with_places else []))
     try:
         done = subprocess.run(
-            child_command(__name__, _main.__name__),
+            command,
             input=encoded,
             capture_output=True,
             env=child_environment(),
@@ -87,7 +88,9 @@ def _main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        answer = msgspec.json.encode(_read(encoded))
+        # The memory is bounded, and so is how long this process lives.
+        gc.disable()
+        answer = msgspec.json.encode(_read(encoded, with_places=_WITH_PLACES in sys.argv[1:]))
     # What a file that is no pickle makes of the reader is not documented.
     except Exception as error:
         told = str(error) if isinstance(error, UnreadableError) else f"{type(error).__name__}: {error}"
@@ -100,45 +103,47 @@ def _main() -> None:
     os._exit(0)
 
 
-def _read(encoded: bytes) -> Contents:
-    metadata = _Reader(io.BytesIO(encoded)).load()
-    stored = metadata.state_dict_metadata
+def _read(encoded: bytes, *, with_places: bool) -> Contents:
+    metadata = _fields(_Reader(io.BytesIO(encoded)).load())
+    stored = metadata["state_dict_metadata"]
+    places = _places_of(metadata.get("storage_data")) if with_places else None
     return Contents(
         kind="DCP checkpoint",
-        tensors=tuple(_tensor(name, each) for name, each in stored.items() if isinstance(each, _Tensor)),
-        values=tuple(str(name) for name, each in stored.items() if isinstance(each, _Bytes)),
-        parts=tuple(_part(info) for info in (metadata.storage_data or {}).values()),
+        tensors=tuple(_tensor(name, each, places) for name, each in stored.items() if isinstance(each, _Tensor)),
+        values={
+            str(name): places.get((name, None)) if places is not None else None
+            for name, each in stored.items()
+            if isinstance(each, _Bytes)
+        },
     )
 
 
 class _Kept:
     """Stands for a class of DCP's, and keeps what the pickle says of it."""
 
-    def __init__(self, *arguments: object) -> None:
-        self.arguments = arguments
+    __slots__ = ("state",)
+
+    def __init__(self, *_arguments: object) -> None:
+        self.state: Any = None
 
     def __setstate__(self, state: Any) -> None:
-        # A dataclass with slots has two parts: its __dict__, and the slots. `TensorProperties` has a tuple of its own.
-        parts = state if isinstance(state, tuple) else (state,)
         self.state = state
-        for part in parts:
-            if isinstance(part, dict):
-                self.__dict__.update({str(name): value for name, value in part.items()})
-
-
-class _Metadata(_Kept):
-    state_dict_metadata: dict[str, object]
-    storage_data: dict[object, _Kept] | None
 
 
 class _Tensor(_Kept):
-    properties: _Kept
-    size: tuple[int, ...]
-    chunks: list[object]
+    __slots__ = ()
 
 
 class _Bytes(_Kept):
-    pass
+    __slots__ = ()
+
+
+def _fields(kept: _Kept) -> dict[Any, Any]:
+    """A dataclass with slots has two parts: its ``__dict__``, and the slots."""
+    state = kept.state
+    if isinstance(state, dict):
+        return state
+    return {name: value for part in state if isinstance(part, dict) for name, value in part.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +152,18 @@ class _DType:
 
 
 _CLASSES: Final[dict[tuple[str, str], Any]] = {
-    (_METADATA, "Metadata"): _Metadata,
     (_METADATA, "TensorStorageMetadata"): _Tensor,
     (_METADATA, "BytesStorageMetadata"): _Bytes,
     **{
         (_METADATA, name): _Kept
-        for name in ("ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")
+        for name in (
+            "Metadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Kept,
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _Kept,
@@ -166,12 +177,16 @@ _CLASSES: Final[dict[tuple[str, str], Any]] = {
 }
 
 
+_Places: TypeAlias = dict[tuple[str, tuple[int, ...] | None], StoredPart]
+"""By name and, of a tensor, where in it the part begins."""
+
+
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = _CLASSES.get((module, name))
         if found is not None:
             return found
-        if module == "torch" and name in _DTYPES:
+        if module == "torch" and name in ITEM_BITS:
             return _DType(name)
         asked = escape_peer_text(f"{module}.{name}", max_characters=_MAX_NAME)
         raise UnreadableError(f"expected DCP's metadata, which has no {asked}: it is not read, for it may run code")
@@ -180,23 +195,47 @@ class _Reader(pickle.Unpickler):
         raise UnreadableError(f"expected DCP's metadata, which refers to nothing outside, got {type(pid).__name__}")
 
 
-def _tensor(name: str, stored: _Tensor) -> TensorEntry:
-    dtype = _dtype_of(stored.properties)
-    shape = tuple(int(length) for length in stored.size)
-    if any(not 0 <= length <= _MAX_LENGTH for length in shape) or len(shape) > _MAX_DIMENSIONS:
-        shown = escape_peer_text(str(name), max_characters=_MAX_NAME)
-        raise UnreadableError(f"expected the shape of a tensor, {shown} has none")
-    num_items = math.prod(shape)
+def _tensor(name: str, stored: _Tensor, places: _Places | None) -> TensorEntry:
+    fields = _fields(stored)
+    dtype, shape = _dtype_of(fields["properties"]), _lengths(fields["size"], name)
     return TensorEntry(
-        path=str(name), dtype=dtype, shape=shape, num_bytes=num_items * _DTYPES[dtype], num_parts=len(stored.chunks)
+        path=str(name),
+        dtype=dtype,
+        shape=shape,
+        num_bytes=math.prod(shape) * ITEM_BITS[dtype] // 8,
+        num_parts=len(fields["chunks"]),
+        pieces=tuple(_piece(name, each, places) for each in fields["chunks"]) if places is not None else (),
     )
 
 
-def _part(info: _Kept) -> StoredPart:
-    file, start, num_bytes = info.__dict__["relative_path"], info.__dict__["offset"], info.__dict__["length"]
-    if not isinstance(file, str) or not isinstance(start, int) or not isinstance(num_bytes, int):
-        raise UnreadableError("expected file, offset and length of what is stored")
-    return StoredPart(file, start, num_bytes)
+def _piece(name: str, chunk: _Kept, places: _Places) -> TensorPiece:
+    fields = _fields(chunk)
+    offsets = _lengths(fields["offsets"], name)
+    return TensorPiece(offsets, _lengths(fields["sizes"], name), places.get((name, offsets)))
+
+
+def _lengths(lengths: Any, name: str) -> tuple[int, ...]:
+    counts = tuple(int(length) for length in lengths)
+    if any(not 0 <= length <= _MAX_LENGTH for length in counts) or len(counts) > _MAX_DIMENSIONS:
+        shown = escape_peer_text(str(name), max_characters=_MAX_NAME)
+        raise UnreadableError(f"expected the shape of a tensor, {shown} has none")
+    return counts
+
+
+def _places_of(storage: Any) -> _Places:
+    places: _Places = {}
+    for key, info in (storage or {}).items():
+        index, stored = _fields(key), _fields(info)
+        file, start, num_bytes = stored["relative_path"], stored["offset"], stored["length"]
+        if not isinstance(file, str) or not isinstance(start, int) or not isinstance(num_bytes, int):
+            raise UnreadableError("expected file, offset and length of what is stored")
+        name, offset = index["fqn"], index.get("offset")
+        if stored.get("transform_descriptors"):
+            shown = escape_peer_text(str(name), max_characters=_MAX_NAME)
+            raise UnreadableError(f"expected data as torch.save writes it, {shown} is compressed or encrypted")
+        at = _lengths(offset, name) if offset is not None else None
+        places[name, at] = StoredPart(file, start, num_bytes, is_raw=False)
+    return places
 
 
 def _dtype_of(properties: _Kept) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -15,10 +14,6 @@ from ft_transport.telemetry.explain import megabytes
 if TYPE_CHECKING:
     from ft_transport.transfer.file_client import FetchedFile
 
-_WHOLE: Final = timedelta(days=30)
-"""Longer than any file takes; what comes too slowly ends by ``--timeout``."""
-_UNREACHABLE: Final = timedelta(seconds=5)
-_NUM_CONNECTIONS: Final = 4
 _MAX_NAME: Final = 200
 
 
@@ -42,9 +37,8 @@ def fetch_command(
     certificates are taken from the environment. Exits with 1 if the file is not whole.
     """
     from ft_transport.cli.fetch_display import FetchDisplay
-    from ft_transport.http.fetch_pool import FetchSettings
+    from ft_transport.cli.snapshot_files import settings_for_files
     from ft_transport.http.peer_address import PeerAddress
-    from ft_transport.settings import TransportSettings
     from ft_transport.telemetry.recorder import Recorder
     from ft_transport.transfer.file_client import fetch_to_file
 
@@ -54,21 +48,12 @@ def fetch_command(
     except ConfigurationError as error:
         raise typer.BadParameter(str(error)) from error
     with FetchDisplay(output) as display:
-        settings = TransportSettings(on_progress=display.note)
         try:
             fetched = fetch_to_file(
                 sources,
                 "latest" if step is None else step,
                 output,
-                settings=FetchSettings.of(
-                    settings,
-                    keys=settings.keys(),
-                    certificates=settings.certificates(),
-                    num_connections=_NUM_CONNECTIONS,
-                    timeout=_WHOLE,
-                    unreachable_timeout=_UNREACHABLE,
-                    progress_timeout=timedelta(seconds=timeout),
-                ),
+                settings=settings_for_files(timeout, display.note),
                 recorder=Recorder(),
                 on_plan=display.plan,
             )

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from ft_transport.cli.contents import Contents, TensorEntry, UnreadableError
+from ft_transport.cli.contents import Contents, NothingThereError, TensorEntry, UnreadableError
 from ft_transport.cli.dcp_metadata import METADATA_NAME, read_dcp
 from ft_transport.cli.safetensors_header import read_header
 from ft_transport.errors import escape_peer_text
@@ -44,41 +44,50 @@ def inspect_command(
         typer.echo(_as_text(contents, with_values=values))
 
 
-def open_thing(thing: str) -> Contents:
+def open_thing(thing: str, *, with_places: bool = False) -> Contents:
     """What is in a replica, a file or a checkpoint.
 
+    Args:
+        thing: Its URL or path.
+        with_places: Whether it is also told where in a checkpoint everything is stored; of files it is always.
+
     Raises:
-        UnreadableError: It is none of them.
+        NothingThereError: There is nothing, or nothing of these kinds.
+        UnreadableError: It is not what it says.
         TransportError: The replica cannot be asked.
     """
     if thing.startswith(("http://", "https://")):
         return _of_peer(thing)
     path = checkpoint_at(Path(thing))
-    return _of_checkpoint(path) if path.is_dir() else _of_file(path)
+    return _of_checkpoint(path, with_places=with_places) if path.is_dir() else _of_file(path)
 
 
 def checkpoint_at(path: Path) -> Path:
     """The newest complete checkpoint in a directory of them; anything else as it is.
 
     Raises:
-        UnreadableError: It is a directory without any.
+        NothingThereError: It is a directory without any, or cannot be looked into.
     """
-    if not path.is_dir() or (path / METADATA_NAME).exists():
-        return path
-    steps = sorted(
-        (int(found[1]), entry)
-        for entry in path.iterdir()
-        if (found := _STEP_DIRECTORY.fullmatch(entry.name)) and (entry / _MANIFEST).exists()
-    )
+    try:
+        if not path.is_dir() or (path / METADATA_NAME).exists():
+            return path
+        steps = sorted(
+            (int(found[1]), entry)
+            for entry in path.iterdir()
+            if (found := _STEP_DIRECTORY.fullmatch(entry.name)) and (entry / _MANIFEST).exists()
+        )
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise NothingThereError(f"expected a checkpoint in {path}: {error}") from error
     if not steps:
-        raise UnreadableError(
-            f"expected a checkpoint in {path}: it has neither {METADATA_NAME} nor a complete step-N directory"
+        raise NothingThereError(
+            f"expected a checkpoint in {path}: it has neither {METADATA_NAME} nor a complete step-N directory; name "
+            "the directory that the trainer saves to, a file or a URL"
         )
     return steps[-1][1]
 
 
-def _of_checkpoint(path: Path) -> Contents:
-    contents = read_dcp(path)
+def _of_checkpoint(path: Path, *, with_places: bool) -> Contents:
+    contents = read_dcp(path, with_places=with_places)
     found = _STEP_DIRECTORY.fullmatch(path.resolve().name)
     if found is None or not (path / _MANIFEST).exists():
         return contents
@@ -88,8 +97,8 @@ def _of_checkpoint(path: Path) -> Contents:
 def _of_file(path: Path) -> Contents:
     try:
         descriptor = open_regular(path)
-    except OSError as error:
-        raise UnreadableError(f"expected a safetensors file at {path}: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise NothingThereError(f"expected a safetensors file at {path}: {error}") from error
     try:
         return read_header(
             lambda start, length: os.pread(descriptor, length, start), kind="safetensors file", name=str(path)
@@ -135,8 +144,17 @@ def _as_object(contents: Contents) -> dict[str, Any]:
         "step": contents.step,
         "num_tensors": len(contents.tensors),
         "num_bytes": contents.num_bytes,
-        "tensors": msgspec.to_builtins(contents.tensors),
-        "values": contents.values,
+        "tensors": [
+            {
+                "path": each.path,
+                "dtype": each.dtype,
+                "shape": each.shape,
+                "num_bytes": each.num_bytes,
+                "num_parts": each.num_parts,
+            }
+            for each in contents.tensors
+        ],
+        "values": list(contents.values),
     }
 
 

@@ -7,7 +7,9 @@ from typing import Final
 
 import typer
 
+from ft_transport.cli.contents import NotComparedError, NothingThereError
 from ft_transport.cli.demo import demo_command
+from ft_transport.cli.diff import diff_command
 from ft_transport.cli.doctor import doctor_command
 from ft_transport.cli.explain import explain_command
 from ft_transport.cli.fetch import fetch_command
@@ -40,6 +42,7 @@ def _common() -> None:
 
 
 app.command("demo", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(demo_command)
+app.command("diff")(diff_command)
 app.command("doctor")(doctor_command)
 app.command("explain")(explain_command)
 app.command("fetch")(fetch_command)
@@ -56,11 +59,12 @@ def main() -> None:
     try:
         app()
     except TransportError as error:
+        cause = error.__cause__ if isinstance(error, NotComparedError) else error
         # It may quote a peer or a file.
         print(
-            f"{type(error).__name__}: {escape_peer_text(str(error), max_characters=_MAX_CHARACTERS)}", file=sys.stderr
+            f"{type(cause).__name__}: {escape_peer_text(str(cause), max_characters=_MAX_CHARACTERS)}", file=sys.stderr
         )
         for kind, remedy in _REMEDIES.items():
-            if isinstance(error, kind):
+            if isinstance(cause, kind):
                 print(f"  → {remedy}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, NothingThereError | NotComparedError) else 1)

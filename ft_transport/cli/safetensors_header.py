@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from ft_transport.cli.contents import Contents, StoredPart, TensorEntry, UnreadableError
+from ft_transport.cli.contents import Contents, StoredPart, TensorEntry, TensorPiece, UnreadableError
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
 
 _LENGTH: Final = struct.Struct("<Q")
@@ -65,18 +65,21 @@ def read_header(read: Read, *, kind: str, name: str) -> Contents:
     return Contents(
         kind=kind,
         tensors=tuple(_tensor(path, entry) for path, entry in entries.items()),
-        values=tuple(told),
+        values=dict.fromkeys(told),
         step=int(step) if is_number else None,
-        parts=tuple(
-            StoredPart("", entry.data_offsets[0], entry.data_offsets[1] - entry.data_offsets[0])
-            for entry in entries.values()
-        ),
         data_start=_LENGTH.size + num_bytes,
+        metadata=told,
     )
 
 
 def _tensor(path: str, entry: _Entry) -> TensorEntry:
     start, end = entry.data_offsets
+    num_bytes = max(0, end - start)
+    stored = StoredPart("", start, end - start)
     return TensorEntry(
-        path=path, dtype=_DTYPES.get(entry.dtype, entry.dtype), shape=entry.shape, num_bytes=max(0, end - start)
+        path=path,
+        dtype=_DTYPES.get(entry.dtype, entry.dtype),
+        shape=entry.shape,
+        num_bytes=num_bytes,
+        pieces=(TensorPiece((0,) * len(entry.shape), entry.shape, stored),),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
@@ -10,9 +9,11 @@ from typing import Annotated, Final
 import msgspec
 import typer
 
-from ft_transport.cli.contents import Contents
+from ft_transport.cli.contents import Contents, NothingThereError, UnreadableError
 from ft_transport.cli.inspect import OURS, checkpoint_at, open_thing
-from ft_transport.errors import CheckpointDamagedError, TransportError, escape_peer_text
+from ft_transport.cli.stored_state import find_unreadable
+from ft_transport.cli.wholeness import DIGESTS, digest_troubles, file_troubles, tensor_troubles
+from ft_transport.errors import CheckpointDamagedError, ManifestError, TransportError, escape_peer_text
 from ft_transport.telemetry.explain import megabytes
 
 _MAX_SHOWN: Final = 20
@@ -25,14 +26,22 @@ def verify_command(
 ) -> None:
     """Look whether a replica's snapshot, a file or a checkpoint is whole.
 
-    A snapshot is fetched and each chunk compared with its digest; so is a checkpoint of ours, file by file. Of
-    safetensors files and DCP checkpoints, which have no digests, it is looked whether each tensor lies inside its file
-    and none over another. Exits with 1 if something is wrong.
+    A snapshot is fetched and each chunk compared with its digest; so is a file that ``fetch`` has written, and, file by
+    file, a checkpoint of ours. Other safetensors files and DCP checkpoints have no digests: it is looked whether each
+    tensor is all there, each element once, and in files that are long enough. Exits with 1 if something is wrong, with
+    2 if there is nothing to look at.
     """
-    contents = open_thing(thing)
-    troubles = list(_troubles(thing, contents))
+    contents, notes = Contents(kind=""), list[str]()
+    try:
+        contents = open_thing(thing, with_places=True)
+        troubles = list(_troubles(thing, contents, notes))
+    except NothingThereError:
+        raise
+    except UnreadableError as error:
+        troubles = [str(error)]
     if as_json:
-        typer.echo(msgspec.json.encode({"kind": contents.kind, "step": contents.step, "troubles": troubles}))
+        told = {"kind": contents.kind, "step": contents.step, "troubles": troubles, "notes": notes}
+        typer.echo(msgspec.json.encode(told))
     elif troubles:
         for trouble in troubles[:_MAX_SHOWN]:
             typer.echo(f"✗ {escape_peer_text(trouble, max_characters=_MAX_CHARACTERS)}")
@@ -41,19 +50,29 @@ def verify_command(
     else:
         at = f", step {contents.step}" if contents.step is not None else ""
         typer.echo(f"✓ {contents.kind}{at}: {len(contents.tensors)} tensors, {megabytes(contents.num_bytes)}")
+        for note in notes:
+            typer.echo(f"  {escape_peer_text(note, max_characters=_MAX_CHARACTERS)}")
     if troubles:
         raise typer.Exit(1)
 
 
-def _troubles(thing: str, contents: Contents) -> Iterator[str]:
+def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]:
     if thing.startswith(("http://", "https://")):
         yield from _of_peer(thing)
         return
     path = checkpoint_at(Path(thing))
     if contents.kind == OURS:
         yield from _of_ours(path)
-    else:
-        yield from _of_parts(path, contents)
+        return
+    troubles = [*tensor_troubles(contents), *file_troubles(path, contents)]
+    if not troubles and not contents.is_one_file:
+        troubles = [*find_unreadable(path, contents)]
+    yield from troubles
+    if not troubles and DIGESTS in contents.metadata:
+        try:
+            yield from digest_troubles(path)
+        except ManifestError as error:
+            notes.append(f"its digests were not compared: {error.message}")
 
 
 def _of_peer(url: str) -> Iterator[str]:
@@ -77,26 +96,3 @@ def _of_ours(path: Path) -> Iterator[str]:
             store.verify(step)
         except CheckpointDamagedError as error:
             yield f"{type(error).__name__}: {error}"
-
-
-def _of_parts(path: Path, contents: Contents) -> Iterator[str]:
-    by_file: dict[str, list[tuple[int, int]]] = {}
-    for part in contents.parts:
-        by_file.setdefault(part.file, []).append((part.start, part.num_bytes))
-    for name, parts in by_file.items():
-        file = path / name if name else path
-        if name and (Path(name).is_absolute() or ".." in Path(name).parts):
-            yield f"{name}: lies outside of the checkpoint"
-            continue
-        try:
-            num_bytes = os.stat(file).st_size - contents.data_start
-        except OSError as error:
-            yield f"{name}: {error.strerror}"
-            continue
-        end = 0
-        for start, length in sorted(parts):
-            if start < 0 or length < 0 or start + length > num_bytes:
-                yield f"{name or path.name}: bytes [{start}, {start + length}) are not in its {num_bytes} bytes"
-            elif start < end and length:
-                yield f"{name or path.name}: bytes [{start}, {start + length}) lie over others, which end at {end}"
-            end = max(end, start + length)

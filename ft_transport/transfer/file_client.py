@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,7 @@ def fetch_to_file(
     settings: FetchSettings,
     recorder: Recorder,
     on_plan: Callable[[FilePlan], None],
+    wanted: Callable[[Manifest], Collection[int]] | None = None,
 ) -> FetchedFile:
     """Receives a snapshot into a safetensors file, which has its name only when it is whole, verified and durable.
 
@@ -72,6 +73,7 @@ def fetch_to_file(
         settings: How to fetch; chunks are verified in any case.
         recorder: Is told of it.
         on_plan: Called before the first byte; again where a newer snapshot takes the place of the one before.
+        wanted: Which chunks of a manifest with digests are enough; the file has holes for the others.
 
     Raises:
         ConfigurationError: The file cannot be written to, or has no room.
@@ -81,7 +83,10 @@ def fetch_to_file(
     with PartFile(path) as part:
         with recorder.begin("fetch", replica=settings.replica, phase="manifest"):
             try:
-                manifest, plan = with_restarts(settings, lambda: _receive(sources, step, part, settings, on_plan))
+                manifest, plan = with_restarts(
+                    settings,
+                    lambda: _receive(sources, step, part, settings, on_plan=on_plan, wanted=wanted),
+                )
                 phase("load")
                 part.finish(manifest)
             except OSError as error:
@@ -102,7 +107,9 @@ def _receive(
     step: StepSelector,
     part: PartFile,
     settings: FetchSettings,
+    *,
     on_plan: Callable[[FilePlan], None],
+    wanted: Callable[[Manifest], Collection[int]] | None,
 ) -> tuple[Manifest, FilePlan]:
     phase("manifest")
     with contextlib.ExitStack() as held:
@@ -119,10 +126,13 @@ def _receive(
         phase("plan")
         table = manifest.chunks
         missing = list(range(table.num_chunks))
-        if not part.is_empty:
+        if wanted is not None or not part.is_empty:
             manifest = agreed.manifest_with_digests(settings)
             part.begin(manifest)
             missing = part.missing(manifest, all_written=False)
+            if wanted is not None:
+                chosen = wanted(manifest)
+                missing = [chunk for chunk in missing if chunk in chosen]
             settings.timeouts.note_progress()
         else:
             part.begin(manifest)

@@ -19,7 +19,7 @@ from ft_transport.http.late_digests import find_damaged
 from ft_transport.runtime.locked_files import open_locked, unlink_open
 from ft_transport.runtime.regular_files import sync_directory
 from ft_transport.settings import default_num_threads
-from ft_transport.transfer.sparse_file import chunks_in
+from ft_transport.transfer.sparse_file import chunks_in, read_pieces
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.layouts import LayoutTable
 from ft_transport.wire.manifest import DATA_ALIGN_BYTES, Manifest, encode_header
@@ -27,7 +27,6 @@ from ft_transport.wire.manifest import DATA_ALIGN_BYTES, Manifest, encode_header
 _MODE: Final = 0o666
 _LOCK_S: Final = 0.5
 _MAX_CHUNK_BYTES: Final = 256 << 20
-_READ_BYTES: Final = 1 << 20
 
 
 class PartFile:
@@ -162,13 +161,7 @@ class PartFile:
         return buffer[:num_bytes]
 
     def _stored(self, start: int, end: int) -> Iterator[memoryview]:
-        piece = memoryview(bytearray(min(_READ_BYTES, end - start)))
-        while start < end:
-            count = os.preadv(self._descriptor, [piece[: end - start]], self._header_bytes + start)
-            if not count:
-                return
-            yield piece[:count]
-            start += count
+        return read_pieces(self._descriptor, self._header_bytes + start, self._header_bytes + end)
 
 
 def _check_replaceable(path: Path) -> None:

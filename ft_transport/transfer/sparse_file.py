@@ -1,10 +1,14 @@
-"""Which chunks a sparse file has something of."""
+"""Which chunks a sparse file has something of, and what."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Final
 
 from ft_transport.wire.chunks import ChunkTable
+
+_PIECE_BYTES: Final = 1 << 20
 
 
 def chunks_in(descriptor: int, table: ChunkTable, *, starts_at: int) -> set[int]:
@@ -27,3 +31,11 @@ def chunks_in(descriptor: int, table: ChunkTable, *, starts_at: int) -> set[int]
         first, last = start - starts_at, min(position, end) - starts_at
         there.update(range(first // table.chunk_bytes, min(-(-last // table.chunk_bytes), table.num_chunks)))
     return there
+
+
+def read_pieces(descriptor: int, start: int, end: int) -> Iterator[memoryview]:
+    """Bytes of a file, piece by piece, in memory that the next piece is read into; fewer where it ends early."""
+    piece = memoryview(bytearray(min(_PIECE_BYTES, end - start)))
+    while start < end and (count := os.preadv(descriptor, [piece[: end - start]], start)):
+        yield piece[:count]
+        start += count

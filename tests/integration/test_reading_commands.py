@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from damage import flip_bit
 from quorum_threads import TIMEOUT
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from typer.testing import CliRunner
 
 from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
@@ -219,7 +221,7 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path) -> None:
     assert code == 1
     assert all(data.name in trouble and "are not in its" in trouble for trouble in troubles)
     data.unlink()
-    assert verified(tmp_path / "dcp") == (1, [f"{data.name}: No such file or directory"])
+    assert verified(tmp_path / "dcp") == (1, [f"{data.name}: expected a file at {data}: No such file or directory"])
     save_file(STATE["model"], tmp_path / "m")  # type: ignore[arg-type]
     os.truncate(tmp_path / "m", (tmp_path / "m").stat().st_size - 1)
     assert verified(tmp_path / "m")[0] == 1
@@ -231,6 +233,124 @@ def test_tensors_that_lie_over_each_other_are_found(tmp_path: Path) -> None:
     )
     (tmp_path / "m").write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(10))
     assert verified(tmp_path / "m") == (1, ["m: bytes [4, 10) lie over others, which end at 6"])
+
+
+@pytest.mark.parametrize(
+    ("entries", "num_bytes", "said"),
+    [
+        ({"a": ("U8", [4], [0, 4]), "b": ("U8", [4], [6, 10])}, 10, "m: bytes [4, 6) belong to no tensor"),
+        ({"a": ("U8", [4], [0, 4])}, 7, "m: 3 bytes behind the last tensor belong to none"),
+        ({}, 7, "m: 7 bytes behind the last tensor belong to none"),
+        ({"a": ("F32", [4], [0, 12])}, 12, "a: float32 of [4] takes 16 bytes, 12 are stored"),
+        ({"a": ("F32", [1 << 62], [0, 12])}, 12, f"a: float32 of [{1 << 62}] takes {1 << 64} bytes, 12 are stored"),
+        ({"a": ("F32", [-1], [0, 4])}, 4, "a: it has a negative length"),
+        ({"a": ("X9", [1], [0, 4])}, 4, "a: its dtype X9 is not known"),
+        ({"a": ("F4", [3], [0, 1])}, 1, "a: F4 of [3] takes 2 bytes, 1 are stored"),
+    ],
+)
+def test_what_is_wrong_with_a_safetensors_file_is_said(
+    entries: dict[str, Any], num_bytes: int, said: str, tmp_path: Path
+) -> None:
+    table = {name: dict(zip(("dtype", "shape", "data_offsets"), each, strict=True)) for name, each in entries.items()}
+    header = json.dumps(table).encode()
+    (tmp_path / "m").write_bytes(struct.pack("<Q", len(header)) + header + bytes(num_bytes))
+    code, troubles = verified(tmp_path / "m")
+    assert code == 1
+    assert said in troubles
+
+
+def changed_metadata(directory: Path, change: Callable[[Any], None]) -> None:
+    path = directory / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def _set_chunks(name: str, *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        metadata.state_dict_metadata[name].chunks = [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes
+        ]
+
+    return change
+
+
+def _forget_places(metadata: Any) -> None:
+    metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != "model.w"}
+
+
+def _lie_about_places(metadata: Any) -> None:
+    for info in metadata.storage_data.values():
+        info.length = 1 << 62
+
+
+def _point_outside(metadata: Any) -> None:
+    for info in metadata.storage_data.values():
+        info.relative_path = "../../etc/passwd"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_set_chunks("model.w", ((0, 0), (2, 4))), "model.w: its parts have 8 of 12 elements"),
+        (_set_chunks("model.w", ((0, 0), (3, 4)), ((2, 0), (1, 4))), "model.w: its parts at 0×0 and 2×0 lie over"),
+        (_set_chunks("model.w", ((0, 0), (3, 5))), "model.w: a part of 3×5 at 0×0 lies outside of 3×4"),
+        (_set_chunks("model.w", ((0,), (12,))), "model.w: a part has 1 dimensions, the tensor 2"),
+        (_set_chunks("model.w"), "model.w: its parts have 0 of 12 elements"),
+        (_set_chunks("model.w", *[((0, 0), (1 << 60, 1 << 60))] * 3), "lies outside of 3×4"),
+        (_forget_places, "model.w: its part at [0, 0] is nowhere stored"),
+        (_lie_about_places, "are not in its"),
+        (_point_outside, "lies outside of it"),
+    ],
+)
+def test_what_is_wrong_with_a_dcp_checkpoint_is_said(change: Callable[[Any], None], said: str, tmp_path: Path) -> None:
+    save_with_dcp(tmp_path)
+    changed_metadata(tmp_path, change)
+    code, troubles = verified(tmp_path)
+    assert code == 1
+    assert any(said in trouble for trouble in troubles)
+
+
+def test_the_envelope_of_a_tensor_is_looked_into(tmp_path: Path) -> None:
+    save_with_dcp(tmp_path)
+    (data,) = tmp_path.glob("*.distcp")
+    content = data.read_bytes()
+    data.write_bytes(content.replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v9", 1))
+    code, troubles = verified(tmp_path)
+    assert code == 1
+    assert any("expected a plain tensor" in trouble for trouble in troubles)
+
+
+@pytest.mark.parametrize("token", [None, "a-token-of-the-job-long-enough-for-one"])
+def test_a_file_that_was_fetched_is_compared_with_its_digests(
+    token: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if token is not None:
+        monkeypatch.setenv("FT_TRANSPORT_TOKEN", token)
+    source = HTTPTransport[Any](TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
+    try:
+        source.send_checkpoint([], 8, STATE, TIMEOUT)
+        assert CliRunner().invoke(app, ["fetch", source.metadata(), "-o", str(tmp_path / "m")]).exit_code == 0
+    finally:
+        source.shutdown()
+    assert verified(tmp_path / "m") == (0, [])
+    flip_bit(tmp_path / "m", (tmp_path / "m").stat().st_size - 1)
+    assert verified(tmp_path / "m") == (1, ["m: bytes [0, 59) of the data differ from their digest"])
+    monkeypatch.delenv("FT_TRANSPORT_TOKEN", raising=False)
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "m")])
+    assert result.exit_code == (1 if token is None else 0)
+    assert ("its digests were not compared" in result.stdout) is (token is not None)
+
+
+def test_exit_codes_tell_what_is_wrong_from_what_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "cut").write_bytes(b"\x08\x00")
+    os.mkfifo(tmp_path / "fifo")
+    command = [sys.executable, "-c", "from ft_transport.cli.main import main; main()", "verify"]
+    for name, code in (("missing", 2), ("empty", 2), ("fifo", 2), ("cut", 1)):
+        done = subprocess.run([*command, str(tmp_path / name)], check=False, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_one_flipped_bit_of_a_checkpoint_of_ours_is_found(tmp_path: Path) -> None:

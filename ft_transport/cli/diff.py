@@ -1,0 +1,139 @@
+"""``ft-transport diff``: are these two saves the same, bit for bit, and else what differs?"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+import typer
+
+from ft_transport.cli.contents import NotComparedError, NothingThereError
+from ft_transport.errors import TransportError, escape_peer_text
+from ft_transport.telemetry.explain import megabytes
+
+if TYPE_CHECKING:
+    from ft_transport.cli.differences import Comparison, Difference
+    from ft_transport.cli.opened_states import OpenedStates
+    from ft_transport.cli.stored_state import StoredState
+
+_MAX_SHOWN: Final = 50
+_MAX_NAME: Final = 200
+_TIMEOUT_S: Final = 60.0
+
+
+def diff_command(
+    one: Annotated[str, typer.Argument(metavar="A", help="URL, safetensors file, checkpoint, or DCP directory.")],
+    other: Annotated[str, typer.Argument(metavar="B", help="Another one, of any of these kinds.")],
+    step: Annotated[int | None, typer.Option(help="Of replicas the snapshot of this step.", min=0)] = None,
+    digests: Annotated[
+        bool, typer.Option("--digests", help="Believe the digests in files that fetch has written; read less.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One object of JSON.")] = False,
+) -> None:
+    """Say whether two saves are bit-identical, and else which tensors differ, and by how much.
+
+    All bytes are compared, however each side divides its tensors over files. Of two replicas the digests of their
+    chunks are compared, and only chunks that differ are fetched, to TMPDIR. Exits with 0 if the two are identical, with
+    1 if they differ, with 2 if they cannot be compared.
+    """
+    from ft_transport.cli.differences import find_differences
+    from ft_transport.cli.opened_states import opened_states
+
+    _allow_many_files()
+    try:
+        with opened_states(one, other, step=step, by_digests=digests, timeout_s=_TIMEOUT_S) as opened:
+            comparison = find_differences(opened.one, opened.other, chunks=opened.chunks)
+            told = _as_object(opened, comparison) if as_json else _as_text(opened, comparison)
+    except NothingThereError:
+        raise
+    except TransportError as error:
+        raise NotComparedError(str(error)) from error
+    typer.echo(msgspec.json.encode(told) if as_json else told)
+    if comparison.differences:
+        raise typer.Exit(1)
+
+
+def _as_object(opened: OpenedStates, comparison: Comparison) -> dict[str, Any]:
+    return {
+        "identical": not comparison.differences,
+        "a": _side(opened.one),
+        "b": _side(opened.other),
+        "num_tensors": comparison.num_common,
+        "num_bytes": comparison.num_bytes,
+        "num_bytes_equal_by_digest": comparison.num_bytes_by_digest,
+        "num_bytes_fetched": opened.num_bytes_fetched,
+        "values_compared": comparison.has_values,
+        "differences": [_difference(each) for each in comparison.differences],
+    }
+
+
+def _side(state: StoredState) -> dict[str, Any]:
+    return {"name": state.name, "kind": state.contents.kind, "step": state.contents.step}
+
+
+def _difference(difference: Difference) -> dict[str, Any]:
+    told: dict[str, Any] = {"name": difference.name, "kind": difference.kind}
+    told |= {"a": difference.one, "b": difference.other}
+    if difference.tally is not None:
+        told |= {
+            "num_elements": difference.num_items,
+            "num_elements_different": difference.tally.num_items,
+            "num_bytes_different": difference.tally.num_bytes,
+            "largest_difference": difference.tally.largest,
+        }
+    return told
+
+
+def _as_text(opened: OpenedStates, comparison: Comparison) -> str:
+    lines = [_line(each) for each in comparison.differences[:_MAX_SHOWN]]
+    if len(comparison.differences) > _MAX_SHOWN:
+        lines.append(f"  and {len(comparison.differences) - _MAX_SHOWN} more; --json lists all")
+    for letter, state in (("A", opened.one), ("B", opened.other)):
+        at = f", step {state.contents.step}" if state.contents.step is not None else ""
+        lines.append(f"{letter}: {_shown(state.name)}, {state.contents.kind}{at}")
+    size = f"{comparison.num_common} tensors in common, {megabytes(comparison.num_bytes)}"
+    if comparison.num_bytes_by_digest:
+        size += f" ({megabytes(comparison.num_bytes_by_digest)} of it equal by their digests, and not read)"
+    if opened.num_bytes_fetched:
+        size += f", {megabytes(opened.num_bytes_fetched)} were fetched"
+    if not comparison.has_values:
+        size += "; what lies beside the tensors was not compared, it is stored in two ways"
+    if comparison.differences:
+        by_kind = Counter(each.kind for each in comparison.differences)
+        lines.append(f"✗ {', '.join(f'{count} × {kind}' for kind, count in by_kind.most_common())}; {size}")
+    else:
+        lines.append(f"✓ bit-identical: {size}")
+    return "\n".join(lines)
+
+
+def _line(difference: Difference) -> str:
+    name, tally = _shown(difference.name), difference.tally
+    match difference.kind:
+        case "only in A" | "only in B":
+            what = f" ({_shown(difference.one or difference.other)})" if difference.one or difference.other else ""
+            return f"✗ {name}: {difference.kind}{what}"
+        case "dtype or shape":
+            return f"✗ {name}: {_shown(difference.one)} in A, {_shown(difference.other)} in B"
+        case "value":
+            return f"✗ {name}: another value"
+        case "elements":
+            assert tally is not None, "they were compared"
+            most = f", at most by {tally.largest:.6g}" if tally.largest is not None else ""
+            return (
+                f"✗ {name}: {tally.num_items:,} of {difference.num_items:,} elements differ ({tally.num_bytes:,} "
+                f"bytes){most}"
+            )
+
+
+def _allow_many_files() -> None:
+    """A checkpoint has a file for each rank, and all of two are open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _shown(text: str) -> str:
+    return escape_peer_text(text, max_characters=_MAX_NAME)

@@ -1,0 +1,105 @@
+"""Two things that are to be compared, as states in files: what replicas serve is fetched first."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ft_transport.cli.differences import UnequalChunks
+from ft_transport.cli.inspect import checkpoint_at, open_thing
+from ft_transport.cli.stored_state import StoredFile, StoredState, open_state
+from ft_transport.cli.wholeness import DIGESTS, read_manifest
+
+if TYPE_CHECKING:
+    from ft_transport.cli.snapshot_files import SnapshotFiles
+    from ft_transport.wire.manifest import Manifest
+    from ft_transport.wire.routes import StepSelector
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedStates:
+    """Both; ``chunks`` are those that differ by their digests, where these decide."""
+
+    one: StoredState
+    other: StoredState
+    chunks: UnequalChunks | None
+    num_bytes_fetched: int
+
+
+def is_url(thing: str) -> bool:
+    """Whether it names a replica."""
+    return thing.startswith(("http://", "https://"))
+
+
+@contextlib.contextmanager
+def opened_states(
+    one: str, other: str, *, step: int | None, by_digests: bool, timeout_s: float
+) -> Iterator[OpenedStates]:
+    """Opens two things. Of two replicas only the chunks are fetched whose digests differ.
+
+    Args:
+        one: A URL or a path.
+        other: Another one.
+        step: Of the replicas' snapshots; else the newest of the first, and of the second the same if it has it.
+        by_digests: Whether the digests in files are believed too.
+        timeout_s: How long nothing may come from a replica.
+
+    Raises:
+        UnreadableError: One is nothing that can be read.
+        TransportError: A replica cannot be asked, or a file not be written.
+    """
+    with contextlib.ExitStack() as held:
+        files: SnapshotFiles | None = None
+        known: Manifest | None = None
+        twin: Manifest | None = None
+        if is_url(one) or is_url(other):
+            from ft_transport.cli.snapshot_files import SnapshotFiles, differing_from
+
+            directory = held.enter_context(tempfile.TemporaryDirectory(prefix="ft-transport-diff-"))
+            files = SnapshotFiles(Path(directory), timeout_s)
+            chosen: StepSelector = "latest" if step is None else step
+            if is_url(one) and is_url(other):
+                first, second = files.fetch_both(one, other, chosen, is_chosen=step is not None)
+                known, twin = first.manifest, second.manifest
+            else:
+                known = _manifest_of(other if is_url(one) else one) if by_digests else None
+                twin = files.fetch(one if is_url(one) else other, chosen, differing_from(known)).manifest
+        elif by_digests:
+            known, twin = _manifest_of(one), _manifest_of(other)
+        chunks = None
+        if known is not None and twin is not None and UnequalChunks.are_comparable(known, twin):
+            chunks = UnequalChunks(known, twin)
+        paths = files.paths if files is not None else {}
+        # DCP's metadata are read in a process each.
+        with ThreadPoolExecutor(2, thread_name_prefix="ft-transport-open") as pool:
+            opening = [pool.submit(_open, thing, paths.get(thing)) for thing in (one, other)]
+        for each in opening:
+            if each.exception() is None:
+                held.enter_context(each.result())
+        yield OpenedStates(
+            opening[0].result(), opening[1].result(), chunks, files.num_bytes if files is not None else 0
+        )
+
+
+def _manifest_of(thing: str) -> Manifest | None:
+    """Of a file that ``fetch`` has written; ``None`` of anything else."""
+    path = checkpoint_at(Path(thing))
+    if path.is_dir() or DIGESTS not in open_thing(thing).metadata:
+        return None
+    file = StoredFile(path)
+    try:
+        return read_manifest(file)
+    finally:
+        file.close()
+
+
+def _open(thing: str, fetched: Path | None) -> StoredState:
+    if fetched is None:
+        return open_state(thing, checkpoint_at(Path(thing)), open_thing(thing, with_places=True))
+    contents = replace(open_thing(str(fetched)), kind="snapshot of a replica")
+    return open_state(thing, fetched, contents)

@@ -1,0 +1,168 @@
+"""Where in what ``torch.save`` has written the data of a tensor lie, found without torch and without unpickling.
+
+It is a zip file whose entries are stored as they are, each data entry aligned: ``data.pkl`` says what the tensor is,
+``data/0`` is its storage (torch/serialization.py, ``_save``).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from ft_transport.cli.contents import UnreadableError
+from ft_transport.cli.walked_pickle import walk_pickle
+
+Read = Callable[[int, int], bytes]
+"""Bytes from a position on, so many; fewer where there are no more."""
+
+_END: Final = struct.Struct("<4sHHHHIIH")
+_END_64: Final = struct.Struct("<4sQHHIIQQQQ")
+_LOCATOR_64: Final = struct.Struct("<4sIQI")
+_CENTRAL: Final = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_LOCAL: Final = struct.Struct("<4sHHHHHIIIHH")
+_EXTRA: Final = struct.Struct("<HH")
+_TAIL_BYTES: Final = 2048
+"""The directory of what one tensor is saved as, and what stands behind it, are shorter."""
+_MAX_DIRECTORY_BYTES: Final = 1 << 20
+_MAX_ENTRIES: Final = 4096
+_MAX_PICKLE_BYTES: Final = 1 << 16
+_NUM_KEPT: Final = 1024
+_FULL_16: Final = 0xFFFF
+_FULL_32: Final = 0xFFFFFFFF
+_EXTRA_64: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ZipEntry:
+    """One entry: its name without the archive's own, where its bytes lie from the beginning, and how many."""
+
+    name: str
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """Where a tensor lies.
+
+    Attributes:
+        start: Of the first element, in bytes from the beginning of what was saved.
+        end: Of the storage, likewise.
+        shape: Of the tensor.
+        strides: In elements.
+    """
+
+    start: int
+    end: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def zip_entries(read: Read, num_bytes: int) -> list[ZipEntry]:
+    """What ``torch.save`` has put into its zip file, in the order of its directory.
+
+    Raises:
+        UnreadableError: It is no such file.
+    """
+    try:
+        entries = list(_entries(read, num_bytes))
+    except (struct.error, UnicodeDecodeError, IndexError) as error:
+        raise UnreadableError(f"expected what torch.save writes: {error}") from error
+    for entry in entries:
+        if entry.start + entry.num_bytes > num_bytes:
+            raise UnreadableError(f"expected what torch.save writes, {entry.name} is longer than it")
+    return entries
+
+
+def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
+    """Where the one tensor that was saved lies.
+
+    Args:
+        read: Reads what was saved, from its beginning.
+        num_bytes: Its length.
+        item_bytes: Of an element of the tensor.
+
+    Raises:
+        UnreadableError: It is no tensor, or not one on a CPU in one piece of memory.
+    """
+    by_name = {entry.name: entry for entry in zip_entries(read, num_bytes)}
+    pickled, storage, order = by_name.get("data.pkl"), by_name.get("data/0"), by_name.get("byteorder")
+    if pickled is None or storage is None or pickled.num_bytes > _MAX_PICKLE_BYTES:
+        raise UnreadableError("expected one tensor in what torch.save has written")
+    if order is not None and read(order.start, min(order.num_bytes, 16)) != b"little":
+        raise UnreadableError("expected a tensor whose bytes are in the order of this machine's")
+    try:
+        kind, arguments = _walk(read(pickled.start, pickled.num_bytes))
+        while kind == ("torch._utils", "_rebuild_parameter"):
+            kind, arguments = arguments[0]
+        if kind not in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")):
+            raise UnreadableError("expected a plain tensor, got something else")
+        _storage, offset, shape, strides = arguments[:4]
+        start = storage.start + offset * item_bytes
+        last = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+    except (TypeError, ValueError, LookupError) as error:
+        raise UnreadableError(f"expected the pickle of a tensor: {error}") from error
+    end = storage.start + storage.num_bytes
+    numbers = (offset, *shape, *strides)
+    is_empty = 0 in shape
+    if min(numbers) < 0 or (not is_empty and start + (last + 1) * item_bytes > end):
+        raise UnreadableError(f"expected a tensor of {shape} with strides {strides}, its storage ends before")
+    return SavedTensor(start, end, shape, strides)
+
+
+@lru_cache(_NUM_KEPT)
+def _walk(pickled: bytes) -> Any:
+    """Tensors of one dtype and shape have one pickle."""
+    return walk_pickle(pickled)
+
+
+def _entries(read: Read, num_bytes: int) -> Iterator[ZipEntry]:
+    tail_bytes = min(_TAIL_BYTES, num_bytes)
+    tail_start = num_bytes - tail_bytes
+    tail = read(tail_start, tail_bytes)
+    signature, *_, count, size, start, _comment = _END.unpack_from(tail, len(tail) - _END.size)
+    if signature != b"PK\x05\x06":
+        raise UnreadableError("expected what torch.save writes, it has no directory at its end")
+    if count == _FULL_16 or _FULL_32 in (size, start):
+        at = len(tail) - _END.size - _LOCATOR_64.size
+        signature, _disk, position, _disks = _LOCATOR_64.unpack_from(tail, at)
+        found = _END_64.unpack(read(position, _END_64.size))
+        if signature != b"PK\x06\x07" or found[0] != b"PK\x06\x06":
+            raise UnreadableError("expected what torch.save writes, the end of its directory is damaged")
+        count, size, start = found[7:]
+    if size > _MAX_DIRECTORY_BYTES or count > _MAX_ENTRIES:
+        raise UnreadableError(f"expected what torch.save writes, its directory has {count} entries in {size} bytes")
+    directory = tail[start - tail_start :] if start >= tail_start else read(start, size)
+    at = 0
+    for _ in range(count):
+        fields = _CENTRAL.unpack_from(directory, at)
+        name_bytes, extra_bytes, comment_bytes = fields[10:13]
+        stored, length, local = fields[8], fields[9], fields[16]
+        name = directory[at + _CENTRAL.size :][:name_bytes].decode()
+        extra = directory[at + _CENTRAL.size + name_bytes :][:extra_bytes]
+        stored, length, local = _widened(extra, stored, length, local)
+        at += _CENTRAL.size + name_bytes + extra_bytes + comment_bytes
+        if fields[0] != b"PK\x01\x02" or fields[4] or stored != length:
+            raise UnreadableError("expected what torch.save writes, it has compressed entries or a damaged directory")
+        head = _LOCAL.unpack(read(local, _LOCAL.size))
+        if head[0] != b"PK\x03\x04":
+            raise UnreadableError("expected what torch.save writes, an entry is not where its directory says")
+        yield ZipEntry(name.partition("/")[2], local + _LOCAL.size + head[9] + head[10], length)
+
+
+def _widened(extra: bytes, stored: int, length: int, local: int) -> tuple[int, int, int]:
+    """Sizes and position in 64 bits, of those that have no room in the directory's own fields."""
+    at = 0
+    while at + _EXTRA.size <= len(extra):
+        kind, num_bytes = _EXTRA.unpack_from(extra, at)
+        at += _EXTRA.size
+        if kind == _EXTRA_64:
+            wide = [value for (value,) in struct.iter_unpack("<Q", extra[at : at + num_bytes // 8 * 8])]
+            length = wide.pop(0) if length == _FULL_32 else length
+            stored = wide.pop(0) if stored == _FULL_32 else stored
+            local = wide.pop(0) if local == _FULL_32 else local
+        at += num_bytes
+    return stored, length, local
