@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
-from benchmarks.ceilings import NUM_CONNECTIONS
 from benchmarks.fetch import COLD, VERIFIED, FetchVariant, measure
 from benchmarks.options import Benchmark, Options, Size
 from benchmarks.report import Group, Verdict
 from benchmarks.states import StateSpec
 from benchmarks.transports import prepare_ours, serve_ours
+from ft_transport.cli.ceilings import NUM_CONNECTIONS
 from ft_transport.wire.digester import DigestKind
 
 _TOKEN: Final = "only-for-a-benchmark"

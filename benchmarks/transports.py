@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 
 import torch
 
-from benchmarks.ceilings import bare_receiver, bare_sender
 from benchmarks.states import State, StateSpec, build_destination
 from ft_transport import HTTPTransport, SnapshotInProgress, TransportSettings
+from ft_transport.cli.ceilings import bare_receiver, bare_sender
 
 TIMEOUT: Final = timedelta(seconds=60)
 STEP: Final = 1

@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 
 import torch
 
-from benchmarks.ceilings import bare_receiver, bare_sender
 from benchmarks.network_namespaces import Host, enter
 from benchmarks.processes import Channel
 from benchmarks.states import State, digest_of
 from benchmarks.transports import STEP, torchft_http_transport
 from ft_transport import HTTPTransport, TransportSettings
+from ft_transport.cli.ceilings import bare_receiver, bare_sender
 
 TIMEOUT: Final = timedelta(seconds=180)
 NUM_TENSORS: Final = 64

@@ -7,6 +7,7 @@ from typing import Final
 
 import typer
 
+from ft_transport.cli.bench import bench_command
 from ft_transport.cli.contents import NotComparedError, NothingThereError
 from ft_transport.cli.demo import demo_command
 from ft_transport.cli.diff import diff_command
@@ -41,6 +42,7 @@ def _common() -> None:
     """Look into replicated training: peers, snapshots, checkpoints and recoveries."""
 
 
+app.command("bench")(bench_command)
 app.command("demo", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(demo_command)
 app.command("diff")(diff_command)
 app.command("doctor")(doctor_command)
