@@ -10,18 +10,16 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from ft_transport.errors import IntegrityError, MessageDamagedError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.slice_frames import ask_for_frames, receive_frame
 from ft_transport.wire.chunks import CHUNK_BYTES
-from ft_transport.wire.digester import Hasher
 from ft_transport.wire.fetch import FetchMachine, Request
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.read_work import FrameOfReads, ReadWork
 from ft_transport.wire.reshard import Planner, Wanted
-from ft_transport.wire.routes import SLICES_ROUTE, bound_path
-from ft_transport.wire.slices import FRAME_DIGEST_BYTES, Slice, answer_bytes, encode_request, frame_context, joined
+from ft_transport.wire.slices import Slice, SliceFrame, joined
 from ft_transport.wire.strided import Memory, put
 
 logger = logging.getLogger(__name__)
@@ -90,28 +88,20 @@ class _SliceWire:
         """See ``http.fetch_pool.Wire``."""
         manifest = self._manifests[request.source]
         frames = [joined([self._planner.held(read, request.source) for read in frame]) for frame in request.units]
-        response = connection.get(
-            bound_path(SLICES_ROUTE, manifest.step, manifest.snapshot_id),
-            headers={"Content-Type": "application/json"},
-            expected_status=200,
-            answer_within_s=0.0,
-            body=encode_request(frames),
-        )
-        if response.length != answer_bytes(frames):
-            raise MessageDamagedError(
-                f"expected an answer of {answer_bytes(frames)} bytes, got {response.length}", peer=str(connection.peer)
-            )
+        response = ask_for_frames(connection, manifest, frames)
         staging = memoryview(bytearray(max(sum(read.num_bytes for read in frame) for frame in request.units)))
         for frame, asked in zip(request.units, frames, strict=True):
-            hasher = manifest.digester.hasher(
-                frame_context(manifest.snapshot_id, asked) if manifest.digester.is_keyed else b""
-            )
-            self._receive_frame(connection, frame, staging, hasher, step=manifest.step)
+            self._receive_frame(connection, manifest, frame, asked, staging)
             yield sum(read.num_bytes for read in frame)
         connection.end_response(response)
 
     def _receive_frame(
-        self, connection: Connection, frame: FrameOfReads, staging: memoryview, hasher: Hasher, *, step: int
+        self,
+        connection: Connection,
+        manifest: Manifest,
+        frame: FrameOfReads,
+        asked: SliceFrame,
+        staging: memoryview,
     ) -> None:
         views: list[memoryview] = []
         staged: list[tuple[memoryview, Slice]] = []
@@ -130,20 +120,7 @@ class _SliceWire:
             else:  # What is staged side by side is received as one.
                 views[-1] = staging[run_start:end]
             filled = end
-        digest = bytearray(FRAME_DIGEST_BYTES)
-        connection.read_into([*views, memoryview(digest)])
-        if self._is_verified:
-            for view in views:
-                hasher.update(view)
-            expected, actual = int.from_bytes(digest, "big"), hasher.intdigest()
-            if actual != expected:
-                raise IntegrityError(
-                    f"a frame with parts of {frame[0].wanted.path} was damaged",
-                    chunk=None,
-                    expected=expected,
-                    actual=actual,
-                    peer=str(connection.peer),
-                    step=step,
-                )
+        what = f"a frame with parts of {frame[0].wanted.path}"
+        receive_frame(connection, manifest, asked, views, is_verified=self._is_verified, what=what)
         for data, piece in staged:
             put(data, self._destination, piece)

@@ -13,26 +13,16 @@ from typing import Final, TypeAlias
 
 import torch
 
-from ft_transport.errors import IntegrityError, MessageDamagedError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.slice_frames import ask_for_frames, receive_frame
 from ft_transport.state.restore import Restore
 from ft_transport.wire.chunk_work import ChunkWork
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.fetch import FetchMachine, Request
 from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.routes import SLICES_ROUTE, bound_path
-from ft_transport.wire.slices import (
-    FRAME_DIGEST_BYTES,
-    MAX_REQUEST_BYTES,
-    MAX_SLICES_PER_REQUEST,
-    Slice,
-    SliceFrame,
-    answer_bytes,
-    encode_request,
-    frame_context,
-)
+from ft_transport.wire.slices import MAX_REQUEST_BYTES, MAX_SLICES_PER_REQUEST, Slice, SliceFrame
 
 _MOST_CHANGING: Final = 0.5
 """Of the data: where more is expected to change, all of it is fetched."""
@@ -167,42 +157,10 @@ class _FrameWire:
             yield from self._receive(connection, asked)
 
     def _receive(self, connection: Connection, frames: Sequence[SliceFrame]) -> Iterator[int]:
-        manifest = self._manifest
-        response = connection.get(
-            bound_path(SLICES_ROUTE, manifest.step, manifest.snapshot_id),
-            headers={"Content-Type": "application/json"},
-            expected_status=200,
-            answer_within_s=0.0,
-            body=encode_request(frames),
-        )
-        if response.length != answer_bytes(frames):
-            raise MessageDamagedError(
-                f"expected an answer of {answer_bytes(frames)} bytes, got {response.length}", peer=str(connection.peer)
-            )
+        response = ask_for_frames(connection, self._manifest, frames)
         for frame in frames:
-            self._receive_frame(connection, frame)
+            views = [view for piece in frame for view in self._restore.buffers(piece.start, piece.end)]
+            what = f"a frame from byte {frame[0].start} of the data on"
+            receive_frame(connection, self._manifest, frame, views, is_verified=self._is_verified, what=what)
             yield sum(piece.num_bytes for piece in frame)
         connection.end_response(response)
-
-    def _receive_frame(self, connection: Connection, frame: SliceFrame) -> None:
-        manifest = self._manifest
-        views = [view for piece in frame for view in self._restore.buffers(piece.start, piece.end)]
-        digest = bytearray(FRAME_DIGEST_BYTES)
-        connection.read_into([*views, memoryview(digest)])
-        if not self._is_verified:
-            return
-        hasher = manifest.digester.hasher(
-            frame_context(manifest.snapshot_id, frame) if manifest.digester.is_keyed else b""
-        )
-        for view in views:
-            hasher.update(view)
-        expected, actual = int.from_bytes(digest, "big"), hasher.intdigest()
-        if actual != expected:
-            raise IntegrityError(
-                f"a frame from byte {frame[0].start} of the data on was damaged",
-                chunk=None,
-                expected=expected,
-                actual=actual,
-                peer=str(connection.peer),
-                step=manifest.step,
-            )
