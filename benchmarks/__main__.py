@@ -27,6 +27,7 @@ from benchmarks import (
     loop,
     publishing,
     reading,
+    reading_commands,
     reshard,
     same_host,
     stall,
@@ -52,6 +53,7 @@ BENCHMARKS = {
         join,
         checkpoint,
         reading,
+        reading_commands,
         publishing,
         delta,
         tls,
@@ -62,7 +64,7 @@ BENCHMARKS = {
         fleet_simulation,
     )
 }
-ON_DISK = (checkpoint.BENCHMARK, reading.BENCHMARK)
+ON_DISK = (checkpoint.BENCHMARK, reading.BENCHMARK, reading_commands.BENCHMARK)
 _RESULTS = Path(__file__).resolve().parent / "results"
 
 

@@ -61,6 +61,8 @@ def escape_peer_text(text: str, *, max_characters: int) -> str:
     Control characters, line ends, bidirectional and other invisible marks, and lone surrogates become escapes as in a
     Python string; what is longer is cut off.
     """
+    if len(text) <= max_characters and text.isprintable():
+        return text
     shown = "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:max_characters]
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import time
@@ -113,6 +112,8 @@ def measure(num_bytes: int, num_rounds: int) -> list[Rate]:
 
 
 def _clone_rates(transport: HTTPTransport[Any], state: dict[str, Any], num_bytes: int, num_rounds: int) -> list[Rate]:
+    import statistics
+
     from ft_transport.cli.ceilings import MemoryCopy
 
     samples: dict[str, list[float]] = {"copy_": [], "memmove": [], _CLONE: []}
@@ -180,6 +181,8 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 def _rate(name: str, ceiling: str, samples: list[float]) -> Rate:
+    import statistics
+
     return Rate(
         name=name,
         ceiling=ceiling,

@@ -9,23 +9,18 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
-
-import numpy as np
+from typing import Final
 
 from ft_transport.cli.contents import UnreadableError
 from ft_transport.cli.coverage import Box, intersections
 from ft_transport.cli.stored_state import StoredPiece, StoredTensor
 
-_Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-
-_BLOCK_BYTES: Final = 1 << 20
+BLOCK_BYTES: Final = 1 << 20
 """Of each side, read and compared at once."""
+
 _SPAN_BYTES: Final = 8 << 20
 """What a thread takes at once."""
 _NUM_THREADS: Final = 2
-_FLOATS: Final = {"float16": "f2", "float32": "f4", "float64": "f8"}
-_UNITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "u8"}
 
 
 @dataclass(slots=True)
@@ -75,11 +70,12 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Boxes:
-    """The same box of the tensor on both sides, as arrays over the files."""
+    """The same box of the tensor on both sides, in pieces in which it is no run."""
 
     pair: Pair
-    one: _Array
-    other: _Array
+    one: StoredPiece
+    other: StoredPiece
+    box: Box
 
 
 def compare(pairs: Sequence[Pair]) -> dict[str, Tally]:
@@ -97,7 +93,7 @@ def compare(pairs: Sequence[Pair]) -> dict[str, Tally]:
                 span = next(spans, None)
             if span is None:
                 return
-            tally = comparer.run(span) if isinstance(span, _Run) else comparer.boxes(span)
+            tally = comparer.compare(span)
             if tally.num_bytes:
                 with lock:
                     found.setdefault(span.pair.name, Tally()).add(tally)
@@ -112,29 +108,32 @@ class _Comparer:
     """Of one thread, with its buffers."""
 
     def __init__(self) -> None:
-        self._one, self._other = (np.empty(_BLOCK_BYTES, np.uint8) for _ in range(2))
-        self._views = (self._one.data, self._other.data)
-        self._addresses = (self._one.ctypes.data, self._other.ctypes.data)
+        buffers = [bytearray(BLOCK_BYTES) for _ in range(2)]
+        self._one, self._other = (memoryview(buffer) for buffer in buffers)
+        # They keep the buffers where they are.
+        self._in_place = [(ctypes.c_char * BLOCK_BYTES).from_buffer(buffer) for buffer in buffers]
         self._compare = ctypes.CDLL(None).memcmp
-        self._compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
-    def run(self, run: _Run) -> Tally:
+    def compare(self, span: _Run | _Boxes) -> Tally:
+        if isinstance(span, _Run):
+            return self._runs(span)
+        from ft_transport.cli.compared_arrays import tally_of_boxes
+
+        return tally_of_boxes(span.one, span.other, span.box, span.pair.one)
+
+    def _runs(self, run: _Run) -> Tally:
         tally = Tally()
         one_file, other_file = run.one.file.descriptor, run.other.file.descriptor
-        for at in range(0, run.num_bytes, _BLOCK_BYTES):
-            num_bytes = min(_BLOCK_BYTES, run.num_bytes - at)
-            _read(one_file, run.one_start + at, self._views[0][:num_bytes])
-            _read(other_file, run.other_start + at, self._views[1][:num_bytes])
+        for at in range(0, run.num_bytes, BLOCK_BYTES):
+            num_bytes = min(BLOCK_BYTES, run.num_bytes - at)
+            one, other = self._one[:num_bytes], self._other[:num_bytes]
+            _read(one_file, run.one_start + at, one)
+            _read(other_file, run.other_start + at, other)
             # It holds no lock of the interpreter's meanwhile, and writes nothing.
-            if self._compare(*self._addresses, num_bytes):
-                tally.add(_tally(self._one[:num_bytes], self._other[:num_bytes], run.pair.one))
-        return tally
+            if self._compare(*self._in_place, ctypes.c_size_t(num_bytes)):
+                from ft_transport.cli.compared_arrays import tally_of
 
-    def boxes(self, boxes: _Boxes) -> Tally:
-        tally = Tally()
-        for one, other in _blocks(boxes.one, boxes.other):
-            if not np.array_equal(one, other):
-                tally.add(_tally(_flat(one), _flat(other), boxes.pair.one))
+                tally.add(tally_of(one, other, run.pair.one))
         return tally
 
 
@@ -145,7 +144,7 @@ def _spans(pairs: Sequence[Pair]) -> Iterator[_Run | _Boxes]:
             one, other = pair.one.pieces[number], pair.other.pieces[other_number]
             starts = [_start_of_run(piece, box, pair.one.item_bytes) for piece in (one, other)]
             if None in starts:
-                yield _Boxes(pair, _array(one, box, pair.one.item_bytes), _array(other, box, pair.one.item_bytes))
+                yield _Boxes(pair, one, other, box)
                 continue
             total = math.prod(box[1]) * pair.one.item_bytes
             for first, end in pair.ranges if pair.ranges is not None else [(0, total)]:
@@ -157,54 +156,19 @@ def _spans(pairs: Sequence[Pair]) -> Iterator[_Run | _Boxes]:
 def _start_of_run(piece: StoredPiece, box: Box, item_bytes: int) -> int | None:
     """Where in the file a box of a piece begins, if all of it lies there in one run."""
     sizes = piece.box[1]
-    if box[1][1:] != sizes[1:] or (piece.strides is not None and piece.strides != _row_major(sizes)):
+    if box[1][1:] != sizes[1:] or (piece.strides is not None and piece.strides != row_major(sizes)):
         return None
     before = (box[0][0] - piece.box[0][0]) * math.prod(sizes[1:]) if sizes else 0
     return piece.start + before * item_bytes
 
 
-def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements."""
     strides, stride = [], 1
     for size in reversed(sizes):
         strides.append(stride)
         stride *= max(1, size)
     return tuple(reversed(strides))
-
-
-def _array(piece: StoredPiece, box: Box, item_bytes: int) -> _Array:
-    unit = np.dtype(_UNITS[item_bytes])
-    strides = piece.strides if piece.strides is not None else _row_major(piece.box[1])
-    inner = (item_bytes // unit.itemsize,)
-    whole: _Array = np.ndarray(
-        (*piece.box[1], *inner),
-        unit,
-        buffer=piece.file.mapped,
-        offset=piece.start,
-        strides=(*(stride * item_bytes for stride in strides), unit.itemsize),
-    )
-    return whole[
-        tuple(
-            slice(start - first, start - first + size)
-            for start, first, size in zip(box[0], piece.box[0], box[1], strict=True)
-        )
-    ]
-
-
-def _blocks(one: _Array, other: _Array) -> Iterator[tuple[_Array, _Array]]:
-    """Halves of halves along the first dimension that can be halved, until they are small."""
-    if one.nbytes <= _BLOCK_BYTES:
-        yield one, other
-        return
-    dim = next(dim for dim, size in enumerate(one.shape) if size > 1)
-    middle = one.shape[dim] // 2
-    for half in (slice(None, middle), slice(middle, None)):
-        where = (*(slice(None) for _ in range(dim)), half)
-        yield from _blocks(one[where], other[where])
-
-
-def _flat(array: _Array) -> _Array:
-    flat: _Array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return flat
 
 
 def _read(descriptor: int, start: int, into: memoryview) -> None:
@@ -214,23 +178,3 @@ def _read(descriptor: int, start: int, into: memoryview) -> None:
         raise UnreadableError(f"expected to read what is compared: {error}") from error
     if num_bytes != len(into):
         raise UnreadableError("expected files that do not change while they are compared, one became shorter")
-
-
-def _tally(one: _Array, other: _Array, tensor: StoredTensor) -> Tally:
-    num_bytes = int(np.count_nonzero(one != other))
-    unit = min(8, tensor.item_bytes)
-    differs = (one.view(f"u{unit}") != other.view(f"u{unit}")).reshape(-1, tensor.item_bytes // unit).any(axis=1)
-    return Tally(int(np.count_nonzero(differs)), num_bytes, _largest(one, other, tensor.dtype, differs))
-
-
-def _largest(one: _Array, other: _Array, dtype: str, differs: _Array) -> float | None:
-    if dtype == "bfloat16":
-        ones, others = ((each.view("u2")[differs].astype("u4") << 16).view("f4") for each in (one, other))
-    elif dtype in _FLOATS:
-        ones, others = (each.view(_FLOATS[dtype])[differs] for each in (one, other))
-    else:
-        return None
-    with np.errstate(all="ignore"):
-        away = np.abs(ones.astype("f8") - others.astype("f8"))
-    finite = away[np.isfinite(away)]
-    return float(finite.max()) if finite.size else None

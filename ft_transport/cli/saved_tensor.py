@@ -37,10 +37,10 @@ _EXTRA_64: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
-    """One entry: its name without the archive's own, where its bytes lie from the beginning, and how many."""
+    """One entry: its name without the archive's own, where from the beginning its head is, and its length in bytes."""
 
     name: str
-    start: int
+    head: int
     num_bytes: int
 
 
@@ -68,13 +68,25 @@ def zip_entries(read: Read, num_bytes: int) -> list[ZipEntry]:
         UnreadableError: It is no such file.
     """
     try:
-        entries = list(_entries(read, num_bytes))
+        return list(_entries(read, num_bytes))
     except (struct.error, UnicodeDecodeError, IndexError) as error:
         raise UnreadableError(f"expected what torch.save writes: {error}") from error
-    for entry in entries:
-        if entry.start + entry.num_bytes > num_bytes:
-            raise UnreadableError(f"expected what torch.save writes, {entry.name} is longer than it")
-    return entries
+
+
+def start_of(entry: ZipEntry, read: Read, num_bytes: int) -> int:
+    """Where its bytes lie, which are stored as they are.
+
+    Raises:
+        UnreadableError: It is not there, or longer than the file.
+    """
+    head = read(entry.head, _LOCAL.size)
+    if len(head) < _LOCAL.size or not head.startswith(b"PK\x03\x04"):
+        raise UnreadableError("expected what torch.save writes, an entry is not where its directory says")
+    fields = _LOCAL.unpack(head)
+    start: int = entry.head + _LOCAL.size + fields[9] + fields[10]
+    if start + entry.num_bytes > num_bytes:
+        raise UnreadableError(f"expected what torch.save writes, {entry.name} is longer than it")
+    return start
 
 
 def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
@@ -92,20 +104,21 @@ def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
     pickled, storage, order = by_name.get("data.pkl"), by_name.get("data/0"), by_name.get("byteorder")
     if pickled is None or storage is None or pickled.num_bytes > _MAX_PICKLE_BYTES:
         raise UnreadableError("expected one tensor in what torch.save has written")
-    if order is not None and read(order.start, min(order.num_bytes, 16)) != b"little":
+    if order is not None and read(start_of(order, read, num_bytes), min(order.num_bytes, 16)) != b"little":
         raise UnreadableError("expected a tensor whose bytes are in the order of this machine's")
     try:
-        kind, arguments = _walk(read(pickled.start, pickled.num_bytes))
+        kind, arguments = _walk(read(start_of(pickled, read, num_bytes), pickled.num_bytes))
         while kind == ("torch._utils", "_rebuild_parameter"):
             kind, arguments = arguments[0]
         if kind not in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")):
             raise UnreadableError("expected a plain tensor, got something else")
         _storage, offset, shape, strides = arguments[:4]
-        start = storage.start + offset * item_bytes
+        storage_start = start_of(storage, read, num_bytes)
+        start = storage_start + offset * item_bytes
         last = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
     except (TypeError, ValueError, LookupError) as error:
         raise UnreadableError(f"expected the pickle of a tensor: {error}") from error
-    end = storage.start + storage.num_bytes
+    end = storage_start + storage.num_bytes
     numbers = (offset, *shape, *strides)
     is_empty = 0 in shape
     if min(numbers) < 0 or (not is_empty and start + (last + 1) * item_bytes > end):
@@ -147,10 +160,7 @@ def _entries(read: Read, num_bytes: int) -> Iterator[ZipEntry]:
         at += _CENTRAL.size + name_bytes + extra_bytes + comment_bytes
         if fields[0] != b"PK\x01\x02" or fields[4] or stored != length:
             raise UnreadableError("expected what torch.save writes, it has compressed entries or a damaged directory")
-        head = _LOCAL.unpack(read(local, _LOCAL.size))
-        if head[0] != b"PK\x03\x04":
-            raise UnreadableError("expected what torch.save writes, an entry is not where its directory says")
-        yield ZipEntry(name.partition("/")[2], local + _LOCAL.size + head[9] + head[10], length)
+        yield ZipEntry(name.partition("/")[2], local, length)
 
 
 def _widened(extra: bytes, stored: int, length: int, local: int) -> tuple[int, int, int]:

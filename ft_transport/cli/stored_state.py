@@ -12,7 +12,7 @@ from typing import Final
 
 from ft_transport.cli.contents import ITEM_BITS, Contents, StoredPart, TensorEntry, TensorPiece, UnreadableError
 from ft_transport.cli.coverage import Box, find_gap
-from ft_transport.cli.saved_tensor import locate_tensor, zip_entries
+from ft_transport.cli.saved_tensor import locate_tensor, start_of, zip_entries
 from ft_transport.errors import escape_peer_text
 from ft_transport.runtime.regular_files import open_regular
 
@@ -169,15 +169,13 @@ class _Finder:
         """Of a zip file what is stored by name, without what says when and where it was made."""
         file, read = self._open(part, name), self._reader(part, name)
         try:
-            entries = zip_entries(read, part.num_bytes)
-        except UnreadableError:
-            places = [(part.start, part.num_bytes)]
-        else:
             places = [
-                (part.start + entry.start, entry.num_bytes)
-                for entry in entries
+                (part.start + start_of(entry, read, part.num_bytes), entry.num_bytes)
+                for entry in zip_entries(read, part.num_bytes)
                 if entry.name not in _NOT_VALUES and not entry.name.startswith(".")
             ]
+        except UnreadableError:
+            places = [(part.start, part.num_bytes)]
         pieces, at = [], 0
         for start, num_bytes in places:
             pieces.append(StoredPiece(((at,), (num_bytes,)), file, start))

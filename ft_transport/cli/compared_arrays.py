@@ -1,0 +1,88 @@
+"""What of a comparison takes numpy: boxes that are stored in two ways, and what differs where something does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from ft_transport.cli.compare import BLOCK_BYTES, Tally, row_major
+from ft_transport.cli.coverage import Box
+from ft_transport.cli.stored_state import StoredPiece, StoredTensor
+
+_Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+_FLOATS: Final = {"float16": "f2", "float32": "f4", "float64": "f8"}
+_UNITS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "u8"}
+
+
+def tally_of_boxes(one: StoredPiece, other: StoredPiece, box: Box, tensor: StoredTensor) -> Tally:
+    """Compares a box of a tensor that two pieces have, wherever in them it lies."""
+    tally = Tally()
+    arrays = (_array(piece, box, tensor.item_bytes) for piece in (one, other))
+    for first, second in _blocks(*arrays):
+        if not np.array_equal(first, second):
+            tally.add(tally_of(_flat(first).data, _flat(second).data, tensor))
+    return tally
+
+
+def tally_of(one: memoryview, other: memoryview, tensor: StoredTensor) -> Tally:
+    """How two runs of bytes of a tensor differ, which begin and end with an element."""
+    return _tally(np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8), tensor)
+
+
+def _array(piece: StoredPiece, box: Box, item_bytes: int) -> _Array:
+    unit = np.dtype(_UNITS[item_bytes])
+    strides = piece.strides if piece.strides is not None else row_major(piece.box[1])
+    inner = (item_bytes // unit.itemsize,)
+    whole: _Array = np.ndarray(
+        (*piece.box[1], *inner),
+        unit,
+        buffer=piece.file.mapped,
+        offset=piece.start,
+        strides=(*(stride * item_bytes for stride in strides), unit.itemsize),
+    )
+    return whole[
+        tuple(
+            slice(start - first, start - first + size)
+            for start, first, size in zip(box[0], piece.box[0], box[1], strict=True)
+        )
+    ]
+
+
+def _blocks(one: _Array, other: _Array) -> Iterator[tuple[_Array, _Array]]:
+    """Halves of halves along the first dimension that can be halved, until they are small."""
+    if one.nbytes <= BLOCK_BYTES:
+        yield one, other
+        return
+    dim = next(dim for dim, size in enumerate(one.shape) if size > 1)
+    middle = one.shape[dim] // 2
+    for half in (slice(None, middle), slice(middle, None)):
+        where = (*(slice(None) for _ in range(dim)), half)
+        yield from _blocks(one[where], other[where])
+
+
+def _flat(array: _Array) -> _Array:
+    flat: _Array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return flat
+
+
+def _tally(one: _Array, other: _Array, tensor: StoredTensor) -> Tally:
+    num_bytes = int(np.count_nonzero(one != other))
+    unit = min(8, tensor.item_bytes)
+    differs = (one.view(f"u{unit}") != other.view(f"u{unit}")).reshape(-1, tensor.item_bytes // unit).any(axis=1)
+    return Tally(int(np.count_nonzero(differs)), num_bytes, _largest(one, other, tensor.dtype, differs))
+
+
+def _largest(one: _Array, other: _Array, dtype: str, differs: _Array) -> float | None:
+    if dtype == "bfloat16":
+        ones, others = ((each.view("u2")[differs].astype("u4") << 16).view("f4") for each in (one, other))
+    elif dtype in _FLOATS:
+        ones, others = (each.view(_FLOATS[dtype])[differs] for each in (one, other))
+    else:
+        return None
+    with np.errstate(all="ignore"):
+        away = np.abs(ones.astype("f8") - others.astype("f8"))
+    finite = away[np.isfinite(away)]
+    return float(finite.max()) if finite.size else None
