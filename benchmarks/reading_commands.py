@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import struct
 import subprocess
@@ -43,6 +44,7 @@ _STATES: Final = (*(f"inspect-{kind}" for kind in _KINDS), *(f"diff-{kind}" for 
 _WHOLE: Final = Quantity("process", "s")
 _WARM: Final = Quantity("from the page cache", "s")
 _COLD: Final = Quantity("from the disk", "s")
+_PROCESSOR: Final = Quantity("processor, nothing from the disk", "s")
 _OURS: Final = Named("ft-transport", "ours")
 _EMPTY: Final = Named("a Python that does nothing", "ceiling")
 _ALONE: Final = Named("its comparison, in this process", "other")
@@ -98,14 +100,24 @@ def _diff(name: str, kind: str, directory: Path, options: Options) -> Group:
         Verdict.at_most("diff, the whole process / reading both, from the disk", group.ratio(_OURS, _READ, _COLD), 1.2),
         Verdict.at_most("its comparison / reading both, from the page cache", group.ratio(_ALONE, _READ, _WARM), 1.2),
         Verdict("the whole process / reading both, from it", group.ratio(_OURS, _READ, _WARM), None, "at most"),
+        Verdict("its comparison / reading both, processor", group.ratio(_ALONE, _READ, _PROCESSOR), None, "at most"),
     ]
     return group
 
 
 def _time(group: Group, variant: Named, quantity: Quantity, number: int, action: Callable[[], None]) -> None:
+    """By the clock, and by what the processor did for it here and in processes that were started."""
+    began_s = _processor_s()
     with Watch([os.getpid()]) as watch:
         action()
     group.add(variant, quantity, watch.sample(number, watch.seconds))
+    if quantity is not _COLD:
+        group.add(variant, _PROCESSOR, watch.sample(number, _processor_s() - began_s))
+
+
+def _processor_s() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def _save(kind: str, state: State, directory: Path) -> Path:

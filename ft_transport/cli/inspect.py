@@ -103,6 +103,8 @@ def _of_file(path: Path) -> Contents:
         return read_header(
             lambda start, length: os.pread(descriptor, length, start), kind="safetensors file", name=str(path)
         )
+    except OSError as error:
+        raise UnreadableError(f"expected a safetensors file at {path}, it cannot be read: {error}") from error
     finally:
         os.close(descriptor)
 
@@ -169,7 +171,7 @@ def _as_text(contents: Contents, *, with_values: bool) -> str:
     by_dtype = Counter[str]()
     for each in contents.tensors:
         by_dtype[each.dtype] += each.num_bytes
-    shares = ", ".join(f"{name} {megabytes(num_bytes)}" for name, num_bytes in by_dtype.most_common())
+    shares = ", ".join(f"{_shown(name)} {megabytes(num_bytes)}" for name, num_bytes in by_dtype.most_common())
     at = f", step {contents.step}" if contents.step is not None else ""
     lines += ["", f"{contents.kind}{at}: {len(contents.tensors)} tensors, {megabytes(contents.num_bytes)} ({shares})"]
     lines.append(f"{len(contents.values)} values beside them")

@@ -186,6 +186,14 @@ def test_names_do_not_move_the_terminal(tmp_path: Path) -> None:
     assert "1 tensors" in output
 
 
+def test_neither_do_the_names_of_dtypes(tmp_path: Path) -> None:
+    header = b'{"a":{"dtype":"F\\u001b[2J","shape":[1],"data_offsets":[0,4]}}'
+    (tmp_path / "m").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    for command in ("inspect", "verify", "diff"):
+        names = [str(tmp_path / "m")] * (2 if command == "diff" else 1)
+        assert "\x1b" not in CliRunner().invoke(app, [command, *names]).output
+
+
 def test_nothing_of_torch_is_imported_for_a_checkpoint(tmp_path: Path) -> None:
     save_with_dcp(tmp_path)
     code = (
