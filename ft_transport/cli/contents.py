@@ -13,6 +13,8 @@ ITEM_BITS: Final = {
     "float8_e4m3fn": 8, "float8_e4m3fnuz": 8, "float8_e5m2": 8, "float8_e5m2fnuz": 8, "float8_e8m0fnu": 8,
 }  # fmt: skip
 """Of torch's dtypes, the bits of an element."""
+MAX_DIMENSIONS: Final = 64
+"""Those of torch's own tensors."""
 
 
 class UnreadableError(TransportError, ValueError):

@@ -25,7 +25,15 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from ft_transport.cli.contents import ITEM_BITS, Contents, StoredPart, TensorEntry, TensorPiece, UnreadableError
+from ft_transport.cli.contents import (
+    ITEM_BITS,
+    MAX_DIMENSIONS,
+    Contents,
+    StoredPart,
+    TensorEntry,
+    TensorPiece,
+    UnreadableError,
+)
 from ft_transport.errors import escape_peer_text
 from ft_transport.runtime.child_python import child_command, child_environment
 from ft_transport.runtime.regular_files import read_regular
@@ -35,7 +43,6 @@ METADATA_NAME: Final = ".metadata"
 _MAX_BYTES: Final = 1 << 30
 _MAX_NAME: Final = 200
 _MAX_LENGTH: Final = (1 << 63) - 1
-_MAX_DIMENSIONS: Final = 64
 _MAX_MESSAGE: Final = 500
 _TIMEOUT_S: Final = 60.0
 _REFUSED: Final = 3
@@ -198,11 +205,14 @@ class _Reader(pickle.Unpickler):
 def _tensor(name: str, stored: _Tensor, places: _Places | None) -> TensorEntry:
     fields = _fields(stored)
     dtype, shape = _dtype_of(fields["properties"]), _lengths(fields["size"], name)
+    num_bytes = math.prod(shape) * ITEM_BITS[dtype] // 8
+    if num_bytes > _MAX_LENGTH:
+        raise UnreadableError(f"expected the shape of a tensor, {_shown(name)} has one that no machine could hold")
     return TensorEntry(
         path=str(name),
         dtype=dtype,
         shape=shape,
-        num_bytes=math.prod(shape) * ITEM_BITS[dtype] // 8,
+        num_bytes=num_bytes,
         num_parts=len(fields["chunks"]),
         pieces=tuple(_piece(name, each, places) for each in fields["chunks"]) if places is not None else (),
     )
@@ -216,9 +226,8 @@ def _piece(name: str, chunk: _Kept, places: _Places) -> TensorPiece:
 
 def _lengths(lengths: Any, name: str) -> tuple[int, ...]:
     counts = tuple(int(length) for length in lengths)
-    if any(not 0 <= length <= _MAX_LENGTH for length in counts) or len(counts) > _MAX_DIMENSIONS:
-        shown = escape_peer_text(str(name), max_characters=_MAX_NAME)
-        raise UnreadableError(f"expected the shape of a tensor, {shown} has none")
+    if any(not 0 <= length <= _MAX_LENGTH for length in counts) or len(counts) > MAX_DIMENSIONS:
+        raise UnreadableError(f"expected the shape of a tensor, {_shown(name)} has none")
     return counts
 
 
@@ -231,11 +240,14 @@ def _places_of(storage: Any) -> _Places:
             raise UnreadableError("expected file, offset and length of what is stored")
         name, offset = index["fqn"], index.get("offset")
         if stored.get("transform_descriptors"):
-            shown = escape_peer_text(str(name), max_characters=_MAX_NAME)
-            raise UnreadableError(f"expected data as torch.save writes it, {shown} is compressed or encrypted")
+            raise UnreadableError(f"expected data as torch.save writes it, {_shown(name)} is compressed or encrypted")
         at = _lengths(offset, name) if offset is not None else None
         places[name, at] = StoredPart(file, start, num_bytes, is_raw=False)
     return places
+
+
+def _shown(name: object) -> str:
+    return escape_peer_text(str(name), max_characters=_MAX_NAME)
 
 
 def _dtype_of(properties: _Kept) -> str:

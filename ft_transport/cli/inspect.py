@@ -181,7 +181,8 @@ def _as_text(contents: Contents, *, with_values: bool) -> str:
 
 
 def _shape(tensor: TensorEntry) -> str:
-    return "×".join(map(str, tensor.shape)) or "·"
+    # All rows are as wide as the widest one.
+    return _shown("×".join(map(str, tensor.shape)) or "·")
 
 
 def _shown(text: str) -> str:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Final
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from ft_transport.cli.contents import Contents, StoredPart, TensorEntry, TensorPiece, UnreadableError
+from ft_transport.cli.contents import MAX_DIMENSIONS, Contents, StoredPart, TensorEntry, TensorPiece, UnreadableError
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
 
 _LENGTH: Final = struct.Struct("<Q")
@@ -28,10 +28,14 @@ Read = Callable[[int, int], bytes]
 """Bytes from a position on, so many."""
 
 
+_Number: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""A product of some millions of numbers takes hours, and one of many digits is no float."""
+
+
 class _Entry(msgspec.Struct, frozen=True, gc=False):
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[_Number, _Number]
 
 
 _decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from typer.testing import CliRunner
 
 from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
-from ft_transport.cli.contents import UnreadableError
+from ft_transport.cli.contents import NotComparedError, UnreadableError
 from ft_transport.cli.main import app
 
 pytestmark = [pytest.mark.timeout(120)]
@@ -155,6 +155,42 @@ def test_what_is_no_safetensors_file_is_said_to_be_none(content: bytes, tmp_path
 
 
 @pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2**62] * 60_000, "data_offsets": [0, 0]},
+        {"dtype": "F32", "shape": [10**4000] * 2, "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [0, 10**3000]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [-(10**3000), 0]},
+    ],
+    ids=["so many dimensions", "such lengths", "such an end", "such a beginning"],
+)
+@pytest.mark.parametrize("command", ["inspect", "verify", "diff"])
+def test_numbers_that_no_file_has_are_refused_at_once(command: str, entry: dict[str, Any], tmp_path: Path) -> None:
+    path = write_header(tmp_path / "m", {"a": entry})
+    result = CliRunner().invoke(app, [command, path, path] if command == "diff" else [command, path])
+    if command == "verify":
+        assert "✗ expected the header of a safetensors file" in result.output
+    else:
+        assert isinstance(result.exception, UnreadableError | NotComparedError), result.exception
+
+
+def test_a_long_shape_makes_no_line_longer_than_a_name_does(tmp_path: Path) -> None:
+    long = {"dtype": "F32", "shape": [2**62] * 63 + [0], "data_offsets": [0, 0]}
+    short = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    path = write_header(tmp_path / "m", {"long": long, **{f"{index}": short for index in range(100)}})
+    output = CliRunner().invoke(app, ["inspect", path]).output
+    assert len(output.splitlines()) > 100
+    assert max(map(len, output.splitlines())) < 300
+
+
+def write_header(path: Path, header: dict[str, Any]) -> str:
+    """A safetensors file of four bytes."""
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + b"data")
+    return str(path)
+
+
+@pytest.mark.parametrize(
     "content",
     [
         pytest.param(b"}" + b")" + b"\x85" * 3_000_000 + b"Ns.", id="a tuple that ends who hashes it"),
@@ -167,7 +203,7 @@ def test_a_pickle_that_would_end_its_reader_or_take_all_memory_does_neither(cont
     assert isinstance(result.exception, UnreadableError)
 
 
-@pytest.mark.parametrize("shape", [(-1,), (1 << 64,), (1,) * 65])
+@pytest.mark.parametrize("shape", [(-1,), (1 << 64,), (1,) * 65, (1 << 62,) * 64])
 def test_a_shape_that_no_tensor_has_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
     save_with_dcp(tmp_path)
     path = tmp_path / ".metadata"
@@ -182,6 +218,8 @@ def test_a_shape_that_no_tensor_has_is_refused(shape: tuple[int, ...], tmp_path:
 def test_names_do_not_move_the_terminal(tmp_path: Path) -> None:
     save_file({"a\x1b[2Jb": torch.ones(1)}, tmp_path / "m")
     output = CliRunner().invoke(app, ["inspect", str(tmp_path / "m")]).output
+    of_dtypes = write_header(tmp_path / "n", {"a": {"dtype": "\x1b[2J", "shape": [1], "data_offsets": [0, 4]}})
+    output += CliRunner().invoke(app, ["inspect", of_dtypes]).output
     assert "\x1b" not in output
     assert "1 tensors" in output
 
