@@ -368,7 +368,8 @@ def _own_interfaces() -> list[dict[str, str]]:
 
 def _replica_of(request: web.Request) -> str:
     """What the receiver calls itself."""
-    return request.headers.get(REPLICA_HEADER, "")[:_MAX_REPLICA_CHARACTERS]
+    # Not every byte of a header is text; a lone surrogate (PEP 383) has no place in JSON.
+    return request.headers.get(REPLICA_HEADER, "")[:_MAX_REPLICA_CHARACTERS].encode(errors="replace").decode()
 
 
 def _route_name(request: web.Request) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
 from aiohttp import web
 
 from ft_transport.http.event_stream import EventStream
@@ -12,6 +11,7 @@ from ft_transport.http.job_watch import JobWatch, alone
 from ft_transport.http.page import WATCH_HEADERS, load_page
 from ft_transport.http.rate_probe import Connect
 from ft_transport.http.scraping import Scraping
+from ft_transport.telemetry.encoding import encode_told
 from ft_transport.telemetry.exposition import Exposition, accepted
 from ft_transport.telemetry.job import KnownJob
 from ft_transport.telemetry.watch import Watch
@@ -63,7 +63,7 @@ class WatchRoutes:
         return web.Response(body=self._page.body, headers=self._page.headers)
 
     def _encoded_state(self) -> bytes:
-        return msgspec.json.encode(self._watch.state())
+        return encode_told(self._watch.state())
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -73,7 +73,7 @@ class WatchRoutes:
         return web.Response(body=body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
 
     def _encoded_job(self) -> bytes:
-        return msgspec.json.encode(self._job.look())
+        return encode_told(self._job.look())
 
     def _find_job(self) -> KnownJob:
         find = self._watch.find_job

@@ -13,6 +13,7 @@ import msgspec
 
 from ft_transport.errors import RecordError
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
+from ft_transport.telemetry.encoding import encode_told
 
 Kind: TypeAlias = Literal["heal", "fetch", "save", "load", "publish"]
 Outcome: TypeAlias = Literal["ok", "failed", "abandoned"]
@@ -123,7 +124,7 @@ class Record:
 
 def encode_record(record: Record) -> bytes:
     """One line of JSON, without its end."""
-    return msgspec.json.encode(record)
+    return encode_told(record)
 
 
 def decode_record(line: bytes | str) -> Record:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
 from contextlib import closing
 from datetime import timedelta
@@ -10,9 +12,13 @@ from typing import Any
 
 import torch
 from served_memory import Serving, serving, until
+from watching import read_event
 
 from ft_transport import HTTPTransport, TransportSettings
+from ft_transport.telemetry.recorder import Recorder
+from ft_transport.telemetry.telling import tell_process
 from ft_transport.telemetry.told import ToldState, decode_state
+from ft_transport.telemetry.watch import Watch
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -41,6 +47,30 @@ def test_a_receiver_is_told_of_while_it_is_served_and_a_moment_later() -> None:
 
         until(lambda: not sends()[0]["is_running"])
         assert sends()[0]["num_bytes"] > len(data)
+
+
+def test_a_name_that_is_no_text_blinds_nobody() -> None:
+    with serving() as served, closing(socket.create_connection(("127.0.0.1", served.server.port), 20)) as receiver:
+        snapshot = served.put(5)
+        head = b"GET /checkpoint/5/full HTTP/1.1\r\nHost: localhost\r\nFT-Replica: b\xff\r\nConnection: close\r\n\r\n"
+        receiver.sendall(head)
+        while receiver.recv(1 << 16):
+            pass
+        transport = told_by(served).transport
+    assert transport is not None
+    assert [(flow.replica, flow.step) for flow in transport.sends] == [("b?", snapshot.step)]
+
+
+def test_an_error_that_quotes_a_path_of_any_bytes_is_told() -> None:
+    watch = Watch(Recorder())
+    tell_process(watch)
+    watch.errors.note("a disk", os.fsdecode(b"no room for /x/\xff"))
+    with serving(watch=watch) as served:
+        (error,) = told_by(served).errors
+        with closing(served.connect()) as http:
+            http.request("GET", "/events")
+            assert read_event(http.getresponse())["errors"][0]["text"] == error.text
+    assert error.text == "no room for /x/?"
 
 
 def test_a_fetch_tells_what_comes_from_whom_while_it_does() -> None:

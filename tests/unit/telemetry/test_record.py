@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from ft_transport.errors import RecordError
 from ft_transport.telemetry.record import Phase, Record, Retry, Transfer, decode_record, encode_record
+from ft_transport.telemetry.recorder import Recorder
 
 RECORD = Record(
     kind="heal",
@@ -27,6 +31,13 @@ def test_a_record_survives_its_line() -> None:
     assert b"\n" not in line
     assert decode_record(line) == RECORD
     assert decode_record(line.decode()) == RECORD
+
+
+def test_what_quotes_a_path_of_any_bytes_is_written_too(tmp_path: Path) -> None:
+    recorder = Recorder(path=tmp_path / "records")
+    record = recorder.begin("save").end("failed", error=os.fsdecode(b"no room for /x/\xff"))
+    assert record is not None
+    assert decode_record((tmp_path / "records").read_bytes()).error == "no room for /x/?"
 
 
 def test_what_a_newer_version_adds_is_passed_over() -> None:
