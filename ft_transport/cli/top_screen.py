@@ -81,7 +81,7 @@ def screen(job: JobState, *, width: int, height: int) -> Text:
 
 def flows_of(job: JobState) -> dict[tuple[str, int], str]:
     """Of each process, by name and rank, whom it serves or receives from now."""
-    names = {urlsplit(process.address).netloc: process.name for process in job.processes if process.address}
+    names = {_netloc(process.address): process.name for process in job.processes if process.address}
     flows: dict[tuple[str, int], list[str]] = {}
     for process in job.processes:
         transport = process.told.transport if process.told is not None and process.presence == "here" else None
@@ -114,6 +114,14 @@ def seconds(length_s: float) -> str:
     if length_s < 100:
         return f"{length_s:.1f} s"
     return f"{length_s / 60:.0f} min" if length_s < 7200 else f"{length_s / 3600:.1f} h"
+
+
+def _netloc(address: str) -> str:
+    """Of an address that nobody has proved; empty where it is none."""
+    try:
+        return urlsplit(address).netloc
+    except ValueError:
+        return ""
 
 
 def _name(text: str) -> str:
@@ -239,7 +247,9 @@ def _spark(steps: tuple[ToldStep, ...]) -> str:
         return ""
     lengths = [step.length_s for step in last]
     longest_s = max(1e-9, min(max(lengths), 4 * median(lengths)))
-    bars = (_SPARKS[min(7, int(7 * step.length_s / longest_s))] if step.is_committed else "×" for step in last)
+    # Any figure may have been told.
+    shares = (min(1.0, max(0.0, step.length_s / longest_s)) for step in last)
+    bars = (_SPARKS[int(7 * share)] if step.is_committed else "×" for step, share in zip(last, shares, strict=True))
     return "".join(bars)
 
 

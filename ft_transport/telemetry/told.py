@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from ft_transport.errors import PeerProtocolError
-from ft_transport.telemetry.record import Kind, Phase, Record, Retry, Transfer
+from ft_transport.telemetry.record import Kind, Number, Phase, Record, Retry, Transfer
 
 VERSION: Final = 1
 NUM_RECORDS: Final = 20
@@ -37,9 +37,9 @@ class ToldSnapshot:
         num_readers: Requests that read it now.
     """
 
-    step: int
-    num_bytes: int
-    num_readers: int = 0
+    step: Number
+    num_bytes: Number
+    num_readers: Number = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,8 @@ class ToldFlow:
     peer: str
     replica: str = ""
     role: str = "source"
-    step: int | None = None
-    num_bytes: int = 0
+    step: Number | None = None
+    num_bytes: Number = 0
     length_s: float = 0.0
     bytes_per_s: float = 0.0
     is_running: bool = True
@@ -99,7 +99,7 @@ class ToldMember:
     """
 
     replica_id: str
-    step: int
+    step: Number
     addresses: tuple[str, ...] = ()
 
 
@@ -130,7 +130,7 @@ class ToldLock:
     """
 
     holders: tuple[ToldHolder, ...] = ()
-    num_waits: int = 0
+    num_waits: Number = 0
     waited_s: float = 0.0
     longest_wait_s: float = 0.0
 
@@ -147,10 +147,10 @@ class ToldStep:
         cause: Why it was not committed; empty if it was.
     """
 
-    step: int
+    step: Number
     length_s: float
     is_committed: bool = True
-    num_participants: int = 0
+    num_participants: Number = 0
     cause: str = ""
 
 
@@ -177,20 +177,20 @@ class ToldManager:
     """
 
     replica_id: str = ""
-    group_rank: int = 0
+    group_rank: Number = 0
     activity: Activity = "idle"
     activity_s: float = 0.0
-    step: int = 0
-    batches: int = 0
+    step: Number = 0
+    batches: Number = 0
     partial: str = ""
     quorum: str = ""
     members: tuple[ToldMember, ...] = ()
-    num_participants: int = 0
+    num_participants: Number = 0
     lighthouse: str = ""
     lock: ToldLock = field(default_factory=ToldLock)
     steps: tuple[ToldStep, ...] = ()
-    num_committed: int = 0
-    num_refused: int = 0
+    num_committed: Number = 0
+    num_refused: Number = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,7 @@ class ToldError:
     unix_s: float
     about: str
     text: str
-    count: int = 1
+    count: Number = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,9 +218,9 @@ class Running:
     begun_unix_s: float
     length_s: float
     replica: str = ""
-    group_rank: int = 0
-    step: int | None = None
-    num_bytes: int = 0
+    group_rank: Number = 0
+    step: Number | None = None
+    num_bytes: Number = 0
     phases: tuple[Phase, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     retries: tuple[Retry, ...] = ()
@@ -240,7 +240,7 @@ class ToldState:
         errors: The last ones, the newest at the end.
     """
 
-    version: int = VERSION
+    version: Number = VERSION
     unix_s: float = 0.0
     transport: ToldTransport | None = None
     manager: ToldManager | None = None

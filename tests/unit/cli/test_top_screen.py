@@ -133,6 +133,32 @@ def test_text_of_peers_moves_nothing() -> None:
     assert "<img src=x one" in text
 
 
+@pytest.mark.parametrize("figure", [1e308, -1e308, -5.0, 0.0])
+@pytest.mark.parametrize("address", ["http://[", "http://\u2100/", "\x1b", ""])
+def test_no_figure_and_no_address_ends_it(figure: float, address: str) -> None:
+    steps = tuple(ToldStep(step=-(2**62), length_s=figure) for _ in range(9))
+    flow = ToldFlow(peer=address, bytes_per_s=figure, num_bytes=2**62, length_s=figure)
+    told = ToldState(
+        unix_s=figure,
+        manager=ToldManager(step=2**62, activity="training", activity_s=figure, steps=steps, num_refused=2**62),
+        transport=ToldTransport(receives=(flow,), sends=(flow,)),
+    )
+    hostile = JobProcess(name="x", replica_id="x:1", address=address, presence="here", since_s=figure, told=told)
+    phases = tuple(Phase(name="transfer", start_s=figure, length_s=figure) for _ in range(3))
+    record = Record(kind="heal", begun_unix_s=figure, length_s=figure, outcome="ok", phases=phases)
+    error = ToldError(unix_s=figure, about="x", text="x")
+    lines = drawn(
+        job(
+            hostile,
+            process("fine"),
+            records=(JobRecord(name="x", group_rank=0, record=record),),
+            errors=(JobError(name="x", group_rank=0, error=error),),
+        )
+    )
+    assert any(line.startswith("fine ") for line in lines)
+    assert max(map(cell_len, lines)) <= 80
+
+
 def test_a_narrow_screen_and_a_job_without_anybody() -> None:
     assert "nobody is known yet" in "\n".join(drawn(job(), width=50))
     drawn(job(process("a" * 100)), width=30)

@@ -109,7 +109,11 @@ def another_shape(connected: socket.socket, ended: threading.Event) -> None:
     connected.sendall(answer_of(b'{"version": "new", "manager": {"step": {}}}'))
 
 
-@pytest.mark.parametrize("respond", [huge, endless, trickling, silent, nonsense, another_shape])
+def no_number(connected: socket.socket, ended: threading.Event) -> None:
+    connected.sendall(answer_of(b'{"manager": {"num_refused": ' + b"9" * 4000 + b"}}"))
+
+
+@pytest.mark.parametrize("respond", [huge, endless, trickling, silent, nonsense, another_shape, no_number])
 def test_a_member_that_answers_as_it_should_not_costs_a_second(
     respond: Callable[[socket.socket, threading.Event], None],
 ) -> None:
