@@ -1,12 +1,11 @@
-"""Scrapes, one at a time however many ask: who is scraped is training."""
+"""What is asked for again and again, found out once at a time however many ask: who is asked is training."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Final
-
-from ft_transport.telemetry.exposition import Exposition
 
 _TIMEOUT_S: Final = 5.0
 """Nothing that is read waits; Prometheus itself gives up after 10 s unless it is told otherwise."""
@@ -15,17 +14,17 @@ Scrape = tuple[bytes, str]
 
 
 class Scraping:
-    """Answers scrapes on one thread beside the event loop. Belongs to the loop.
+    """Answers on one thread beside the event loop. Belongs to the loop.
 
     Whoever asks while a scrape runs gets the next one, and shares it with all others who did: a crowd costs two.
 
     Args:
-        exposition: Writes what is told.
+        produce: Finds out what is told, in a form; called on that thread.
         timeout_s: How long a scrape may take, and how long one may wait for another one's.
     """
 
-    def __init__(self, exposition: Exposition, *, timeout_s: float = _TIMEOUT_S) -> None:
-        self._exposition = exposition
+    def __init__(self, produce: Callable[[str], Scrape], *, timeout_s: float = _TIMEOUT_S) -> None:
+        self._produce = produce
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()
         self._running: asyncio.Future[Scrape] | None = None
@@ -35,7 +34,7 @@ class Scraping:
         """What is told, as of this call or later.
 
         Args:
-            form: See `Exposition.encode`.
+            form: One of a few.
 
         Raises:
             asyncio.TimeoutError: It takes too long.
@@ -53,7 +52,7 @@ class Scraping:
                 self._running.exception()
             began_s = time.monotonic()
             loop = asyncio.get_running_loop()
-            self._running = loop.run_in_executor(None, self._exposition.encode, form)
+            self._running = loop.run_in_executor(None, self._produce, form)
             await asyncio.wait({self._running})
             done, self._running = self._running, None
             self._last[form] = began_s, done.result()

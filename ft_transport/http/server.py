@@ -333,16 +333,20 @@ class SnapshotServer:
                 misdirected = web.HTTPMisdirectedRequest(text=REFUSAL)
                 misdirected.force_close()
                 raise misdirected
+            is_watching, belongs = request.path in WATCH_ROUTES, self._is_guarded
             if request.path != CHALLENGE_ROUTE:
-                if request.path in WATCH_ROUTES:
-                    self._watch_access.admit(request)
+                if is_watching:
+                    # A certificate shows as much as a session does; a watch token shows less.
+                    belongs = self._watch_access.admit(request) or (self._is_guarded and self._keys is None)
                 elif self._sessions is not None:
                     self._sessions.admit(request)
                 self._admission.authenticated(place)
-                if self._is_guarded:
+                if belongs:
                     self._strangers.belongs(place)
-            if self._is_guarded:
+            if belongs:
                 return await handler(request)
+            if is_watching:
+                return await self._watch_in_turn(place, request, handler)
             return await self._in_turn(place, request, handler)
         except TransportError as error:
             # The receiver is told more: what it asked for stays out of this log.
@@ -378,6 +382,16 @@ class SnapshotServer:
         if request.method != "HEAD":
             self._strangers.moved(place, response.content_length or 0)
         return response
+
+    async def _watch_in_turn(
+        self, place: Place, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Who watches is no peer: each answer costs the training the same, however long it is."""
+        after_s = self._strangers.turn_after_s(place)
+        if after_s > 0:
+            with self._admission.waiting(place):
+                await asyncio.sleep(after_s)
+        return await handler(request)
 
     async def _prove(self, request: web.Request, response: web.StreamResponse) -> None:
         if self._sessions is None or not self._sessions.prove(request, response):

@@ -35,24 +35,25 @@ class WatchAccess:
         self._keys = keys
         self._sessions = sessions
 
-    def admit(self, request: web.Request) -> None:
-        """Lets a request through.
+    def admit(self, request: web.Request) -> bool:
+        """Lets a request through; whether it comes from a peer, which has proved that it belongs to the job.
 
         Raises:
             PeerAuthenticationError: It shows no watch token, and is none of a session.
         """
         if self._keys is None:
-            return
+            return False
         scheme, _, credentials = request.headers.get("Authorization", "").partition(" ")
         if scheme == SCHEME and self._sessions is not None:
             self._sessions.admit(request)
-            return
+            return True
         shown = _shown_token(scheme, credentials)
         if not any(is_equal(shown, token) for token in self._keys.watch_tokens()):
             raise PeerAuthenticationError(
                 "expected the watch token, as the password of any user or as a bearer token; "
                 "`ft-transport watch-token` prints it where the job token is set"
             )
+        return False
 
 
 def _shown_token(scheme: str, credentials: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from aiohttp import web
 
@@ -10,7 +11,7 @@ from ft_transport.http.event_stream import EventStream
 from ft_transport.http.job_watch import JobWatch, alone
 from ft_transport.http.page import WATCH_HEADERS, load_page
 from ft_transport.http.rate_probe import Connect
-from ft_transport.http.scraping import Scraping
+from ft_transport.http.scraping import Scrape, Scraping
 from ft_transport.telemetry.encoding import encode_told
 from ft_transport.telemetry.exposition import Exposition, accepted
 from ft_transport.telemetry.job import KnownJob
@@ -23,6 +24,8 @@ from ft_transport.wire.routes import (
     PAGE_ROUTE,
     STATE_ROUTE,
 )
+
+_JSON: Final = "application/json"
 
 
 class WatchRoutes:
@@ -37,7 +40,8 @@ class WatchRoutes:
 
     def __init__(self, watch: Watch, *, connect: Connect, address: str, name: str) -> None:
         self._watch = watch
-        self._scraping = Scraping(Exposition(watch.metrics))
+        self._scraping = Scraping(Exposition(watch.metrics).encode)
+        self._states = Scraping(self._state_in_form)
         self._address = address
         self._name = name
         self._page = load_page()
@@ -55,22 +59,22 @@ class WatchRoutes:
         router.add_get(JOB_EVENTS_ROUTE, self._job_events.watch, allow_head=False)
 
     async def _state(self, _request: web.Request) -> web.StreamResponse:
-        # A part may have to wait for a moment, and the loop waits for nothing.
-        body = await asyncio.get_running_loop().run_in_executor(None, self._encoded_state)
-        return web.Response(body=body, content_type="application/json", headers=WATCH_HEADERS)
+        # A part may have to wait for a moment, and the loop waits for nothing; nor do peers for a crowd that watches.
+        body, content_type = await _in_time(self._states, _JSON)
+        return web.Response(body=body, headers={**WATCH_HEADERS, "Content-Type": content_type})
 
     async def _show(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._page.body, headers=self._page.headers)
+
+    def _state_in_form(self, form: str) -> Scrape:
+        return self._encoded_state(), form
 
     def _encoded_state(self) -> bytes:
         return encode_told(self._watch.state())
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        try:
-            body, content_type = await self._scraping.scrape(accepted(request.headers.get("Accept", "")))
-        except asyncio.TimeoutError:
-            raise web.HTTPServiceUnavailable(text="what is counted could not be read in time") from None
-        return web.Response(body=body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
+        body, content_type = await _in_time(self._scraping, accepted(request.headers.get("Accept", "")))
+        return web.Response(body=body, headers={**WATCH_HEADERS, "Content-Type": content_type})
 
     def _encoded_job(self) -> bytes:
         return encode_told(self._job.look())
@@ -79,3 +83,10 @@ class WatchRoutes:
         find = self._watch.find_job
         job = find() if find is not None else KnownJob()
         return job if job.members else alone(self._address, self._name)
+
+
+async def _in_time(scraping: Scraping, form: str) -> Scrape:
+    try:
+        return await scraping.scrape(form)
+    except asyncio.TimeoutError:
+        raise web.HTTPServiceUnavailable(text="what is told could not be found out in time") from None

@@ -21,12 +21,14 @@ from ft_transport import WeightReceiver
 from ft_transport.http import strangers
 from ft_transport.http.peer_sessions import make_challenge
 from ft_transport.keys import Keys
+from ft_transport.telemetry.recorder import Recorder
+from ft_transport.telemetry.watch import Watch
 from ft_transport.wire.routes import CHALLENGE_ROUTE
 
 WORKER = Path(__file__).parents[1] / "workers" / "flooding_clients.py"
 TOKEN = "a-secret-of-this-job"
 BURST = 16
-REQUEST = "GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+REQUEST = "GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}\r\n"
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +47,8 @@ class Made:
 
 
 @contextlib.contextmanager
-def flood(port: int, kind: str, path: str = "/status", source: str = "127.0.0.1") -> Iterator[Made]:
-    command = [sys.executable, str(WORKER), str(port), kind, REQUEST.format(path=path), source]
+def flood(port: int, kind: str, path: str = "/status", source: str = "127.0.0.1", headers: str = "") -> Iterator[Made]:
+    command = [sys.executable, str(WORKER), str(port), kind, REQUEST.format(path=path, headers=headers), source]
     made, began_s = Made(), time.monotonic()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -79,6 +81,26 @@ def test_where_nobody_proves_anything_small_requests_wait_and_data_does_not() ->
             until_s = time.monotonic() + 2
             while time.monotonic() < until_s:
                 assert served.ask("/checkpoint/5/full").body == content
+    assert BURST < made.num_answers <= 8 * 8 + BURST + 300 * made.seconds + 8
+
+
+@pytest.mark.parametrize("token", [TOKEN, None])
+@pytest.mark.parametrize("path", ["/state", "/metrics", "/job"])
+def test_who_watches_is_answered_some_hundred_times_a_second(
+    path: str, token: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Long answers are none that somebody fetches.
+    monkeypatch.setattr(strangers, "_MOVING_BYTES", 1000)
+    watch = Watch(Recorder())
+    watch.tell("much", lambda: "x" * 10_000)
+    headers = f"Authorization: Bearer {Keys.of(TOKEN).watch_tokens()[0]}\r\n" if token is not None else ""
+    with serving(token=token, watch=watch) as served:
+        content = served.put(5, bytes(1 << 20)).content
+        with flood(served.server.port, "asking", path, "127.0.0.2", headers) as made:
+            until_s = time.monotonic() + 2
+            while time.monotonic() < until_s:
+                fetched = served.ask_proved("/checkpoint/5/full") if token else served.ask("/checkpoint/5/full").body
+                assert fetched == content
     assert BURST < made.num_answers <= 8 * 8 + BURST + 300 * made.seconds + 8
 
 

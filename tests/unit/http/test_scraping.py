@@ -101,7 +101,7 @@ def test_while_one_runs_all_others_share_the_next_one() -> None:
     metrics.collect(source)
 
     async def crowd() -> list[bytes]:
-        scraping = Scraping(Exposition(metrics))
+        scraping = Scraping(Exposition(metrics).encode)
         source.may_go_on.clear()
         first = asyncio.ensure_future(scraping.scrape(TEXT))
         while not source.begun.is_set():
@@ -117,13 +117,34 @@ def test_while_one_runs_all_others_share_the_next_one() -> None:
     assert all(b"ft_transport_level 2.0" in body for body in bodies[1:])
 
 
+def test_a_crowd_that_asks_for_the_state_takes_one_thread() -> None:
+    asked, may_go_on = threading.Semaphore(0), threading.Event()
+
+    def part() -> int:
+        asked.release()
+        assert may_go_on.wait(LONG_S)
+        return 1
+
+    watch = Watch(Recorder())
+    watch.tell("part", part)
+    with serving(watch=watch) as served, ThreadPoolExecutor(30) as pool:
+        answers = [pool.submit(served.ask, "/state") for _ in range(30)]
+        assert asked.acquire(timeout=LONG_S)
+        # What peers need of the same threads, such as the signature of a manifest, waits for nobody.
+        assert not asked.acquire(timeout=0.2)
+        may_go_on.set()
+        assert {each.result(LONG_S).status for each in answers} == {200}
+        assert asked.acquire(timeout=LONG_S)
+        assert not asked.acquire(blocking=False)
+
+
 def test_a_source_that_hangs_holds_one_thread_and_nobody_for_long() -> None:
     source = Source()
     metrics = Metrics()
     metrics.collect(source)
 
     async def scrapes() -> bytes:
-        scraping = Scraping(Exposition(metrics), timeout_s=0.05)
+        scraping = Scraping(Exposition(metrics).encode, timeout_s=0.05)
         source.may_go_on.clear()
         for _ in range(5):
             with pytest.raises(asyncio.TimeoutError):
@@ -147,7 +168,7 @@ def test_who_asks_meanwhile_is_told_that_it_takes_too_long(watch: Watch, source:
         assert served.ask("/state").status == 200
 
     assert answer.status == 503
-    assert b"could not be read in time" in answer.body
+    assert b"could not be found out in time" in answer.body
 
 
 def test_a_server_ends_while_it_is_scraped(watch: Watch, source: Source) -> None:
