@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -62,6 +63,17 @@ def unlink_open(path: Path, descriptor: int) -> None:
     """
     if _is_in_place(descriptor, path):
         os.unlink(path)
+
+
+def rename_open(path: Path, descriptor: int, new_path: Path) -> None:
+    """Gives an open file another name, unless its name is another file's by now.
+
+    Raises:
+        OSError: It cannot be renamed, or is not there under its name.
+    """
+    if not _is_in_place(descriptor, path):
+        raise FileNotFoundError(errno.ENOENT, "expected the file that was written, another one has its name", str(path))
+    os.replace(path, new_path)
 
 
 def _check_owner(descriptor: int, path: Path, kind: str) -> None:

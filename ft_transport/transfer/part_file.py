@@ -16,7 +16,7 @@ from typing import Final
 
 from ft_transport.errors import ConfigurationError, FileWriteError
 from ft_transport.http.late_digests import find_damaged
-from ft_transport.runtime.locked_files import open_locked, unlink_open
+from ft_transport.runtime.locked_files import open_locked, rename_open, unlink_open
 from ft_transport.runtime.regular_files import sync_directory
 from ft_transport.settings import default_num_threads
 from ft_transport.transfer.sparse_file import chunks_in, read_pieces
@@ -143,14 +143,14 @@ class PartFile:
             manifest: With digests, which all chunks have been compared with.
 
         Raises:
-            OSError: It cannot be written, or not be named.
+            OSError: It cannot be written, or not be named; somebody else may have taken its part away.
         """
         assert manifest.digests is not None, "they have been asked for"
         header = _header_of(manifest, manifest.digests)
         assert len(header) == self._header_bytes, "digests take the same room whatever they are"
         os.pwrite(self._descriptor, header, 0)
         os.fsync(self._descriptor)
-        os.replace(self.part, self.path)
+        rename_open(self.part, self._descriptor, self.path)
         self._is_named = True
         sync_directory(self.path.absolute().parent)
 

@@ -24,8 +24,10 @@ from typer.testing import CliRunner, Result
 
 from ft_transport import HTTPTransport, TransportSettings
 from ft_transport.cli.main import app
+from ft_transport.errors import FileWriteError
 from ft_transport.transfer import part_file
 from ft_transport.transfer.part_file import PartFile
+from ft_transport.wire.manifest import Manifest
 
 NUM_BYTES = 24 << 20
 STEP = 8
@@ -177,6 +179,26 @@ def test_two_do_not_write_to_one_file(
         assert "another one writes to" in str(result.exception)
     assert not list(tmp_path.iterdir())
     assert fetch(source.metadata(), "-o", tmp_path / "m").exit_code == 0
+
+
+@pytest.mark.parametrize("instead", [None, b"of another fetch, and not whole"])
+def test_what_was_not_verified_never_takes_the_name(
+    instead: bytes | None, source: HTTPTransport[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m").write_bytes(b"kept")
+    finish = PartFile.finish
+
+    def removed_before(part: PartFile, manifest: Manifest) -> None:
+        part.part.unlink()
+        if instead is not None:
+            part.part.write_bytes(instead)
+        finish(part, manifest)
+
+    monkeypatch.setattr(PartFile, "finish", removed_before)
+    result = fetch(source.metadata(), "-o", tmp_path / "m")
+    assert isinstance(result.exception, FileWriteError), result.output
+    assert "expected the file that was written" in str(result.exception)
+    assert (tmp_path / "m").read_bytes() == b"kept"
 
 
 def test_only_a_regular_file_is_replaced(source: HTTPTransport[Any], tmp_path: Path) -> None:
