@@ -83,7 +83,9 @@ class Keys:
         """
         token, path = os.environ.get(TOKEN_VARIABLE), os.environ.get(TOKEN_FILE_VARIABLE)
         if token is not None and path is not None:
-            raise ConfigurationError(f"expected {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}, both are set")
+            raise ConfigurationError(
+                f"expected {TOKEN_VARIABLE} or {TOKEN_FILE_VARIABLE}, both are set; unset one, an empty one too"
+            )
         if path is not None:
             return cls.from_file(path)
         if token == "":

@@ -113,7 +113,9 @@ class Manager(StateManager):
         if wants_quorum:
             config = config.with_environment()
             if checkpoint_transport is None:
-                checkpoint_transport = ft_transport.HTTPTransport(config.timeout)
+                # So that watchers and the other replicas' logs know it by its name.
+                named = ft_transport.TransportSettings(replica=config.replica_id) if config.replica_id else None
+                checkpoint_transport = ft_transport.HTTPTransport(config.timeout, settings=named)
         super().__init__(
             load_state_dict,
             state_dict,

@@ -19,6 +19,8 @@ from ft_transport.http.own_address import ADVERTISE_VARIABLE, addresses_of, adve
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.rate_probe import Connect, PeerStatus, ProbedRate, ask_status, probe_rates
 from ft_transport.http.reachability import interfaces
+from ft_transport.keys import TOKEN_VARIABLE
+from ft_transport.settings import TransportSettings
 from ft_transport.telemetry.explain import megabytes
 
 Verdict: TypeAlias = Literal["ok", "warn", "bad"]
@@ -151,6 +153,29 @@ def _ipv6() -> Check:
 
 
 def _advertised() -> Check:
+    settings = TransportSettings()
+    is_guarded = settings.keys() is not None or settings.certificates() is not None or settings.allow_anyone
+    return _told_to_peers() if is_guarded else _told_on_the_loopback()
+
+
+def _told_on_the_loopback() -> Check:
+    """Without a job token or certificates servers listen there alone, and refuse to tell peers another address."""
+    remedy = f"set {TOKEN_VARIABLE} on all hosts of the job, which lets them reach each other"
+    chosen = os.environ.get(ADVERTISE_VARIABLE, "")
+    try:
+        is_local = not chosen or all(each.is_loopback for each in addresses_of(advertised_host(None).strip("[]")))
+    except TransportError as error:
+        return Check(name="advertised", verdict="bad", found=str(error), remedy=f"correct {ADVERTISE_VARIABLE}")
+    if is_local:
+        found = "there is no job token, so servers here listen on the loopback alone: for replicas of this host"
+        return Check(name="advertised", verdict="warn", found=found, remedy=remedy)
+    found = (
+        f"{ADVERTISE_VARIABLE} is {chosen}, and without a job token a server listens on the loopback alone: it fails"
+    )
+    return Check(name="advertised", verdict="bad", found=found, remedy=remedy)
+
+
+def _told_to_peers() -> Check:
     remedy = f"set {ADVERTISE_VARIABLE} (TransportSettings.advertise) to the interface or address of the fast network"
     began_s = time.monotonic()
     try:
@@ -198,10 +223,14 @@ def _clock(peer: PeerAddress, status: PeerStatus, asked: float, answered: float)
     name = f"{peer}: clock"
     if not status.unix_s:
         return Check(name=name, verdict="ok", found="it does not tell")
-    offset_s = status.unix_s - (asked + answered) / 2
-    is_close = abs(offset_s) <= _MAX_CLOCK_OFFSET_S + (answered - asked) / 2
+    # The peer tells whole seconds (RFC 9110, section 6.6.1), so half a second is added, and is what is not known.
+    offset_s = status.unix_s + 0.5 - (asked + answered) / 2
+    unknown_s = 0.5 + (answered - asked) / 2
+    is_close = abs(offset_s) <= _MAX_CLOCK_OFFSET_S + unknown_s
     remedy = "" if is_close else "nothing here depends on it, but logs and traces of the two do not fit; run NTP"
-    return Check(name=name, verdict="ok" if is_close else "warn", found=f"{offset_s:+.2f} s to this one", remedy=remedy)
+    found = "the same as here" if abs(offset_s) <= unknown_s else f"{offset_s:+.1f} s to this one"
+    found = f"{found}, give or take {unknown_s:.1f} s"
+    return Check(name=name, verdict="ok" if is_close else "warn", found=found, remedy=remedy)
 
 
 def _rates(peer: PeerAddress, status: PeerStatus, rates: list[ProbedRate]) -> Iterator[Check]:

@@ -42,13 +42,15 @@ def top_command(
 
     console = Console(highlight=False)
     watch = _watch(lighthouse)
-    if as_json or once:
+    # Where nothing can be drawn over, each look is printed below the one before.
+    if as_json or once or not console.is_terminal or console.is_dumb_terminal:
         job = watch.look()
         while True:
             if as_json:
                 typer.echo(msgspec.json.encode(job).decode())
             else:
                 console.print(screen(job, width=console.width, height=_LINES))
+                sys.stdout.flush()
             if once:
                 break
             with _interruptible() as interrupted:
@@ -99,11 +101,10 @@ def _live(watch: JobWatch, console: Console) -> JobState:
     with (
         _interruptible(),
         _keys() as pressed,
-        Live(console=console, auto_refresh=False, screen=console.is_terminal) as live,
+        Live(console=console, auto_refresh=False, screen=True) as live,
     ):
         while True:
-            height = min(console.height, _LINES) if console.is_terminal else _LINES
-            live.update(screen(job, width=console.width, height=height), refresh=True)
+            live.update(screen(job, width=console.width, height=min(console.height, _LINES)), refresh=True)
             if pressed.waits_for_q(max(_PERIOD_S, job.took_s)):
                 break
             job = watch.look()

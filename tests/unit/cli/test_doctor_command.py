@@ -3,6 +3,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from ft_transport import ConfigurationError, HTTPTransport
 from ft_transport.cli.main import app
 
 
@@ -34,3 +35,34 @@ def test_what_is_no_url_is_said() -> None:
     result = CliRunner().invoke(app, ["doctor", "nonsense"])
     assert result.exit_code != 0
     assert "expected a URL like" in str(result.exception)
+
+
+def advertised() -> dict[str, str]:
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    (found,) = (check for check in json.loads(result.output) if check["name"] == "advertised")
+    return found
+
+
+def test_without_a_token_the_loopback_is_said_to_be_all_that_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "FT_TRANSPORT_ADVERTISE",
+        "FT_TRANSPORT_TOKEN",
+        "FT_TRANSPORT_TOKEN_FILE",
+        "FT_TRANSPORT_ALLOW_ANYONE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    found = advertised()
+    assert found["verdict"] == "warn"
+    assert "listen on the loopback alone" in found["found"]
+    assert "FT_TRANSPORT_TOKEN" in found["remedy"]
+
+
+def test_an_address_that_a_transport_would_refuse_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What doctor says and what a transport does are the same."""
+    monkeypatch.setenv("FT_TRANSPORT_ADVERTISE", "192.0.2.7")
+    monkeypatch.delenv("FT_TRANSPORT_TOKEN", raising=False)
+    with pytest.raises(ConfigurationError, match="listens on"):
+        HTTPTransport()
+    found = advertised()
+    assert found["verdict"] == "bad"
+    assert "FT_TRANSPORT_TOKEN" in found["remedy"]
