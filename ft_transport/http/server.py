@@ -53,7 +53,7 @@ from ft_transport.http.strangers import Strangers
 from ft_transport.http.telling import TransportTelling
 from ft_transport.http.tls_protocol import TLSAcceptor, TLSProtocol
 from ft_transport.http.trouble_log import TroubleLog, describe_failure
-from ft_transport.http.watch_access import WATCH_SCHEME, WatchAccess
+from ft_transport.http.watch_access import WATCH_SCHEME, WatchAccess, is_asked_by_another_site
 from ft_transport.http.watch_routes import WatchRoutes
 from ft_transport.keys import Keys
 from ft_transport.telemetry.watch import Watch
@@ -336,6 +336,8 @@ class SnapshotServer:
             is_watching, belongs = request.path in WATCH_ROUTES, self._is_guarded
             if request.path != CHALLENGE_ROUTE:
                 if is_watching:
+                    if is_asked_by_another_site(request.headers):
+                        raise web.HTTPForbidden(text="expected to be asked by a page of this server")
                     # A certificate shows as much as a session does; a watch token shows less.
                     belongs = self._watch_access.admit(request) or (self._is_guarded and self._keys is None)
                 elif self._sessions is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Mapping
 from typing import Final
 
 from aiohttp import web
@@ -54,6 +55,18 @@ class WatchAccess:
                 "`ft-transport watch-token` prints it where the job token is set"
             )
         return False
+
+
+def is_asked_by_another_site(headers: Mapping[str, str]) -> bool:
+    """Whether a browser says that a page of another site asks, not to be left for what it asks for.
+
+    Such a page learns nothing by it. But with the password that the browser has, or where none is needed, each
+    ``<img>`` on it would have a job looked at, and take the place of somebody who watches. Browsers say who asks to
+    servers on the loopback and by TLS (https://www.w3.org/TR/fetch-metadata/).
+    """
+    if headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin"):
+        return False
+    return (headers.get("Sec-Fetch-Mode"), headers.get("Sec-Fetch-Dest")) != ("navigate", "document")
 
 
 def _shown_token(scheme: str, credentials: str) -> str:

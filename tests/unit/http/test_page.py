@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from contextlib import closing
 
 import pytest
 from served_memory import serving
 
 from ft_transport.http.page import load_page
+from ft_transport.wire.routes import WATCH_ROUTES
 
 FOREIGN = re.compile(rb"""(?:src|href|action)\s*=\s*["']?\s*(?:https?:|//)|url\(|@import|innerHTML|outerHTML|eval\(""")
 
@@ -36,6 +38,32 @@ def test_a_browser_may_do_nothing_but_show_it(path: str) -> None:
     assert headers["Referrer-Policy"] == "no-referrer"
     assert headers["Cache-Control"] == "no-store"
     assert "Access-Control-Allow-Origin" not in headers
+
+
+@pytest.mark.parametrize("path", sorted(WATCH_ROUTES))
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+@pytest.mark.parametrize(
+    ("mode", "destination", "status"),
+    [("no-cors", "image", 403), ("cors", "empty", 403), ("navigate", "iframe", 403), ("navigate", "document", 200)],
+)
+def test_a_page_of_another_site_may_lead_here_and_no_more(
+    path: str, site: str, mode: str, destination: str, status: int
+) -> None:
+    headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": destination}
+    with serving() as served, closing(served.connect()) as http:
+        http.request("GET", path, headers=headers)
+        response = http.getresponse()
+    assert response.status == status
+    if status == 200:
+        assert response.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert response.headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_its_own_page_is_answered() -> None:
+    with serving() as served:
+        headers = {"Sec_Fetch_Site": "same-origin", "Sec_Fetch_Mode": "cors", "Sec_Fetch_Dest": "empty"}
+        assert served.ask("/state", **headers).status == 200
+        assert served.ask("/", Sec_Fetch_Site="none", Sec_Fetch_Mode="navigate").status == 200
 
 
 def test_it_loads_nothing_and_makes_no_element_of_text() -> None:
