@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Final, NamedTuple
 
-from ft_transport.errors import TransportError
+from ft_transport.errors import PeerProtocolError, TransportError
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.rate_probe import Connect
+from ft_transport.telemetry.encoding import encode_told
 from ft_transport.telemetry.job import (
     FindJob,
     JobError,
@@ -27,7 +28,7 @@ from ft_transport.telemetry.job import (
     KnownMember,
     Presence,
 )
-from ft_transport.telemetry.told import ToldState, decode_state
+from ft_transport.telemetry.told import ToldState, decode_state, short_phases, short_retries, shortened
 from ft_transport.wire.routes import STATE_ROUTE
 
 MAX_PROCESSES: Final = 512
@@ -36,6 +37,15 @@ _ROUND_S: Final = 3.0
 """All answers have come by then, or count as missing in this round."""
 _MAX_AT_ONCE: Final = 32
 _MAX_STATE_BYTES: Final = 512 << 10
+_MAX_KEPT_BYTES: Final = 128 << 10
+"""Of a process, but for its records and errors; several times as much as a real one tells.
+
+What a member leaves out of what it sends, because it has a default, comes out again here.
+"""
+_NUM_FLOWS: Final = 64
+_NUM_RUNNING: Final = 8
+_NUM_TRANSFERS: Final = 20
+_NUM_RETRIES: Final = 8
 _FORGET_S: Final = 600.0
 """How long who is gone is told of, unless it comes back under its name."""
 _NUM_RECORDS: Final = 30
@@ -156,7 +166,8 @@ class JobWatch:
         try:
             with self._connect(PeerAddress.from_url(address), within_s) as connection:
                 response = connection.get(STATE_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
-                return _Asked(decode_state(connection.read_body(response, max_bytes=_MAX_STATE_BYTES)), "")
+                told = decode_state(connection.read_body(response, max_bytes=_MAX_STATE_BYTES))
+                return _Asked(_bounded(told, str(connection.peer)), "")
         except (TransportError, OSError) as error:
             return _Asked(None, f"{type(error).__name__}: {error}"[:_MAX_TEXT])
 
@@ -195,7 +206,7 @@ class JobWatch:
                     since_s=now_s - seen.since_s,
                     error=seen.error,
                     step=seen.step,
-                    told=_trimmed(told) if told is not None else None,
+                    told=replace(told, records=(), errors=()) if told is not None else None,
                 )
             )
         records.sort(key=lambda each: each.record.begun_unix_s + each.record.length_s)
@@ -239,21 +250,49 @@ def _update(seen: _Seen, asked: _Asked | None, now_s: float, *, is_counted_on: b
 
 
 def _records(name: str, group_rank: int, told: ToldState, ahead_s: float) -> Iterable[JobRecord]:
-    for record in told.records[-_NUM_RECORDS:]:
+    for record in told.records:
         shifted = replace(record, begun_unix_s=record.begun_unix_s + ahead_s)
         yield JobRecord(name=name, group_rank=group_rank, record=shifted)
 
 
 def _errors(name: str, group_rank: int, told: ToldState, ahead_s: float) -> Iterable[JobError]:
-    for error in told.errors[-_NUM_ERRORS:]:
+    for error in told.errors:
         yield JobError(name=name, group_rank=group_rank, error=replace(error, unix_s=error.unix_s + ahead_s))
 
 
-def _trimmed(told: ToldState) -> ToldState:
-    manager = told.manager
+def _bounded(told: ToldState, peer: str) -> ToldState:
+    """What is kept of it, and told again to all who watch: all of it is encoded at once while nobody else runs Python.
+
+    Raises:
+        PeerProtocolError: Even so it is more than a process has to tell.
+    """
+    manager, transport = told.manager, told.transport
     if manager is not None:
         manager = replace(manager, members=(), steps=manager.steps[-_NUM_STEPS:])
-    return replace(told, manager=manager, records=(), errors=())
+    if transport is not None:
+        transport = replace(transport, sends=transport.sends[-_NUM_FLOWS:], receives=transport.receives[-_NUM_FLOWS:])
+    kept = replace(
+        told,
+        manager=manager,
+        transport=transport,
+        running=tuple(
+            replace(
+                each,
+                phases=short_phases(each.phases),
+                transfers=each.transfers[:_NUM_TRANSFERS],
+                retries=short_retries(each.retries[-_NUM_RETRIES:]),
+            )
+            for each in told.running[-_NUM_RUNNING:]
+        ),
+        records=tuple(shortened(record) for record in told.records[-_NUM_RECORDS:]),
+        errors=told.errors[-_NUM_ERRORS:],
+    )
+    num_bytes = len(encode_told(replace(kept, records=(), errors=())))
+    if num_bytes > _MAX_KEPT_BYTES:
+        raise PeerProtocolError(
+            f"expected a process to tell no more than {_MAX_KEPT_BYTES} bytes, it tells {num_bytes}", peer=peer
+        )
+    return kept
 
 
 def _unix_s() -> float:

@@ -15,6 +15,7 @@ from watching import answer_of, encoded_state, job_of, listening, read_event
 from ft_transport.http.job_watch import MAX_PROCESSES, JobWatch
 from ft_transport.http.rate_probe import connecting
 from ft_transport.keys import Keys
+from ft_transport.telemetry.encoding import encode_told
 from ft_transport.telemetry.job import JobState, KnownJob, KnownMember
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.told import ToldManager
@@ -124,6 +125,39 @@ def test_a_member_that_answers_as_it_should_not_costs_a_second(
     assert presences(job) == {"bad:1": "silent", "good:1": "here"}
     assert job.took_s < 3.0
     assert job.processes[0].error
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        b'{"transport": {"snapshots": [' + b",".join([b'{"step": 1, "num_bytes": 1}'] * 17_000) + b"]}}",
+        b'{"manager": {"partial": "' + b"x" * 500_000 + b'"}}',
+    ],
+)
+def test_a_member_that_tells_too_much_is_told_of_no_further(told: bytes) -> None:
+    def respond(connected: socket.socket, ended: threading.Event) -> None:
+        connected.sendall(answer_of(told))
+
+    with listening(respond) as bad:
+        job = watching(job_of(bad=bad)).look()
+    assert presences(job) == {"bad:1": "silent"}
+    assert "expected a process to tell no more than" in job.processes[0].error
+
+
+def test_what_one_member_makes_all_who_watch_read_is_bounded() -> None:
+    phase = b'{"name": "a", "start_s": 0, "length_s": 0}'
+    record = b'{"kind": "heal", "begun_unix_s": 0, "length_s": 0, "outcome": "ok", "error": "%s", "phases": [%s]}'
+    flows = b",".join([b'{"peer":""}'] * 20_000)
+    records = b",".join([record % (b"x" * 5000, b",".join([phase] * 100))] * 20)
+
+    def respond(connected: socket.socket, ended: threading.Event) -> None:
+        connected.sendall(answer_of(b'{"transport": {"sends": [%s]}, "records": [%s]}' % (flows, records)))
+
+    with listening(respond) as bad:
+        job = watching(job_of(bad=bad)).look()
+    assert presences(job) == {"bad:1": "here"}
+    assert len(encode_told(job)) < 160 << 10
+    assert [len(each.record.phases) for each in job.records] == [61] * 20
 
 
 def test_a_newer_version_may_say_more_and_an_older_one_less() -> None:
