@@ -27,7 +27,9 @@ _TIMEOUT_S: Final = 60.0
 def diff_command(
     one: Annotated[str, typer.Argument(metavar="A", help="URL, safetensors file, checkpoint, or DCP directory.")],
     other: Annotated[str, typer.Argument(metavar="B", help="Another one, of any of these kinds.")],
-    step: Annotated[int | None, typer.Option(help="Of replicas the snapshot of this step.", min=0)] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Of replicas the snapshot of this step; it may be one to come.", min=0)
+    ] = None,
     digests: Annotated[
         bool, typer.Option("--digests", help="Believe the digests in files that fetch has written; read less.")
     ] = False,
@@ -36,8 +38,9 @@ def diff_command(
     """Say whether two saves are bit-identical, and else which tensors differ, and by how much.
 
     All bytes are compared, however each side divides its tensors over files. Of two replicas the digests of their
-    chunks are compared, and only chunks that differ are fetched, to TMPDIR. Exits with 0 if the two are identical, with
-    1 if they differ, with 2 if they cannot be compared.
+    chunks are compared, at one step if they come to one, and only chunks that differ are fetched, to TMPDIR. Exits with
+    0 if the two are identical, with 1 if they differ or two replicas come to no common step, with 2 if they cannot be
+    compared.
     """
     from ft_transport.cli.differences import find_differences
     from ft_transport.cli.opened_states import opened_states
@@ -52,13 +55,14 @@ def diff_command(
     except TransportError as error:
         raise NotComparedError(str(error)) from error
     typer.echo(msgspec.json.encode(told) if as_json else told)
-    if comparison.differences:
+    if comparison.differences or opened.steps_differ:
         raise typer.Exit(1)
 
 
 def _as_object(opened: OpenedStates, comparison: Comparison) -> dict[str, Any]:
     return {
         "identical": not comparison.differences,
+        "steps_differ": opened.steps_differ,
         "a": _side(opened.one),
         "b": _side(opened.other),
         "num_tensors": comparison.num_common,
@@ -88,7 +92,13 @@ def _difference(difference: Difference) -> dict[str, Any]:
 
 
 def _as_text(opened: OpenedStates, comparison: Comparison) -> str:
-    lines = [_line(each) for each in comparison.differences[:_MAX_SHOWN]]
+    lines = []
+    if opened.steps_differ:
+        lines.append(
+            f"✗ not of one step: A shows step {opened.one.contents.step}, B step {opened.other.contents.step}, and "
+            "they came to none that both could show"
+        )
+    lines += [_line(each) for each in comparison.differences[:_MAX_SHOWN]]
     if len(comparison.differences) > _MAX_SHOWN:
         lines.append(f"  and {len(comparison.differences) - _MAX_SHOWN} more; --json lists all")
     for letter, state in (("A", opened.one), ("B", opened.other)):

@@ -23,12 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OpenedStates:
-    """Both; ``chunks`` are those that differ by their digests, where these decide."""
+    """Both; ``chunks`` are those that differ by their digests, where these decide.
+
+    ``steps_differ``: two replicas that came to no step at which both could be asked.
+    """
 
     one: StoredState
     other: StoredState
     chunks: UnequalChunks | None
     num_bytes_fetched: int
+    steps_differ: bool = False
 
 
 def is_url(thing: str) -> bool:
@@ -45,7 +49,7 @@ def opened_states(
     Args:
         one: A URL or a path.
         other: Another one.
-        step: Of the replicas' snapshots; else the newest of the first, and of the second the same if it has it.
+        step: Of the replicas' snapshots; else the newest, of two replicas of one step if they come to one.
         by_digests: Whether the digests in files are believed too.
         timeout_s: How long nothing may come from a replica.
 
@@ -57,6 +61,7 @@ def opened_states(
         files: SnapshotFiles | None = None
         known: Manifest | None = None
         twin: Manifest | None = None
+        steps_differ = False
         if is_url(one) or is_url(other):
             from ft_transport.cli.snapshot_files import SnapshotFiles, differing_from
 
@@ -64,8 +69,9 @@ def opened_states(
             files = SnapshotFiles(Path(directory), timeout_s)
             chosen: StepSelector = "latest" if step is None else step
             if is_url(one) and is_url(other):
-                first, second = files.fetch_both(one, other, chosen, is_chosen=step is not None)
+                first, second = files.fetch_both(one, other, step)
                 known, twin = first.manifest, second.manifest
+                steps_differ = known.step != twin.step
             else:
                 known = _manifest_of(other if is_url(one) else one) if by_digests else None
                 twin = files.fetch(one if is_url(one) else other, chosen, differing_from(known)).manifest
@@ -82,7 +88,11 @@ def opened_states(
             if each.exception() is None:
                 held.enter_context(each.result())
         yield OpenedStates(
-            opening[0].result(), opening[1].result(), chunks, files.num_bytes if files is not None else 0
+            opening[0].result(),
+            opening[1].result(),
+            chunks,
+            files.num_bytes if files is not None else 0,
+            steps_differ=steps_differ,
         )
 
 

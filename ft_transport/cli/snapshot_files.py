@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from ft_transport.cli.differences import UnequalChunks
-from ft_transport.errors import DeadlineExceededError, SnapshotReplacedError, StepNotServedError
+from ft_transport.cli.same_step import asked_for_one_step
+from ft_transport.errors import SnapshotReplacedError, StepNotServedError
 from ft_transport.http.fetch_pool import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.settings import FetchProgress, TransportSettings
@@ -24,8 +25,6 @@ _WHOLE: Final = timedelta(days=30)
 _UNREACHABLE: Final = timedelta(seconds=5)
 _NUM_CONNECTIONS: Final = 4
 _MAX_TRIES: Final = 3
-_SAME_STEP_S: Final = 10.0
-"""How long a replica is waited for that has not come to the step of the other one."""
 
 
 def settings_for_files(
@@ -74,8 +73,6 @@ class SnapshotFiles:
         url: str,
         step: StepSelector,
         wanted: Callable[[Manifest], Collection[int]] | None,
-        *,
-        timeout_s: float | None = None,
     ) -> FetchedFile:
         """Fetches the wanted chunks of a snapshot; all without that.
 
@@ -87,7 +84,7 @@ class SnapshotFiles:
             [PeerAddress.from_url(url)],
             step,
             path,
-            settings=settings_for_files(self.timeout_s if timeout_s is None else timeout_s),
+            settings=settings_for_files(self.timeout_s),
             recorder=Recorder(),
             on_plan=_ignore,
             wanted=wanted,
@@ -95,41 +92,43 @@ class SnapshotFiles:
         self.num_bytes += sum(transfer.num_bytes for transfer in fetched.record.transfers)
         return fetched
 
-    def fetch_both(
-        self, one: str, other: str, step: StepSelector, *, is_chosen: bool
-    ) -> tuple[FetchedFile, FetchedFile]:
+    def fetch_both(self, one: str, other: str, step: int | None) -> tuple[FetchedFile, FetchedFile]:
         """What differs, of both; all of both where their layouts do.
+
+        They are of one step if the replicas come to one, see `asked_for_one_step`.
 
         Args:
             one: A URL.
             other: Another one.
-            step: Of the snapshot of the first; the second is asked for the same one first.
-            is_chosen: Whether it has to be the same.
+            step: The only one that will do; without it any.
 
         Raises:
             TransportError: As for `fetch`.
         """
+        peers = (PeerAddress.from_url(one), PeerAddress.from_url(other))
         for _ in range(_MAX_TRIES):
-            asked = self.fetch(one, step, lambda _manifest: ())
-            try:
-                second = self.fetch(
-                    other,
-                    asked.manifest.step,
-                    differing_from(asked.manifest),
-                    timeout_s=self.timeout_s if is_chosen else min(_SAME_STEP_S, self.timeout_s),
-                )
-            except (StepNotServedError, DeadlineExceededError):
-                if is_chosen:
-                    raise
-                second = self.fetch(other, step, differing_from(asked.manifest))
-            first = self.fetch(one, asked.manifest.step, differing_from(second.manifest))
-            if first.manifest.digests == asked.manifest.digests and first.manifest.tensors == asked.manifest.tensors:
+            with asked_for_one_step(peers, step, settings_for=settings_for_files, timeout_s=self.timeout_s) as (
+                first_asked,
+                second_asked,
+            ):
+                try:
+                    second = self.fetch(other, second_asked.step, differing_from(first_asked))
+                    first = self.fetch(one, first_asked.step, differing_from(second_asked))
+                except StepNotServedError:
+                    if step is not None:
+                        raise
+                    continue  # A newer one took its place.
+            if _are_the_same(first.manifest, first_asked) and _are_the_same(second.manifest, second_asked):
                 return first, second
         raise SnapshotReplacedError(
             "expected a snapshot that stays until it is compared, a newer one took its place each time; fetch both to "
             "files, and compare those",
             peer=one,
         )
+
+
+def _are_the_same(one: Manifest, other: Manifest) -> bool:
+    return (one.digests, one.tensors) == (other.digests, other.tensors)
 
 
 def _ignore(_plan: FilePlan) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import struct
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from typer.testing import CliRunner
 
 from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
-from ft_transport.cli import snapshot_files
+from ft_transport.cli import same_step
 from ft_transport.cli.contents import NotComparedError, NothingThereError
 from ft_transport.cli.main import app
 
@@ -175,7 +177,7 @@ def large(change: float) -> dict[str, Any]:
 def test_of_two_replicas_only_what_differs_is_fetched(
     replicas: list[HTTPTransport[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_files, "_SAME_STEP_S", 0.2)
+    monkeypatch.setattr(same_step, "_LEAST_PATIENCE_S", 0.2)
     urls = [each.metadata() for each in replicas]
     for each, change in zip(replicas, (1.0, 3.5), strict=True):
         each.send_checkpoint([], 8, large(change), TIMEOUT)
@@ -190,11 +192,64 @@ def test_of_two_replicas_only_what_differs_is_fetched(
     assert (told["a"]["step"], told["b"]["step"]) == (8, 8)
     replicas[0].send_checkpoint([], 11, large(1.0), TIMEOUT)
     code, told = differ(*urls)
-    assert (code, told["num_bytes_fetched"]) == (0, 0)
+    assert (code, told["num_bytes_fetched"], told["identical"], told["steps_differ"]) == (1, 0, True, True)
     assert (told["a"]["step"], told["b"]["step"]) == (11, 9)
+    text = CliRunner().invoke(app, ["diff", *urls]).stdout
+    assert text.startswith("✗ not of one step: A shows step 11, B step 9")
     result = CliRunner().invoke(app, ["diff", *urls, "--step", "7"])
     assert isinstance(result.exception, NotComparedError)
     assert "expected step 7, this replica serves" in str(result.exception)
+
+
+class Training:
+    """A replica that goes from step to step on a thread, together with others, and takes snapshots on demand."""
+
+    def __init__(self, transport: HTTPTransport[Any], together: threading.Barrier) -> None:
+        self._transport, self._together = transport, together
+        self._mutex, self._wanted, self._step = threading.Lock(), {-1}, 0
+        self._stop = threading.Event()
+        transport.serve_fresh(self._fresh)
+        self._thread = threading.Thread(target=self._train)
+        self._thread.start()
+
+    def _fresh(self, step: int | None) -> int | None:
+        with self._mutex:
+            if step is not None and step <= self._step:
+                return None
+            self._wanted.add(self._step + 1 if step is None else step)
+            return self._transport.newest_sequence()
+
+    def _train(self) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            while not self._stop.is_set():
+                self._together.wait()
+                with self._mutex:
+                    self._step += 1
+                    step, is_wanted = self._step, self._step in self._wanted
+                if is_wanted:
+                    self._transport.send_checkpoint([], step, {"w": torch.full((9,), float(step))}, TIMEOUT)
+                self._stop.wait(0.01)  # the length of a step
+
+    def end(self) -> None:
+        self._stop.set()
+        self._together.abort()
+        self._thread.join()
+
+
+def test_two_replicas_that_train_on_are_compared_at_one_step(replicas: list[HTTPTransport[Any]]) -> None:
+    together = threading.Barrier(2)
+    training = [Training(each, together) for each in replicas]
+    try:
+        for _ in range(3):
+            code, told = differ(*(each.metadata() for each in replicas))
+            assert (code, told["identical"], told["steps_differ"]) == (0, True, False)
+            assert told["a"]["step"] == told["b"]["step"]
+        coming = told["a"]["step"] + 200
+        code, told = differ(*(each.metadata() for each in replicas), "--step", coming)
+        assert (code, told["a"]["step"], told["b"]["step"]) == (0, coming, coming)
+    finally:
+        for each in training:
+            each.end()
 
 
 def test_replicas_in_other_layouts_are_fetched_whole(replicas: list[HTTPTransport[Any]]) -> None:

@@ -1,0 +1,131 @@
+"""What two replicas of one running job serve of one step: both are asked at once, for a step that is to come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Final
+
+from ft_transport.errors import DeadlineExceededError, StepNotServedError
+from ft_transport.http.connection import Connection
+from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.late_digests import fetch_digests
+from ft_transport.http.manifest_client import fetch_manifest
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.wire.manifest import Manifest
+from ft_transport.wire.routes import LATEST, StepSelector
+
+_LEAST_PATIENCE_S: Final = 10.0
+"""How long a step is waited for that replicas may come to, at least: they may train, or not."""
+_MORE_PATIENCE: Final = 4.0
+"""So many times as long as the newest snapshots took, which wait for a step boundary as well."""
+_LARGEST_LEAD: Final = 1 << 16
+
+Manifests = tuple[Manifest, Manifest]
+SettingsFor = Callable[[float], FetchSettings]
+"""How to fetch where nothing may come for so many seconds; the time begins now."""
+
+
+@contextmanager
+def asked_for_one_step(
+    peers: tuple[PeerAddress, PeerAddress], step: int | None, *, settings_for: SettingsFor, timeout_s: float
+) -> Iterator[Manifests]:
+    """The manifests of both, with digests: of one step where they come to one, and of their newest where not.
+
+    As long as this is open, both keep their snapshots, for the time of a lease at least.
+
+    Args:
+        peers: The replicas.
+        step: The only one that will do; without it any.
+        settings_for: How to fetch.
+        timeout_s: How long nothing may come.
+
+    Raises:
+        TransportError: One of them cannot be asked, or does not serve the step that was chosen.
+    """
+    with _Asking(peers, settings_for) as asking:
+        if step is not None:
+            yield asking.ask(step, timeout_s)
+            return
+        began_s = time.monotonic()
+        manifests = asking.ask(LATEST, timeout_s)
+        if manifests[0].step != manifests[1].step:
+            took_s = time.monotonic() - began_s
+            patience_s = min(timeout_s, max(_LEAST_PATIENCE_S, _MORE_PATIENCE * took_s))
+            steps = [manifest.step for manifest in manifests]
+            manifests = (
+                _of_the_one_behind(asking, steps)
+                or _of_a_step_to_come(asking, steps, patience_s)
+                or asking.ask(LATEST, timeout_s)
+            )
+        yield manifests
+
+
+def _of_the_one_behind(asking: _Asking, steps: list[int]) -> Manifests | None:
+    """Of its step, if the other one still serves that."""
+    try:
+        return asking.ask(min(steps), _LEAST_PATIENCE_S)
+    except (StepNotServedError, DeadlineExceededError):
+        return None
+
+
+def _of_a_step_to_come(asking: _Asking, steps: list[int], patience_s: float) -> Manifests | None:
+    """Of a step ever further ahead, until neither has passed it when it is asked for; ``None`` if they stand still."""
+    newest, until_s, lead = max(steps), time.monotonic() + patience_s, 1
+    while lead <= _LARGEST_LEAD and (left_s := until_s - time.monotonic()) > 0:
+        try:
+            return asking.ask(newest + lead, left_s)
+        except DeadlineExceededError:
+            return None
+        except StepNotServedError as error:
+            # What is past tells what it serves by now.
+            newest, lead = max(newest, *error.served, 0), 2 * lead
+    return None
+
+
+class _Asking:
+    """Asks both; a context manager that closes its connections."""
+
+    def __init__(self, peers: tuple[PeerAddress, PeerAddress], settings_for: SettingsFor) -> None:
+        self._peers = peers
+        self._settings_for = settings_for
+        self._held = ExitStack()
+
+    def __enter__(self) -> _Asking:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._held.close()
+
+    def ask(self, step: StepSelector, timeout_s: float) -> Manifests:
+        """Both at once. The first error ends the other one, too.
+
+        Raises:
+            TransportError: One does not say it.
+        """
+        # What was asked for before is not needed, and must not keep its place.
+        self._held.close()
+        settings = self._settings_for(timeout_s)
+        connections = [self._held.enter_context(settings.connection_to(peer)) for peer in self._peers]
+
+        def ask(connection: Connection) -> Manifest:
+            manifest = fetch_manifest(connection, step, settings)
+            if manifest.digests is not None:
+                return manifest
+            return replace(manifest, digests=fetch_digests(connection, manifest, max_failures=settings.max_failures))
+
+        with ThreadPoolExecutor(2, thread_name_prefix="ft-transport-ask") as pool:
+            try:
+                asked = [pool.submit(ask, connection) for connection in connections]
+                done, _ = wait(asked, return_when=FIRST_EXCEPTION)
+                for each in done:
+                    each.result()
+            except BaseException:
+                # Nobody waits for the other answer, and the pool ends when it does.
+                for connection in connections:
+                    connection.interrupt()
+                raise
+        return asked[0].result(), asked[1].result()
