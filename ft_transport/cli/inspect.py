@@ -20,7 +20,7 @@ from ft_transport.runtime.regular_files import open_regular
 from ft_transport.telemetry.explain import megabytes
 
 _STEP_DIRECTORY: Final = re.compile(r"step-([0-9]{1,18})")
-_MANIFEST: Final = "manifest.json"
+MANIFEST: Final = "manifest.json"
 OURS: Final = "checkpoint of ft_transport"
 _MAX_NAME: Final = 200
 _PEER_WITHIN_S: Final = 30.0
@@ -74,7 +74,7 @@ def checkpoint_at(path: Path) -> Path:
         steps = sorted(
             (int(found[1]), entry)
             for entry in path.iterdir()
-            if (found := _STEP_DIRECTORY.fullmatch(entry.name)) and (entry / _MANIFEST).exists()
+            if (found := _STEP_DIRECTORY.fullmatch(entry.name)) and (entry / MANIFEST).exists()
         )
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise NothingThereError(f"expected a checkpoint in {path}: {error}") from error
@@ -89,7 +89,7 @@ def checkpoint_at(path: Path) -> Path:
 def _of_checkpoint(path: Path, *, with_places: bool) -> Contents:
     contents = read_dcp(path, with_places=with_places)
     found = _STEP_DIRECTORY.fullmatch(path.resolve().name)
-    if found is None or not (path / _MANIFEST).exists():
+    if found is None or not (path / MANIFEST).exists():
         return contents
     return replace(contents, kind=OURS, step=int(found[1]))
 

@@ -10,12 +10,14 @@ import msgspec
 import typer
 
 from ft_transport.cli.contents import Contents, NothingThereError, UnreadableError
-from ft_transport.cli.inspect import OURS, checkpoint_at, open_thing
+from ft_transport.cli.inspect import MANIFEST, OURS, checkpoint_at, open_thing
 from ft_transport.cli.stored_state import find_unreadable
 from ft_transport.cli.wholeness import DIGESTS, digest_troubles, file_troubles, tensor_troubles
 from ft_transport.errors import CheckpointDamagedError, ManifestError, TransportError, escape_peer_text
 from ft_transport.telemetry.explain import megabytes
 
+_OF_A_RANK: Final = "rank-*.json"
+"""Beside the files of DCP in a checkpoint of ours."""
 _MAX_SHOWN: Final = 20
 _MAX_CHARACTERS: Final = 500
 
@@ -65,6 +67,14 @@ def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]
         yield from _of_ours(path)
         return
     troubles = [*tensor_troubles(contents), *file_troubles(path, contents)]
+    if path.is_dir() and any(path.glob(_OF_A_RANK)):
+        if not (path / MANIFEST).exists():
+            troubles.append(
+                f"{path.name}: expected {MANIFEST}, which ft_transport writes last; the save was not finished, or it "
+                "was lost, and nothing says what the bytes should be"
+            )
+        else:
+            notes.append("its files were not compared with their digests: its directory has to have its name, step-N")
     if not troubles and not contents.is_one_file:
         troubles = [*find_unreadable(path, contents)]
     yield from troubles
@@ -73,6 +83,8 @@ def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]
             yield from digest_troubles(path)
         except ManifestError as error:
             notes.append(f"its digests were not compared: {error.message}")
+    elif not troubles and not notes:
+        notes.append("its structure was checked; no digests are there to compare its bytes with")
 
 
 def _of_peer(url: str) -> Iterator[str]:

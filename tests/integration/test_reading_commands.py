@@ -410,6 +410,30 @@ def test_one_flipped_bit_of_a_checkpoint_of_ours_is_found(tmp_path: Path) -> Non
     assert data.name in trouble
 
 
+def test_a_checkpoint_of_ours_without_its_list_of_digests_is_not_whole(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path) as store:
+        store.save(3, STATE, wait=True)
+    (tmp_path / "step-3").rename(tmp_path / "copy")
+    result = CliRunner().invoke(app, ["verify", str(tmp_path / "copy")])
+    assert result.exit_code == 0
+    assert "its directory has to have its name, step-N" in result.stdout
+    (tmp_path / "copy").rename(tmp_path / "step-3")
+    (tmp_path / "step-3" / "manifest.json").unlink()
+    code, (trouble,) = verified(tmp_path / "step-3")
+    assert code == 1
+    assert "step-3: expected manifest.json" in trouble
+
+
+def test_where_no_digests_are_it_is_said(tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "dcp")
+    save_file(STATE["model"], tmp_path / "m.safetensors")  # type: ignore[arg-type]
+    for name in ("dcp", "m.safetensors"):
+        said = "no digests are there to compare its bytes with"
+        assert said in CliRunner().invoke(app, ["verify", str(tmp_path / name)]).stdout
+        (note,) = json.loads(CliRunner().invoke(app, ["verify", str(tmp_path / name), "--json"]).stdout)["notes"]
+        assert said in note
+
+
 def test_a_replica_is_verified_by_fetching_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FT_TRANSPORT_TOKEN", "a-token-of-the-job-long-enough-for-one")
     monkeypatch.setenv("FT_TRANSPORT_ADVERTISE", "127.0.0.1")
