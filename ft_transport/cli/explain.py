@@ -31,11 +31,12 @@ def explain_command(
 ) -> None:
     """Say where the time of a recovery, save, load or publish went, and which setting mends it.
 
-    Exits with 0 if what is explained succeeded, with 1 if one of them did not, or there is none.
+    A file that is not there is named, and the others are explained. Exits with 0 if what is explained succeeded, with 1
+    if one of them did not, or there is no record, with 2 if none of the files is there.
     """
     if kind and kind not in KINDS:
         raise typer.BadParameter(f"expected one of {', '.join(KINDS)} as --kind, got {kind!r}")
-    records = read_records(files)
+    records = read_records(files, on_missing=lambda said: typer.echo(f"! {_shown(said)}", err=True))
     chosen = [record for record in records if not kind or record.kind == kind]
     if slowest:
         chosen.sort(key=lambda record: record.length_s)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from ft_transport.cli.contents import NothingThereError
 from ft_transport.cli.main import app
 from ft_transport.errors import RecordError
 from ft_transport.telemetry.record import Phase, Record, Transfer, encode_record
@@ -48,6 +49,26 @@ def test_a_failure_among_them_is_exit_code_1_and_kinds_are_chosen(tmp_path: Path
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     path = str(write(tmp_path / "r", RECORD, end=b'{"kind": "he'))
     assert CliRunner().invoke(app, ["explain", path]).exit_code == 0
+
+
+@pytest.mark.parametrize("content", [b"", bytes(4096), b'{"kind": "he'])
+def test_a_file_without_a_record_is_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "r").write_bytes(content)
+    for command in (["explain"], ["trace", "-o", str(tmp_path / "t")]):
+        assert CliRunner().invoke(app, [*command, str(tmp_path / "r")]).exit_code == 1
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_replica_without_a_file_of_records_is_named_and_the_others_are_explained(tmp_path: Path) -> None:
+    paths = [str(write(tmp_path / "r", RECORD)), str(tmp_path / "missing\x1b[2J"), str(tmp_path)]
+    for command in (["explain", "--json"], ["trace", "--json", "-o", str(tmp_path / "t")]):
+        result = CliRunner().invoke(app, [*command, *paths])
+        assert result.exit_code == 0
+        assert "missing\\x1b[2J: No such file or directory" in result.stderr
+        assert len(result.stderr.splitlines()) == 2
+        assert json.loads(result.stdout)
+        none = CliRunner().invoke(app, [*command, *paths[1:]])
+        assert isinstance(none.exception, NothingThereError)
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
