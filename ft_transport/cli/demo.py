@@ -15,4 +15,4 @@ def demo_command(context: typer.Context) -> None:
     except ImportError as error:
         typer.echo(f"the demo needs torchft: pip install 'ft-transport[torchft]' ({error})", err=True)
         raise typer.Exit(2) from error
-    main(context.args)
+    main(context.args, program="ft-transport demo")

@@ -20,6 +20,7 @@ from ft_transport.runtime.regular_files import open_regular
 from ft_transport.telemetry.explain import megabytes
 
 _STEP_DIRECTORY: Final = re.compile(r"step-([0-9]{1,18})")
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 MANIFEST: Final = "manifest.json"
 OURS: Final = "checkpoint of ft_transport"
 _MAX_NAME: Final = 200
@@ -54,12 +55,18 @@ def open_thing(thing: str, *, with_places: bool = False) -> Contents:
     Raises:
         NothingThereError: There is nothing, or nothing of these kinds.
         UnreadableError: It is not what it says.
+        ConfigurationError: It is a URL of something else.
         TransportError: The replica cannot be asked.
     """
-    if thing.startswith(("http://", "https://")):
+    if is_url(thing):
         return _of_peer(thing)
     path = checkpoint_at(Path(thing))
     return _of_checkpoint(path, with_places=with_places) if path.is_dir() else _of_file(path)
+
+
+def is_url(thing: str) -> bool:
+    """Whether it is to name a replica, of whatever scheme."""
+    return _URL.match(thing) is not None
 
 
 def checkpoint_at(path: Path) -> Path:
@@ -77,7 +84,9 @@ def checkpoint_at(path: Path) -> Path:
             if (found := _STEP_DIRECTORY.fullmatch(entry.name)) and (entry / MANIFEST).exists()
         )
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise NothingThereError(f"expected a checkpoint in {path}: {error}") from error
+        raise NothingThereError(
+            f"expected a checkpoint in {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     if not steps:
         raise NothingThereError(
             f"expected a checkpoint in {path}: it has neither {METADATA_NAME} nor a complete step-N directory; name "
@@ -98,7 +107,9 @@ def _of_file(path: Path) -> Contents:
     try:
         descriptor = open_regular(path)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise NothingThereError(f"expected a safetensors file at {path}: {error}") from error
+        raise NothingThereError(
+            f"expected a safetensors file at {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     try:
         return read_header(
             lambda start, length: os.pread(descriptor, length, start), kind="safetensors file", name=str(path)

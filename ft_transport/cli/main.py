@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
-from typing import Final
+from typing import Annotated
 
 import typer
 
@@ -13,6 +14,7 @@ from ft_transport.cli.demo import demo_command
 from ft_transport.cli.diff import diff_command
 from ft_transport.cli.doctor import doctor_command
 from ft_transport.cli.explain import explain_command
+from ft_transport.cli.failures import message_of, remedy_for
 from ft_transport.cli.fetch import fetch_command
 from ft_transport.cli.inspect import inspect_command
 from ft_transport.cli.status import status_command
@@ -20,13 +22,7 @@ from ft_transport.cli.top import top_command
 from ft_transport.cli.trace import trace_command
 from ft_transport.cli.verify import verify_command
 from ft_transport.cli.watch_token import watch_token_command
-from ft_transport.errors import PeerAuthenticationError, PeerUnreachableError, TransportError, escape_peer_text
-
-_MAX_CHARACTERS: Final = 2000
-_REMEDIES: Final[dict[type[TransportError], str]] = {
-    PeerUnreachableError: "is it running there? ft-transport doctor URL looks at the way to it",
-    PeerAuthenticationError: "FT_TRANSPORT_TOKEN and the files of TLS have to be those of the job",
-}
+from ft_transport.errors import ConfigurationError, TransportError
 
 app = typer.Typer(
     name="ft-transport",
@@ -37,13 +33,27 @@ app = typer.Typer(
 )
 
 
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"ft-transport {importlib.metadata.version('ft-transport')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _common() -> None:
+def _common(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
     """Look into replicated training: peers, snapshots, checkpoints and recoveries."""
 
 
 app.command("bench")(bench_command)
-app.command("demo", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(demo_command)
+app.command(
+    "demo",
+    # Its help, too, is the demo's own.
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)(demo_command)
 app.command("diff")(diff_command)
 app.command("doctor")(doctor_command)
 app.command("explain")(explain_command)
@@ -57,16 +67,17 @@ app.command("watch-token")(watch_token_command)
 
 
 def main() -> None:
-    """Run the command line. Exits with 0 if all is well, 1 if something is not as it should be, 2 for wrong usage."""
+    """Run the command line. Exits with 0 if all is well, 1 if something is not as it should be, 2 for wrong usage.
+
+    With 2 also where there is nothing of the name, or a URL or a setting cannot be one.
+    """
     try:
         app()
     except TransportError as error:
         cause = error.__cause__ if isinstance(error, NotComparedError) else error
-        # It may quote a peer or a file.
-        print(
-            f"{type(cause).__name__}: {escape_peer_text(str(cause), max_characters=_MAX_CHARACTERS)}", file=sys.stderr
-        )
-        for kind, remedy in _REMEDIES.items():
-            if isinstance(cause, kind):
-                print(f"  → {remedy}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, NothingThereError | NotComparedError) else 1)
+        assert isinstance(cause, TransportError), "that is what is not compared for"
+        print(message_of(cause), file=sys.stderr)
+        remedy = remedy_for(cause)
+        if remedy:
+            print(f"  → {remedy}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, NothingThereError | NotComparedError | ConfigurationError) else 1)

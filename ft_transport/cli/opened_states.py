@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ft_transport.cli.differences import UnequalChunks
-from ft_transport.cli.inspect import checkpoint_at, open_thing
+from ft_transport.cli.inspect import checkpoint_at, is_url, open_thing
 from ft_transport.cli.stored_state import StoredFile, StoredState, open_state
 from ft_transport.cli.wholeness import DIGESTS, read_manifest
 
@@ -33,11 +33,6 @@ class OpenedStates:
     chunks: UnequalChunks | None
     num_bytes_fetched: int
     steps_differ: bool = False
-
-
-def is_url(thing: str) -> bool:
-    """Whether it names a replica."""
-    return thing.startswith(("http://", "https://"))
 
 
 @contextlib.contextmanager

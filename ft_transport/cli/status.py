@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 import typer
 
-from ft_transport.errors import TransportError, escape_peer_text
+from ft_transport.cli.failures import message_of, remedy_for
+from ft_transport.errors import ConfigurationError, TransportError, escape_peer_text
 from ft_transport.telemetry.explain import megabytes
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 _WITHIN_S: Final = 3.0
 _MAX_AT_ONCE: Final = 32
 _MAX_NAME: Final = 40
-_MAX_ERROR: Final = 200
 
 
 def status_command(
@@ -27,7 +27,7 @@ def status_command(
     """Ask replicas what they serve: step, size, and how many receive it now.
 
     All are asked at once, for 3 s at most. The job's token and certificates are taken from the environment. Exits with
-    1 if one of them does not answer.
+    1 if one of them does not answer, with 2 if one is no URL.
     """
     from ft_transport.http.rate_probe import connecting
     from ft_transport.settings import TransportSettings
@@ -42,6 +42,8 @@ def status_command(
     else:
         for url, answer in zip(urls, answers, strict=True):
             typer.echo(_as_line(url, answer))
+    if any(isinstance(answer, ConfigurationError) for answer in answers):
+        raise typer.Exit(2)
     if any(isinstance(answer, TransportError) for answer in answers):
         raise typer.Exit(1)
 
@@ -58,14 +60,14 @@ def _ask(url: str, connect: Connect) -> PeerStatus | TransportError:
 
 def _as_object(url: str, answer: PeerStatus | TransportError) -> dict[str, Any]:
     if isinstance(answer, TransportError):
-        return {"url": url, "error": f"{type(answer).__name__}: {answer}"}
+        return {"url": url, "error": f"{type(answer).__name__}: {answer}", "remedy": remedy_for(answer)}
     return {"url": url, **msgspec.to_builtins(answer)}
 
 
 def _as_line(url: str, answer: PeerStatus | TransportError) -> str:
     if isinstance(answer, TransportError):
-        told = escape_peer_text(f"{type(answer).__name__}: {answer}", max_characters=_MAX_ERROR)
-        return f"✗ {url}  {told}"
+        remedy = remedy_for(answer)
+        return f"✗ {url}  {message_of(answer)}" + (f"\n    → {remedy}" if remedy else "")
     replica = escape_peer_text(answer.replica, max_characters=_MAX_NAME)
     if answer.step is None:
         return f"✓ {url}  {replica}: has no snapshot now; it takes one when somebody recovers"

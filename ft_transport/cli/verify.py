@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from ft_transport.cli.contents import Contents, NothingThereError, UnreadableError
-from ft_transport.cli.inspect import MANIFEST, OURS, checkpoint_at, open_thing
+from ft_transport.cli.inspect import MANIFEST, OURS, checkpoint_at, is_url, open_thing
 from ft_transport.cli.stored_state import find_unreadable
 from ft_transport.cli.wholeness import DIGESTS, digest_troubles, file_troubles, tensor_troubles
 from ft_transport.errors import CheckpointDamagedError, ManifestError, TransportError, escape_peer_text
@@ -59,7 +59,7 @@ def verify_command(
 
 
 def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]:
-    if thing.startswith(("http://", "https://")):
+    if is_url(thing):
         yield from _of_peer(thing)
         return
     path = checkpoint_at(Path(thing))

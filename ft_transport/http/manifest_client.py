@@ -75,7 +75,9 @@ def fetch_manifest(connection: Connection, step: StepSelector, settings: FetchSe
             if last is None:
                 raise
             raise DeadlineExceededError(
-                f"timed out waiting for a snapshot: {timeouts.reason()}; last: {last}", peer=str(peer), step=step
+                f"timed out waiting for a snapshot: {timeouts.reason()}; last: {last.message}",
+                peer=str(peer),
+                step=step,
             ) from error
         except (PeerUnreachableError, PeerNotReadyError) as error:
             connection.close()

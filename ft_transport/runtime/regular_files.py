@@ -17,6 +17,14 @@ PRIVATE_UMASK: Final = 0o077
 _FILE_MODE: Final = 0o666
 _WRITE_BITS: Final = 0o222
 _DIRECTORY_MODE: Final = 0o777
+_KINDS: Final = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 class NotRegularFileError(OSError):
@@ -142,4 +150,9 @@ def _umask(is_private: bool) -> int:
 
 
 def _not_regular(path: Path) -> NotRegularFileError:
-    return NotRegularFileError(errno.EINVAL, "expected a regular file, found a link or something else", str(path))
+    try:
+        found = stat.S_IFMT(os.stat(path, follow_symlinks=False).st_mode)
+    except OSError:
+        found = 0
+    what = _KINDS.get(found, "something else")
+    return NotRegularFileError(errno.EINVAL, f"expected a regular file, found {what}", str(path))

@@ -169,13 +169,14 @@ class Demo:
             )
 
 
-def main(arguments_of_caller: Sequence[str] | None = None) -> None:
+def main(arguments_of_caller: Sequence[str] | None = None, *, program: str = "python -m manager.demo") -> None:
     """Command line of the demo; exit status 1 if the replicas differ.
 
     Args:
         arguments_of_caller: Without the name of the program; ``None`` takes those of the process.
+        program: Its name, for its help.
     """
-    arguments = parse(arguments_of_caller)
+    arguments = parse(arguments_of_caller, program=program)
     # The Lighthouse in this process would write a line for each request.
     os.environ.setdefault("RUST_LOG", "error")
     try:
@@ -185,9 +186,9 @@ def main(arguments_of_caller: Sequence[str] | None = None) -> None:
     sys.exit(0 if is_equal else 1)
 
 
-def parse(arguments_of_caller: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments_of_caller: Sequence[str] | None, *, program: str) -> argparse.Namespace:
     """Size and length of a run, from the command line; see `main`."""
-    parser = argparse.ArgumentParser(prog="python -m manager.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("--steps", type=int, default=8, help="steps before, between and after the failures")
     parser.add_argument("--width", type=int, default=192, help="hidden size, a multiple of 64")
     parser.add_argument("--num-layers", type=int, default=2)

@@ -39,5 +39,5 @@ def unix_s(monotonic_s: float) -> float:
 
 
 if __name__ == "__main__":
-    is_equal = Demo(Console(stderr=True, width=120), parse(None)).run(tell)
+    is_equal = Demo(Console(stderr=True, width=120), parse(None, program="counting_demo")).run(tell)
     sys.exit(0 if is_equal else 1)

@@ -1,0 +1,70 @@
+"""What is said of an error: its message, and what mends it, which may be that something else answers at a URL."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+from typing import Final
+from urllib.parse import urlsplit
+
+from ft_transport.errors import (
+    DeadlineExceededError,
+    FetchFailedError,
+    ManifestError,
+    PeerAuthenticationError,
+    PeerProtocolError,
+    PeerUnreachableError,
+    StepNotServedError,
+    TransportError,
+    UnknownHostError,
+    escape_peer_text,
+)
+
+_MAX_CHARACTERS: Final = 2000
+_REMEDIES: Final[tuple[tuple[type[TransportError], str], ...]] = (
+    (UnknownHostError, "is the name right? ft-transport doctor URL looks at the way to it"),
+    (PeerUnreachableError, "is it running there? ft-transport doctor URL looks at the way to it"),
+    (
+        DeadlineExceededError,
+        "is its process stopped, or does its training step take longer (--timeout, where there is one)? ft-transport "
+        "doctor URL looks at the way to it",
+    ),
+    (PeerAuthenticationError, "FT_TRANSPORT_TOKEN and the files of TLS have to be those of the job"),
+)
+_OF_ANOTHER_SERVER: Final = (PeerAuthenticationError, PeerProtocolError, StepNotServedError, ManifestError)
+_ASK_S: Final = 2.0
+_MAX_BYTES: Final = 4096
+
+
+def message_of(error: TransportError) -> str:
+    """Its class and what it says, in one line; it may quote a peer or a file."""
+    return f"{type(error).__name__}: {escape_peer_text(str(error), max_characters=_MAX_CHARACTERS)}"
+
+
+def remedy_for(error: TransportError) -> str:
+    """What mends it; empty where nobody knows. Asks what answers at the peer where that may be no replica."""
+    if isinstance(error, FetchFailedError) and error.failures:
+        error = error.failures[-1]
+    if isinstance(error, _OF_ANOTHER_SERVER) and error.peer is not None:
+        said = _of_what_answers(error.peer)
+        if said:
+            return said
+    return next((remedy for kind, remedy in _REMEDIES if isinstance(error, kind)), "")
+
+
+def _of_what_answers(peer: str) -> str:
+    from ft_transport.wire.exchange_digest import EXCHANGE_DIGEST_HEADER
+
+    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+        address = urlsplit(f"//{peer}")
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=_ASK_S)
+        with contextlib.closing(connection):
+            connection.request("GET", "/")
+            response = connection.getresponse()
+            # Each answer of ours has it.
+            if response.headers.get(EXCHANGE_DIGEST_HEADER) is not None:
+                return ""
+            if b"Lighthouse" in response.read(_MAX_BYTES):
+                return f"this is a Lighthouse; expected a replica's URL; ft-transport top http://{peer} shows its job"
+            return "expected a replica's URL, as its transport's metadata() returns it; something else answers there"
+    return ""

@@ -1,0 +1,117 @@
+"""How the command ends: what is wrong usage, what is not there, what answers at a URL instead, and an interruption."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from quorum_threads import lighthouse
+from scripted_peer import answering, scripted
+
+from ft_transport.cli.main import main
+
+Ended = tuple[int, str]
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def ended(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["ft-transport", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        output = capsys.readouterr()
+        return int(end.value.code or 0), output.out + output.err
+
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explain", "nothing"], "expected a file of records at nothing: No such file"),
+        (["trace", "nothing"], "expected a file of records at nothing: No such file"),
+        (["trace", "records", "-o", "none/t.json"], "expected to write the trace"),
+        (["trace", "records", "-o", "."], "expected to write the trace"),
+        (["status", "foo"], "expected a URL like http"),
+        (["status", "/tmp"], "expected a URL like http"),
+        (["inspect", "http://"], "expected a URL like http"),
+        (["inspect", "ftp://x"], "expected a URL like http"),
+        (["verify", "ftp://x"], "expected a URL like http"),
+        (["diff", "ftp://x", "nothing"], "expected a URL like http"),
+        (["inspect", "fifo"], "at fifo: expected a regular file, found a FIFO"),
+        (["fetch", "http://127.0.0.1:9", "-o", "."], "expected a regular file to fetch to"),
+        (["fetch", "http://127.0.0.1:9", "-o", "none/x"], "No such file or directory"),
+    ],
+)
+def test_wrong_usage_and_nothing_of_the_name_is_exit_code_2(
+    arguments: list[str], said: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "records").write_bytes(b'{"kind":"heal","begun_unix_s":1.0,"length_s":1.0,"outcome":"ok"}\n')
+    os.mkfifo(tmp_path / "fifo")
+    code, output = run(*arguments)
+    assert (code, said in output) == (2, True), output
+
+
+LIGHTHOUSE = b"<head>\n  <title>Lighthouse Dashboard - torchft</title>"
+
+
+@pytest.mark.parametrize(("page", "said"), [(LIGHTHOUSE, "this is a Lighthouse"), (b"<p>", "something else answers")])
+@pytest.mark.parametrize("command", ["status", "inspect", "verify", "fetch", "diff"])
+def test_what_answers_instead_of_a_replica_is_named(
+    command: str, page: bytes, said: str, run: Run, tmp_path: Path
+) -> None:
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(page), page)
+    more = {"fetch": ["-o", tmp_path / "m"], "diff": [tmp_path]}
+    with scripted(answering(answer)) as port:
+        code, output = run(command, f"http://127.0.0.1:{port}", *more.get(command, []))
+    assert (code, said in output) == (2 if command == "diff" else 1, True), output
+
+
+@pytest.fixture(scope="module")
+def real_lighthouse() -> Iterator[str]:
+    pytest.importorskip("torchft")
+    with lighthouse() as url:
+        yield url
+
+
+def test_a_real_lighthouse_is_known_for_one(real_lighthouse: str, run: Run, tmp_path: Path) -> None:
+    said = f"this is a Lighthouse; expected a replica's URL; ft-transport top {real_lighthouse}"
+    for arguments in (["status", real_lighthouse], ["fetch", real_lighthouse, "-o", tmp_path / "m"]):
+        code, output = run(*arguments)
+        assert (code, said in output) == (1, True), output
+
+
+def test_a_peer_that_is_not_there_is_said_with_what_to_look_at(run: Run) -> None:
+    code, output = run("status", "http://127.0.0.1:9")
+    assert code == 1
+    assert "Connection refused" in output
+    assert "→ is it running there? ft-transport doctor" in output
+
+
+def test_the_version_is_told_and_the_package_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ft_transport.cli", "--version"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.startswith("ft-transport ")
+
+
+def test_ctrl_c_while_it_imports_is_one_line() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'ft_transport.cli.main':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from ft_transport.cli.__main__ import main\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "interrupted\n")
