@@ -131,7 +131,10 @@ def _of_peer(url: str) -> Contents:
     connect = connecting(settings.keys(), settings.certificates())
     status = ask_status(peer, connect, within_s=_PEER_WITHIN_S)
     if status.step is None or status.snapshot is None:
-        raise UnreadableError(f"expected a snapshot at {peer}, it has none now; it is taken when somebody recovers")
+        raise UnreadableError(
+            f"expected a snapshot at {peer}, it has none now; it takes one when somebody recovers, or for ft-transport "
+            f"fetch and verify {url}"
+        )
     path = bound_path(FULL_ROUTE, status.step, SnapshotId(status.snapshot))
     with connect(peer, _PEER_WITHIN_S) as connection:
 

@@ -9,11 +9,17 @@ from typing import Annotated, Final
 import msgspec
 import typer
 
-from ft_transport.cli.contents import Contents, NothingThereError, UnreadableError
+from ft_transport.cli.contents import Contents, NothingThereError, TensorEntry, UnreadableError
 from ft_transport.cli.inspect import MANIFEST, OURS, checkpoint_at, is_url, open_thing
 from ft_transport.cli.stored_state import find_unreadable
 from ft_transport.cli.wholeness import DIGESTS, digest_troubles, file_troubles, tensor_troubles
-from ft_transport.errors import CheckpointDamagedError, ManifestError, TransportError, escape_peer_text
+from ft_transport.errors import (
+    CheckpointDamagedError,
+    FetchFailedError,
+    IntegrityError,
+    ManifestError,
+    escape_peer_text,
+)
 from ft_transport.telemetry.explain import megabytes
 
 _OF_A_RANK: Final = "rank-*.json"
@@ -24,23 +30,31 @@ _MAX_CHARACTERS: Final = 500
 
 def verify_command(
     thing: Annotated[str, typer.Argument(help="URL of a replica, safetensors file, checkpoint, or DCP directory.")],
+    timeout: Annotated[
+        float, typer.Option(help="Give up a replica from which nothing comes for so many seconds.", min=0.1, max=1e6)
+    ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="One object of JSON.")] = False,
 ) -> None:
     """Look whether a replica's snapshot, a file or a checkpoint is whole.
 
-    A snapshot is fetched and each chunk compared with its digest; so is a file that ``fetch`` has written, and, file by
-    file, a checkpoint of ours. Other safetensors files and DCP checkpoints have no digests: it is looked whether each
-    tensor is all there, each element once, and in files that are long enough. Exits with 1 if something is wrong, with
-    2 if there is nothing to look at.
+    A snapshot is received, kept nowhere, and each chunk compared with its digest; so is a file that ``fetch`` has
+    written, and, file by file, a checkpoint of ours. Other safetensors files and DCP checkpoints have no digests: it is
+    looked whether each tensor is all there, each element once, and in files that are long enough. Exits with 1 if
+    something is wrong, with 2 if there is nothing to look at.
     """
-    contents, notes = Contents(kind=""), list[str]()
+    contents, notes, troubles = Contents(kind=""), list[str](), list[str]()
     try:
-        contents = open_thing(thing, with_places=True)
-        troubles = list(_troubles(thing, contents, notes))
+        if is_url(thing):
+            contents = _of_peer(thing, timeout)
+        else:
+            contents = open_thing(thing, with_places=True)
+            troubles += _troubles(thing, contents, notes)
     except NothingThereError:
         raise
     except UnreadableError as error:
         troubles = [str(error)]
+    except (FetchFailedError, IntegrityError, ManifestError) as error:
+        troubles = [f"{type(error).__name__}: {error}"]
     if as_json:
         told = {"kind": contents.kind, "step": contents.step, "troubles": troubles, "notes": notes}
         typer.echo(msgspec.json.encode(told))
@@ -59,9 +73,6 @@ def verify_command(
 
 
 def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]:
-    if is_url(thing):
-        yield from _of_peer(thing)
-        return
     path = checkpoint_at(Path(thing))
     if contents.kind == OURS:
         yield from _of_ours(path)
@@ -87,16 +98,23 @@ def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]
         notes.append("its structure was checked; no digests are there to compare its bytes with")
 
 
-def _of_peer(url: str) -> Iterator[str]:
-    from ft_transport import HTTPTransport, TransportSettings
+def _of_peer(url: str, timeout_s: float) -> Contents:
+    """Receives all of a replica's newest snapshot, into nothing.
 
-    transport: HTTPTransport[object] = HTTPTransport(settings=TransportSettings(verify=True))
-    try:
-        transport.fetch(url)
-    except TransportError as error:
-        yield f"{type(error).__name__}: {error}"
-    finally:
-        transport.shutdown()
+    Raises:
+        TransportError: It cannot be asked, or is not what its digests say.
+    """
+    from ft_transport.cli.snapshot_files import settings_for_files
+    from ft_transport.http.peer_address import PeerAddress
+    from ft_transport.transfer.checked_data import check_data
+
+    peer = PeerAddress.from_url(url)
+    manifest = check_data(peer, settings_for_files(timeout_s))
+    entries = (
+        TensorEntry(path=each.name, dtype=str(each.dtype), shape=tuple(each.shape), num_bytes=each.end - each.start)
+        for each in manifest.tensors
+    )
+    return Contents(kind=f"snapshot of {peer}", tensors=tuple(entries), step=manifest.step)
 
 
 def _of_ours(path: Path) -> Iterator[str]:

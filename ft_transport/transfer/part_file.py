@@ -82,12 +82,8 @@ class PartFile:
             FileWriteError: The file system has no room for it.
             ConfigurationError: Its chunks are too large to be held in memory.
         """
+        check_chunk_size(manifest)
         table = manifest.chunks
-        if min(table.chunk_bytes, table.data_bytes) > _MAX_CHUNK_BYTES:
-            raise ConfigurationError(
-                f"expected chunks of at most {_MAX_CHUNK_BYTES} bytes, the source has some of {table.chunk_bytes}; set "
-                "TransportSettings.chunk_bytes there"
-            )
         # As long as with the digests, which may come later.
         self._header_bytes = len(_header_of(manifest, [0] * table.num_chunks))
         self._table = table
@@ -162,6 +158,20 @@ class PartFile:
 
     def _stored(self, start: int, end: int) -> Iterator[memoryview]:
         return read_pieces(self._descriptor, self._header_bytes + start, self._header_bytes + end)
+
+
+def check_chunk_size(manifest: Manifest) -> None:
+    """A chunk is received into memory.
+
+    Raises:
+        ConfigurationError: They are too large for that.
+    """
+    table = manifest.chunks
+    if min(table.chunk_bytes, table.data_bytes) > _MAX_CHUNK_BYTES:
+        raise ConfigurationError(
+            f"expected chunks of at most {_MAX_CHUNK_BYTES} bytes, the source has some of {table.chunk_bytes}; set "
+            "TransportSettings.chunk_bytes there"
+        )
 
 
 def _check_replaceable(path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from typer.testing import CliRunner
 from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
 from ft_transport.cli.contents import NotComparedError, UnreadableError
 from ft_transport.cli.main import app
+from ft_transport.http import manifest_client
+from ft_transport.wire.manifest import Manifest
 
 pytestmark = [pytest.mark.timeout(120)]
 
@@ -434,12 +437,27 @@ def test_where_no_digests_are_it_is_said(tmp_path: Path) -> None:
         assert said in note
 
 
-def test_a_replica_is_verified_by_fetching_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_is_verified_by_fetching_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("FT_TRANSPORT_TOKEN", "a-token-of-the-job-long-enough-for-one")
     monkeypatch.setenv("FT_TRANSPORT_ADVERTISE", "127.0.0.1")
     source = HTTPTransport[Any](TIMEOUT, settings=TransportSettings(host="127.0.0.1"))
     try:
         source.send_checkpoint([], 8, STATE, TIMEOUT)
-        assert verified(source.metadata()) == (0, [])
+        with caplog.at_level("WARNING"):
+            result = CliRunner().invoke(app, ["verify", source.metadata()])
+        assert (result.exit_code, caplog.records) == (0, [])
+        assert ", step 8: 3 tensors, 0.0 MB" in result.stdout
+        decode = manifest_client.decode_header
+
+        def with_other_digests(*arguments: Any, **options: Any) -> Manifest:
+            manifest = decode(*arguments, **options)
+            return replace(manifest, digests=[each ^ 1 for each in manifest.digests or ()])
+
+        monkeypatch.setattr(manifest_client, "decode_header", with_other_digests)
+        code, (trouble,) = verified(source.metadata())
+        assert code == 1
+        assert "expected digest" in trouble
     finally:
         source.shutdown()
