@@ -9,12 +9,22 @@ import msgspec
 import typer
 
 from ft_transport.errors import ConfigurationError, escape_peer_text
-from ft_transport.telemetry.explain import megabytes
+from ft_transport.telemetry.explain import megabytes, phase_lengths
 
 if TYPE_CHECKING:
     from ft_transport.transfer.file_client import FetchedFile
 
 _MAX_NAME: Final = 200
+_INTERRUPTED: Final = 130
+"""As shells count: 128 and the number of SIGINT."""
+_BESIDE: Final = {
+    "manifest": "until a snapshot was there",
+    "plan": "to look at what was here",
+    "verify": "for late digests",
+    "load": "for the disk",
+}
+"""What the time of a fetch goes to besides its transfer, by phase."""
+_LEAST_TOLD_S: Final = 0.05
 
 
 def fetch_command(
@@ -34,8 +44,19 @@ def fetch_command(
 
     Each chunk is compared with its digest before it is written. What has come is kept in FILE.part until all is there:
     called again after an interruption, the command goes on with that, from whichever replica. The job's token and
-    certificates are taken from the environment. Exits with 1 if the file is not whole.
+    certificates are taken from the environment. Exits with 1 if the file is not whole, with 130 after Ctrl-C.
     """
+    try:
+        fetched = _fetch(urls, output, step, timeout)
+    except KeyboardInterrupt as interruption:
+        part = output.with_name(f"{output.name}.part")
+        kept = f"what has come is in {part}: the same command goes on with it" if part.exists() else "nothing had come"
+        typer.echo(f"interrupted; {kept}", err=True)
+        raise typer.Exit(_INTERRUPTED) from interruption
+    typer.echo(msgspec.json.encode(_as_object(output, fetched)) if as_json else _as_text(output, fetched))
+
+
+def _fetch(urls: list[str], output: Path, step: int | None, timeout_s: float) -> FetchedFile:
     from ft_transport.cli.fetch_display import FetchDisplay
     from ft_transport.cli.snapshot_files import settings_for_files
     from ft_transport.http.peer_address import PeerAddress
@@ -48,20 +69,14 @@ def fetch_command(
     except ConfigurationError as error:
         raise typer.BadParameter(str(error)) from error
     with FetchDisplay(output) as display:
-        try:
-            fetched = fetch_to_file(
-                sources,
-                "latest" if step is None else step,
-                output,
-                settings=settings_for_files(timeout, display.note),
-                recorder=Recorder(),
-                on_plan=display.plan,
-            )
-        except KeyboardInterrupt as interruption:
-            display.stop()
-            typer.echo(f"interrupted; what has come is in {output}.part: the same command goes on with it", err=True)
-            raise typer.Exit(1) from interruption
-    typer.echo(msgspec.json.encode(_as_object(output, fetched)) if as_json else _as_text(output, fetched))
+        return fetch_to_file(
+            sources,
+            "latest" if step is None else step,
+            output,
+            settings=settings_for_files(timeout_s, display.note),
+            recorder=Recorder(),
+            on_plan=display.plan,
+        )
 
 
 def _as_object(path: Path, fetched: FetchedFile) -> dict[str, Any]:
@@ -75,8 +90,9 @@ def _as_object(path: Path, fetched: FetchedFile) -> dict[str, Any]:
         "num_bytes_fetched": sum(transfer.num_bytes for transfer in record.transfers),
         "num_bytes_kept": fetched.plan.kept_bytes,
         "seconds": record.length_s,
+        "seconds_by_phase": phase_lengths(record),
         "sources": [
-            {"peer": each.peer, "num_bytes": each.num_bytes, "bytes_per_s": each.bytes_per_s}
+            {"peer": each.peer, "num_bytes": each.num_bytes, "seconds": each.length_s, "bytes_per_s": each.bytes_per_s}
             for each in record.transfers
         ],
         "retries": [each.cause for each in record.retries],
@@ -86,15 +102,23 @@ def _as_object(path: Path, fetched: FetchedFile) -> dict[str, Any]:
 def _as_text(path: Path, fetched: FetchedFile) -> str:
     manifest, record, plan = fetched.manifest, fetched.record, fetched.plan
     num_fetched = sum(transfer.num_bytes for transfer in record.transfers)
-    rate = num_fetched / record.length_s if record.length_s else 0.0
+    lengths = phase_lengths(record)
+    transfer_s = lengths.get("transfer", 0.0)
+    beside = ", ".join(
+        f"{lengths[name]:.2f} s {what}" for name, what in _BESIDE.items() if lengths.get(name, 0.0) >= _LEAST_TOLD_S
+    )
+    rate = num_fetched / transfer_s if transfer_s else 0.0
     lines = [
         f"✓ {path}: step {manifest.step}, {len(manifest.tensors)} tensors, {megabytes(manifest.total_bytes)}, verified",
-        f"  {megabytes(num_fetched)} in {record.length_s:.2f} s, {megabytes(rate)}/s"
-        + (f"; {megabytes(plan.kept_bytes)} were there already" if plan.kept_bytes else ""),
+        f"  {megabytes(num_fetched)} in {transfer_s:.2f} s, {megabytes(rate)}/s"
+        + (f"; {megabytes(plan.kept_bytes)} were there already" if plan.kept_bytes else "")
+        + f"; {record.length_s:.2f} s in all"
+        + (f", {beside}" if beside else ""),
     ]
     if len(record.transfers) > 1:
         lines += [
-            f"  {_shown(each.peer)}: {megabytes(each.num_bytes)}, {megabytes(each.bytes_per_s)}/s"
+            f"  {_shown(each.peer)}: {megabytes(each.num_bytes)} in {each.length_s:.2f} s, "
+            f"{megabytes(each.bytes_per_s)}/s"
             for each in record.transfers
         ]
     lines += [f"  tried again: {_shown(each.cause)}" for each in record.retries]

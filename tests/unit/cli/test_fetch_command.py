@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -158,7 +159,8 @@ def test_ctrl_c_keeps_what_has_come(tmp_path: Path) -> None:
         output, errors = running.communicate(timeout=30)
     finally:
         source.shutdown()
-    assert running.returncode == 1
+    assert running.returncode == 130
+    assert "Traceback" not in errors
     assert f"interrupted; what has come is in {path}.part" in errors
     assert not output
     again = serving()
@@ -167,6 +169,37 @@ def test_ctrl_c_keeps_what_has_come(tmp_path: Path) -> None:
     finally:
         again.shutdown()
     assert is_whole(path)
+
+
+def test_ctrl_c_before_anything_comes_is_one_line(tmp_path: Path) -> None:
+    source = HTTPTransport[Any](TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
+    source.serve_fresh(lambda _step: 0)
+    command = [sys.executable, "-m", "ft_transport.cli", "fetch", source.metadata(), "-o", str(tmp_path / "m")]
+    try:
+        running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        until_s = time.monotonic() + 30
+        while not (tmp_path / "m.part").exists():
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        running.send_signal(signal.SIGINT)
+        output, errors = running.communicate(timeout=30)
+    finally:
+        source.shutdown()
+    assert (running.returncode, output, errors) == (130, "", "interrupted; nothing had come\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_rate_is_that_of_the_transfer(tmp_path: Path) -> None:
+    source = serving(max_send_bytes_per_s=40e6)
+    try:
+        done = told(fetch(source.metadata(), "-o", tmp_path / "m", "--json"))
+        text = fetch(source.metadata(), "-o", tmp_path / "m").stdout
+    finally:
+        source.shutdown()
+    lengths = done["seconds_by_phase"]
+    assert sum(lengths.values()) == pytest.approx(done["seconds"], rel=0.02)
+    assert 0 < done["sources"][0]["seconds"] <= lengths["transfer"] + 0.01
+    assert re.search(r"25\.2 MB in \d+\.\d\d s, .* MB/s; \d+\.\d\d s in all", text)
 
 
 def test_two_do_not_write_to_one_file(
