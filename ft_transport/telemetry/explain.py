@@ -17,13 +17,16 @@ _LEAST_BYTES: Final = 1 << 20
 """Of fewer bytes no rate is believed."""
 _NEAR_THE_LINK: Final = 0.7
 """A transfer with so much of a link's speed is as fast as the link allows."""
+_LEAST_WAIT_S: Final = 1.0
+_MUCH_OF_IT: Final = 0.5
+"""A wait for a quorum that is shorter, or less of the whole, has nothing to do with a replica that is missing."""
 _LOOPBACK: Final = "lo"
 
 _PHASES: Final[Mapping[str, tuple[str, str]]] = {
     "quorum": (
         "waiting until the Lighthouse formed a quorum",
         "a replica that hangs or has died is waited for until the Lighthouse's heartbeat or join timeout: see which "
-        "one is missing (`ft-transport status`), or shorten heartbeat_timeout_ms and join_timeout_ms",
+        "one is missing (`ft-transport top LIGHTHOUSE`), or shorten heartbeat_timeout_ms and join_timeout_ms",
     ),
     "rendezvous": (
         "making the process group with the other replicas, and agreeing with the other ranks",
@@ -146,9 +149,16 @@ def _of_phases(record: Record) -> list[Finding]:
     for name, length_s in phase_lengths(record).items():
         if record.length_s and name != "transfer" and length_s >= _DOMINANT * record.length_s:
             about, remedy = _PHASES.get(name, ("", ""))
+            if name == "quorum" and not _is_long_wait(length_s, record):
+                # The others come to their step boundary, as they should.
+                remedy = ""
             text = f"{name} took {_share(length_s, record)}" + (f": {about}" if about else "")
             found.append(Finding(text=text, remedy=remedy, cost_s=length_s))
     return found
+
+
+def _is_long_wait(length_s: float, record: Record) -> bool:
+    return length_s >= _LEAST_WAIT_S and length_s >= _MUCH_OF_IT * record.length_s
 
 
 def _of_transfers(record: Record, others: Sequence[Record], links: Mapping[str, float]) -> list[Finding]:

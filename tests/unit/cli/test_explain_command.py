@@ -36,6 +36,17 @@ def test_what_a_peer_has_named_does_not_reach_the_terminal_as_it_is(tmp_path: Pa
     assert "\x1b" not in result.output
 
 
+@pytest.mark.parametrize(("length_s", "of", "is_said"), [(0.9, 1.0, False), (3.0, 10.0, False), (6.0, 10.0, True)])
+def test_only_a_long_wait_for_a_quorum_is_for_a_replica_that_is_gone(
+    length_s: float, of: float, is_said: bool, tmp_path: Path
+) -> None:
+    waited = replace(RECORD, length_s=of, phases=(Phase(name="quorum", start_s=0.0, length_s=length_s),))
+    result = CliRunner().invoke(app, ["explain", str(write(tmp_path / "r", waited))])
+    assert f"quorum took {length_s:.2f} s" in result.output
+    assert ("has died" in result.output) is is_said
+    assert ("`ft-transport top LIGHTHOUSE`" in result.output) is is_said
+
+
 def test_a_failure_among_them_is_exit_code_1_and_kinds_are_chosen(tmp_path: Path) -> None:
     path = str(write(tmp_path / "r", RECORD, FAILED))
     assert CliRunner().invoke(app, ["explain", path]).exit_code == 1
