@@ -83,6 +83,7 @@ class Contents:
         step: The committed step; ``None`` where it is not told.
         data_start: Where the data of a single file begins.
         metadata: What a file says of itself, by name.
+        num_bytes_missing: So many bytes a single file is shorter than it should be.
     """
 
     kind: str
@@ -91,6 +92,7 @@ class Contents:
     step: int | None = None
     data_start: int = 0
     metadata: dict[str, str] = field(default_factory=dict)
+    num_bytes_missing: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 _MAX_SHOWN: Final = 50
 _MAX_NAME: Final = 200
 _TIMEOUT_S: Final = 60.0
+_IN_WORDS: Final = {
+    "ft_transport.tree": "what lies beside the tensors in a snapshot (names, order, numbers and texts of the state)",
+    "ft_transport.meshes": "the meshes that DTensors lie on",
+    "ft_transport.layouts": "how DTensors lie on their meshes",
+}
+"""What a snapshot's file says of the state itself."""
 
 
 def diff_command(
@@ -128,7 +134,7 @@ def _line(difference: Difference) -> str:
         case "dtype or shape":
             return f"✗ {name}: {_shown(difference.one)} in A, {_shown(difference.other)} in B"
         case "value":
-            return f"✗ {name}: another value"
+            return f"✗ {_IN_WORDS.get(difference.name, name)}: another value"
         case "elements":
             assert tally is not None, "they were compared"
             most = f", at most by {tally.largest:.6g}" if tally.largest is not None else ""

@@ -36,13 +36,16 @@ def inspect_command(
 ) -> None:
     """List the tensors of a replica's newest snapshot, of a file or of a checkpoint, without reading their data.
 
-    Nothing is unpickled but names that DCP's metadata consists of. Exits with 1 if it cannot be read.
+    Nothing is unpickled but names that DCP's metadata consists of. Exits with 1 if it cannot be read, or is a
+    file that was cut off.
     """
     contents = open_thing(thing)
     if as_json:
         typer.echo(msgspec.json.encode(_as_object(contents)))
     else:
         typer.echo(_as_text(contents, with_values=values))
+    if contents.num_bytes_missing:
+        raise typer.Exit(1)
 
 
 def open_thing(thing: str, *, with_places: bool = False) -> Contents:
@@ -111,9 +114,13 @@ def _of_file(path: Path) -> Contents:
             f"expected a safetensors file at {path}: {getattr(error, 'strerror', None) or error}"
         ) from error
     try:
-        return read_header(
+        contents = read_header(
             lambda start, length: os.pread(descriptor, length, start), kind="safetensors file", name=str(path)
         )
+        parts = (piece.stored for each in contents.tensors for piece in each.pieces if piece.stored is not None)
+        ends = (part.start + part.num_bytes for part in parts)
+        missing = contents.data_start + max(ends, default=0) - os.fstat(descriptor).st_size
+        return replace(contents, num_bytes_missing=max(0, missing))
     except OSError as error:
         raise UnreadableError(f"expected a safetensors file at {path}, it cannot be read: {error}") from error
     finally:
@@ -171,6 +178,7 @@ def _as_object(contents: Contents) -> dict[str, Any]:
             for each in contents.tensors
         ],
         "values": list(contents.values),
+        "num_bytes_missing": contents.num_bytes_missing,
     }
 
 
@@ -189,6 +197,8 @@ def _as_text(contents: Contents, *, with_values: bool) -> str:
     at = f", step {contents.step}" if contents.step is not None else ""
     lines += ["", f"{contents.kind}{at}: {len(contents.tensors)} tensors, {megabytes(contents.num_bytes)} ({shares})"]
     lines.append(f"{len(contents.values)} values beside them")
+    if contents.num_bytes_missing:
+        lines.append(f"✗ the file was cut off: {contents.num_bytes_missing:,} bytes of that are not in it")
     if with_values:
         lines += [f"  {_shown(each)}" for each in contents.values]
     return "\n".join(lines)

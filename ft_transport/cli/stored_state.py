@@ -222,7 +222,7 @@ class _Finder:
             file = self._files[part.file] = StoredFile(path_in(self._path, part.file))
         start = self._contents.data_start + part.start
         if part.start < 0 or part.num_bytes < 0 or start + part.num_bytes > file.num_bytes:
-            where = _shown(part.file or self._path.name)
+            where = _shown(str(path_in(self._path, part.file)))
             raise UnreadableError(
                 f"expected bytes [{start}, {start + part.num_bytes}) of {_shown(name)} in {where}, it has "
                 f"{file.num_bytes}"

@@ -84,6 +84,17 @@ def test_a_safetensors_file(tmp_path: Path) -> None:
     assert tensors(told) == EXPECTED
 
 
+def test_a_safetensors_file_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file(STATE["model"], path)  # type: ignore[arg-type]
+    os.truncate(path, path.stat().st_size - 20)
+    result = CliRunner().invoke(app, ["inspect", str(path)])
+    assert result.exit_code == 1
+    assert "✗ the file was cut off: 20 bytes of that are not in it" in result.stdout
+    result = CliRunner().invoke(app, ["inspect", str(path), "--json"])
+    assert (result.exit_code, json.loads(result.stdout)["num_bytes_missing"]) == (1, 20)
+
+
 @pytest.mark.parametrize("token", [None, "a-token-of-the-job-long-enough-for-one"])
 def test_the_newest_snapshot_of_a_replica(token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if token is not None:

@@ -262,6 +262,17 @@ def test_replicas_in_other_layouts_are_fetched_whole(replicas: list[HTTPTranspor
         "other.x": "only in B",
         "ft_transport.tree": "value",
     }
+    text = CliRunner().invoke(app, ["diff", *(each.metadata() for each in replicas)]).stdout
+    assert "✗ what lies beside the tensors in a snapshot (names, order, numbers and texts of the state): ano" in text
+
+
+def test_a_file_that_was_cut_off_is_named_with_its_directory(tmp_path: Path) -> None:
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+        save_file({"x": torch.ones(4000)}, tmp_path / name / "m")
+    os.truncate(tmp_path / "cut" / "m", 9000)
+    result = CliRunner().invoke(app, ["diff", str(tmp_path / "whole" / "m"), str(tmp_path / "cut" / "m")])
+    assert f"in {tmp_path / 'cut' / 'm'}, it has 9000" in str(result.exception)
 
 
 @pytest.mark.parametrize("options", [(), ("--digests",)])
