@@ -8,11 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from quorum_threads import lighthouse
-from scripted_peer import answering, scripted
+import torch
+from quorum_threads import TIMEOUT, lighthouse
+from scripted_peer import Peer, answering, scripted
 
+from ft_transport import HTTPTransport, TransportSettings
 from ft_transport.cli.main import main
 
 Ended = tuple[int, str]
@@ -93,6 +96,33 @@ def test_a_peer_that_is_not_there_is_said_with_what_to_look_at(run: Run) -> None
     assert code == 1
     assert "Connection refused" in output
     assert "→ is it running there? ft-transport doctor" in output
+
+
+def _silent(peer: Peer) -> None:
+    """Reads each request, as the kernel does for a process that is stopped, and answers none."""
+    while peer.request():
+        pass
+
+
+@pytest.mark.parametrize("command", ["fetch", "verify"])
+def test_a_peer_that_does_not_answer_is_said_with_what_to_look_at(command: str, run: Run, tmp_path: Path) -> None:
+    more = ["-o", tmp_path / "m"] if command == "fetch" else []
+    with scripted(_silent) as port:
+        code, output = run(command, f"http://127.0.0.1:{port}", "--timeout", 0.5, *more)
+    assert code == 1
+    assert output.startswith("DeadlineExceededError: ")
+    assert "→ is its process stopped" in output
+
+
+def test_a_step_that_does_not_come_is_said_with_its_peer_once(run: Run, tmp_path: Path) -> None:
+    source = HTTPTransport[Any](TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1"))
+    try:
+        source.send_checkpoint([], 7, {"w": torch.ones(9)}, TIMEOUT)
+        code, output = run("fetch", source.metadata(), "--step", 8, "--timeout", 0.5, "-o", tmp_path / "m")
+    finally:
+        source.shutdown()
+    assert code == 1
+    assert output.count("(peer 127.0.0.1") == output.count("step 8)") == 1
 
 
 def test_the_version_is_told_and_the_package_is_the_command() -> None:
