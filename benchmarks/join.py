@@ -154,7 +154,7 @@ def quantities(trained: Report, joined: Report) -> dict[Quantity, float]:
 
 
 def ratios(trained: Report, joined: Report) -> dict[Quantity, float]:
-    """What a replica that trains notices of another one that joins, itself or somebody else."""
+    """The cost that a training replica pays while another one joins its job, or a job beside it."""
     first = joined.committed[0]
     asked_s, joined_s = joined.steps[0].began_s, first.ended_s
     before = [step for step in trained.steps if step.ended_s < asked_s]

@@ -38,7 +38,7 @@ class BenchFailedError(TransportError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """What was measured of one thing, in bytes per second.
+    """The measurements of one thing, in bytes per second.
 
     Attributes:
         name: Which.

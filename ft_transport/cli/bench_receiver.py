@@ -21,7 +21,7 @@ _TIMEOUT: Final = timedelta(seconds=30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is to be fetched: a state from a URL, and as many bytes from a bare sender's port.
+    """The two fetches to time: a state from a URL, and as many bytes from a bare sender's port.
 
     So many times, but no further time after ``within_s`` seconds.
     """

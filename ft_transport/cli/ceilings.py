@@ -1,4 +1,4 @@
-"""What the hardware allows: a memory copy, and a bare ``sendfile`` → ``recv_into`` loop.
+"""Ceilings of the hardware: a memory copy, and a bare ``sendfile`` → ``recv_into`` loop.
 
 ``ft-transport bench`` and the benchmarks of the repository measure beside these.
 """

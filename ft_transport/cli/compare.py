@@ -19,7 +19,7 @@ BLOCK_BYTES: Final = 1 << 20
 """Of each side, read and compared at once."""
 
 _SPAN_BYTES: Final = 8 << 20
-"""What a thread takes at once."""
+"""The bytes that a thread compares at once."""
 _NUM_THREADS: Final = 2
 
 
@@ -79,7 +79,7 @@ class _Boxes:
 
 
 def compare(pairs: Sequence[Pair]) -> dict[str, Tally]:
-    """What differs, by name; what does not is not in there.
+    """The differences between two states, by name.
 
     Raises:
         UnreadableError: A file became shorter meanwhile, or cannot be read.

@@ -1,4 +1,4 @@
-"""What of a comparison takes numpy: boxes that are stored in two ways, and what differs where something does."""
+"""The part of a comparison that needs numpy: tensors stored in two layouts, and the size of a difference."""
 
 from __future__ import annotations
 

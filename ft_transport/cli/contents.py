@@ -101,5 +101,5 @@ class Contents:
 
     @property
     def is_one_file(self) -> bool:
-        """Whether it is a single file, which has nothing but them."""
+        """True for a single file, which holds nothing beside its tensors."""
         return self.data_start > 0
