@@ -21,6 +21,7 @@ from documented_page import blocks_of
 _ROOT: Final = Path(__file__).parents[2]
 _TARGET_S: Final = 300.0
 _DEADLINE_S: Final = 1800.0
+_NOT_A_NEWCOMERS: Final = ("PYTHONPATH", "VIRTUAL_ENV", "ARGS", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS")
 _HEALED: Final = "killed and healed"
 
 
@@ -46,8 +47,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--until-healed", action="store_true", help="leave out what comes after the demo")
     options = parser.parse_args()
-    # Nothing of the environment that this runs in may help, and no module of the tree that it comes from.
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    # Nothing of the environment that this runs in may help, no module of the tree that it comes from, and no argument
+    # of the make that it was called by.
+    environment = {name: value for name, value in os.environ.items() if name not in _NOT_A_NEWCOMERS}
     with tempfile.TemporaryDirectory() as directory:
         clone, own = Path(directory, "clone"), Path(directory, "own")
         begin_s = time.monotonic()
