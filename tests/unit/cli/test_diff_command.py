@@ -244,9 +244,6 @@ def test_two_replicas_that_train_on_are_compared_at_one_step(replicas: list[HTTP
             code, told = differ(*(each.metadata() for each in replicas))
             assert (code, told["identical"], told["steps_differ"]) == (0, True, False)
             assert told["a"]["step"] == told["b"]["step"]
-        coming = told["a"]["step"] + 200
-        code, told = differ(*(each.metadata() for each in replicas), "--step", coming)
-        assert (code, told["a"]["step"], told["b"]["step"]) == (0, coming, coming)
     finally:
         for each in training:
             each.end()
