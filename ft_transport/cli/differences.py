@@ -127,7 +127,7 @@ class UnequalChunks:
     """The chunks of two snapshots in one layout that have other digests.
 
     Attributes:
-        numbers: They.
+        numbers: Chunk indices whose digests differ.
     """
 
     def __init__(self, one: Manifest, other: Manifest) -> None:
