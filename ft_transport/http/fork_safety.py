@@ -1,8 +1,9 @@
-"""A forked child keeps no connection of its parent's alive.
+"""A forked child keeps no connection of its parent's alive, and no memory that was lent to it.
 
-A child that the trainer forks, such as a worker of a data loader, inherits every socket. If the trainer dies, its
+A child that the trainer forks, such as a worker of a data loader, inherits every descriptor. If the trainer dies, its
 peers would see their connections stay open and silent for as long as one such child lives, and wait for their stall
-timeouts. (A process that is spawned inherits none: PEP 446.)
+timeouts; and memory is freed only when its last descriptor is closed. (A process that is spawned inherits none: PEP
+446.)
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import os
 import resource
 import socket
+import stat
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -30,9 +32,17 @@ class SocketHolder(Protocol):
         """Whether a socket belongs to it. Called in the child."""
 
 
+class FileHolder(Protocol):
+    """Whatever has files open that are not its own."""
+
+    def is_my_file(self, status: os.stat_result) -> bool:
+        """Whether an open file belongs to it. Called in the child."""
+
+
 making_socket: Final = threading.RLock()
-"""Held from the moment that a socket exists until its holder knows it; a fork waits for that."""
+"""Held from the moment that a socket or a file exists until its holder knows it; a fork waits for that."""
 _holders: weakref.WeakSet[SocketHolder] = weakref.WeakSet()
+_file_holders: weakref.WeakSet[FileHolder] = weakref.WeakSet()
 
 
 class _Gate:
@@ -82,6 +92,11 @@ def close_in_children(holder: SocketHolder) -> None:
     _holders.add(holder)
 
 
+def close_files_in_children(holder: FileHolder) -> None:
+    """Closes the holder's files in every child that is forked from now on, for as long as the holder lives."""
+    _file_holders.add(holder)
+
+
 def _before_fork() -> None:
     # The gate first: who waits for a library must not keep others from making sockets.
     _gate.close()
@@ -97,8 +112,9 @@ def _close_all() -> None:
     global _gate  # noqa: PLW0603 - nobody inside the parent's ever leaves it here
     making_socket.release()
     _gate = _Gate()
-    holders = list(_holders)
-    mine = [number for number in _open_descriptors() if _is_of_any(holders, number)] if holders else []
+    holders, file_holders = list(_holders), list(_file_holders)
+    asked = _open_descriptors() if holders or file_holders else ()
+    mine = [number for number in asked if _is_of_any(holders, file_holders, number)]
     if not mine:
         return
     # The numbers stay taken: the child's copies of the Python objects will close them once more. One is closed first,
@@ -120,8 +136,14 @@ def _open_descriptors() -> Iterable[int]:
         return range(soft_limit if 0 <= soft_limit < 1 << 16 else 1 << 16)
 
 
-def _is_of_any(holders: list[SocketHolder], number: int) -> bool:
+def _is_of_any(holders: list[SocketHolder], file_holders: list[FileHolder], number: int) -> bool:
     """Asks the system what the descriptor is, and not the objects that know of it: the fork may have come between."""
+    try:
+        status = os.fstat(number)
+    except OSError:
+        return False
+    if not stat.S_ISSOCK(status.st_mode):
+        return any(holder.is_my_file(status) for holder in file_holders)
     with contextlib.suppress(OSError):
         candidate = socket.socket(fileno=number)
         try:

@@ -7,12 +7,10 @@ code raises, end a fetch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from ctypes import memmove
+from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import Final
 
@@ -31,8 +29,6 @@ logger = logging.getLogger(__name__)
 _WAIT_S: Final = 5.0
 """For a process of this host that does nothing but answer."""
 _MAX_TICKET_BYTES: Final = 4096
-_MAPPED_BYTES: Final = 16 << 20
-"""So much of the source's memory counts as this process's, about; to unmap a page interrupts the other cores."""
 _PIECE_BYTES: Final = 512 << 10
 """Is digested while it is in the processor's nearest large cache; smaller ones cost more for each."""
 
@@ -140,8 +136,6 @@ class _Copying:
         self._next = 0
         self._landed: set[int] = set()
         self._done_bytes = 0
-        self._mapped_bytes = 0
-        self._released_bytes = 0
         self._started_s = time.monotonic()
         self._is_over = False
         self._error: BaseException | None = None
@@ -214,14 +208,7 @@ class _Copying:
                 timeouts.note_progress(end - start)
                 with self._mutex:
                     self._landed.add(chunk)
-                    self._mapped_bytes += end - start
-                    unmapped_to, is_much = self._released_bytes, self._mapped_bytes >= _MAPPED_BYTES
-                    if is_much:
-                        self._mapped_bytes, self._released_bytes = 0, end
                     self._report(end - start)
-                if is_much:
-                    # What another thread still reads there is mapped again as it does.
-                    self._lent.release(unmapped_to, end)
             elif not self._lent.is_held():
                 # A newer snapshot takes its place: the ordinary way says so.
                 self._is_over = True
@@ -232,20 +219,21 @@ class _Copying:
         # With digests a source that has died costs nothing: its memory lives on here.
         if self._digests is None and not lent.is_held():
             return False
-        lent.prepare(start, end)
-        hasher = self._manifest.digester.hasher() if self._digests is not None else None
-        source = lent.address + start
-        for view in self._destination.buffers(start, end):
-            if not view:
-                continue
-            target, num_bytes = ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view)
-            for at in range(0, num_bytes, _PIECE_BYTES):
-                length = min(_PIECE_BYTES, num_bytes - at)
-                memmove(target + at, source + at, length)
-                if hasher is not None:
-                    hasher.update(view[at : at + length])
-            source += num_bytes
-        return self._digests is None or hasher is None or hasher.intdigest() == self._digests[chunk]
+        views = [view for view in self._destination.buffers(start, end) if view]
+        try:
+            if self._digests is None:
+                lent.read(views, start)
+                return True
+            hasher = self._manifest.digester.hasher()
+            for piece in _pieces(views):
+                lent.read(piece, start)
+                for view in piece:
+                    hasher.update(view)
+                    start += len(view)
+        except OSError as error:
+            logger.debug("chunk %d of the memory of %s cannot be read: %s", chunk, self._peer, error)
+            return False
+        return hasher.intdigest() == self._digests[chunk]
 
     def _report(self, num_bytes: int) -> None:
         """So many more bytes have landed. Called under the lock."""
@@ -265,3 +253,21 @@ class _Copying:
 
     def _failed(self, error: Exception) -> TransportError:
         return TransportError(f"the receiver failed: {type(error).__name__}: {error}", step=self._manifest.step)
+
+
+def _pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes in pieces of about `_PIECE_BYTES`, each of many small views or of a part of a large one."""
+    piece: list[memoryview] = []
+    piece_bytes = 0
+    for view in views:
+        at = 0
+        while at < len(view):
+            part = view[at : at + _PIECE_BYTES - piece_bytes]
+            piece.append(part)
+            piece_bytes += len(part)
+            at += len(part)
+            if piece_bytes >= _PIECE_BYTES:
+                yield piece
+                piece, piece_bytes = [], 0
+    if piece:
+        yield piece

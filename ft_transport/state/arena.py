@@ -8,8 +8,6 @@ a thread of its own, before they are needed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import fcntl
 import logging
 import mmap
@@ -17,7 +15,6 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -26,6 +23,7 @@ import torch
 from ft_transport.errors import SnapshotError, SnapshotLimitError
 from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.state.host_memory import available_bytes
+from ft_transport.state.resident_memory import make_resident, map_file
 from ft_transport.wire.manifest import MAX_HEADER_BYTES
 
 HEADER_ROOM_BYTES: Final = -(-(MAX_HEADER_BYTES + 8) // (2 << 20)) * (2 << 20)
@@ -34,10 +32,7 @@ HEADER_ROOM_BYTES: Final = -(-(MAX_HEADER_BYTES + 8) // (2 << 20)) * (2 << 20)
 The header is encoded after the copy, when the digests are known, and is put right before the data. The room before it
 is a hole in the file and takes no memory.
 """
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14, include/uapi/asm-generic/mman-common.h
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1, include/uapi/linux/fcntl.h
-_POPULATE_BYTES: Final = 4 << 20
-"""At once: meanwhile other threads of the process wait when they map memory."""
 _REST_SHARE: Final = 4.0
 """Memory that nobody waits for is made resident in a fifth of the time: the training needs the core and the mapping."""
 
@@ -76,12 +71,12 @@ class Arena:
         self._unpin: Callable[[], None] | None = None
         try:
             os.ftruncate(self.descriptor, HEADER_ROOM_BYTES + capacity_bytes)
-            self._mapping = mmap.mmap(self.descriptor, capacity_bytes, offset=HEADER_ROOM_BYTES)
+            self._mapping = map_file(self.descriptor, capacity_bytes, offset=HEADER_ROOM_BYTES)
             self._header_room = mmap.mmap(self.descriptor, HEADER_ROOM_BYTES)
             _seal(self.descriptor)
             self.data = torch.frombuffer(self._mapping, dtype=torch.uint8)
-            _make_resident(self.data.data_ptr(), capacity_bytes, is_wanted, rest)
-            self.view = memoryview(self._mapping)
+            make_resident(self.data.data_ptr(), capacity_bytes, is_wanted=is_wanted, rest=rest)
+            self.view = memoryview(self._mapping).cast("B")
             if pin is not None:
                 self._unpin = pin(self.data)
         except BaseException:
@@ -294,32 +289,3 @@ def _seal(descriptor: int) -> None:
                 fcntl.F_ADD_SEALS,
                 _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
             )
-
-
-def _make_resident(
-    address: int, num_bytes: int, is_wanted: Callable[[], bool], rest: Callable[[float], None] | None
-) -> None:
-    for start in range(0, num_bytes, _POPULATE_BYTES):
-        started_s = time.monotonic()
-        if not is_wanted():
-            raise SnapshotError("expected to be still wanted: the transport was shut down, or the state has grown")
-        piece = min(_POPULATE_BYTES, num_bytes - start)
-        try:
-            _populate(address + start, piece)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOSYS):  # no memory
-                raise
-            # A kernel before 5.14.
-            ctypes.memset(address + start, 0, piece)
-        if rest is not None:
-            rest(time.monotonic() - started_s)
-
-
-def _populate(address: int, num_bytes: int) -> None:
-    if sys.platform != "linux":
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    # Not mmap.madvise, which keeps the GIL all the while.
-    if ctypes.CDLL(None, use_errno=True).madvise(
-        ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE
-    ):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

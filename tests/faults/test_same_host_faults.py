@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from faulty_transports import (
 )
 from other_users import NOBODY, acting_as, as_root
 from programs import Program, run
-from same_host import listen_to, mapped_snapshots, taken_from_memory
+from same_host import listen_to, open_snapshots, taken_from_memory
 
 from ft_transport import (
     DeadlineExceededError,
@@ -67,7 +66,7 @@ def test_the_data_comes_from_memory_and_not_through_the_network(
         assert taken_from_memory(caplog) == [(ALL, ALL)]
         assert is_state(net.fetch(step), 1)
     assert holds(into, 1)
-    assert mapped_snapshots() == []
+    assert open_snapshots() == []
 
 
 @pytest.mark.parametrize("at", ["source", "receiver"])
@@ -146,7 +145,7 @@ def test_a_source_that_dies_in_the_middle(verify: bool, caplog: pytest.LogCaptur
                 assert caught.value.destination_touched
     assert holds(into, 3) if verify else is_poisoned(into)
     assert taken_from_memory(caplog) == [(ALL if verify else 0, ALL)]
-    assert mapped_snapshots() == []
+    assert open_snapshots() == []
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -202,13 +201,15 @@ def test_a_chunk_that_was_damaged_in_memory_comes_through_the_network(
 ) -> None:
     damaged = threading.Event()
 
-    def copy(target: int, source: int, num_bytes: int) -> None:
-        ctypes.memmove(target, source, num_bytes)
+    read = lent_memory.LentMemory.read
+
+    def damage(lent: lent_memory.LentMemory, buffers: Sequence[memoryview], start: int) -> None:
+        read(lent, buffers, start)
         if not damaged.is_set():
             damaged.set()
-            ctypes.c_ubyte.from_address(target).value ^= 1
+            buffers[0][0] ^= 1
 
-    monkeypatch.setattr(same_host_client, "memmove", copy)
+    monkeypatch.setattr(lent_memory.LentMemory, "read", damage)
     into = blank()
     with network(sender={"same_host": True}, same_host=True) as net:
         assert is_state(net.fetch(into=into), 1)
@@ -400,7 +401,7 @@ def test_many_fetches_at_once_while_snapshots_change(verify: bool) -> None:
             thread.join()
     assert failures == []
     assert step > 1
-    assert mapped_snapshots() == []
+    assert open_snapshots() == []
 
 
 def test_live_memory_that_is_shared_comes_through_the_network_and_is_not_copied(

@@ -13,7 +13,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from same_host import mapped_snapshots
+from same_host import open_snapshots
 
 from ft_transport import FetchProgress, HTTPTransport, TransportSettings
 
@@ -40,11 +40,11 @@ def sockets() -> int:
 def fork_once(_progress: FetchProgress) -> None:
     if found:
         return
-    found["during"] = len(mapped_snapshots())
+    found["during"] = len(open_snapshots())
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        os.write(writing, json.dumps([len(mapped_snapshots()), sockets()]).encode())
+        os.write(writing, json.dumps([len(open_snapshots()), sockets()]).encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as told:
@@ -56,6 +56,6 @@ transport: HTTPTransport[Any] = HTTPTransport(
     timedelta(seconds=30), settings=TransportSettings(host="127.0.0.1", on_progress=fork_once)
 )
 transport.fetch(sys.argv[1], 1)
-found["after"] = len(mapped_snapshots())
+found["after"] = len(open_snapshots())
 transport.shutdown()
 print(json.dumps(found))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +31,7 @@ from ft_transport.errors import (
     SnapshotReplacedError,
     StepNotServedError,
 )
-from ft_transport.http import same_host_server
+from ft_transport.http import lent_memory, same_host_server
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.http.lent_memory import LentMemory
@@ -223,13 +223,46 @@ def test_memory_is_taken_back_from_who_is_slower_than_a_receiver_may_be() -> Non
         assert not lent.was_held()
 
 
-def test_a_shutdown_ends_what_is_lent_and_the_mapping_stays_readable() -> None:
-    import ctypes
-
+def test_a_shutdown_ends_what_is_lent_and_the_memory_stays_readable() -> None:
     with source() as transport, lent_by(transport) as lent:
         transport.shutdown()
         assert not lent.is_held()
-        assert ctypes.c_int64.from_address(lent.address + 8 * 5).value == 5
+        number = memoryview(bytearray(8))
+        lent.read([number], 8 * 5)
+        assert int.from_bytes(number, "little") == 5
+
+
+@pytest.mark.parametrize("num_buffers", [1, 3, 1500])
+def test_buffers_are_filled_one_behind_the_other(num_buffers: int) -> None:
+    with source() as transport, lent_by(transport) as lent:
+        expected, got = memoryview(bytearray(6000)), memoryview(bytearray(6000))
+        lent.read([expected], 16)
+        size = 6000 // num_buffers
+        lent.read([got[at : at + size] for at in range(0, 6000, size)], 16)
+        assert got == expected
+        assert any(expected)
+
+
+def test_a_call_that_reads_less_than_it_was_asked_for_is_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    calls: list[int] = []
+
+    def little(descriptor: int, buffers: Sequence[memoryview], position: int) -> int:
+        calls.append(preadv(descriptor, [buffers[0][:1000]], position))
+        return calls[-1]
+
+    with source() as transport, lent_by(transport) as lent:
+        expected, got = memoryview(bytearray(6000)), memoryview(bytearray(6000))
+        lent.read([expected], 16)
+        monkeypatch.setattr(lent_memory.os, "preadv", little)
+        lent.read([got[:2500], got[2500:2600], got[2600:]], 16)
+    assert got == expected
+    assert calls == [1000, 1000, 500, 100, 1000, 1000, 1000, 400]
+
+
+def test_memory_that_ends_early_is_an_error() -> None:
+    with source() as transport, lent_by(transport) as lent, pytest.raises(OSError, match="it ends there"):
+        lent.read([memoryview(bytearray(8))], 1 << 40)
 
 
 def test_a_snapshot_that_is_gone_is_no_more_lent() -> None:
@@ -376,7 +409,7 @@ def lending(descriptor: int, answer: bytes = LENT) -> Any:
 
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_SHRINK, 0x10])
-def test_memory_that_may_still_change_its_size_or_be_written_is_not_mapped(seals: int) -> None:
+def test_memory_that_may_still_change_its_size_or_be_written_is_not_taken(seals: int) -> None:
     descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, 1 << 16)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
@@ -390,7 +423,7 @@ def test_memory_that_may_still_change_its_size_or_be_written_is_not_mapped(seals
 
 
 @pytest.mark.parametrize(("start", "num_bytes"), [(0, (1 << 16) + 1), (1 << 16, 1), (1, 4096)])
-def test_memory_that_does_not_hold_the_snapshot_is_not_mapped(start: int, num_bytes: int) -> None:
+def test_memory_that_does_not_hold_the_snapshot_is_not_taken(start: int, num_bytes: int) -> None:
     descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, 1 << 16)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | 0x10)
