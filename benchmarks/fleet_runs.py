@@ -57,6 +57,13 @@ RELAYED: Final = Way("ft_transport", "ours", fleet_hosts.serve_ours, fleet_hosts
 ALONE: Final = Way("ft_transport, without relays", "other", fleet_hosts.serve_ours, fleet_hosts.receive_ours)
 TORCHFT: Final = Way("torchft HTTPTransport", "peer", fleet_hosts.serve_torchft, fleet_hosts.receive_torchft)
 BARE: Final = Way("bare sendfile → recv_into", "ceiling", fleet_hosts.serve_bare, fleet_hosts.receive_bare)
+CHAIN: Final = Way(
+    "bare chain of recv_into and send",
+    "ceiling",
+    fleet_hosts.serve_bare,
+    fleet_hosts.receive_bare_chain,
+    has_relays=True,
+)
 
 
 @dataclass(slots=True)

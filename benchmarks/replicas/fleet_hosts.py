@@ -6,6 +6,7 @@ Each is a process of its own in its own network namespace, and says and is told 
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,13 +22,15 @@ from benchmarks.processes import Channel
 from benchmarks.states import State, digest_of
 from benchmarks.transports import STEP, torchft_http_transport
 from ft_transport import HTTPTransport, TransportSettings
-from ft_transport.cli.ceilings import bare_receiver, bare_sender
+from ft_transport.cli.ceilings import RANGE, bare_receiver, bare_sender
 
 TIMEOUT: Final = timedelta(seconds=180)
 NUM_TENSORS: Final = 64
 _PORT: Final = 4700
 _TOKEN: Final = "only-for-a-benchmark"
 """Without one, servers would listen on the loopback alone."""
+_CHAIN_BYTES: Final = 256 << 10
+"""As much is received before it is passed on."""
 _CHANGED_TENSORS: Final = 3
 """Of 64: what is left unchanged is 95% of the bytes."""
 _ADAPTER_SHARE: Final = 0.01
@@ -200,3 +203,64 @@ def receive_bare(channel: Channel, host: Host, state: FleetState) -> None:
         thread.join()
     channel.say(Done(ended_s=time.monotonic(), digest=None))
     channel.wait_for_end()
+
+
+def receive_bare_chain(channel: Channel, host: Host, state: FleetState) -> None:
+    """The first one takes all from the source, each other from the one before it, which passes on what has come.
+
+    Nothing is planned, verified or repeated: what the wires and the cores of this machine allow.
+    """
+    enter(host.namespace)
+    destination = memoryview(torch.full((state.num_bytes,), 1, dtype=torch.uint8).numpy())
+    with socket.create_server((host.address, _PORT)) as listener:
+        own = f"{host.address}:{_PORT}"
+        channel.say(own)
+        order: Order = channel.wait()
+        at = order.relays.index(own) if order.relays else 0
+        landed = _Landed()
+        passing_on = threading.Thread(target=_pass_on, args=(listener, destination, landed))
+        is_last = at + 1 >= len(order.relays)
+        if not is_last:
+            passing_on.start()
+        address, _, port = (order.relays[at - 1] if at else order.sources[0]).rpartition(":")
+        with socket.create_connection((address, int(port))) as connected:
+            connected.sendall(RANGE.pack(0, len(destination)))
+            for start in range(0, len(destination), _CHAIN_BYTES):
+                piece = destination[start : start + _CHAIN_BYTES]
+                if connected.recv_into(piece, 0, socket.MSG_WAITALL) != len(piece):
+                    raise ConnectionError("the one before closed the connection")
+                landed.add(len(piece))
+        ended_s = time.monotonic()
+        if not is_last:
+            passing_on.join()
+        channel.say(Done(ended_s=ended_s, digest=None))
+        channel.wait_for_end()
+
+
+class _Landed:
+    """How many bytes have come, to wait for."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        with self._changed:
+            self._num_bytes += num_bytes
+            self._changed.notify()
+
+    def wait_beyond(self, num_bytes: int) -> int:
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_bytes > num_bytes, TIMEOUT.total_seconds())
+            return self._num_bytes
+
+
+def _pass_on(listener: socket.socket, destination: memoryview, landed: _Landed) -> None:
+    connected, _ = listener.accept()
+    with connected:
+        connected.recv(RANGE.size, socket.MSG_WAITALL)
+        num_sent = 0
+        while num_sent < len(destination):
+            num_landed = landed.wait_beyond(num_sent)
+            connected.sendall(destination[num_sent:num_landed])
+            num_sent = num_landed
