@@ -329,7 +329,8 @@ class Manager(StateManager):
     @property
     def _pg(self) -> Any:
         """The process group between replicas: ``ManagedProcessGroup``, and so HSDP, wraps it."""
-        return self._process_group if self._process_group is not None else self._joined().membership.process_group
+        held = self._process_group
+        return held if held is not None else self._joined().membership.process_group.wrapped
 
     def _manager_state_dict(self) -> dict[str, object]:
         with self.reading("the state of the manager"):

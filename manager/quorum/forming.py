@@ -299,7 +299,8 @@ class QuorumForming:
                 ),
                 span("_pg::configure"),
             ):
-                seconds = participant.membership.configure(decision, deadline)
+                membership = participant.membership
+                seconds = membership.process_group.configure(decision, deadline, replica_id=membership.replica_id)
         except Exception as error:
             participant.report_error(error)
             return
@@ -357,7 +358,7 @@ class QuorumForming:
             self._forget_gradients()
             self.begin_step()
             return True
-        membership.abort()
+        membership.process_group.abort()
         if participant.round is not None:
             participant.round.error = None
         if all(_GIVEN_UP in refusal for refusal in refusals):

@@ -176,7 +176,8 @@ class QuorumLoop(StateObserver):
 
         finish = partial(_average, local, num_participants) if is_average and num_participants > 1 else None
         try:
-            managed.begin(self.membership.allreduce(local, ReduceOp.SUM if is_average else reduce_op), finish)
+            summed_by = ReduceOp.SUM if is_average else reduce_op
+            managed.begin(self.membership.process_group.allreduce(local, summed_by), finish)
         except Exception as error:
             self._participant.report_error(error)
             forget_frames(error)
@@ -196,7 +197,7 @@ class QuorumLoop(StateObserver):
         if torch.accelerator.is_available():
             with span("should_commit::current_stream::synchronize"):
                 torch.accelerator.synchronize()
-        error = self.membership.group_error()
+        error = self.membership.process_group.error()
         if error is not None:
             participant.report_error(error)
         refusals = commit_refusals(
@@ -375,7 +376,7 @@ class QuorumLoop(StateObserver):
             self._metrics.refused.add(ABANDONED)
             # The other replicas may wait in collectives that this one has not even begun.
             logger.warning("%s: the step before was abandoned, and its process group is ended", participant.name)
-            self.membership.abort()
+            self.membership.process_group.abort()
         if failed or not earlier.is_over:
             participant.is_settled = False
         if not failed and not earlier.is_voted:
@@ -403,7 +404,7 @@ class QuorumLoop(StateObserver):
             cause,
         )
         if current.error is not None:
-            self.membership.abort()
+            self.membership.process_group.abort()
         max_retries = self._config.max_retries
         if max_retries is not None and self._num_refused_commits > max_retries:
             raise CommitFailedError(step=self._state.step, num_failures=self._num_refused_commits, reasons=refusals)

@@ -1,36 +1,33 @@
 """One replica's place among the others: the quorum it is in, and the process group that goes with it.
 
 Knows the Lighthouse, the ranks of the replica and the process group; knows nothing of the state. The training thread
-and the thread that forms quorums call it, never both at once; `abort` may be called by any thread.
+and the thread that forms quorums call it, never both at once.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Final, cast
+from typing import Final
 
 import msgspec
-import torch
-from torch.distributed import AllreduceOptions
 
 from ft_transport.coordination.plain_values import from_json
-from ft_transport.coordination.rendezvous import nobody_listens, rendezvous
+from ft_transport.coordination.rendezvous import nobody_listens
 from ft_transport.coordination.store_connections import StoreConnections
 from ft_transport.keys import Keys
 from ft_transport.runtime.deadline import Deadline
-from manager.collectives.gloo import GlooProcessGroup, ReplicaProcessGroup
-from manager.collectives.reconfigurable import Reconfigurable, ReconfigurableGroup
+from manager.collectives.gloo import ReplicaProcessGroup
+from manager.collectives.reconfigurable import Reconfigurable
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig
-from manager.errors import QuorumError, quorum_errors
+from manager.errors import quorum_errors
 from manager.quorum.decision import Decision, Member, Rules, decide
 from manager.quorum.divergence import Claim
 from manager.quorum.group_ranks import Exchange, GroupRanks, Incarnation
+from manager.quorum.held_process_group import HeldProcessGroup
 from manager.quorum.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse, name_of, running_members
 from manager.quorum.lighthouse_status import ToldMember
 from manager.quorum.rank_report import RankReport, member_of
@@ -41,7 +38,6 @@ from manager.quorum.told_differences import ToldDifferences
 
 logger = logging.getLogger(__name__)
 
-_PREFIX: Final = "ft_transport"
 _GRACE: Final = timedelta(milliseconds=200)
 """By how much the other ranks wait longer than rank 0, so that they hear its reason."""
 _NO_DEADLINE: Final = Deadline()
@@ -60,6 +56,7 @@ class Membership:
     Attributes:
         replica_id: ``name:`` and a random part. Unique among those that live (`replica_ids`).
         group_rank: This rank within its replica.
+        process_group: Between the replicas.
         differences: What replicas tell each other of states that differ.
         members: Of the last quorum.
         lighthouse: Its address, as far as this rank has been told.
@@ -86,12 +83,14 @@ class Membership:
         self.lighthouse = config.lighthouse_addr or ""
         self._stores = StoreConnections()
         self.differences = ToldDifferences(self._stores, self.group_rank)
-        self._process_group = self._wrap(process_group)
-        self._mutex = threading.Lock()
-        self._held = ""
-        self._begun = ""
-        self._is_closed = False
-        self._num_groups = 0
+        self.process_group = HeldProcessGroup(
+            process_group,
+            stores=self._stores,
+            group_rank=self.group_rank,
+            world_size=config.world_size,
+            timeout=config.timeout,
+            connect_timeout=config.connect_timeout,
+        )
         self._known_namesakes: set[str] = set()
         self._session: LighthouseSession | None = None
         self._incarnation: Incarnation | None = None
@@ -105,16 +104,6 @@ class Membership:
             self.close()
             raise
 
-    def _wrap(self, process_group: ReplicaProcessGroup | Reconfigurable | None) -> ReplicaProcessGroup:
-        config = self._config
-        if process_group is None:
-            process_group = GlooProcessGroup(timeout=config.timeout, connect_timeout=config.connect_timeout)
-        elif not hasattr(process_group, "configure"):
-            process_group = ReconfigurableGroup(process_group, config.connect_timeout)
-        if isinstance(process_group, (GlooProcessGroup, ReconfigurableGroup)):
-            process_group.stores = self._stores
-        return cast("ReplicaProcessGroup", process_group)
-
     def _start(self, config: ManagerConfig) -> None:
         assert config.world_size is not None, "the environment has been asked"
         self._store = find_store(config, self._stores, state_address=self._address)
@@ -125,7 +114,7 @@ class Membership:
         prefix = ""
         if config.world_size == 1:
             self._own_id = take_id(lighthouse, name)
-            self.replica_id, self._num_groups = self._own_id.replica_id, self._own_id.num_groups
+            self.replica_id, self.process_group.num_begun = self._own_id.replica_id, self._own_id.num_groups
         else:
             self.replica_id = f"{name}:{uuid.uuid4()}"
             self._incarnation = Incarnation(store, self.group_rank, self.replica_id, config.timeout)
@@ -204,8 +193,8 @@ class Membership:
         report = RankReport(
             step=step,
             lineage=lineage,
-            group=self._held,
-            num_groups=self._num_groups,
+            group=self.process_group.held,
+            num_groups=self.process_group.num_begun,
             address=self._address,
             can_serve=can_serve,
             may_heal=may_heal,
@@ -278,78 +267,6 @@ class Membership:
                     member.process or f"at {member.addresses[0]}",
                 )
 
-    def configure(self, decision: Decision, deadline: Deadline) -> float:
-        """Meet the members of the process group, if this rank does not hold it already.
-
-        Args:
-            decision: Which group it is.
-            deadline: For everything, where it comes before ``connect_timeout`` is over.
-
-        Returns:
-            Seconds that it took; 0 if there was nothing to do.
-
-        Raises:
-            Exception: Whatever the process group raises if the others do not come.
-        """
-        if decision.rank is None or decision.group == self._held:
-            return 0.0
-        start_s = time.monotonic()
-        with self._mutex:
-            if self._is_closed:
-                raise QuorumError(f"replica {self.replica_id}: has been shut down")
-            if decision.group == self._begun:
-                raise QuorumError(f"the process group {decision.group} was given up in this step")
-            self._begun = decision.group
-            self._held = ""
-            self._num_groups += 1
-        prefix = f"{_PREFIX}/{decision.group}/{self.group_rank}"
-        if len(decision.group_members) > 1:
-            with quorum_errors():
-                rendezvous(
-                    store=self._stores.at_address(decision.store_address),
-                    prefix=f"{prefix}/meeting",
-                    rank=decision.rank,
-                    names=decision.group_members,
-                    addresses=decision.group_addresses,
-                    timeout=deadline.cap(self._config.connect_timeout),
-                )
-        self._limit_connecting(deadline)
-        self._process_group.configure(
-            f"{decision.store_address}/{prefix}",
-            self.replica_id,
-            decision.rank,
-            len(decision.group_members),
-            group_number(decision.group),
-            self.group_rank,
-            self._config.world_size,
-            None,
-        )
-        with self._mutex:
-            self._held = decision.group
-        return time.monotonic() - start_s
-
-    def _limit_connecting(self, deadline: Deadline) -> None:
-        """``configure`` of torchft takes no timeout; process groups of this package are told beforehand."""
-        if isinstance(self._process_group, (GlooProcessGroup, ReconfigurableGroup)):
-            self._process_group.connect_timeout = deadline.cap(self._config.connect_timeout)
-
-    def abort(self) -> None:
-        """End the process group at once, so that whoever waits for this replica in it does not wait for long."""
-        with self._mutex:
-            was_held, self._held = self._held, ""
-        if was_held:
-            self._process_group.abort()
-
-    def group_error(self) -> Exception | None:
-        """An error that the process group noticed by itself."""
-        return self._process_group.errored()
-
-    def allreduce(self, tensor: torch.Tensor, reduce_op: Any) -> Any:
-        """Begin an allreduce in place over the members of the process group."""
-        options = AllreduceOptions()
-        options.reduceOp = reduce_op
-        return self._process_group.allreduce([tensor], options)
-
     def agree(
         self,
         kind: Exchange,
@@ -376,8 +293,8 @@ class Membership:
         report = RankReport(
             step=step,
             lineage=lineage,
-            group=self._held,
-            num_groups=self._num_groups,
+            group=self.process_group.held,
+            num_groups=self.process_group.num_begun,
             address=self._address,
             refusals=refusals,
         )
@@ -395,31 +312,18 @@ class Membership:
         """How often the Lighthouse may have taken this replica for dead. Its rank 0 alone knows."""
         return self._session.num_missed_heartbeats() if self._session is not None else 0
 
-    @property
-    def process_group(self) -> ReplicaProcessGroup:
-        """What runs the collectives between replicas."""
-        return self._process_group
-
     def close(self) -> None:
         """Leave: end the heartbeats and the process group."""
         self._group.close()
         if self._session is not None:
             self._session.close()
-        with self._mutex:
-            self._is_closed = True
-            self._held = ""
-        self._process_group.shutdown()
+        self.process_group.close()
         own_id, self._own_id = self._own_id, None
         # A request without an answer may yet be answered, in the name of the next one.
         if own_id is not None and not self._is_asking:
             # One more, so that the next one's first state is told from this one's, whatever this one got to.
-            give_back_id(replace(own_id, num_groups=self._num_groups + 1))
+            give_back_id(replace(own_id, num_groups=self.process_group.num_begun + 1))
         if self._incarnation is not None:
             self._incarnation.close()
         self._stores.close()
         self._store = None
-
-
-def group_number(group: str) -> int:
-    """Return a number for the key of a process group: torchft's use it in names and logs as the id of a quorum."""
-    return int(group.rpartition("-")[2], 16) >> 1

@@ -15,7 +15,8 @@ from manager.collectives.managed_work import ManagedWork
 from manager.errors import ReportedError
 from manager.quorum import telemetry
 from manager.quorum.decision import Decision, Rules, next_lineage
-from manager.quorum.membership import Membership, group_number
+from manager.quorum.held_process_group import group_number
+from manager.quorum.membership import Membership
 from manager.state.replica_state import ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class Participant:
                 return
             current.error = ReportedError(error)
         logger.warning("%s: this step will not be committed: %s", self.name, format_error(error))
-        self.membership.abort()
+        self.membership.process_group.abort()
         self.record(telemetry.ERRORS, "a step will not be committed", current.decision, error=format_error(error))
 
     def record(self, log: logging.Logger, what: str, decision: Decision | None, **fields: int | bool | str) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from ft_transport.telemetry.told import Activity, ToldManager, ToldMember
 from manager.quorum.decision import DoesNotFit, StandsBy
-from manager.quorum.membership import group_number
+from manager.quorum.held_process_group import group_number
 from manager.quorum.round import Participant
 from manager.state.telling import told_lock
 
