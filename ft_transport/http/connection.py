@@ -1,7 +1,7 @@
 """One HTTP connection with blocking reads straight into given memory, every wait of which has a deadline.
 
-``http.client`` parses the answers; the bytes of a body are read from its socket directly, because passing them through
-Python objects costs more than the transfer itself.
+``http.client`` parses the answers; the bytes of a body are read from its socket directly (`body_reader`), because
+passing them through Python objects costs more than the transfer itself.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ft_transport.errors import (
     TransportError,
 )
 from ft_transport.http.answers import MAX_ERROR_BODY_BYTES, check_understood, refusal_of
+from ft_transport.http.body_reader import BodyReader
 from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.http.fork_safety import close_in_children, making_socket
 from ft_transport.http.peer_address import PeerAddress, look_up
@@ -37,14 +38,8 @@ from ft_transport.wire.authentication import CONTENT_DIGEST_HEADER, content_dige
 from ft_transport.wire.exchange_digest import RequestRead
 from ft_transport.wire.routes import CHALLENGE_ROUTE, REPLICA_HEADER, SAME_HOST_HEADER
 
-_MAX_VIEWS_PER_READ: Final = 512
-"""Below IOV_MAX, which Linux puts at 1024 (``man 2 readv``)."""
-_WAKE_BYTES: Final = 256 << 10
-"""Half the wake-ups that a receiver has without it; with far more, the sender runs into a full window."""
 _NOT_IN_HEADERS: Final = re.compile("[^!-~]")
 _MAX_REPLICA_CHARACTERS: Final = 64
-_TICK_S: Final = 0.1
-"""How often a read that waits for more looks at the clock."""
 
 
 class Connection:
@@ -86,12 +81,8 @@ class Connection:
         self._address: object = None
         self.num_opened = 0
         self.local_address = ""
-        self._ahead = b""
+        self._body: BodyReader | None = None
         self._is_interrupted = False
-        self._started_s = self._received_s = 0.0
-        self._received = 0
-        self._body_bytes = 0
-        self._tick_s = 0.0
         close_in_children(self)
         if timeouts.handle is not None:
             timeouts.handle.add(self)
@@ -118,7 +109,6 @@ class Connection:
         if self._socket is not None:
             self._socket.raw.close()
         self._http = self._socket = self._session = None
-        self._ahead = b""
 
     @property
     def reached(self) -> str:
@@ -189,7 +179,8 @@ class Connection:
             # What was read ahead while looking for the end of the head belongs to the body.
             assert self._socket is not None
             self._socket.head_complete = True
-            self._ahead = response.fp.peek()
+            assert self._body is not None
+            self._body.ahead = response.fp.peek()
             return response
 
     def read_body(self, response: HTTPResponse, *, max_bytes: int) -> bytearray:
@@ -262,7 +253,7 @@ class Connection:
     ) -> HTTPResponse:
         """Sends a request and reads the head of its answer."""
         assert self._socket is not None
-        self._received = 0
+        self._body = None
         self._socket.read_until_s = min(
             self._timeouts.end_s(), time.monotonic() + answer_within_s + self._timeouts.stall_timeout_s
         )
@@ -271,9 +262,7 @@ class Connection:
         http.request(method, path, body=body, headers={**headers, **self._always})
         response = http.getresponse()
         self._socket.in_head = False
-        self._started_s = self._received_s = time.monotonic()
-        self._body_bytes = response.length or 0
-        self._tick_s = 0.0
+        self._body = BodyReader(self._socket, peer=self.peer, timeouts=self._timeouts, length=response.length or 0)
         return response
 
     def read_into(self, views: Sequence[memoryview]) -> None:
@@ -284,15 +273,9 @@ class Connection:
             DeadlineExceededError: The deadline passed.
         """
         assert self._socket is not None
-        # What this side did in between is no fault of the peer's.
-        self._received_s = time.monotonic()
-        if self._received:
-            self._timeouts.note_progress()
+        assert self._body is not None
         with self._closed_on_failure("reading"):
-            num_later = self._body_bytes - self._received - sum(map(len, views))
-            self._socket.wake_at(_WAKE_BYTES if num_later >= _WAKE_BYTES else 1)
-            for start in range(0, len(views), _MAX_VIEWS_PER_READ):
-                self._fill(list(views[start : start + _MAX_VIEWS_PER_READ]))
+            self._body.read_into(views)
 
     def end_response(self, response: HTTPResponse) -> None:
         """Frees the connection for the next request, once the body was read to its end."""
@@ -354,57 +337,10 @@ class Connection:
         self._timeouts.remaining_s(doing, self.peer)
         raise PeerUnreachableError(f"no address accepts a connection: {'; '.join(failures)}", peer=str(self.peer))
 
-    def _fill(self, views: list[memoryview]) -> None:
-        sock = self._socket
-        assert sock is not None
-        index = 0
-        while index < len(views) and self._ahead:
-            taken = min(len(self._ahead), len(views[index]))
-            views[index][:taken] = self._ahead[:taken]
-            self._ahead = self._ahead[taken:]
-            self._received += taken
-            if taken < len(views[index]):
-                views[index] = views[index][taken:]
-                break
-            index += 1
-        while index < len(views):
-            self._check_pace()
-            try:
-                got = sock.receive_into(views[index:])
-            except BlockingIOError:
-                continue
-            if not got:
-                raise PeerUnreachableError(
-                    f"expected more of the body, the peer closed the connection after {self._received} bytes",
-                    peer=str(self.peer),
-                )
-            self._received += got
-            self._received_s = time.monotonic()
-            self._timeouts.note_progress(got)
-            while got:
-                size = len(views[index])
-                if got < size:
-                    views[index] = views[index][got:]
-                    break
-                got -= size
-                index += 1
-
-    def _check_pace(self) -> None:
-        """Allows the next read, until the deadline, the stall timeout or the minimum throughput ends it."""
-        timeouts = self._timeouts
-        until_s = min(
-            timeouts.end_s(),
-            self._received_s + timeouts.stall_timeout_s,
-            self._started_s + timeouts.stall_timeout_s + self._received / timeouts.min_bytes_per_s,
-        )
-        remaining_s = until_s - time.monotonic()
-        if remaining_s <= 0:
-            raise TimeoutError
-        tick_s = min(_TICK_S, remaining_s)
-        if tick_s != self._tick_s:
-            assert self._socket is not None
-            self._socket.block(tick_s)
-            self._tick_s = tick_s
+    @property
+    def _num_received(self) -> int:
+        """How much of the last answer's body has come."""
+        return self._body.num_bytes if self._body is not None else 0
 
     @contextlib.contextmanager
     def _closed_on_failure(self, doing: str) -> Iterator[None]:
@@ -420,7 +356,8 @@ class Connection:
                 case TimeoutError():
                     raise self._timed_out(doing) from error
                 case OSError():
-                    what = f"the connection broke {doing} after {self._received} bytes: {type(error).__name__}: {error}"
+                    kind = type(error).__name__
+                    what = f"the connection broke {doing} after {self._num_received} bytes: {kind}: {error}"
                     raise PeerUnreachableError(what, peer=str(self.peer)) from error
                 case HTTPException():
                     what = f"expected an HTTP answer, got {type(error).__name__}: {str(error)[:200]!r}; {doing}"
@@ -430,7 +367,7 @@ class Connection:
 
     def _timed_out(self, doing: str) -> TransportError:
         """The error after a wait: the whole deadline is over, or this peer is too slow and another try may help."""
-        doing = f"{doing} after {self._received} bytes"
+        doing = f"{doing} after {self._num_received} bytes"
         if self._timeouts.is_over():
             return DeadlineExceededError(f"timed out {doing}: {self._timeouts.reason()}", peer=str(self.peer))
         return PeerUnreachableError(

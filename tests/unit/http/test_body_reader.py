@@ -1,0 +1,80 @@
+"""The body of an answer: what was read with the head comes first, and every byte lands where it belongs."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from ft_transport.errors import PeerUnreachableError
+from ft_transport.http.body_reader import BodyReader
+from ft_transport.http.fetch_timeouts import Timeouts
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.timed_socket import TimedSocket
+
+BODY = bytes(range(256)) * 4
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    with near, far:
+        yield near, far
+
+
+def reader_of(near: socket.socket, *, ahead: bytes, deadline_s: float = 20.0) -> BodyReader:
+    body = BodyReader(
+        TimedSocket(near),
+        peer=PeerAddress(host="127.0.0.1", port=1),
+        timeouts=Timeouts(
+            deadline_s=time.monotonic() + deadline_s,
+            connect_timeout_s=20.0,
+            stall_timeout_s=20.0,
+            min_bytes_per_s=1.0,
+        ),
+        length=len(BODY),
+    )
+    body.ahead = ahead
+    return body
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1, 100, 101, 500, len(BODY)])
+@pytest.mark.parametrize("cuts", [(0, len(BODY)), (0, 100, 101, len(BODY)), (0, 0, 500, 500, len(BODY))])
+def test_every_byte_lands_in_its_place(
+    pair: tuple[socket.socket, socket.socket], num_ahead: int, cuts: tuple[int, ...]
+) -> None:
+    near, far = pair
+    received = bytearray(len(BODY))
+    far.sendall(BODY[num_ahead:])
+    body = reader_of(near, ahead=BODY[:num_ahead])
+    body.read_into([memoryview(received)[start:end] for start, end in pairwise(cuts) if end > start])
+    assert bytes(received) == BODY
+    assert body.num_bytes == len(BODY)
+
+
+def test_what_was_read_with_the_head_is_left_for_the_next_read(pair: tuple[socket.socket, socket.socket]) -> None:
+    near, far = pair
+    first, second = bytearray(10), bytearray(len(BODY) - 10)
+    body = reader_of(near, ahead=BODY[:300])
+    body.read_into([memoryview(first)])
+    far.sendall(BODY[300:])
+    body.read_into([memoryview(second)])
+    assert bytes(first + second) == BODY
+
+
+def test_a_body_that_ends_early_is_a_lost_connection(pair: tuple[socket.socket, socket.socket]) -> None:
+    near, far = pair
+    far.sendall(BODY[50:60])
+    far.shutdown(socket.SHUT_WR)
+    with pytest.raises(PeerUnreachableError, match="closed the connection after 60 bytes"):
+        reader_of(near, ahead=BODY[:50]).read_into([memoryview(bytearray(len(BODY)))])
+
+
+def test_a_read_ends_with_the_deadline(pair: tuple[socket.socket, socket.socket]) -> None:
+    with pytest.raises(TimeoutError):
+        reader_of(pair[0], ahead=b"", deadline_s=0.05).read_into([memoryview(bytearray(1))])
