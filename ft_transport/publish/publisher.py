@@ -24,24 +24,23 @@ from ft_transport.checkpoint.settings import checked_directory_number, checked_r
 from ft_transport.coordination.consensus import Agreement, RankGroup
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import ConfigurationError, PublishError
-from ft_transport.publish.adapter import CONFIG_NAME
 from ft_transport.publish.content import Weights, content_of
 from ft_transport.publish.engine_lag import EngineLag
-from ft_transport.publish.engines.engine import Delivery, Engine, Kind
+from ft_transport.publish.engines.engine import Engine
 from ft_transport.publish.export import Exporter, ExportRequest
 from ft_transport.publish.files import Files, read_files
 from ft_transport.publish.handle import PublishHandle
 from ft_transport.publish.notify import EngineNotifier
-from ft_transport.publish.report import POLICIES, EngineState, Policy, PublishReport
+from ft_transport.publish.report import POLICIES, EngineState, Policy, end_record
 from ft_transport.publish.report_store import ReportStore
-from ft_transport.publish.retention import Retention, StoredVersion
+from ft_transport.publish.retention import Retention
 from ft_transport.publish.serving import VersionServer
+from ft_transport.publish.stored_versions import StoredVersions
 from ft_transport.publish.weight_format import WeightFormat
 from ft_transport.runtime.at_exit import at_exit
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.settings import check_duration, check_number, default_num_threads
 from ft_transport.telemetry.metrics import Metrics, weakly
-from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import Recorder, Recording
 from ft_transport.transport import HTTPTransport
 
@@ -115,7 +114,7 @@ class Publisher:
         check_duration("keep_for", keep_for, at_least=timedelta(0))
         if poll_interval is not None:
             check_duration("poll_interval", poll_interval, at_least=timedelta.resolution)
-        self._retention = Retention(check_number("keep", keep, at_least=1), keep_for.total_seconds())
+        retention = Retention(check_number("keep", keep, at_least=1), keep_for.total_seconds())
         for name, duration in {
             "engine_timeout": engine_timeout,
             "timeout": timeout,
@@ -136,10 +135,10 @@ class Publisher:
         self._notifier: EngineNotifier | None = None
         self._lag: EngineLag | None = None
         self._stop_telling: Callable[[], None] = lambda: None
-        self._server = VersionServer(transport, self._directory, deltas=deltas) if transport is not None else None
+        server = VersionServer(transport, self._directory, deltas=deltas) if transport is not None else None
+        self._versions = StoredVersions(self._directory, retention, server)
         self._format = weight_format if weight_format is not None else WeightFormat()
-        self._notifying: dict[int, Future[PublishReport]] = {}
-        self._adding: set[Future[None]] = set()
+        self._under_way: dict[Future[Any], int | None] = {}
         self._mutex = threading.Lock()
         self._end = SafeEnd()
         self._is_closed = False
@@ -273,9 +272,7 @@ class Publisher:
         assert self._notifier is not None, "it is open"
         adding = self._notifier.add(engine)
         if adding is not None:
-            with self._mutex:
-                self._adding.add(adding)
-            adding.add_done_callback(self._added)
+            self._follow(adding, None)
 
     def remove_engine(self, url: str) -> None:
         """Notifies an engine no more. Any thread of rank 0 may call it; on other ranks nothing happens.
@@ -313,10 +310,10 @@ class Publisher:
     def _close(self, deadline_s: float) -> None:
         self._stop_telling()
         with self._mutex:
-            under_way: list[Future[Any]] = [*self._notifying.values(), *self._adding]
-        for notifying in under_way:
+            under_way = list(self._under_way)
+        for telling in under_way:
             try:
-                notifying.exception(max(0.0, deadline_s - time.monotonic()))
+                telling.exception(max(0.0, deadline_s - time.monotonic()))
             except FutureTimeoutError:
                 logger.warning("engines that were still being notified are given up")
         if self._notifier is not None:
@@ -340,58 +337,43 @@ class Publisher:
     def _set_up_root(self) -> None:
         self._claim.take("a publisher", _MARGIN_S)
         self._directory.recover()
-        stored = self._directory.numbers()
-        newest = self._directory.find(stored[-1]) if stored else None
+        newest = self._versions.newest()
         if newest is not None:
             assert self._notifier is not None, "it was made before"
-            self._notifier.begin_with(self._delivery(stored[-1], newest))
+            self._notifier.begin_with(newest)
             assert self._lag is not None, "it was made with it"
-            self._lag.published(stored[-1])
+            self._lag.published(newest.version)
 
     def _notify(self, version: int, directory: Path, recording: Recording) -> None:
         assert self._notifier is not None, "it is open"
         assert self._lag is not None, "it was made with it"
         self._lag.published(version)
         recording.phase("deliver")
-        notifying = self._notifier.notify(self._delivery(version, directory), self._reports.post)
-        with self._mutex:
-            self._notifying[version] = notifying
-        notifying.add_done_callback(lambda _: self._notified(version))
-        notifying.add_done_callback(lambda told: _record(recording, told))
+        notifying = self._notifier.notify(self._versions.delivery(version, directory), self._reports.post)
+        self._follow(notifying, version)
+        notifying.add_done_callback(lambda told: end_record(recording, told))
 
-    def _delivery(self, version: int, directory: Path) -> Delivery:
-        kind: Kind = "adapter" if (directory / CONFIG_NAME).exists() else "weights"
-        address = self._server.serving(version, directory) if self._server is not None else None
-        return Delivery(version, kind, directory, address)
-
-    def _notified(self, version: int) -> None:
+    def _follow(self, telling: Future[Any], version: int | None) -> None:
+        """Keeps this publisher until engines have been told: all of them of this version, or one that was added."""
         with self._mutex:
-            del self._notifying[version]
-        self._delete_unused()
+            self._under_way[telling] = version
+        telling.add_done_callback(self._told)
 
-    def _added(self, adding: Future[None]) -> None:
+    def _told(self, telling: Future[Any]) -> None:
         with self._mutex:
-            self._adding.discard(adding)
+            version = self._under_way.pop(telling)
+        if version is not None:
+            self._delete_unused()
 
     def _delete_unused(self) -> None:
         """Deletes what no engine uses any more. On the thread that notifies engines."""
         with self._mutex:
-            pending = set(self._notifying)
+            pending = {version for version in self._under_way.values() if version is not None}
         assert self._notifier is not None, "it has notified them"
         used = self._notifier.versions_in_use()
-        if used is None:
-            return  # Of an engine that never confirmed one, it may be any.
-        try:
-            stored = [
-                _stored(number, found)
-                for number in self._directory.numbers()
-                if (found := self._directory.find(number))
-            ]
-            for older in self._retention.expired(stored, used | pending):
-                self._directory.delete(self._directory.retire(older))
-                logger.debug("version %d is not used any more and was deleted", older)
-        except OSError as error:
-            logger.warning("old versions could not be deleted: %s", error)
+        # Of an engine that never confirmed one, it may be any.
+        if used is not None:
+            self._versions.delete_expired(used | pending)
 
 
 _publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()
@@ -414,21 +396,3 @@ def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
             found()
 
     return call
-
-
-def _stored(number: int, directory: Path) -> StoredVersion:
-    return StoredVersion(number, (directory / CONFIG_NAME).exists(), directory.stat().st_mtime)
-
-
-def _record(recording: Recording, told: Future[PublishReport]) -> None:
-    """All engines have been heard of, or nobody asks them any more."""
-    error = told.exception() if not told.cancelled() else None
-    if told.cancelled() or error is not None:
-        recording.end("abandoned", error=error or "")
-        return
-    report = told.result()
-    for each in report.engines:
-        recording.transfer(Transfer(peer=each.url, role="engine", num_bytes=0, length_s=each.seconds))
-    for failed in report.failed():
-        recording.retry(f"{failed.outcome}: {failed.body}", peer=failed.url)
-    recording.end("failed" if report.failed() else "ok", error="; ".join(each.url for each in report.failed()))

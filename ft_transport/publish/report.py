@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Final, Literal, TypeAlias
 
 from msgspec import Struct
+
+from ft_transport.telemetry.record import Transfer
+from ft_transport.telemetry.recorder import Recording
 
 Outcome: TypeAlias = Literal[
     "pending", "confirmed", "refused", "unreachable", "late", "superseded", "failed", "removed"
@@ -123,3 +127,17 @@ def judge(engines: Sequence[EngineReport], policy: Policy) -> Verdict:
     if policy == "best_effort":
         return "open" if num_pending else "good"
     return "good" if num_confirmed >= num_needed else "open"
+
+
+def end_record(recording: Recording, told: Future[PublishReport]) -> None:
+    """Ends the record of a publish: all engines have been heard of, or nobody asks them any more."""
+    error = told.exception() if not told.cancelled() else None
+    if told.cancelled() or error is not None:
+        recording.end("abandoned", error=error or "")
+        return
+    report = told.result()
+    for each in report.engines:
+        recording.transfer(Transfer(peer=each.url, role="engine", num_bytes=0, length_s=each.seconds))
+    for failed in report.failed():
+        recording.retry(f"{failed.outcome}: {failed.body}", peer=failed.url)
+    recording.end("failed" if report.failed() else "ok", error="; ".join(each.url for each in report.failed()))

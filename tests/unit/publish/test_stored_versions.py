@@ -1,0 +1,70 @@
+"""Versions on disk: what engines are told of them, and which go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.publish.adapter import CONFIG_NAME
+from ft_transport.publish.retention import Retention
+from ft_transport.publish.stored_versions import StoredVersions
+
+KEEP_TWO = Retention(2, 100.0)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> NumberedDirectory:
+    return NumberedDirectory(tmp_path, "version", None)
+
+
+def write(directory: NumberedDirectory, number: int, *, is_adapter: bool, written_s: float = 0.0) -> Path:
+    path = directory.begin(number)
+    if is_adapter:
+        (path / CONFIG_NAME).write_text("{}")
+    os.utime(path, (written_s, written_s))
+    return directory.commit(number)
+
+
+def test_of_no_version_nobody_is_told(directory: NumberedDirectory) -> None:
+    assert StoredVersions(directory, KEEP_TWO, None).newest() is None
+
+
+@pytest.mark.parametrize(("is_adapter", "kind"), [(True, "adapter"), (False, "weights")])
+def test_engines_are_told_of_the_newest(directory: NumberedDirectory, is_adapter: bool, kind: str) -> None:
+    write(directory, 1, is_adapter=not is_adapter)
+    path = write(directory, 2, is_adapter=is_adapter)
+    newest = StoredVersions(directory, KEEP_TWO, None).newest()
+    assert newest is not None
+    assert (newest.version, newest.kind, newest.directory, newest.address) == (2, kind, path, None)
+
+
+def test_weights_go_that_no_engine_uses(directory: NumberedDirectory) -> None:
+    for number in range(1, 6):
+        write(directory, number, is_adapter=False)
+    StoredVersions(directory, KEEP_TWO, None).delete_expired({2})
+    assert directory.numbers() == [2, 4, 5]
+
+
+def test_an_adapter_stays_for_as_long_as_a_request_runs(directory: NumberedDirectory) -> None:
+    for number in range(1, 6):
+        write(directory, number, is_adapter=True, written_s=60.0 * number)
+    StoredVersions(directory, KEEP_TWO, None).delete_expired(set())
+    assert directory.numbers() == [3, 4, 5], "version 3 was replaced 60 seconds before the newest came"
+
+
+def test_a_disk_that_cannot_be_written_is_logged(
+    directory: NumberedDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(1, 4):
+        write(directory, number, is_adapter=False)
+
+    def refuse(_number: int) -> list[Path]:
+        raise PermissionError("expected a disk that can be written")
+
+    monkeypatch.setattr(directory, "retire", refuse)
+    StoredVersions(directory, KEEP_TWO, None).delete_expired(set())
+    assert "old versions could not be deleted: expected a disk" in caplog.text
+    assert directory.numbers() == [1, 2, 3]
