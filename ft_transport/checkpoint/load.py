@@ -101,32 +101,43 @@ class LoadedCheckpoint(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Destination:
+    """Where a checkpoint is loaded to; ``CheckpointStore.load`` says what each means.
+
+    Attributes:
+        into: This rank's own state.
+        like: See ``HTTPTransport.fetch_sharded``.
+        check: Called with what will come, before any of it does.
+        is_comparable: Whether `LoadedCheckpoint.differences` will be called.
+    """
+
+    into: object
+    like: LikeFunction | None
+    check: Callable[[Incoming], None] | None
+    is_comparable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
     """What to load, and how.
 
     Attributes:
         directory: Of the checkpoint; the same on all ranks.
         step: Of the checkpoint.
-        into: This rank's own state.
-        like: See ``HTTPTransport.fetch_sharded``.
-        check: Called with what will come, before any of it does.
-        meshes: For DTensors that ``into`` does not have.
+        destination: Where it goes.
+        meshes: For DTensors that the destination does not have.
         max_bytes: More than this is refused.
         is_read_once: Whether what several ranks need is read by one of them and passed on.
-        is_comparable: Whether `LoadedCheckpoint.differences` will be called.
         retry_s: How long what may pass is tried again.
         trust: Which checkpoints are believed.
     """
 
     directory: Path
     step: int
-    into: object
-    like: LikeFunction | None
-    check: Callable[[Incoming], None] | None
+    destination: Destination
     meshes: Sequence[DeviceMesh]
     max_bytes: int
     is_read_once: bool
-    is_comparable: bool
     retry_s: float
     trust: Trust
 
@@ -194,18 +205,19 @@ class _Loading:
         entries: dict[str, FileEntry] = {entry.name: entry for entry in manifest.files}
         self._files = DataFiles.of(request.directory, [entries[each.data_file] for each in self._ranks], manifest.hash)
         self._num_bytes_read = 0
-        shared_into, local_into = _split(request.into, manifest)
+        destination = request.destination
+        shared_into, local_into = _split(destination.into, manifest)
         if isinstance(shared_into, Mapping):
             self._ranks = [_only_keys(each, shared_into.keys()) for each in self._ranks]
         names = [f"rank {number} of the checkpoint" for number in range(len(self._ranks))]
         manifests = [each.manifests[SHARED] for each in self._ranks]
-        resharding = reshard(manifests, shared_into, like=request.like, names=names)
+        resharding = reshard(manifests, shared_into, like=destination.like, names=names)
         self._shared_manifest = resharding.manifest
         self._restores = [
             Restore(resharding.manifest, into=shared_into, meshes=request.meshes, max_bytes=request.max_bytes)
         ]
-        if request.check is not None:
-            request.check(self._restores[0].incoming)
+        if destination.check is not None:
+            destination.check(self._restores[0].incoming)
         else:
             _refuse_misfits(resharding.manifest.tree, shared_into, self._restores[0])
         self._needs = _needs_of_shared(self._ranks, resharding.wanted, self._restores[0], names)
@@ -261,7 +273,7 @@ class _Loading:
         if local:
             state = {**cast(Any, state), **cast(Any, local[0])}
         manifest = self._shared_manifest
-        if self._request.is_comparable:
+        if self._request.destination.is_comparable:
             digests = digest_chunks(manifest, self._restores[0].buffers, num_threads=default_num_threads())
             manifest = dataclasses.replace(manifest, digests=tuple(digests))
         return LoadedCheckpoint(

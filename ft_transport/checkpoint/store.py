@@ -16,8 +16,9 @@ from ft_transport.checkpoint.checkpoint_storage import SaveRequest
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.health import Health, StoreHealth
-from ft_transport.checkpoint.inventory import Inventory, load_newest_good
-from ft_transport.checkpoint.load import LoadedCheckpoint, LoadRequest, load
+from ft_transport.checkpoint.inventory import Inventory
+from ft_transport.checkpoint.load import Destination, LoadedCheckpoint
+from ft_transport.checkpoint.loader import CheckpointLoader
 from ft_transport.checkpoint.manifest import MANIFEST_NAME
 from ft_transport.checkpoint.settings import (
     CheckpointSelector,
@@ -36,7 +37,7 @@ from ft_transport.errors import CheckpointError, ConfigurationError
 from ft_transport.runtime.handler_safety import SafeEnd
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
-from ft_transport.telemetry.recorder import Recorder, Recording, phase
+from ft_transport.telemetry.recorder import Recorder, Recording
 from ft_transport.transfer.server import SnapshotLease
 
 
@@ -104,6 +105,14 @@ class CheckpointStore:
         self._exchange = Exchange(group, "foreground", timeout)
         self._inventory = Inventory(
             self._agreement, self._directory, keep, retry_s=self._settings.retry_s, trust=self._trust
+        )
+        self._loader = CheckpointLoader(
+            self._inventory,
+            self._agreement,
+            self._exchange,
+            self._settings,
+            trust=self._trust,
+            recorder=self.recorder,
         )
         self._stager = StateStager(self._settings.num_copy_threads)
         self._background = BackgroundSaver(
@@ -271,9 +280,8 @@ class CheckpointStore:
         """
         self._check_open()
         self.wait()
-        load_step = self._loader(into=into, like=like, check=check, is_comparable=is_comparable)
-        with self.recorder.begin("load", phase="find") as recording:
-            return self._noted(recording, load_step(self._inventory.agree_on_step(step)))
+        destination = Destination(into=into, like=like, check=check, is_comparable=is_comparable)
+        return self._loader.load(step, destination)
 
     def load_newest_good(
         self,
@@ -293,10 +301,8 @@ class CheckpointStore:
             CheckpointNotFoundError: Another process deletes them faster than they are read.
             TransportError: As for `load`.
         """
-        load_step = self._loader(into=into, like=like, check=check, is_comparable=is_comparable)
-        with self.recorder.begin("load", phase="find") as recording:
-            loaded = load_newest_good(self.steps, load_step)
-            return loaded if loaded is None else self._noted(recording, loaded)
+        destination = Destination(into=into, like=like, check=check, is_comparable=is_comparable)
+        return self._loader.load_newest_good(destination, self.steps)
 
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, ascending."""
@@ -358,41 +364,6 @@ class CheckpointStore:
         self.close()
 
     # --------------------------------------------------------------------------------------------------------- inside
-
-    def _loader(
-        self,
-        *,
-        into: object,
-        like: LikeFunction | None,
-        check: Callable[[Incoming], None] | None,
-        is_comparable: bool,
-    ) -> Callable[[CheckpointSelector], LoadedCheckpoint[Any]]:
-        def load_step(step: CheckpointSelector) -> LoadedCheckpoint[Any]:
-            phase("find")
-            found = self._inventory.find(step)
-            request = LoadRequest(
-                directory=found.directory,
-                step=found.step,
-                into=into,
-                like=like,
-                check=check,
-                meshes=self._settings.meshes,
-                max_bytes=self._settings.max_load_bytes,
-                is_read_once=self._settings.read == "once",
-                is_comparable=is_comparable,
-                retry_s=self._settings.retry_s,
-                trust=self._trust,
-            )
-            phase("read")
-            with self._inventory.reading(found):
-                return load(request, self._agreement, self._exchange)
-
-        return load_step
-
-    def _noted(self, recording: Recording, loaded: LoadedCheckpoint[Any]) -> LoadedCheckpoint[Any]:
-        """Of a load by several ranks each one tells what it has read itself."""
-        recording.tell(step=loaded.step, num_bytes=loaded.num_bytes_read)
-        return loaded
 
     def _save(self, step: int, stage: Callable[[], StagedState], *, wait: bool, overwrite: bool) -> SaveHandle:
         step = checked_directory_number("step", step)

@@ -1,0 +1,84 @@
+"""The loads of a checkpoint store: which checkpoint it is, what is read of it, and what the record of a load says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ft_transport.checkpoint.inventory import Inventory, load_newest_good
+from ft_transport.checkpoint.load import Destination, LoadedCheckpoint, LoadRequest, load
+from ft_transport.checkpoint.settings import CheckpointSelector, StoreSettings
+from ft_transport.checkpoint.signing import Trust
+from ft_transport.coordination.consensus import Agreement
+from ft_transport.coordination.exchange import Exchange
+from ft_transport.telemetry.recorder import Recorder, phase
+
+
+class CheckpointLoader:
+    """All ranks call it alike, on the training thread, while nothing is being saved.
+
+    Args:
+        inventory: What there is.
+        agreement: Of the group.
+        exchange: Between its ranks, for what one of them reads for others.
+        settings: Of the store.
+        trust: Which checkpoints are believed.
+        recorder: Keeps a record of each load.
+    """
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        agreement: Agreement,
+        exchange: Exchange,
+        settings: StoreSettings,
+        *,
+        trust: Trust,
+        recorder: Recorder,
+    ) -> None:
+        self._inventory = inventory
+        self._agreement = agreement
+        self._exchange = exchange
+        self._settings = settings
+        self._trust = trust
+        self._recorder = recorder
+
+    def load(self, step: CheckpointSelector, destination: Destination) -> LoadedCheckpoint[Any]:
+        """See ``CheckpointStore.load``."""
+        with self._recorder.begin("load", phase="find") as recording:
+            loaded = self._load(self._inventory.agree_on_step(step), destination)
+            # Of a load by several ranks each one tells what it has read itself.
+            recording.tell(step=loaded.step, num_bytes=loaded.num_bytes_read)
+            return loaded
+
+    def load_newest_good(
+        self, destination: Destination, list_steps: Callable[[], Sequence[int]]
+    ) -> LoadedCheckpoint[Any] | None:
+        """See ``CheckpointStore.load_newest_good``.
+
+        Args:
+            destination: Where it goes.
+            list_steps: The steps that there are, ascending; called before each attempt.
+        """
+        with self._recorder.begin("load", phase="find") as recording:
+            loaded = load_newest_good(list_steps, lambda step: self._load(step, destination))
+            if loaded is not None:
+                recording.tell(step=loaded.step, num_bytes=loaded.num_bytes_read)
+            return loaded
+
+    def _load(self, step: CheckpointSelector, destination: Destination) -> LoadedCheckpoint[Any]:
+        phase("find")
+        found = self._inventory.find(step)
+        request = LoadRequest(
+            directory=found.directory,
+            step=found.step,
+            destination=destination,
+            meshes=self._settings.meshes,
+            max_bytes=self._settings.max_load_bytes,
+            is_read_once=self._settings.read == "once",
+            retry_s=self._settings.retry_s,
+            trust=self._trust,
+        )
+        phase("read")
+        with self._inventory.reading(found):
+            return load(request, self._agreement, self._exchange)
