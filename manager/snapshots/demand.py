@@ -28,6 +28,7 @@ class SnapshotDemand:
     epoch: int = 0
     published_epoch: int = -1
     is_to_share: bool = False
+    _has_syncs: bool = False
     _wanted_after: int = -1
     _wanted_steps: list[int] = field(default_factory=list)
 
@@ -45,24 +46,24 @@ class SnapshotDemand:
         self.step = step
         self.epoch += 1
 
-    def wants_present_step(self) -> bool:
-        """Whether somebody waits for a snapshot of just the present step."""
-        return self.step in self._wanted_steps
-
-    def take_boundary(self, num_published: int) -> bool:
+    def take_boundary(self, num_published: int, *, is_sync: bool) -> bool:
         """Whether a snapshot of the present boundary is wanted. What only earlier ones would have met is forgotten.
 
         Args:
             num_published: How many snapshots have been published.
+            is_sync: What seldom changes has just done so. From the first time on, a request without a step waits for
+                such a moment, unless it is to be shared.
         """
         assert self.step is not None, "the boundary has begun"
+        self._has_syncs = self._has_syncs or is_sync
+        is_urgent = is_sync or not self._has_syncs or self.step in self._wanted_steps
         if num_published > self._wanted_after:
             self._wanted_after = -1
         is_wanted = self._wanted_after >= 0 or self.step in self._wanted_steps
         self._wanted_steps = [wanted for wanted in self._wanted_steps if wanted > self.step]
         if not is_wanted:
             self.is_to_share = False
-        return is_wanted
+        return is_wanted and (is_urgent or self.is_to_share)
 
     def is_open(self, num_before: int) -> bool:
         """Whether somebody waits for the snapshot that follows ``num_before`` others."""

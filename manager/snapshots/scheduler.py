@@ -12,9 +12,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
-
-# Not the builtin one before Python 3.11.
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -22,9 +19,10 @@ from torch.optim import Optimizer
 
 from ft_transport import HeldState, TransportError
 from ft_transport.runtime.handler_safety import SafeExecutor
-from manager.errors import LockTimeoutError, ManagerError
+from manager.errors import ManagerError
 from manager.snapshots.boundary_keeper import BoundaryKeeper, KeptBoundary
 from manager.snapshots.demand import SnapshotDemand
+from manager.snapshots.failure_log import FailureLog
 from manager.snapshots.first_steps import FirstSteps
 from manager.snapshots.run import BOUNDARY_TIMEOUT, HeldBoundary, Run, copy_and_publish
 from manager.snapshots.sink import SnapshotInProgress, SnapshotSink
@@ -65,14 +63,11 @@ class SnapshotScheduler:
         self._mutex = threading.Lock()
         self._demand = SnapshotDemand()
         self._run: Run | None = None
-        self._when_published: tuple[Run, Callable[[], None]] | None = None
         self._held: HeldBoundary | None = None
         self._settled: Run | None = None
         self._is_closed = False
         self._is_serving = False
-        self._is_postponed = False
-        self._has_syncs = False
-        self._last_failure = ""
+        self._failures = FailureLog()
         self._pool = pool
 
     def request(self, step: int | None = None, *, share: bool = False) -> int | None:
@@ -141,11 +136,8 @@ class SnapshotScheduler:
                 self._forget_if_interrupted()
                 return False
             num_published = self._sink.newest_sequence()
-            self._has_syncs = self._has_syncs or is_sync
-            is_urgent = is_sync or not self._has_syncs or self._demand.wants_present_step()
-            is_wanted = self._demand.take_boundary(num_published)
+            is_wanted = self._demand.take_boundary(num_published, is_sync=is_sync)
             is_to_share = self._demand.is_to_share
-            is_wanted = is_wanted and (is_urgent or is_to_share)
             if not (is_wanted or hold):
                 return False
             run = self._run = Run(step, self._demand.epoch, num_published)
@@ -164,22 +156,11 @@ class SnapshotScheduler:
             self._begin(run, optimizers, BOUNDARY_TIMEOUT)
         except Exception as error:
             self._sink.snapshot_failed(step, error)
-            if isinstance(error, LockTimeoutError) or getattr(error, "retryable", False):
-                # Once, and not at every step for as long as a slow receiver holds the places.
-                level = logging.DEBUG if self._is_postponed else logging.WARNING
-                logger.log(level, "step %d: no snapshot yet for those who asked for one: %s", step, error)
-                self._is_postponed = True
-            else:
-                # The same trouble may come at every step: once with its traceback is enough.
-                is_new = str(error) != self._last_failure
-                self._last_failure = str(error)
-                logger.error(
-                    "step %d: no snapshot could be taken for those who asked for one: %s", step, error, exc_info=is_new
-                )
+            if not self._failures.not_taken(step, error):
                 with self._mutex:
                     self._demand.forget()
             return False
-        self._is_postponed = False
+        self._failures.taken()
         return True
 
     @contextmanager
@@ -274,9 +255,7 @@ class SnapshotScheduler:
             self._end(held.run)
             self._sink.snapshot_failed(held.run.step, error)
             held.run.future.set_exception(error)
-            level = logging.DEBUG if self._is_postponed else logging.WARNING
-            logger.log(level, "step %d: no snapshot for those who asked for one: %s", held.run.step, error)
-            self._is_postponed = bool(getattr(error, "retryable", False))
+            self._failures.held_not_taken(held.run.step, error)
             return False
         return True
 
@@ -336,18 +315,9 @@ class SnapshotScheduler:
             self._forget_if_interrupted()
             before = self._run
         if before is not None:
-            try:
-                before.future.exception(timeout.total_seconds())
-            except FutureTimeoutError:
-                raise LockTimeoutError(
-                    wanted=f"begin a snapshot of step {step} after that of step {before.step}",
-                    waited_s=timeout.total_seconds(),
-                    holders=self._lock.holders(),
-                ) from None
+            before.await_end(timeout, self._lock, next_step=step)
         with self._mutex:
-            run = self._run = Run(step, self._demand.epoch, self._sink.newest_sequence())
-            if when_published is not None:
-                self._when_published = (run, when_published)
+            run = self._run = Run(step, self._demand.epoch, self._sink.newest_sequence(), when_published)
         self._begin(run, optimizers, timeout, may_share=may_share)
         return run.future
 
@@ -365,7 +335,7 @@ class SnapshotScheduler:
         with self._mutex:
             held = self._held
             if held is not None and held.run.step == step:
-                self._when_published = (held.run, when_published)
+                held.run.when_published = when_published
                 # Whoever asked for it to be shared gets the copy.
                 self._demand.is_to_share = False
                 self._demand.want_after(held.run.num_before)
@@ -442,11 +412,9 @@ class SnapshotScheduler:
         try:
             copy_and_publish(unfinished, section)
             with self._mutex:
-                awaited = self._when_published
-                if awaited is not None and awaited[0] is run:
-                    self._when_published = None
-            if awaited is not None and awaited[0] is run:
-                awaited[1]()
+                when_published = run.when_published
+            if when_published is not None:
+                when_published()
         except BaseException as error:
             logger.exception("step %d: the snapshot failed", run.step)
             self._sink.snapshot_failed(run.step, error)
