@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 import torch
 
-from ft_transport.errors import ConfigurationError, TransportError
+from ft_transport.errors import ConfigurationError
 from ft_transport.http.pace import paced
-from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.peer_address import PeerAddress, peer_addresses
 from ft_transport.http.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, check_duration, check_number
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
 from ft_transport.state.snapshot import HeldState, nothing_moved
-from ft_transport.telemetry.readings import PREFIX, Metric, Reading
+from ft_transport.telemetry.build_info import build_readings
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.telling import tell_process
 from ft_transport.telemetry.watch import Watch
-from ft_transport.transfer.client import FetchRequest, StateClient
+from ft_transport.transfer.client import StateClient
+from ft_transport.transfer.fetch_request import FetchPeers, FetchRequest
 from ft_transport.transfer.partial_state import PartialState
 from ft_transport.transfer.received import Received, ReceivedBefore
 from ft_transport.transfer.server import SnapshotInProgress, SnapshotLease, StateServer
@@ -36,12 +36,6 @@ from ft_transport.wire.delta import Delta
 from ft_transport.wire.routes import LATEST, StepSelector
 
 _DEFAULT_NUM_CONNECTIONS: Final = 4
-_INFO: Final = Metric(
-    name=f"{PREFIX}build_info",
-    kind="gauge",
-    help="1; the labels say which version this is, and how the replica is called in the transport's settings.",
-    labels=("version", "replica"),
-)
 
 T = TypeVar("T")
 
@@ -96,7 +90,7 @@ class HTTPTransport(Generic[T]):
         self._keys = keys
         self.recorder = recorder if recorder is not None else Recorder(path=settings.records)
         self.watch = Watch(self.recorder)
-        self.watch.metrics.collect(partial(_readings, settings.replica))
+        self.watch.metrics.collect(partial(build_readings, settings.replica))
         tell_process(self.watch)
         certificates = settings.certificates()
         self._server = StateServer(
@@ -134,18 +128,7 @@ class HTTPTransport(Generic[T]):
             ConfigurationError: It leads nowhere, or to somebody else.
         """
         check_duration("timeout", timeout, at_least=timedelta.min)
-        try:
-            server_id = self._client.server_id_at(self.metadata(), timeout)
-        except TransportError as error:
-            raise ConfigurationError(
-                f"expected to reach this transport at the address that peers are told, {self.metadata()}: {error}; set "
-                "TransportSettings.advertise or FT_TRANSPORT_ADVERTISE to a host, an address or a network interface"
-            ) from error
-        if server_id != self._server.http.server_id:
-            raise ConfigurationError(
-                f"expected this transport at the address that peers are told, {self.metadata()}, and another server "
-                "answers there; set TransportSettings.advertise or FT_TRANSPORT_ADVERTISE"
-            )
+        self._client.check_own_address(self.metadata(), self._server.http.server_id, timeout)
 
     @property
     def keys(self) -> Keys | None:
@@ -287,13 +270,10 @@ class HTTPTransport(Generic[T]):
         """
         if not isinstance(resume, (PartialState, type(None))):
             raise ConfigurationError(f"expected a PartialState or None as resume, got {type(resume).__name__}")
-        sources = [PeerAddress.from_url(metadata)] if isinstance(metadata, str) else _checked_sources(metadata)
-        receivers, own = self._in_order(relays)
+        peers = FetchPeers.of(metadata, relays=relays, own=self.metadata())
         return self._client.fetch(
             FetchRequest(
-                sources=sources,
-                receivers=receivers,
-                own=own,
+                peers=peers,
                 step=_checked_step(step),
                 settings=paced(
                     self._client.fetch_settings(timeout, unreachable_timeout, progress_timeout), max_bytes_per_s
@@ -309,17 +289,6 @@ class HTTPTransport(Generic[T]):
                 keep_spool=keep_spool,
             )
         )
-
-    def _in_order(self, relays: Sequence[str]) -> tuple[list[PeerAddress], int]:
-        """All receivers in the order that each of them has, and which of them this one is."""
-        if isinstance(relays, str):
-            raise ConfigurationError(f"expected a sequence of addresses as relays, got {relays!r}")
-        own = PeerAddress.from_url(self.metadata())
-        others = {PeerAddress.from_url(each) for each in relays} - {own}
-        if not others:
-            return [], 0
-        ordered = sorted({*others, own}, key=str)
-        return ordered, ordered.index(own)
 
     def keep_delta(self, base: int, delta: bytes) -> None:
         """Serves a delta (``ft_transport.wire.delta``) to receivers that have the step ``base``; keeps the latest 4."""
@@ -399,7 +368,7 @@ class HTTPTransport(Generic[T]):
             TransportError: As for `fetch`.
         """
         group_rank = check_number("group_rank", group_rank, at_least=0)
-        peers = _checked_sources(sources)
+        peers = peer_addresses(sources)
         first = group_rank % len(peers)
         return self._client.fetch_sharded(
             ShardedRequest(
@@ -427,7 +396,7 @@ class HTTPTransport(Generic[T]):
 
         The arguments and errors are those of `fetch_sharded`.
         """
-        peers = _checked_sources(sources)
+        peers = peer_addresses(sources)
         return common_step(peers, self._client.group_fetch_settings(timeout, unreachable_timeout, None))
 
     def prefault_receive(self, num_bytes: int) -> None:
@@ -528,24 +497,3 @@ class HTTPTransport(Generic[T]):
 
 def _checked_step(step: StepSelector) -> StepSelector:
     return step if step == LATEST else check_number("step", step, at_least=0)
-
-
-def _checked_sources(sources: Sequence[str]) -> list[PeerAddress]:
-    if not isinstance(sources, Sequence):
-        raise ConfigurationError(f"expected the URL of a peer, got {sources!r}")
-    if isinstance(sources, str) or not sources:
-        raise ConfigurationError(f"expected the addresses of one or more sources, got {sources!r}")
-    return [PeerAddress.from_url(source) for source in sources]
-
-
-@cache
-def _own_version() -> str:
-    """Found out when somebody asks: it is read from a file, which a source tree on the path has not."""
-    try:
-        return version("ft-transport")
-    except PackageNotFoundError:
-        return ""
-
-
-def _readings(replica: str) -> Iterator[Reading]:
-    yield Reading(metric=_INFO, labels=(_own_version(), replica), value=1)

@@ -7,7 +7,7 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -53,6 +53,19 @@ class PeerAddress:
             raise ConfigurationError(f"expected a URL like http(s)://host:port/checkpoint/, got {url[:200]!r}")
         default_port = 443 if is_tls else 80
         return cls(host=host, port=port if port is not None else default_port, is_tls=is_tls)
+
+
+def peer_addresses(urls: Sequence[str]) -> list[PeerAddress]:
+    """The servers that the URLs of one or more sources name.
+
+    Raises:
+        ConfigurationError: There is none, or one of them is no such URL.
+    """
+    if not isinstance(urls, Sequence):
+        raise ConfigurationError(f"expected the URL of a peer, got {urls!r}")
+    if isinstance(urls, str) or not urls:
+        raise ConfigurationError(f"expected the addresses of one or more sources, got {urls!r}")
+    return [PeerAddress.from_url(url) for url in urls]
 
 
 _lock = threading.Lock()

@@ -25,7 +25,8 @@ from ft_transport.state.matching import Incoming
 from ft_transport.state.views import extent_bytes, has_own_memory
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.tls import TLSFiles
-from ft_transport.transfer.client import FetchRequest, StateClient
+from ft_transport.transfer.client import StateClient
+from ft_transport.transfer.fetch_request import FetchPeers, FetchRequest
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +115,7 @@ class ReceivedWeights:
                 applied.apply(changes)
                 received = self._client.fetch(
                     FetchRequest(
-                        sources=[source],
-                        receivers=(),
-                        own=0,
+                        peers=FetchPeers(sources=[source]),
                         step=version,
                         # The engine may have been in the middle of a long forward pass.
                         settings=self._settings(handle),

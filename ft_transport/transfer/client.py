@@ -8,11 +8,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Final, Generic, TypeVar, cast
 
+from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.chunk_client import Receivers, fetch_data
 from ft_transport.http.delta_client import fetch_delta
 from ft_transport.http.fetch_pool import FetchSettings
@@ -30,15 +29,15 @@ from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import Recorder, current, phase
 from ft_transport.tls import Certificates
 from ft_transport.transfer.changed import changing_ranges, differing_chunks, fetch_ranges
-from ft_transport.transfer.partial_state import Kept, PartialState, find_missing
-from ft_transport.transfer.received import Received, ReceivedBefore
+from ft_transport.transfer.fetch_request import FetchPeers, FetchRequest
+from ft_transport.transfer.partial_state import Kept, find_missing
+from ft_transport.transfer.received import Received
 from ft_transport.transfer.restarts import with_restarts
 from ft_transport.transfer.sharded import ShardedRequest, poison, receive_sharded
 from ft_transport.transfer.sources import AgreedSources, ask_source, ask_sources
 from ft_transport.transfer.spool import Spool
 from ft_transport.wire.delta import Delta, decode_delta
 from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.routes import StepSelector
 
 T = TypeVar("T")
 
@@ -46,43 +45,6 @@ logger = logging.getLogger(__name__)
 
 _GROUP_UNREACHABLE_S: Final = 5.0
 _MAX_SHOWN_PATHS: Final = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchRequest:
-    """What to receive from peers with the same state, and how; ``HTTPTransport.fetch`` says what each means.
-
-    Attributes:
-        sources: The peers.
-        receivers: Who receives it now, this one too, in an order that is the same for all; empty where nobody else.
-        own: Which of these this one is.
-        step: A step, or ``latest``.
-        settings: Connections, deadlines and the like.
-        into: The receiver's own state.
-        check: Called with what will come, before any of it does.
-        verify_late: Whether digests that come after the data are compared.
-        only_changed: Whether chunks that ``into`` holds already are left out.
-        before: What ``into`` is known to hold; then it is not read to find out.
-        keep_partial: Whether what has landed is kept where it fails.
-        resume: What to go on from.
-        spool: A file that keeps what is received, for a process that is started again.
-        keep_spool: Whether it stays when all has been received.
-    """
-
-    sources: Sequence[PeerAddress]
-    receivers: Sequence[PeerAddress]
-    own: int
-    step: StepSelector
-    settings: FetchSettings
-    into: object
-    check: Callable[[Incoming], None] | None
-    verify_late: bool
-    only_changed: bool
-    before: ReceivedBefore | None = None
-    keep_partial: bool = False
-    resume: PartialState | None = None
-    spool: Path | None = None
-    keep_spool: bool = False
 
 
 class StateClient(Generic[T]):
@@ -150,15 +112,31 @@ class StateClient(Generic[T]):
             return settings
         return dataclasses.replace(settings, unreachable_s=min(settings.unreachable_s / 4, _GROUP_UNREACHABLE_S))
 
-    def server_id_at(self, address: str, timeout: timedelta) -> str:
-        """What the server at an address calls itself.
+    def check_own_address(self, address: str, server_id: str, timeout: timedelta) -> None:
+        """Makes sure that the address which peers are told leads to a server of this process.
+
+        Args:
+            address: The URL.
+            server_id: What the server calls itself.
+            timeout: For all of it.
 
         Raises:
-            TransportError: None of this package answers there in time.
+            ConfigurationError: It leads nowhere, or to somebody else.
         """
-        settings = self.fetch_settings(timeout, None, None)
-        with settings.connection_to(PeerAddress.from_url(address)) as connection:
-            return fetch_server_id(connection)
+        try:
+            settings = self.fetch_settings(timeout, None, None)
+            with settings.connection_to(PeerAddress.from_url(address)) as connection:
+                found = fetch_server_id(connection)
+        except TransportError as error:
+            raise ConfigurationError(
+                f"expected to reach this transport at the address that peers are told, {address}: {error}; set "
+                "TransportSettings.advertise or FT_TRANSPORT_ADVERTISE to a host, an address or a network interface"
+            ) from error
+        if found != server_id:
+            raise ConfigurationError(
+                f"expected this transport at the address that peers are told, {address}, and another server answers "
+                "there; set TransportSettings.advertise or FT_TRANSPORT_ADVERTISE"
+            )
 
     def fetch(self, request: FetchRequest) -> Received[T]:
         """Receives a state; see ``HTTPTransport.fetch``."""
@@ -171,16 +149,16 @@ class StateClient(Generic[T]):
             request.resume.require_unused()
         kept = Kept(request.resume, is_offered=request.keep_partial)
         spool = Spool(request.spool, is_kept=request.keep_spool) if request.spool is not None else None
-        is_alone = len(request.sources) == 1 and not request.receivers
+        peers = request.peers
 
         def receive() -> Received[T]:
             started_s = time.monotonic()
             phase("manifest")
             with contextlib.ExitStack() as held:
-                if is_alone:
-                    agreed = ask_source(request.sources[0], request.step, settings, held)
+                if len(peers.sources) == 1 and not peers.receivers:
+                    agreed = ask_source(peers.sources[0], request.step, settings, held)
                 else:
-                    agreed = ask_sources(request.sources, request.step, settings, held)
+                    agreed = ask_sources(peers.sources, request.step, settings, held)
                 settings.timeouts.note_progress()
                 reached = agreed.connection.reached
                 received = self._receive(agreed, request, kept, spool)
@@ -191,7 +169,7 @@ class StateClient(Generic[T]):
                 received.step,
                 ", ".join(str(file.peer) for file in agreed.files),
                 reached,
-                f" and {len(request.receivers) - 1} relays" if request.receivers else "",
+                f" and {len(peers.receivers) - 1} relays" if peers.receivers else "",
                 num_bytes,
                 took_s,
                 num_bytes / max(took_s, 1e-6) / 1e6,
@@ -259,8 +237,8 @@ class StateClient(Generic[T]):
             partial.note_all_but(chunks)
             on_landed = partial.note if spool is None else spool.begin(manifest.chunks, restore, partial.note)
             settings.timeouts.note_progress()
-            if request.receivers and relays is not None and not ranges:
-                receivers = _pass_on(relays, agreed, request, restore, chunks)
+            if request.peers.receivers and relays is not None and not ranges:
+                receivers = _pass_on(relays, agreed, request.peers, restore, chunks)
             phase("transfer")
             self._fetch(agreed, manifest, restore, settings, chunks=chunks, receivers=receivers, on_landed=on_landed)
             manifest = self._verify(agreed, manifest, restore, request)
@@ -408,11 +386,11 @@ def _look(
 
 
 def _pass_on(
-    relays: Relays, agreed: AgreedSources, request: FetchRequest, restore: Restore, missing: Sequence[int]
+    relays: Relays, agreed: AgreedSources, peers: FetchPeers, restore: Restore, missing: Sequence[int]
 ) -> Receivers:
     """Begins to serve to the other receivers what is here and verified."""
     assert agreed.content is not None, "several have agreed on it"
     manifest = agreed.manifest
     relay = Relay(agreed.content, step=manifest.step, chunks=manifest.chunks, views=restore.present, missing=missing)
     relays.begin(relay)
-    return Receivers(peers=request.receivers, own=request.own, relay=relay)
+    return Receivers(peers=peers.receivers, own=peers.own, relay=relay)
