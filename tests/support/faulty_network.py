@@ -98,7 +98,8 @@ class FaultyProxy:
 
     def close(self) -> None:
         self._stopping = True
-        self._wake_write.send(b"x")
+        with contextlib.suppress(OSError):  # The thread has seen that already.
+            self._wake_write.send(b"x")
         self._thread.join()
 
     def _run(self) -> None:
