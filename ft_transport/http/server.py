@@ -12,24 +12,17 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import math
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from ft_transport.errors import (
-    PeerAuthenticationError,
-    PeerNotReadyError,
-    StepNotServedError,
-    TransportError,
-)
 from ft_transport.http.admission import Admission, Place
 from ft_transport.http.audit import Audit
 from ft_transport.http.client_limit import ClientLimit
@@ -37,37 +30,27 @@ from ft_transport.http.fork_safety import close_in_children
 from ft_transport.http.kept_deltas import KeptDeltas
 from ft_transport.http.listener import Listener, max_connections
 from ft_transport.http.own_address import bound_host, is_loopback, listen
-from ft_transport.http.own_names import REFUSAL, OwnNames
-from ft_transport.http.peer_protocol import PeerProtocol, place_of
+from ft_transport.http.own_names import OwnNames
+from ft_transport.http.peer_protocol import PeerProtocol
 from ft_transport.http.peer_sessions import ServerSessions
 from ft_transport.http.rate_probe import connecting
 from ft_transport.http.reachability import advertised_url
 from ft_transport.http.relays import Relays
+from ft_transport.http.request_guard import RequestGuard
 from ft_transport.http.same_host_server import SameHostServer
 from ft_transport.http.send_cap import SendCap
 from ft_transport.http.sends import Sends
 from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.snapshot_requests import SnapshotRequests
-from ft_transport.http.snapshot_routes import BODY, SnapshotRoutes
+from ft_transport.http.snapshot_routes import SnapshotRoutes
 from ft_transport.http.strangers import Strangers
 from ft_transport.http.telling import TransportTelling
 from ft_transport.http.tls_protocol import TLSAcceptor, TLSProtocol
 from ft_transport.http.trouble_log import TroubleLog, describe_failure
-from ft_transport.http.watch_access import WATCH_SCHEME, WatchAccess, is_asked_by_another_site
 from ft_transport.http.watch_routes import WatchRoutes
 from ft_transport.keys import Keys
 from ft_transport.telemetry.watch import Watch
 from ft_transport.tls import Certificates
-from ft_transport.wire.authentication import (
-    SCHEME,
-)
-from ft_transport.wire.exchange_digest import EXCHANGE_DIGEST_HEADER, RequestRead, exchange_digest
-from ft_transport.wire.routes import (
-    AFTER_HEADER,
-    CHALLENGE_ROUTE,
-    SERVED_STEPS_HEADER,
-    WATCH_ROUTES,
-)
 from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES
 
 logger = logging.getLogger(__name__)
@@ -76,8 +59,6 @@ _START_TIMEOUT_S: Final = 30.0
 _KEEP_ALIVE_S: Final = 75.0
 """How long a connection may be silent that belongs to the job; aiohttp's own default is an hour."""
 _SETTLING_ROUNDS: Final = 5
-_CANCEL_AGAIN_S: Final = 0.1
-_CANCEL_TIMEOUT_S: Final = 5.0
 
 
 class SnapshotServer:
@@ -125,14 +106,11 @@ class SnapshotServer:
         max_send_bytes_per_s: float | None = None,
         watch: Watch,
     ) -> None:
-        self._cache = cache
-        self._keys = keys
-        self._sessions = ServerSessions(keys, reached_at=reached_at) if keys is not None else None
-        self._watch_access = WatchAccess(keys, self._sessions)
+        sessions = ServerSessions(keys, reached_at=reached_at) if keys is not None else None
         self._tls = TLSAcceptor(certificates) if certificates is not None else None
         self.server_id = secrets.token_hex(8)
         self.deltas = KeptDeltas()
-        self._is_guarded = is_guarded = keys is not None or certificates is not None
+        is_guarded = keys is not None or certificates is not None
         host = bound_host(host, is_guarded=is_guarded, may_open=True, allow_anyone=allow_anyone)
         self._socket = listen(host, port)
         self._same_host: SameHostServer | None = None
@@ -151,16 +129,25 @@ class SnapshotServer:
             )
             # Where others come in, they come by names that nobody knows here.
             local = host if host is not None and not is_guarded and is_loopback(host) else None
-            self._names = OwnNames([local, urlsplit(self.address).netloc, *reached_at]) if local is not None else None
+            names = OwnNames([local, urlsplit(self.address).netloc, *reached_at]) if local is not None else None
             # The class by name: a policy that the process has set may make loops without sendfile (uvloop).
             self._loop = asyncio.SelectorEventLoop()
             self.requests = SnapshotRequests(cache, max_wait_s=max_wait_s)
             self.relays = Relays(self._loop)
             self._closing = False
-            self._handlers: set[asyncio.Task[object]] = set()
             self._admission = Admission(max_connections(), time.monotonic)
             self._strangers = Strangers(time.monotonic)
             self._trouble = TroubleLog(logger, time.monotonic, errors=watch.errors)
+            self._guard = RequestGuard(
+                cache,
+                keys=keys,
+                sessions=sessions,
+                is_encrypted=certificates is not None,
+                names=names,
+                admission=self._admission,
+                strangers=self._strangers,
+                trouble=self._trouble,
+            )
             sends = Sends(time.monotonic)
             self._audit = Audit(time.monotonic)
             self._routes = SnapshotRoutes(
@@ -240,11 +227,10 @@ class SnapshotServer:
             loop.close()
 
     async def _start(self) -> tuple[web.AppRunner, Listener]:
-        app = web.Application(middlewares=[self._keep_place, self._guard], client_max_size=MAX_REQUEST_BODY_BYTES)
+        app = web.Application(middlewares=self._guard.middlewares(), client_max_size=MAX_REQUEST_BODY_BYTES)
         self._routes.add_to(app.router)
         self._watch_routes.add_to(app.router)
-        app.router.add_get(CHALLENGE_ROUTE, self._challenge)
-        app.on_response_prepare.append(self._prove)
+        self._guard.add_to(app)
         runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=0.1)
         await runner.setup()
         server = runner.server
@@ -272,18 +258,9 @@ class SnapshotServer:
         tls = self._tls
         made = make_protocol if tls is None else make_encrypted
         listener = Listener(
-            self._socket, self._admission, made, self._trouble, strangers=self._strangers, claims=self._claims
+            self._socket, self._admission, made, self._trouble, strangers=self._strangers, claims=self._guard.claims
         )
         return runner, listener
-
-    def _claims(self, address: str, sent: bytes) -> bool:
-        """Whether a connection says what only members know, or may come from one."""
-        if self._tls is not None:
-            return self._strangers.is_known(address)
-        if self._keys is None:
-            return False
-        line = sent.partition(b"\r\n")[0]
-        return any(key.key_id.encode() in line for key in self._keys.current())
 
     async def _stop(self, runner: web.AppRunner, listener: Listener) -> None:
         await listener.stop()
@@ -291,12 +268,7 @@ class SnapshotServer:
             self._same_host.stop()
         if self._tls is not None:
             self._tls.close()
-        give_up_s = self._loop.time() + _CANCEL_TIMEOUT_S
-        while self._handlers and self._loop.time() < give_up_s:
-            for handler in self._handlers:
-                handler.cancel()
-            # Again, if it comes to that: wait_for swallows it in the moment in which what it waits for is done.
-            await asyncio.wait(tuple(self._handlers), timeout=_CANCEL_AGAIN_S)
+        await self._guard.cancel_handlers()
         await runner.cleanup()
         self._audit.close()
         # asyncio takes a few rounds of the loop from a closed transport to a closed socket.
@@ -310,105 +282,3 @@ class SnapshotServer:
     def _on_change(self) -> None:
         with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown at the same moment.
             self._loop.call_soon_threadsafe(self.requests.wake)
-
-    @web.middleware
-    async def _keep_place(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        with self._admission.serving(place_of(request)):
-            return await handler(request)
-
-    @web.middleware
-    async def _guard(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """Asks for a proof of the job token, and turns errors into answers that say what was expected."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._handlers.add(task)
-        place = place_of(request)
-        try:
-            if self._names is not None and not self._names.has(request.headers.get("Host")):
-                self._trouble.note(logging.WARNING, place.address, f"a request was refused: {REFUSAL}")
-                misdirected = web.HTTPMisdirectedRequest(text=REFUSAL)
-                misdirected.force_close()
-                raise misdirected
-            is_watching, belongs = request.path in WATCH_ROUTES, self._is_guarded
-            if request.path != CHALLENGE_ROUTE:
-                if is_watching:
-                    if is_asked_by_another_site(request.headers):
-                        raise web.HTTPForbidden(text="expected to be asked by a page of this server")
-                    # A certificate shows as much as a session does; a watch token shows less.
-                    belongs = self._watch_access.admit(request) or (self._is_guarded and self._keys is None)
-                elif self._sessions is not None:
-                    self._sessions.admit(request)
-                self._admission.authenticated(place)
-                if belongs:
-                    self._strangers.belongs(place)
-            if belongs:
-                return await handler(request)
-            if is_watching:
-                return await self._watch_in_turn(place, request, handler)
-            return await self._in_turn(place, request, handler)
-        except TransportError as error:
-            # The receiver is told more: what it asked for stays out of this log.
-            refusal = f"a request was refused: {type(error).__name__}"
-            self._trouble.note(logging.INFO, place.address, refusal)
-            headers = {SERVED_STEPS_HEADER: ",".join(map(str, self._cache.steps()))}
-            if isinstance(error, PeerNotReadyError):
-                headers["Retry-After"] = str(math.ceil(error.retry_after_s))
-                if error.after is not None:
-                    headers[AFTER_HEADER] = str(error.after)
-            if isinstance(error, PeerAuthenticationError):
-                headers = {"WWW-Authenticate": WATCH_SCHEME if request.path in WATCH_ROUTES else SCHEME}
-            is_past = isinstance(error, StepNotServedError) and error.is_past
-            response = web.json_response(
-                {"error": type(error).__name__, "message": str(error)},
-                status=410 if is_past else error.http_status,
-                headers=headers,
-            )
-            if not place.is_authenticated:
-                response.force_close()
-            return response
-        finally:
-            self._handlers.discard(task)
-
-    async def _in_turn(
-        self, place: Place, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """Where nobody proves anything, everybody may be a stranger."""
-        after_s = self._strangers.turn_after_s(place)
-        if after_s > 0:
-            await asyncio.sleep(after_s)
-        response = await handler(request)
-        if request.method != "HEAD":
-            self._strangers.moved(place, response.content_length or 0)
-        return response
-
-    async def _watch_in_turn(
-        self, place: Place, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        """Who watches is no peer: each answer costs the training the same, however long it is."""
-        after_s = self._strangers.turn_after_s(place)
-        if after_s > 0:
-            with self._admission.waiting(place):
-                await asyncio.sleep(after_s)
-        return await handler(request)
-
-    async def _prove(self, request: web.Request, response: web.StreamResponse) -> None:
-        if self._sessions is None or not self._sessions.prove(request, response):
-            _say_what_was_understood(request, response)
-
-    async def _challenge(self, request: web.Request) -> web.StreamResponse:
-        if self._sessions is None:
-            raise PeerAuthenticationError("this server has no job token, and can prove nothing")
-        place = place_of(request)
-        place.num_requests += 1
-        if place.num_requests > 1:
-            raise PeerAuthenticationError("expected one challenge on a connection, and then a proof")
-        return self._sessions.challenge(request)
-
-
-def _say_what_was_understood(request: web.Request, response: web.StreamResponse) -> None:
-    read = RequestRead(request.method, request.raw_path, request.headers, request.get(BODY))
-    response.headers[EXCHANGE_DIGEST_HEADER] = exchange_digest(read, response.status, response.headers)

@@ -87,6 +87,7 @@ class Answer:
 class Serving:
     server: SnapshotServer
     cache: SnapshotCache
+    keys: Keys | None = None
 
     def put(self, step: int, data: bytes = b"state") -> MemorySnapshot:
         until(self._reserve)
@@ -107,7 +108,7 @@ class Serving:
             deadline_s=time.monotonic() + 20, connect_timeout_s=20, stall_timeout_s=20, min_bytes_per_s=1
         )
         address = PeerAddress(host="127.0.0.1", port=self.server.port)
-        return Connection(address, keys=self.server._keys, certificates=None, timeouts=timeouts)
+        return Connection(address, keys=self.keys, certificates=None, timeouts=timeouts)
 
     def ask_proved(self, path: str, *, expected_status: int = 200) -> bytes:
         """The body of an answer to somebody who knows the token."""
@@ -148,13 +149,14 @@ def serving(
         contended_bytes_per_s=contended_bytes_per_s,
         clock=time.monotonic,
     )
+    keys = Keys.of(token) if token is not None else None
     server = SnapshotServer(
         cache,
         host="127.0.0.1",
         port=port,
         advertise=None,
         replica="replica-7",
-        keys=Keys.of(token) if token is not None else None,
+        keys=keys,
         certificates=Certificates(tls) if tls is not None else None,
         max_wait_s=max_wait_s,
         stall_timeout_s=stall_timeout_s,
@@ -163,7 +165,7 @@ def serving(
     )
     server.requests.fresh_snapshot = fresh_snapshot
     try:
-        yield Serving(server, cache)
+        yield Serving(server, cache, keys)
     finally:
         server.close(wait=True)
         cache.clear()

@@ -205,7 +205,7 @@ def test_what_nobody_has_proved_makes_no_older_snapshot_new_enough() -> None:
         return False
 
     with meddler(refuse, times=1) as (proxy, source), transport() as receiver:
-        newest = source._server.http._cache.newest_sequence()
+        newest = source._server._cache.newest_sequence()
         source.serve_fresh(lambda _step: newest)  # the trainer is past the step that is served
         with pytest.raises(DeadlineExceededError, match="waiting for a snapshot"):
             receiver.fetch(proxy.url, "latest", timeout=timedelta(seconds=0.8))

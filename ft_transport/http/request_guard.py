@@ -1,0 +1,204 @@
+"""Who is let in at the server's routes, in which turn, and what is told to who is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from ft_transport.errors import (
+    PeerAuthenticationError,
+    PeerNotReadyError,
+    StepNotServedError,
+    TransportError,
+)
+from ft_transport.http.admission import Admission, Place
+from ft_transport.http.own_names import REFUSAL, OwnNames
+from ft_transport.http.peer_protocol import place_of
+from ft_transport.http.peer_sessions import ServerSessions
+from ft_transport.http.snapshot_cache import SnapshotCache
+from ft_transport.http.snapshot_routes import BODY
+from ft_transport.http.strangers import Strangers
+from ft_transport.http.trouble_log import TroubleLog
+from ft_transport.http.watch_access import WATCH_SCHEME, WatchAccess, is_asked_by_another_site
+from ft_transport.keys import Keys
+from ft_transport.wire.authentication import SCHEME
+from ft_transport.wire.exchange_digest import EXCHANGE_DIGEST_HEADER, RequestRead, exchange_digest
+from ft_transport.wire.routes import AFTER_HEADER, CHALLENGE_ROUTE, SERVED_STEPS_HEADER, WATCH_ROUTES
+
+_CANCEL_AGAIN_S: Final = 0.1
+_CANCEL_TIMEOUT_S: Final = 5.0
+
+
+class RequestGuard:
+    """Stands before the routes of one server. Belongs to its loop.
+
+    Args:
+        cache: What is served, which a refusal names.
+        keys: Those of the job, if it has any.
+        sessions: Of peers that have proved that they know them; ``None`` without keys.
+        is_encrypted: Whether only peers come in that have shown a certificate.
+        names: By which the server may be called; ``None`` for any.
+        admission: Who has a place.
+        strangers: Takes those in turn who have proved nothing.
+        trouble: Logs refusals.
+    """
+
+    def __init__(
+        self,
+        cache: SnapshotCache,
+        *,
+        keys: Keys | None,
+        sessions: ServerSessions | None,
+        is_encrypted: bool,
+        names: OwnNames | None,
+        admission: Admission,
+        strangers: Strangers,
+        trouble: TroubleLog,
+    ) -> None:
+        self._cache = cache
+        self._keys = keys
+        self._sessions = sessions
+        self._watch_access = WatchAccess(keys, sessions)
+        self._is_encrypted = is_encrypted
+        self._is_guarded = keys is not None or is_encrypted
+        self._names = names
+        self._admission = admission
+        self._strangers = strangers
+        self._trouble = trouble
+        self._handlers: set[asyncio.Task[object]] = set()
+
+    def middlewares(self) -> list[Middleware]:
+        """What a request passes before its route, outermost first."""
+        return [self._keep_place, self._guard]
+
+    def add_to(self, app: web.Application) -> None:
+        """Adds the route at which the server proves itself, and the proof of each answer."""
+        app.router.add_get(CHALLENGE_ROUTE, self._challenge)
+        app.on_response_prepare.append(self._prove)
+
+    def claims(self, address: str, sent: bytes) -> bool:
+        """Whether a connection says what only members know, or may come from one."""
+        if self._is_encrypted:
+            return self._strangers.is_known(address)
+        if self._keys is None:
+            return False
+        line = sent.partition(b"\r\n")[0]
+        return any(key.key_id.encode() in line for key in self._keys.current())
+
+    async def cancel_handlers(self) -> None:
+        """Ends the requests that are being answered."""
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + _CANCEL_TIMEOUT_S
+        while self._handlers and loop.time() < give_up_s:
+            for handler in self._handlers:
+                handler.cancel()
+            # Again, if it comes to that: wait_for swallows it in the moment in which what it waits for is done.
+            await asyncio.wait(tuple(self._handlers), timeout=_CANCEL_AGAIN_S)
+
+    @web.middleware
+    async def _keep_place(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        with self._admission.serving(place_of(request)):
+            return await handler(request)
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Asks for a proof of the job token, and turns errors into answers that say what was expected."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers.add(task)
+        place = place_of(request)
+        try:
+            if self._names is not None and not self._names.has(request.headers.get("Host")):
+                self._trouble.note(logging.WARNING, place.address, f"a request was refused: {REFUSAL}")
+                misdirected = web.HTTPMisdirectedRequest(text=REFUSAL)
+                misdirected.force_close()
+                raise misdirected
+            is_watching, belongs = request.path in WATCH_ROUTES, self._is_guarded
+            if request.path != CHALLENGE_ROUTE:
+                if is_watching:
+                    if is_asked_by_another_site(request.headers):
+                        raise web.HTTPForbidden(text="expected to be asked by a page of this server")
+                    # A certificate shows as much as a session does; a watch token shows less.
+                    belongs = self._watch_access.admit(request) or (self._is_guarded and self._keys is None)
+                elif self._sessions is not None:
+                    self._sessions.admit(request)
+                self._admission.authenticated(place)
+                if belongs:
+                    self._strangers.belongs(place)
+            if belongs:
+                return await handler(request)
+            if is_watching:
+                return await self._watch_in_turn(place, request, handler)
+            return await self._in_turn(place, request, handler)
+        except TransportError as error:
+            # The receiver is told more: what it asked for stays out of this log.
+            refusal = f"a request was refused: {type(error).__name__}"
+            self._trouble.note(logging.INFO, place.address, refusal)
+            headers = {SERVED_STEPS_HEADER: ",".join(map(str, self._cache.steps()))}
+            if isinstance(error, PeerNotReadyError):
+                headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+                if error.after is not None:
+                    headers[AFTER_HEADER] = str(error.after)
+            if isinstance(error, PeerAuthenticationError):
+                headers = {"WWW-Authenticate": WATCH_SCHEME if request.path in WATCH_ROUTES else SCHEME}
+            is_past = isinstance(error, StepNotServedError) and error.is_past
+            response = web.json_response(
+                {"error": type(error).__name__, "message": str(error)},
+                status=410 if is_past else error.http_status,
+                headers=headers,
+            )
+            if not place.is_authenticated:
+                response.force_close()
+            return response
+        finally:
+            self._handlers.discard(task)
+
+    async def _in_turn(
+        self, place: Place, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Where nobody proves anything, everybody may be a stranger."""
+        after_s = self._strangers.turn_after_s(place)
+        if after_s > 0:
+            await asyncio.sleep(after_s)
+        response = await handler(request)
+        if request.method != "HEAD":
+            self._strangers.moved(place, response.content_length or 0)
+        return response
+
+    async def _watch_in_turn(
+        self, place: Place, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Who watches is no peer: each answer costs the training the same, however long it is."""
+        after_s = self._strangers.turn_after_s(place)
+        if after_s > 0:
+            with self._admission.waiting(place):
+                await asyncio.sleep(after_s)
+        return await handler(request)
+
+    async def _prove(self, request: web.Request, response: web.StreamResponse) -> None:
+        if self._sessions is None or not self._sessions.prove(request, response):
+            _say_what_was_understood(request, response)
+
+    async def _challenge(self, request: web.Request) -> web.StreamResponse:
+        if self._sessions is None:
+            raise PeerAuthenticationError("this server has no job token, and can prove nothing")
+        place = place_of(request)
+        place.num_requests += 1
+        if place.num_requests > 1:
+            raise PeerAuthenticationError("expected one challenge on a connection, and then a proof")
+        return self._sessions.challenge(request)
+
+
+def _say_what_was_understood(request: web.Request, response: web.StreamResponse) -> None:
+    read = RequestRead(request.method, request.raw_path, request.headers, request.get(BODY))
+    response.headers[EXCHANGE_DIGEST_HEADER] = exchange_digest(read, response.status, response.headers)
