@@ -3,7 +3,8 @@
 A snapshot leaves the cache when a new one needs its place. One that is being read keeps its memory until the last
 reader is done. A fetch consists of several requests, so each request also keeps its snapshot on the cache for a
 moment after it ended (the lease), as long as its connection is open; otherwise a trainer that publishes every step
-would replace a snapshot between two requests of the same fetch.
+would replace a snapshot between two requests of the same fetch. Whoever waits for a step that is to come has that lease
+from the moment that the snapshot is put here, and not only from when it is found.
 
 The lease also guards what is on its way: ``sendfile`` gives the kernel the pages of the memory file and no copy of
 them, so a new snapshot in the same memory would change bytes that were sent but that the receiver has not read yet.
@@ -16,11 +17,14 @@ cut off, and start again with a newer one. Where nothing newer is wanted, a rece
 from __future__ import annotations
 
 import functools
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
+from ft_transport.http.awaited_steps import AwaitedSteps
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import LATEST, StepSelector
@@ -104,6 +108,7 @@ class SnapshotCache:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _entries: list[_Entry] = field(default_factory=list)
     _leaving: list[_Entry] = field(default_factory=list)
+    _awaited: AwaitedSteps[Reader] = field(default_factory=AwaitedSteps)
     _num_reserved: int = 0
     _sequence: int = 0
     _failure: str | None = None
@@ -170,12 +175,32 @@ class SnapshotCache:
             if not closed:
                 self._sequence += 1
                 self._failure = None
-                self._entries.append(_Entry(snapshot, self._sequence, manifest_digest))
+                leases = self._awaited.come(snapshot.step, now_s=self.clock(), lease_s=self.lease_s)
+                self._entries.append(_Entry(snapshot, self._sequence, manifest_digest, leases=leases))
         if closed:
             snapshot.close()
             return
         for listener in self._listeners:
             listener()
+
+    @contextmanager
+    def waiting(self, step: int, reader: Reader) -> Iterator[None]:
+        """Keeps a snapshot of this step for a reader if it is put here inside, until the lease after the end.
+
+        If it comes after the end, it is kept for a lease as long as the reader might have had one: receivers ask again.
+        """
+        with self._lock:
+            self._awaited.begin(step, reader, now_s=self.clock())
+        try:
+            yield
+        finally:
+            with self._lock:
+                until_s = self.clock() + self.lease_s
+                self._awaited.end(reader, until_s=until_s)
+                for entry in self._entries:
+                    _, leased_s = entry.leases.get(reader.is_closed, (reader, 0.0))
+                    if leased_s == math.inf:
+                        entry.leases[reader.is_closed] = reader, until_s
 
     def note_failure(self, reason: str) -> None:
         """Keeps why no snapshot has come, until one does."""

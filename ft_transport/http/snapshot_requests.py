@@ -71,7 +71,15 @@ class SnapshotRequests:
                 )
             return reading
         after = self._after(request) if step == LATEST else 0
-        deadline_s = time.monotonic() + asked_wait_s(request, self._max_wait_s)
+        wait_s = asked_wait_s(request, self._max_wait_s)
+        reading = self._cache.read(step, after_sequence=after, reader=reader)
+        if reading is not None:
+            return reading
+        with contextlib.nullcontext() if step == LATEST else self._cache.waiting(step, reader):
+            return await self._wait_for(step, after, reader, wait_s)
+
+    async def _wait_for(self, step: StepSelector, after: int, reader: Reader, wait_s: float) -> Reading:
+        deadline_s = time.monotonic() + wait_s
         while True:
             changed = self._changed
             reading = self._cache.read(step, after_sequence=after, reader=reader)

@@ -278,6 +278,33 @@ def test_latest_waits_for_a_snapshot_that_is_new_enough() -> None:
         assert served.ask("/checkpoint/1/full").body == old.content
 
 
+def test_a_step_that_was_asked_for_in_time_is_kept_until_the_request_has_looked() -> None:
+    """On a busy machine further ones are published before the server's loop comes to the request that waits."""
+
+    def fresh(step: int | None) -> int:
+        if step == 6 and not taken:
+            # On the server's loop, so that nobody looks meanwhile.
+            taken.extend(served.put(number, DATA) for number in (6, 7, 8))
+        return 0
+
+    taken: list[MemorySnapshot] = []
+    with serving(max_snapshots=2, fresh_snapshot=fresh) as served:
+        answer = served.ask("/checkpoint/6/full")
+        assert (answer.status, answer.body) == (200, taken[0].content)
+
+
+def test_a_step_that_comes_between_two_requests_for_it_is_kept_for_the_second() -> None:
+    with serving(max_snapshots=2, lease_s=20.0) as served, closing(served.connect()) as http:
+        served.put(5)
+        for expected_status in (404, 200):
+            http.request("GET", "/checkpoint/6/metadata?wait=0")
+            response = http.getresponse()
+            response.read()
+            assert response.status == expected_status
+            for number in (6, 7, 8):
+                served.put(number)
+
+
 ROUTES = [
     "/status",
     "/checkpoint/5/full",

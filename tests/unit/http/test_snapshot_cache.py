@@ -144,6 +144,35 @@ def test_a_lease_ends_with_its_connection(cache: SnapshotCache) -> None:
     assert not second.closed.is_set()
 
 
+def test_one_that_was_waited_for_is_kept_until_the_lease_after_the_wait(cache: SnapshotCache, clock: Clock) -> None:
+    with cache.waiting(2, Reader(Connection().is_closed)):
+        awaited = put(cache, 2)
+        clock.now_s += 10 * LEASE_S
+        for step in (3, 4):
+            put(cache, step)
+    clock.now_s += LEASE_S / 2
+    put(cache, 5)
+    assert not awaited.closed.is_set()
+    clock.now_s += LEASE_S
+    put(cache, 6)
+    assert awaited.closed.is_set()
+
+
+@pytest.mark.parametrize(("late_s", "is_open", "is_kept"), [(0.5, True, True), (1.5, True, False), (0.5, False, False)])
+def test_who_has_waited_may_ask_once_more(
+    cache: SnapshotCache, clock: Clock, late_s: float, is_open: bool, is_kept: bool
+) -> None:
+    connection = Connection()
+    with cache.waiting(2, Reader(connection.is_closed)):
+        put(cache, 1)
+    clock.now_s += late_s * LEASE_S
+    connection.closed = not is_open
+    awaited = put(cache, 2)
+    for step in (3, 4):
+        put(cache, step)
+    assert awaited.closed.is_set() != is_kept
+
+
 def test_each_request_renews_the_lease(cache: SnapshotCache, clock: Clock) -> None:
     put(cache, 1)
     put(cache, 2)
