@@ -168,7 +168,8 @@ class HTTPTransport(Generic[T]):
         Args:
             fresh_snapshot: Asks the owner of the state for a snapshot, of the step that it is given if that is not
                 ``None``, and returns at once: the number (``newest_sequence``) after which a snapshot is new enough,
-                or ``None`` if that step is past. Without such a function, whatever is there is served.
+                or ``None`` if that step is past and no snapshot of it is on its way: one that is being taken is still
+                to come until it is published, or has failed. Without such a function, whatever is there is served.
 
         Raises:
             ConfigurationError: Another owner was set before; two would replace each other's snapshots.

@@ -29,7 +29,8 @@ _TICK_S: Final = 0.1
 FreshSnapshot = Callable[[int | None], int | None]
 """Asks the owner of the state for a snapshot that is not older than now, or of the step that is given, without waiting
 for it. Returns the number (``SnapshotCache.newest_sequence``) after which a snapshot is new enough; ``None`` if that
-step is past. Thread-safe, and called on the event loop."""
+step is past and no snapshot of it is on its way. A request that waits for a step asks time and again, also while that
+snapshot is being taken: until it is published it is to come. Thread-safe, and called on the event loop."""
 
 
 class SnapshotRequests:

@@ -17,6 +17,7 @@ from state_equality import exact
 from ft_transport import HTTPTransport, StateMovedError, StepNotServedError, TransportError
 from manager import RandomState
 from manager.recovery.replica import Replica
+from manager.snapshots.run import copy_and_publish
 from manager.snapshots.scheduler import SnapshotScheduler
 
 LONG_S = 20.0
@@ -184,6 +185,46 @@ def test_who_asks_for_the_latest_state_meanwhile_gets_the_boundary(
     training.forward_backward()
     training.snapshot_scheduler.settle()
     fetching.join(LONG_S)
+    assert exact(received[0].state) == expected
+
+
+def test_a_step_to_come_is_served_although_training_goes_on_while_it_is_copied(
+    training: Training, transports: tuple[HTTPTransport[Any], HTTPTransport[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = transports
+    asked, copying, may_copy = threading.Event(), threading.Event(), threading.Event()
+    request = training.snapshot_scheduler.request
+
+    def asks(step: int | None) -> int | None:
+        answer = request(step)
+        asked.set()
+        return answer
+
+    def copy(*arguments: Any) -> None:
+        copying.set()
+        assert may_copy.wait(LONG_S)
+        copy_and_publish(*arguments)
+
+    monkeypatch.setattr("manager.snapshots.scheduler.copy_and_publish", copy)
+    sender.serve_fresh(None)
+    sender.serve_fresh(asks)
+    received: list[Any] = []
+    fetching = threading.Thread(target=lambda: received.append(receiver.fetch(sender.metadata(), 2, timeout=LONG)))
+    fetching.start()
+    try:
+        assert asked.wait(LONG_S)
+        training.replica.begin_step(1)
+        training.replica.begin_step(2)
+        expected = exact(training.state.content())
+        assert copying.wait(LONG_S)
+        training.replica.begin_step(3)
+        for _ in range(2):
+            asked.clear()
+            assert asked.wait(LONG_S)
+    finally:
+        may_copy.set()
+        fetching.join(LONG_S)
+    assert received[0].step == 2
     assert exact(received[0].state) == expected
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -206,20 +207,26 @@ class Training:
 
     def __init__(self, transport: HTTPTransport[Any], together: threading.Barrier) -> None:
         self._transport, self._together = transport, together
-        self._mutex, self._wanted, self._step = threading.Lock(), {-1}, 0
+        self._mutex, self._wanted, self._step, self._past = threading.Lock(), {-1}, 0, 0
         self._stop = threading.Event()
-        transport.serve_fresh(self._fresh)
+        transport.serve_fresh(self.fresh)
         self._thread = threading.Thread(target=self._train)
         self._thread.start()
 
-    def _fresh(self, step: int | None) -> int | None:
+    def fresh(self, step: int | None) -> int | None:
         with self._mutex:
-            if step is not None and step <= self._step:
+            if step is not None and step <= self._past:
                 return None
             self._wanted.add(self._step + 1 if step is None else step)
             return self._transport.newest_sequence()
 
+    def before_training(self) -> None: ...
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {"w": torch.full((9,), float(step))}
+
     def _train(self) -> None:
+        self.before_training()
         with contextlib.suppress(threading.BrokenBarrierError):
             while not self._stop.is_set():
                 self._together.wait()
@@ -227,7 +234,10 @@ class Training:
                     self._step += 1
                     step, is_wanted = self._step, self._step in self._wanted
                 if is_wanted:
-                    self._transport.send_checkpoint([], step, {"w": torch.full((9,), float(step))}, TIMEOUT)
+                    self._transport.send_checkpoint([], step, functools.partial(self.state, step), TIMEOUT)
+                with self._mutex:
+                    # Not before: a step whose snapshot is being taken is still to come for whoever asks.
+                    self._past = step
                 self._stop.wait(0.01)  # the length of a step
 
     def end(self) -> None:
@@ -236,17 +246,54 @@ class Training:
         self._thread.join()
 
 
-def test_two_replicas_that_train_on_are_compared_at_one_step(replicas: list[HTTPTransport[Any]]) -> None:
-    together = threading.Barrier(2)
-    training = [Training(each, together) for each in replicas]
+class AskedTraining(Training):
+    """Stands still until it is asked for a step, and takes that snapshot for as long as until it is asked again."""
+
+    def __init__(self, transport: HTTPTransport[Any], together: threading.Barrier) -> None:
+        self._asked = threading.Event()
+        super().__init__(transport, together)
+
+    def fresh(self, step: int | None) -> int | None:
+        answer = super().fresh(step)
+        if step is not None:
+            self._asked.set()
+        return answer
+
+    def before_training(self) -> None:
+        assert self._asked.wait(TIMEOUT.total_seconds())
+
+    def state(self, step: int) -> dict[str, Any]:
+        self._asked.clear()
+        assert self._asked.wait(TIMEOUT.total_seconds())
+        return super().state(step)
+
+
+@contextlib.contextmanager
+def training_together(kind: type[Training], replicas: list[HTTPTransport[Any]]) -> Iterator[None]:
+    together = threading.Barrier(len(replicas))
+    training = [kind(each, together) for each in replicas]
     try:
+        yield
+    finally:
+        for each in training:
+            each.end()
+
+
+def test_two_replicas_that_train_on_are_compared_at_one_step(replicas: list[HTTPTransport[Any]]) -> None:
+    with training_together(Training, replicas):
         for _ in range(3):
             code, told = differ(*(each.metadata() for each in replicas))
             assert (code, told["identical"], told["steps_differ"]) == (0, True, False)
             assert told["a"]["step"] == told["b"]["step"]
-    finally:
-        for each in training:
-            each.end()
+
+
+def test_two_replicas_are_compared_at_a_step_to_come_that_was_chosen(replicas: list[HTTPTransport[Any]]) -> None:
+    with training_together(AskedTraining, replicas):
+        code, told = differ(*(each.metadata() for each in replicas), "--step", 20)
+        assert (code, told["identical"], told["a"]["step"], told["b"]["step"]) == (0, True, 20, 20)
+        result = CliRunner().invoke(app, ["diff", *(each.metadata() for each in replicas), "--step", "19"])
+        assert isinstance(result.exception, NotComparedError)
+        assert "this replica is past step 19" in str(result.exception)
 
 
 def test_replicas_in_other_layouts_are_fetched_whole(replicas: list[HTTPTransport[Any]]) -> None:
