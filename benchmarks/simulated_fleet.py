@@ -52,6 +52,7 @@ class SimulatedFetch:
         request_s: What a request costs before its answer begins.
         connection_s: What the first one over a connection costs more.
         relay_wait_s: How long a relay holds a request for what it has not.
+        relay_pause_s: How long it pauses within an answer for the next chunk.
         num_sources_each: How many of the sources a receiver is told of; all by default.
         longest_s: A fetch that takes longer hangs.
         resolution: The part of a chunk's time at a whole link for which rates stay as they are.
@@ -65,6 +66,7 @@ class SimulatedFetch:
     request_s: float = 0.002
     connection_s: float = 0.002
     relay_wait_s: float = 1.0
+    relay_pause_s: float = 1.0
     num_sources_each: int | None = None
     longest_s: float = 1e6
     resolution: float = 0.02
@@ -129,7 +131,6 @@ class _Exchange:
     relay: _Receiver | None
     server: int
     at: int = 0
-    end: int = 0
     is_over: bool = False
 
 
@@ -268,28 +269,31 @@ class _Simulation:
             return
         if self._is_dead[exchange.server]:
             self._fail(exchange, PeerUnreachableError("it has gone"))
-        elif not self._answer(exchange):
-            relay = exchange.relay
-            assert relay is not None
-            relay.held.append(exchange)
-            self._at(self._now_s + self._fetch.relay_wait_s, lambda: self._let_go(exchange))
+        elif not self._send_next(exchange):
+            self._hold(exchange, self._fetch.relay_wait_s)
 
-    def _let_go(self, exchange: _Exchange) -> None:
+    def _hold(self, exchange: _Exchange, longest_s: float) -> None:
         assert exchange.relay is not None
-        if exchange in exchange.relay.held:
-            exchange.relay.held.remove(exchange)
-            if not exchange.is_over:
-                self._fail(exchange, PeerNotReadyError("nothing yet", retry_after_s=0.0))
+        exchange.relay.held.append(exchange)
+        self._at(self._now_s + longest_s, functools.partial(self._let_go, exchange, exchange.at))
 
-    def _answer(self, exchange: _Exchange) -> bool:
-        """Begins to send what is there; says whether there is anything."""
-        first, last = exchange.request.units[0], exchange.request.units[-1] + 1
-        if exchange.relay is not None:
-            hole = exchange.relay.landed.find(0, first, last)
-            last = last if hole < 0 else hole
-            if first == last:
-                return False
-        exchange.at, exchange.end = 0, last - first
+    def _let_go(self, exchange: _Exchange, at: int) -> None:
+        assert exchange.relay is not None
+        if exchange not in exchange.relay.held or exchange.at != at:
+            return
+        exchange.relay.held.remove(exchange)
+        if exchange.is_over:
+            return
+        if at:
+            self._cut(exchange)
+        else:
+            self._fail(exchange, PeerNotReadyError("nothing yet", retry_after_s=0.0))
+
+    def _send_next(self, exchange: _Exchange) -> bool:
+        """Begins to send the next chunk; says whether it is there."""
+        chunk = exchange.request.units[exchange.at]
+        if exchange.relay is not None and not exchange.relay.landed[chunk]:
+            return False
         slot = self._slot(exchange)
         self._by_slot[slot] = exchange
         to = len(self._fetch.sources) + exchange.receiver.number
@@ -310,14 +314,24 @@ class _Simulation:
         assert not receiver.landed[chunk], "nothing is fetched twice"
         receiver.landed[chunk] = 1
         held, receiver.held = receiver.held, []
-        receiver.held += [each for each in held if not each.is_over and not self._answer(each)]
+        receiver.held += [each for each in held if not each.is_over and not self._send_next(each)]
         receiver.machine.unit_landed(worker)
-        if exchange.at < exchange.end and receiver.machine.has_request(worker):
-            self._links.go_on(slot, self._fetch.chunk_bytes)
+        if exchange.at < len(exchange.request.units) and receiver.machine.has_request(worker):
+            if exchange.relay is None or exchange.relay.landed[exchange.request.units[exchange.at]]:
+                self._links.go_on(slot, self._fetch.chunk_bytes)
+            else:
+                self._by_slot[slot] = None
+                self._links.end(slot)
+                self._hold(exchange, self._fetch.relay_pause_s)
             return
+        self._cut(exchange)
+
+    def _cut(self, exchange: _Exchange) -> None:
+        """Its answer has ended, whole or not."""
+        receiver = exchange.receiver
         self._end(exchange)
-        receiver.machine.request_cut(worker)
-        receiver.idle.append(worker)
+        receiver.machine.request_cut(WorkerIndex(exchange.worker))
+        receiver.idle.append(exchange.worker)
         self._give_work(receiver)
 
     def _fail(self, exchange: _Exchange, error: TransportError) -> None:

@@ -55,10 +55,12 @@ class BodyReader:
         self._received_s = time.monotonic()
         if self.num_bytes:
             self._timeouts.note_progress()
-        num_later = self._length - self.num_bytes - sum(map(len, views))
-        self._timed.wake_at(_WAKE_BYTES if num_later >= _WAKE_BYTES else 1)
-        for start in range(0, len(views), _MAX_VIEWS_PER_READ):
-            self._fill(list(views[start : start + _MAX_VIEWS_PER_READ]))
+        # What comes behind these views may be a while in coming: a relay sends each chunk when it has it.
+        early, late = _split(views, sum(map(len, views)) - _WAKE_BYTES)
+        for num_bytes, part in ((_WAKE_BYTES, early), (1, late)):
+            for start in range(0, len(part), _MAX_VIEWS_PER_READ):
+                self._timed.wake_at(num_bytes)
+                self._fill(list(part[start : start + _MAX_VIEWS_PER_READ]))
 
     def _fill(self, views: list[memoryview]) -> None:
         index = 0
@@ -108,3 +110,17 @@ class BodyReader:
         if tick_s != self._tick_s:
             self._timed.block(tick_s)
             self._tick_s = tick_s
+
+
+def _split(views: Sequence[memoryview], at: int) -> tuple[Sequence[memoryview], Sequence[memoryview]]:
+    """The first ``at`` bytes, and the rest."""
+    if at <= 0:
+        return (), views
+    early: list[memoryview] = []
+    for number, view in enumerate(views):
+        if at <= len(view):
+            early.append(view[:at])
+            return early, [*([view[at:]] if at < len(view) else ()), *views[number + 1 :]]
+        early.append(view)
+        at -= len(view)
+    return early, ()

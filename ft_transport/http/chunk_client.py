@@ -6,13 +6,14 @@ several sources or other receivers; the threads are those of ``http.fetch_pool``
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from http.client import HTTPResponse
 from typing import Final
 
-from ft_transport.errors import IntegrityError, MessageDamagedError
+from ft_transport.errors import IntegrityError, MessageDamagedError, PeerUnreachableError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
@@ -24,11 +25,15 @@ from ft_transport.wire.manifest import Manifest, SnapshotId
 from ft_transport.wire.routes import FULL_ROUTE, bound_path, relay_path
 from ft_transport.wire.strided import Memory
 
+logger = logging.getLogger(__name__)
+
 _IN_FLIGHT_BYTES: Final = 16 << 20
 """More than the buffers of both sockets grow to by Linux's defaults (``tcp_rmem``, ``tcp_wmem``)."""
 _RELAY_WAIT_S: Final = 1.0
 """How long a relay holds a request until something has landed there; longer where chunks take longer."""
 _LONGEST_RELAY_WAIT_S: Final = 15.0
+_LONGEST_PAUSE_S: Final = 2.5
+"""How long a relay may pause within an answer, at most: whoever receives from it gives up after twice as long."""
 _WAIT_IN_CHUNKS: Final = 2.0
 """So many times as long as a chunk from a source has taken here: the relays get theirs at about the same rate."""
 
@@ -189,7 +194,14 @@ class _ChunkWire:
             chunks = chunks[: -(-(stop - start) // self._manifest.chunks.chunk_bytes)]
         for chunk in chunks:
             began_s = time.monotonic()
-            num_bytes = self._receive_chunk(connection, chunk)
+            try:
+                num_bytes = self._receive_chunk(connection, chunk)
+            except PeerUnreachableError as error:
+                if request.source < len(self._sources) or chunk == chunks[0]:
+                    raise
+                # It had no more of them in time, or has gone; the next request tells which.
+                logger.debug("%s ended its answer before chunk %d: %s", connection.peer, chunk, error)
+                return
             if self._relay is not None:
                 self._relay.landed(chunk)
                 if request.source < len(self._sources):
@@ -215,11 +227,11 @@ class _ChunkWire:
         return response
 
     def _ask_relay(self, connection: Connection, start: int, stop: int) -> tuple[HTTPResponse, int]:
-        """Returns where the chunks end that have landed there; those behind are asked for again."""
+        """Returns where its answer is to end; what lies behind is asked for again."""
         assert self._relay is not None, "who asks others passes on itself"
         wait_s = min(_LONGEST_RELAY_WAIT_S, max(_RELAY_WAIT_S, _WAIT_IN_CHUNKS * self._longest_chunk_s))
         response = connection.get(
-            relay_path(self._relay.content, wait_s=wait_s),
+            relay_path(self._relay.content, wait_s=wait_s, follow_s=min(wait_s, _LONGEST_PAUSE_S)),
             headers={"Range": f"bytes={start}-{stop - 1}"},
             expected_status=206,
             answer_within_s=wait_s,

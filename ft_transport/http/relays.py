@@ -1,5 +1,8 @@
 """What this process is receiving, passed on to others who receive the same: each chunk as soon as it is verified.
 
+An answer begins with the first chunk that was asked for, and goes on with the others as they land: a request for each
+chunk would cost both sides more than sending it does, and leave the link idle meanwhile.
+
 The bytes are sent from where they were received to, without a copy. Nothing here makes sure that they stay as they are:
 whoever takes them compares them with digests from a source, and asks somebody else where they have changed.
 """
@@ -8,9 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final, TypeAlias
 
 from aiohttp import web
@@ -19,6 +25,7 @@ from ft_transport.errors import ConfigurationError, PeerNotReadyError
 from ft_transport.http.body_sender import MAX_VIEWS_PER_SEND
 from ft_transport.http.send_cap import PacedSocket
 from ft_transport.http.tls_sender import EncryptedSocket
+from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.content import ContentId
 
@@ -29,6 +36,8 @@ Called by any thread."""
 _IDLE_S: Final = 10.0
 """How long what is here whole is kept for others without a request."""
 _TICK_S: Final = 1.0
+_LOOK_S: Final = 0.1
+"""How often an answer that waits for its next chunk looks whether the receiver is still there."""
 
 
 class Relay:
@@ -45,7 +54,7 @@ class Relay:
         content: Which it is.
         step: The committed step that it shows.
         chunks: How it divides.
-        on_landed: Called when more is there, by any thread.
+        on_landed: Called with a chunk that is there now, by any thread; with ``None`` if much has changed.
         end_s: When it ends unless it is asked for, once all is there; monotonic seconds.
     """
 
@@ -56,8 +65,10 @@ class Relay:
         self.step = step
         self.chunks = chunks
         self._views: Views | None = views
-        self.on_landed: Callable[[], None] = _nothing
+        self.on_landed: Callable[[int | None], None] = _nothing
         self.end_s = float("inf")
+        self._changed = SafeCondition()
+        self._awaited: Counter[int] = Counter()
         self.landed_but_for(missing)
 
     @property
@@ -68,7 +79,10 @@ class Relay:
     def landed(self, chunk: int) -> None:
         """A chunk is there and verified. Called by any thread."""
         self._has_landed[chunk] = 1
-        self.on_landed()
+        # Whoever waits says so before it looks once more.
+        if self._awaited[chunk]:
+            self._tell_waiting()
+        self.on_landed(chunk)
 
     def landed_but_for(self, missing: Collection[int]) -> None:
         """All chunks but these are there and verified."""
@@ -76,12 +90,25 @@ class Relay:
         for chunk in missing:
             has_landed[chunk] = 0
         self._has_landed = has_landed
-        self.on_landed()
+        self._tell_waiting()
+        self.on_landed(None)
 
     def num_landed_from(self, first: int, end: int) -> int:
         """How many of the chunks ``first`` to ``end`` are there, without a hole from the first one on."""
         hole = self._has_landed.find(0, first, end)
         return (hole if hole >= 0 else end) - first
+
+    def wait_for(self, chunk: int, within_s: float) -> bool:
+        """Whether a chunk is there within so many seconds, unless all ends meanwhile."""
+        if self._has_landed[chunk]:
+            return True
+        with self._changed:
+            self._awaited[chunk] += 1
+            try:
+                self._changed.wait_for(lambda: self._has_landed[chunk] or self.has_ended, timeout=within_s)
+            finally:
+                self._awaited[chunk] -= 1
+        return bool(self._has_landed[chunk]) and not self.has_ended
 
     def touch(self) -> None:
         """Somebody has asked for it."""
@@ -95,7 +122,12 @@ class Relay:
     def end(self) -> None:
         """Sends nothing more but what is on its way already. May be called twice, and returns at once."""
         self._views = None
-        self.on_landed()
+        self._tell_waiting()
+        self.on_landed(None)
+
+    def _tell_waiting(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def views(self) -> Views:
         """Where it lies.
@@ -110,17 +142,26 @@ class Relay:
 
 
 class RelayedRange:
-    """Bytes ``[position, end)`` of what is relayed, all of which have landed; see ``body_sender.Content``."""
+    """Bytes ``[position, end)`` of what is relayed; see ``body_sender.Content``.
 
-    def __init__(self, relay: Relay, position: int, end: int) -> None:
+    Args:
+        relay: What is relayed.
+        position: Where it begins.
+        end: Where it ends.
+        pause_s: How long it waits for each chunk that has not landed yet; then it ends early.
+    """
+
+    def __init__(self, relay: Relay, position: int, end: int, *, pause_s: float) -> None:
         self._relay = relay
         self._views_of = relay.views()
+        self._pause_s = pause_s
         self.position = position
         self.end = end
 
     def send_to(self, connected: PacedSocket) -> None:
         """See ``body_sender.Content``."""
         while self.position < self.end:
+            self._await_chunk(connected)
             views = self._views(connected.pace.piece_bytes)[:MAX_VIEWS_PER_SEND]
             num_bytes = sum(map(len, views))
             connected.pace.admit(num_bytes)
@@ -131,9 +172,24 @@ class RelayedRange:
     def send_encrypted(self, encrypted: EncryptedSocket) -> None:
         """See ``body_sender.Content``."""
         while self.position < self.end:
+            self._await_chunk(encrypted)
             for view in self._views(self._relay.chunks.chunk_bytes):
                 encrypted.sendall(view)
                 self.position += len(view)
+
+    def _await_chunk(self, connected: PacedSocket | EncryptedSocket) -> None:
+        """Returns when the chunk at ``position`` is there."""
+        chunk = self.position // self._relay.chunks.chunk_bytes
+        if self._relay.wait_for(chunk, 0.0):
+            return
+        until_s = time.monotonic() + self._pause_s
+        # The end of the chunk before would wait until that is acknowledged (man 7 tcp).
+        connected.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with connected.pace.held_up():
+            while not self._relay.wait_for(chunk, max(0.0, min(_LOOK_S, until_s - time.monotonic()))):
+                if time.monotonic() >= until_s or self._relay.has_ended or connected.pace.has_ended(0.0):
+                    raise ConnectionAbortedError("no more of it has landed in time")
+        connected.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
 
     def _views(self, max_bytes: int) -> Sequence[memoryview]:
         if self._relay.has_ended:
@@ -154,8 +210,8 @@ class Relays:
         self._loop = loop
         self._mutex = threading.Lock()
         self._by_content: dict[ContentId, Relay] = {}
-        self._changed = asyncio.Event()
-        self._num_waiting = 0
+        self._waiting: dict[tuple[ContentId, int | None], list[asyncio.Future[None]]] = {}
+        """Who waits for which chunk, or for a content to begin."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -165,13 +221,13 @@ class Relays:
 
     def begin(self, relay: Relay) -> None:
         """Passes on what comes from now on; one of the same content that is there already ends."""
-        relay.on_landed = self._wake
+        relay.on_landed = functools.partial(self._landed, relay.content)
         with self._mutex:
             earlier = self._by_content.pop(relay.content, None)
             self._by_content[relay.content] = relay
         if earlier is not None:
             earlier.end()
-        self._wake()
+        self._landed(relay.content, None)
         with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown.
             self._loop.call_soon_threadsafe(self._end_idle)
 
@@ -186,7 +242,7 @@ class Relays:
             relay.end()
 
     async def find(self, content: ContentId, start: int, end: int, *, wait_s: float) -> tuple[Relay, int]:
-        """Waits until some of bytes ``[start, end)`` of the data have landed; returns how far they go.
+        """Waits until the first chunk of bytes ``[start, end)`` of the data has landed; returns how far those go then.
 
         Args:
             content: Which content.
@@ -195,38 +251,52 @@ class Relays:
             wait_s: The longest that it waits, in seconds.
 
         Raises:
-            PeerNotReadyError: None have, in time.
+            PeerNotReadyError: It has not, in time.
             ConfigurationError: The range is none of whole chunks.
         """
         until_s = self._loop.time() + wait_s
         while True:
-            changed = self._changed
             relay = self._by_content.get(content)
-            if relay is not None and not relay.has_ended:
-                relay.touch()
-                first, last = _chunks_of(relay.chunks, start, end)
-                num_landed = relay.num_landed_from(first, last)
-                if num_landed:
-                    return relay, relay.chunks.range_of(first, first + num_landed)[1]
-            remaining_s = until_s - self._loop.time()
-            if remaining_s <= 0:
-                what = "nothing of this content is received here" if relay is None else "none of these chunks is here"
-                raise PeerNotReadyError(f"expected chunks to pass on, {what}", retry_after_s=0.0)
-            self._num_waiting += 1
-            try:
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(changed.wait(), remaining_s)
-            finally:
-                self._num_waiting -= 1
+            is_there = relay is not None and not relay.has_ended
+            first, last = _chunks_of(relay.chunks, start, end) if relay is not None and is_there else (None, None)
+            with self._told_of(content, first) as told:
+                # Once more: it may just have landed.
+                if relay is not None and first is not None and last is not None:
+                    relay.touch()
+                    num_landed = relay.num_landed_from(first, last)
+                    if num_landed:
+                        return relay, relay.chunks.range_of(first, first + num_landed)[1]
+                remaining_s = until_s - self._loop.time()
+                if remaining_s <= 0:
+                    what = "none of these chunks is here" if is_there else "nothing of this content is received here"
+                    raise PeerNotReadyError(f"expected chunks to pass on, {what}", retry_after_s=0.0)
+                await asyncio.wait({told}, timeout=remaining_s)
 
-    def _wake(self) -> None:
-        if self._num_waiting:
+    @contextlib.contextmanager
+    def _told_of(self, content: ContentId, chunk: int | None) -> Iterator[asyncio.Future[None]]:
+        """A future that is done as soon as the chunk lands, or the content begins or ends."""
+        key, told = (content, chunk), self._loop.create_future()
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append(told)
+        try:
+            yield told
+        finally:
+            waiting.remove(told)
+            if not waiting:
+                del self._waiting[key]
+
+    def _landed(self, content: ContentId, chunk: int | None) -> None:
+        """Called by any thread. Few chunks are waited for: to wake the event loop costs more than to look."""
+        if self._waiting and (chunk is None or (content, chunk) in self._waiting):
             with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown.
-                self._loop.call_soon_threadsafe(self._set_changed)
+                self._loop.call_soon_threadsafe(self._tell, content, chunk)
 
-    def _set_changed(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+    def _tell(self, content: ContentId, chunk: int | None) -> None:
+        for key, waiting in self._waiting.items():
+            if key[0] == content and (chunk is None or key[1] == chunk):
+                for told in waiting:
+                    if not told.done():
+                        told.set_result(None)
 
     def _end_idle(self) -> None:
         now_s = time.monotonic()
@@ -264,5 +334,5 @@ def parse_relayed_range(request: web.Request) -> tuple[int, int]:
     return asked.start, asked.stop
 
 
-def _nothing() -> None:
+def _nothing(_chunk: int | None) -> None:
     pass

@@ -8,12 +8,13 @@ for its interpreter only a few times in each.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from ft_transport.wire.chunks import CHUNK_BYTES
@@ -74,7 +75,7 @@ class Pace:
         self.piece_bytes: int = cap.piece_bytes if cap is not None else _UNCAPPED_PIECE_BYTES
 
     def waited_s(self) -> float:
-        """How long the cap has held it up so far, in seconds. Called by any thread."""
+        """How long it has been held up so far, in seconds. Called by any thread."""
         began_s = self._began_s
         return self._waited_s + (time.monotonic() - began_s if began_s is not None else 0.0)
 
@@ -89,19 +90,29 @@ class Pace:
         left_s = self._cap.grant(num_bytes)
         if left_s <= 0:
             return
-        began_s = self._began_s = time.monotonic()
-        until_s = began_s + left_s
-        try:
-            # Not time.sleep: whoever ends the connection waits for this thread.
-            self._poll.register(self._connected, 0)
+        until_s = time.monotonic() + left_s
+        with self.held_up():
             while left_s > 0:
-                if self._poll.poll(left_s * 1e3):
+                # Not time.sleep: whoever ends the connection waits for this thread.
+                if self.has_ended(left_s):
                     self._cap.take_back(num_bytes)
                     raise ConnectionResetError("the connection has ended")
                 left_s = until_s - time.monotonic()
+
+    @contextlib.contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Counts the time of the block to `waited_s`: the receiver has nothing to take meanwhile."""
+        began_s = self._began_s = time.monotonic()
+        try:
+            yield
         finally:
             self._waited_s += time.monotonic() - began_s
             self._began_s = None
+
+    def has_ended(self, within_s: float) -> bool:
+        """Waits at most so long for the end of the connection; says whether that has come."""
+        self._poll.register(self._connected, 0)
+        return bool(self._poll.poll(within_s * 1e3))
 
     def unsent(self, num_bytes: int) -> None:
         """So many of the bytes that were admitted were not sent after all."""

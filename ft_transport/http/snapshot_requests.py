@@ -16,6 +16,7 @@ from ft_transport.http.snapshot_cache import Reader, Reading, SnapshotCache
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import (
     AFTER_PARAMETER,
+    FOLLOW_PARAMETER,
     LATEST,
     SNAPSHOT_PARAMETER,
     WAIT_PARAMETER,
@@ -152,16 +153,29 @@ def asked_wait_s(request: web.Request, longest_s: float) -> float:
     Raises:
         ConfigurationError: It says something else.
     """
-    text = request.query.get(WAIT_PARAMETER)
+    return min(longest_s, _asked_s(request, WAIT_PARAMETER, longest_s))
+
+
+def asked_follow_s(request: web.Request, longest_s: float) -> float:
+    """How many seconds an answer may pause for each further chunk, ``longest_s`` at most; 0 where it does not say.
+
+    Raises:
+        ConfigurationError: It says something else.
+    """
+    return min(longest_s, _asked_s(request, FOLLOW_PARAMETER, 0.0))
+
+
+def _asked_s(request: web.Request, parameter: str, default_s: float) -> float:
+    text = request.query.get(parameter)
     if text is None:
-        return longest_s
+        return default_s
     try:
         asked_s = float(text)
     except ValueError:
         asked_s = -1.0
     if not 0 <= asked_s < float("inf"):
-        raise ConfigurationError(f"expected a number of seconds in '{WAIT_PARAMETER}', got {text[:64]!r}")
-    return min(asked_s, longest_s)
+        raise ConfigurationError(f"expected a number of seconds in '{parameter}', got {text[:64]!r}")
+    return asked_s
 
 
 def _reader_of(request: web.Request) -> Reader:

@@ -22,7 +22,7 @@ from ft_transport.http.same_host_server import SameHostServer
 from ft_transport.http.send_cap import SendCap
 from ft_transport.http.sends import Positioned, Sends
 from ft_transport.http.snapshot_cache import Reading, SnapshotCache
-from ft_transport.http.snapshot_requests import SnapshotRequests, asked_wait_s
+from ft_transport.http.snapshot_requests import SnapshotRequests, asked_follow_s, asked_wait_s
 from ft_transport.keys import Keys
 from ft_transport.telemetry.readings import PREFIX, Counts, Metric
 from ft_transport.wire.authentication import (
@@ -260,17 +260,20 @@ class SnapshotRoutes:
         if content_id is None:
             raise ConfigurationError("expected a content id of 32 hexadecimal digits in the path")
         start, end = parse_relayed_range(request)
+        pause_s = asked_follow_s(request, _LONGEST_RELAY_WAIT_S)
         with self._admission.waiting(place_of(request)):
-            relay, end = await self._relays.find(
+            relay, landed_end = await self._relays.find(
                 content_id, start, end, wait_s=asked_wait_s(request, _LONGEST_RELAY_WAIT_S)
             )
+        if not pause_s:
+            end = landed_end
         headers = {
             "Content-Type": "application/octet-stream",
             "Content-Range": f"bytes {start}-{end - 1}/{relay.chunks.data_bytes}",
             "Cache-Control": "no-store",
         }
         response = web.StreamResponse(status=206, headers=headers)
-        content, began_s = RelayedRange(relay, start, end), time.monotonic()
+        content, began_s = RelayedRange(relay, start, end, pause_s=pause_s), time.monotonic()
         outcome = "interrupted"
         self._sends.begun(_key_of(request, relay.step, relay.content), content, role="relay")
         try:

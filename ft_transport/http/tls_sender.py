@@ -23,9 +23,9 @@ class EncryptedSocket:
     """
 
     def __init__(self, raw: socket.socket, channel: TLSChannel, pace: Pace) -> None:
-        self._raw = raw
+        self.raw = raw
         self._channel = channel
-        self._pace = pace
+        self.pace = pace
 
     def sendall(self, data: memoryview) -> None:
         """Sends all of ``data``; blocks."""
@@ -41,8 +41,8 @@ class EncryptedSocket:
     def flush(self) -> None:
         """Sends what was encrypted; blocks."""
         records = memoryview(self._channel.take())
-        piece_bytes = self._pace.piece_bytes
+        piece_bytes = self.pace.piece_bytes
         for start in range(0, len(records), piece_bytes):
             piece = records[start : start + piece_bytes]
-            self._pace.admit(len(piece))
-            self._raw.sendall(piece)
+            self.pace.admit(len(piece))
+            self.raw.sendall(piece)

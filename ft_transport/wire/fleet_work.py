@@ -30,7 +30,7 @@ _FAILED_ENOUGH: Final = 2
 """...and failures, which are no accident any more."""
 _HOPELESSLY_DRY: Final = 8
 """Answers without anything after which, where no source is left, nobody expects anything any more."""
-_MUCH_SLOWER: Final = 3
+_MUCH_SLOWER: Final = 2
 """Who delivers by so much less than the best relay is not waited for..."""
 _MUCH_SLOWER_THAN_SOURCES: Final = 8
 """...or than the sources, which deliver faster where others began later."""
@@ -152,6 +152,8 @@ class FleetWork:
         self._starts = [index * num_chunks // number for index in range(number)]
         ends = [*self._starts[1:], num_chunks]
         self._chunks_per_block = max(1, num_chunks // number)
+        is_one_each = num_own_requests + number - 1 <= _MAX_WORKERS
+        self._least_requests_per_relay = 1 if is_one_each else _LEAST_REQUESTS_PER_RELAY
         self._chunks_per_run = max(1, self._chunks_per_block // (_RUNS_PER_RECEIVER * max(1, number - 1)))
         self._queues = [_Queue(range(first, end)) for first, end in zip(self._starts, ends, strict=True)]
         self._own = self._queues[fleet.own]
@@ -241,7 +243,7 @@ class FleetWork:
         # Taken to have it all; what it lacks is put back.
         queue.is_ahead = sources[relay].num_landed > 0
         # All begin with the same, where some have more than others: large requests would keep all at those.
-        most = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // _LEAST_REQUESTS_PER_RELAY))
+        most = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // self._least_requests_per_relay))
         return relay, queue.take(min(most, 2 * sources[relay].num_landed + 1))
 
     def _max_requests_to(self, receiver: int) -> int:

@@ -211,7 +211,7 @@ def test_a_relay_keeps_to_it_too() -> None:
     reader.start()
     with near, far:
         started_s = time.monotonic()
-        RelayedRange(relay, 0, len(data)).send_to(PacedSocket(near, Pace(near, SendCap(RATE))))
+        RelayedRange(relay, 0, len(data), pause_s=0.0).send_to(PacedSocket(near, Pace(near, SendCap(RATE))))
         took_s = time.monotonic() - started_s
         near.close()
         reader.join()
