@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 from torch.distributed import ReduceOp
-from torch.optim import Optimizer
 
 from ft_transport import is_dtensor
 from ft_transport.runtime.deadline import Deadline
@@ -23,6 +22,7 @@ from manager.collectives.reconfigurable import Reconfigurable
 from manager.config import ManagerConfig
 from manager.errors import CommitFailedError, ManagerError, QuorumTimeoutError, ReportedError
 from manager.quorum import telemetry
+from manager.quorum.committed_steps import CommittedSteps
 from manager.quorum.comparison import StateComparison
 from manager.quorum.decision import Decision, Rules, commit_refusals, next_lineage
 from manager.quorum.forming import QuorumForming
@@ -30,7 +30,7 @@ from manager.quorum.group_ranks import Exchange
 from manager.quorum.job_members import finding_job
 from manager.quorum.loop_metrics import ABANDONED, LoopMetrics, member_readings, refusal_cause
 from manager.quorum.membership import Membership
-from manager.quorum.round import Participant, QuorumRequest, QuorumRound, format_error
+from manager.quorum.round import Participant, QuorumRequest, QuorumRound
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.structure_watch import StructureWatch
 from manager.quorum.telemetry import span
@@ -39,14 +39,13 @@ from manager.recovery.healing import Healer
 from manager.recovery.replica import Replica
 from manager.recovery.warm_join import WarmJoin
 from manager.state.guard_marks import warn_of_unguarded
-from manager.state.replica_state import StateObserver
 
 logger = logging.getLogger(__name__)
 
 _NO_DEADLINE: Final = Deadline()
 
 
-class QuorumLoop(StateObserver):
+class QuorumLoop:
     """Runs the rounds of one replica. `Manager` is its interface.
 
     Everything but `report_error` belongs to the training thread.
@@ -110,7 +109,7 @@ class QuorumLoop(StateObserver):
         self._errors = transport.watch.errors
         transport.watch.tell("manager", telling_loop(self._participant))
         transport.watch.find_job = finding_job(self.membership)
-        self._state.add_observer(self)
+        self._state.add_observer(CommittedSteps(self._participant, self._comparison))
 
     # ------------------------------------------------------------------------------------------------------ the round
 
@@ -285,40 +284,6 @@ class QuorumLoop(StateObserver):
         if decision is None:
             return self._participated_last_round and not current.quorum.done()
         return decision.participating_rank is not None
-
-    # ------------------------------------------------------------------------------------- what the optimizers may do
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step that no commit allows."""
-        current, ledger = self._participant.round, self._state.ledger
-        if current is None or self._state.registry.is_calling() or not ledger.steps_with_commits(optimizer):
-            return
-        if not current.is_committed:
-            happened = "the step was not committed" if current.is_over else "it was not called since start_quorum"
-            raise ManagerError(
-                f"expected should_commit() to return True before {type(optimizer).__name__}.step(), and {happened}; "
-                "call step only `if manager.should_commit():`. Optimizers that do not step with each commit: "
-                "attach(..., every_commit=False)"
-            )
-        if ledger.num_steps(optimizer):
-            raise ManagerError(
-                f"expected one step of {type(optimizer).__name__} for each should_commit(), got another one; "
-                "optimizers that do not step with each commit: attach(..., every_commit=False)"
-            )
-
-    def step_failed(self, optimizer: Optimizer, error: BaseException) -> None:
-        """The others count on this replica having made the step that it committed."""
-        current = self._participant.round
-        if current is not None and current.is_committed:
-            self._state.mark_partial(
-                self._state.step,
-                f"the step was committed, and {type(optimizer).__name__} did not make it: {format_error(error)}",
-            )
-
-    def replaced(self) -> None:
-        """Another state is loaded: nothing that was said of the one before counts."""
-        self._participant.irregularity = ""
-        self._comparison.forget()
 
     # -------------------------------------------------------------------------------------------------------- the end
 
