@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
 from typing import Final
 
 from ft_transport.runtime.deadline import Deadline
@@ -355,7 +354,7 @@ class QuorumForming:
         )
         if not refusals:
             healer.succeeded()
-            self._forget_gradients()
+            self._state.forget_gradients()
             self.begin_step()
             return True
         membership.process_group.abort()
@@ -393,18 +392,3 @@ class QuorumForming:
         healing, self._participant.healing = self._participant.healing, None
         if healing is not None:
             healing.end("failed", error=error)
-
-    def _forget_gradients(self) -> None:
-        """Let what is left of gradients count for nothing: they belong to the state that has been replaced.
-
-        They are set to zero where they are, as a training loop may be about to reduce them.
-        """
-        attached = (
-            parameter
-            for optimizer in self._state.optimizers()
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
-        for parameter in chain(self._state.registry.parameters(), attached):
-            if parameter.grad is not None:
-                parameter.grad.detach().zero_()

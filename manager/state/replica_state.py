@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
+from itertools import chain
 from operator import index
 from typing import Any, Literal
 
@@ -177,6 +178,21 @@ class ReplicaState:
             raise
         self.load_counters(parts[MANAGER_KEY])
         self.partial = None
+
+    def forget_gradients(self) -> None:
+        """Let what is left of gradients count for nothing: they belong to a state that has been replaced.
+
+        They are set to zero where they are, as a training loop may be about to reduce them.
+        """
+        attached = (
+            parameter
+            for optimizer in self.optimizers()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+        for parameter in chain(self.registry.parameters(), attached):
+            if parameter.grad is not None:
+                parameter.grad.detach().zero_()
 
     # ---------------------------------------------------------------------------------------------- what is refused
 
