@@ -39,7 +39,7 @@ _RUNS_PER_RECEIVER: Final = 2
 _LEAST_REQUESTS_PER_BLOCK: Final = 32
 """By so many requests at least does a receiver fetch its block, where it has as many chunks."""
 _LEAST_REQUESTS_PER_RELAY: Final = 8
-"""By so many requests at least does it fetch another's block."""
+"""By so many requests at least does it fetch another's block, where there are more relays than it asks at once."""
 _MAX_WORKERS: Final = 16
 """Requests of one receiver at one time; most of them wait for a relay most of the time."""
 _MAX_REQUESTS_AHEAD: Final = 2
@@ -152,8 +152,8 @@ class FleetWork:
         self._starts = [index * num_chunks // number for index in range(number)]
         ends = [*self._starts[1:], num_chunks]
         self._chunks_per_block = max(1, num_chunks // number)
-        is_one_each = num_own_requests + number - 1 <= _MAX_WORKERS
-        self._least_requests_per_relay = 1 if is_one_each else _LEAST_REQUESTS_PER_RELAY
+        # Then a request to each relay may last for as long as that takes to get its block.
+        self._is_one_each = num_own_requests + number - 1 <= _MAX_WORKERS
         self._chunks_per_run = max(1, self._chunks_per_block // (_RUNS_PER_RECEIVER * max(1, number - 1)))
         self._queues = [_Queue(range(first, end)) for first, end in zip(self._starts, ends, strict=True)]
         self._own = self._queues[fleet.own]
@@ -242,8 +242,10 @@ class FleetWork:
         _, relay, queue = best
         # Taken to have it all; what it lacks is put back.
         queue.is_ahead = sources[relay].num_landed > 0
+        if self._is_one_each:
+            return relay, queue.take(MAX_CHUNKS_PER_REQUEST)
         # All begin with the same, where some have more than others: large requests would keep all at those.
-        most = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // self._least_requests_per_relay))
+        most = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // _LEAST_REQUESTS_PER_RELAY))
         return relay, queue.take(min(most, 2 * sources[relay].num_landed + 1))
 
     def _max_requests_to(self, receiver: int) -> int:
@@ -277,7 +279,8 @@ class FleetWork:
     def _keeps_waiting(self, relay: SourceState, sources: Sequence[SourceState]) -> bool:
         """Whether it had nothing for long, or delivers much less than others have in the same time."""
         number = self._fleet.num_sources
-        of_best_relay = max(state.num_landed for state in sources[number:])
+        # One that has delivered its whole block: before that, a few chunks more or less say nothing.
+        of_best_relay = max((sources[at].num_landed for _, at, queue in self._others if not queue.num_left), default=0)
         of_sources = sum(state.num_landed for state in sources[:number]) // self._num_own_requests
         return (
             relay.num_dry >= _DRY_ENOUGH
@@ -332,7 +335,8 @@ class FleetWork:
         share = self._own.num_missing * (state.num_landed + 1) // ((num_landed + 1) * 2 * (state.num_active + 1))
         most = MAX_CHUNKS_PER_REQUEST
         if self._fleet.num_receivers > 1:
-            # Others ask for what is there without a hole, and requests at one time leave holes between them.
+            # Others ask for what is there without a hole, and requests at one time leave holes between them. A source
+            # serves small requests in turns, but long answers at different rates: all would wait for the slowest.
             most = min(most, self._chunks_per_block // _LEAST_REQUESTS_PER_BLOCK)
         return max(1, min(most, state.num_landed + 1, share))
 

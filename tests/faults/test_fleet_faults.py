@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,13 +209,16 @@ def test_a_relay_that_never_begins_is_done_without(monkeypatch: pytest.MonkeyPat
 def test_all_sources_gone_in_the_middle_is_an_error_and_no_half_state() -> None:
     with ExitStack() as stack:
         (source,) = stack.enter_context(sources(1))
-        begun = threading.Event()
+        begun = [threading.Event(), threading.Event()]
 
-        def slowly(_progress: FetchProgress) -> None:
-            begun.set()
+        def slowly(index: int, _progress: FetchProgress) -> None:
+            begun[index].set()
             time.sleep(0.02)
 
-        made = stack.enter_context(receivers(2, on_progress=slowly, max_failures=2))
+        made = [
+            stack.enter_context(receivers(1, on_progress=partial(slowly, index), max_failures=2))[0]
+            for index in range(2)
+        ]
         intos = [blank(), blank()]
         errors: list[BaseException] = []
 
@@ -229,7 +233,7 @@ def test_all_sources_gone_in_the_middle_is_an_error_and_no_half_state() -> None:
         threads = [threading.Thread(target=fetch, args=(index,)) for index in range(2)]
         for thread in threads:
             thread.start()
-        assert begun.wait(10)
+        assert all(each.wait(10) for each in begun)
         source.shutdown()
         for thread in threads:
             thread.join()
