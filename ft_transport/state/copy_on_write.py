@@ -9,7 +9,6 @@ waits for a receiver while it holds one; pins of the copy keep nobody waiting.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
@@ -27,6 +26,7 @@ from ft_transport.state.arena import Arena
 from ft_transport.state.copy_costs import CopyCosts
 from ft_transport.state.copying import Column, HostCopier, HostCopies
 from ft_transport.state.lasting_digests import ChunkKey, LastingDigests
+from ft_transport.state.raw_memory import bytes_at
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.digester import Digester
 from ft_transport.wire.manifest import encode_digests
@@ -291,7 +291,4 @@ class CopyOnWriteMemory:
 
 
 def _views_of(addresses: Column, num_bytes: Column) -> list[memoryview]:
-    return [
-        memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
-        for address, length in zip(addresses.tolist(), num_bytes.tolist(), strict=True)
-    ]
+    return [bytes_at(address, length) for address, length in zip(addresses.tolist(), num_bytes.tolist(), strict=True)]

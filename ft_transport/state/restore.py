@@ -23,6 +23,7 @@ from ft_transport.state import placements
 from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, carrier_of
 from ft_transport.state.matching import Incoming, Matcher
+from ft_transport.state.raw_memory import bytes_at
 from ft_transport.state.spare_memory import SpareMemory, new_block
 from ft_transport.state.unflatten import Unflattener, as_plain
 from ft_transport.state.views import extent_bytes, has_own_memory, view_key
@@ -221,7 +222,7 @@ class Restore:
         """A part of the memory that takes entry ``index``."""
         tensor = self._direct.get(index)
         if tensor is not None:
-            return memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr() + offset)).cast("B")
+            return bytes_at(tensor.data_ptr() + offset, num_bytes)
         assert self._fresh_view is not None, "an entry with bytes has memory"
         start = self._fresh_offsets[index] + offset
         return self._fresh_view[start : start + num_bytes]
