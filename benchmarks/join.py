@@ -128,7 +128,7 @@ def quantities_of_diloco(trained: Sequence[Iteration], joined: Sequence[Iteratio
 def _model(name: str, scale: float) -> Model:
     num_items = int(_STATE_BYTES * scale) // 4 // _NUM_LAYERS
     if name == "all":
-        return Model(name=name, num_tensors=_NUM_LAYERS, num_items=num_items // 3, is_foreach=False)
+        return Model(name=name, num_tensors=_NUM_LAYERS, num_items=num_items // 3, is_foreach=False, is_warm=True)
     width = int(num_items**0.5)
     return Model(
         name=name,
@@ -137,6 +137,7 @@ def _model(name: str, scale: float) -> Model:
         num_frozen_items=width * width,
         is_foreach=False,
         width=width,
+        is_warm=True,
     )
 
 

@@ -112,7 +112,7 @@ class _Replica:
         back_free_memory(_FILLED_TIMES * model.state_bytes)
         channel.say(READY)
         channel.wait()
-        if model.width:
+        if model.is_warm:
             # A replica that is started warms up what it computes with before it joins.
             self._training.backward()
             self._training.optimizer.zero_grad()

@@ -19,6 +19,7 @@ class Model:
         num_frozen_items: Numbers beside each that are not trained.
         is_foreach: Whether the optimizer steps all tensors at once; ``None`` leaves it to torch.
         width: Of frozen square layers, each beside an adapter of low rank that is trained; 0 for tensors alone.
+        is_warm: Whether a replica computes once before it joins, as docs/quorum-loop.md advises.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Model:
     num_frozen_items: int = 0
     is_foreach: bool | None = True
     width: int = 0
+    is_warm: bool = False
 
     @property
     def state_bytes(self) -> int:
