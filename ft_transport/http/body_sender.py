@@ -44,6 +44,8 @@ _LONGEST_WAIT: Final = struct.pack("ll", 0, 20_000)
 """``struct timeval``, 20 ms: the longest that one call waits for the receiver while it has shared memory pinned."""
 _NO_LIMIT: Final = struct.pack("ll", 0, 0)
 _FLUSH_TICK_S: Final = 0.005
+_LEAST_SHARE: Final = 0.1
+"""Of the stall timeout: a receiver that had something to take for less of it is not judged by that."""
 _DROP_UNSENT: Final = struct.pack("ii", 1, 0)
 
 
@@ -292,10 +294,11 @@ async def _send_on_thread(request: web.Request, body: _Body, stall_timeout_s: fl
         while not (await asyncio.wait({ended}, timeout=stall_timeout_s))[0]:
             before, remaining = remaining, body.remaining_bytes()
             waited_before_s, waited_s = waited_s, body.pace.waited_s()
-            # While the cap held it up there was nothing to take.
-            share = max(0.0, 1.0 - (waited_s - waited_before_s) / stall_timeout_s)
+            # While it was held up, by the cap or for the next chunk, there was nothing to take.
+            share = min(1.0, 1.0 - (waited_s - waited_before_s) / stall_timeout_s)
             expected = max(1, int(share * min(CHUNK_BYTES, before)))
-            if before - remaining < expected and share > 0.0:
+            # What was sent a moment ago may be on its way.
+            if before - remaining < expected and share > _LEAST_SHARE:
                 raise _stalled(request, expected, stall_timeout_s)
     finally:
         # Whatever ended the wait: the thread uses the socket and the memory file, which belong to the caller.

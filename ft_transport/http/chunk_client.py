@@ -33,7 +33,7 @@ _RELAY_WAIT_S: Final = 1.0
 """How long a relay holds a request until something has landed there; longer where chunks take longer."""
 _LONGEST_RELAY_WAIT_S: Final = 15.0
 _LONGEST_PAUSE_S: Final = 2.5
-"""How long a relay may pause within an answer, at most: whoever receives from it gives up after twice as long."""
+"""How long a relay may pause within an answer, at most, and for no longer than half of the stall timeout."""
 _WAIT_IN_CHUNKS: Final = 2.0
 """So many times as long as a chunk from a source has taken here: the relays get theirs at about the same rate."""
 
@@ -230,8 +230,9 @@ class _ChunkWire:
         """Returns where its answer is to end; what lies behind is asked for again."""
         assert self._relay is not None, "who asks others passes on itself"
         wait_s = min(_LONGEST_RELAY_WAIT_S, max(_RELAY_WAIT_S, _WAIT_IN_CHUNKS * self._longest_chunk_s))
+        follow_s = min(wait_s, _LONGEST_PAUSE_S, connection.stall_timeout_s / 2)
         response = connection.get(
-            relay_path(self._relay.content, wait_s=wait_s, follow_s=min(wait_s, _LONGEST_PAUSE_S)),
+            relay_path(self._relay.content, wait_s=wait_s, follow_s=follow_s),
             headers={"Range": f"bytes={start}-{stop - 1}"},
             expected_status=206,
             answer_within_s=wait_s,

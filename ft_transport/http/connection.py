@@ -116,6 +116,11 @@ class Connection:
         return socket_address(self._address) if isinstance(self._address, tuple) else ""
 
     @property
+    def stall_timeout_s(self) -> float:
+        """How long nothing may come, in seconds."""
+        return self._timeouts.stall_timeout_s
+
+    @property
     def is_interrupted(self) -> bool:
         """Whether it was given up; no request on it succeeds any more."""
         return self._is_interrupted

@@ -7,6 +7,7 @@ a page that is mapped for one look costs as much as copying it.
 from __future__ import annotations
 
 import contextlib
+import io
 import mmap
 import os
 import select
@@ -43,7 +44,7 @@ class LentMemory:
             raise PeerProtocolError(f"expected the name of a socket, got {name[:64]!r}")
         self._remote = remote
         self._timeout_s = timeout_s
-        self._descriptor = -1
+        self._memory: io.FileIO | None = None
         self._data_start = 0
         self._file: tuple[int, int] | None = None
         with making_socket:
@@ -72,9 +73,8 @@ class LentMemory:
     def close(self) -> None:
         """Gives the memory back. Nobody may be reading any more."""
         self._socket.close()
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        if self._memory is not None:
+            self._memory.close()
             self._file = None
 
     def is_mine(self, candidate: socket.socket) -> bool:
@@ -101,14 +101,11 @@ class LentMemory:
             # No fork comes between: a child would keep what it inherits.
             with making_socket:
                 answer, lent, _flags, _address = socket.recv_fds(self._socket, len(LENT), 1, socket.MSG_CMSG_CLOEXEC)
-                try:
-                    if answer != LENT or not lent:
-                        raise PeerProtocolError("expected the memory of a snapshot, it is gone")
-                    self._keep(lent[0], ticket)
-                except BaseException:
-                    for descriptor in lent:
-                        os.close(descriptor)
-                    raise
+                # An object, which closes it once, whatever a signal handler raises from here on.
+                self._memory = io.FileIO(lent[0]) if lent else None
+                if answer != LENT or self._memory is None:
+                    raise PeerProtocolError("expected the memory of a snapshot, it is gone")
+                self._check(self._memory.fileno(), ticket)
         except OSError as error:
             raise PeerUnreachableError(f"the socket of this host broke: {error}") from error
 
@@ -122,9 +119,10 @@ class LentMemory:
         Raises:
             OSError: The memory cannot be read, or is shorter than was said.
         """
-        position, left = self._data_start + start, list(buffers)
+        assert self._memory is not None, "after borrow"
+        descriptor, position, left = self._memory.fileno(), self._data_start + start, list(buffers)
         while left:
-            num_bytes = os.preadv(self._descriptor, left[:_MAX_BUFFERS], position)
+            num_bytes = os.preadv(descriptor, left[:_MAX_BUFFERS], position)
             if not num_bytes:
                 raise OSError(f"expected memory of {sum(map(len, left))} bytes more at {position}, it ends there")
             position += num_bytes
@@ -165,9 +163,9 @@ class LentMemory:
         if not poll.poll(self._timeout_s * 1e3):
             raise TimeoutError(f"nothing came for {self._timeout_s:.3g} s")
 
-    def _keep(self, descriptor: int, ticket: MemoryTicket) -> None:
+    def _check(self, descriptor: int, ticket: MemoryTicket) -> None:
         end, status = ticket.data_start + ticket.data_bytes, os.fstat(descriptor)
         if ticket.data_start % mmap.PAGESIZE or status.st_size < end or not is_sealed(descriptor):
             raise PeerProtocolError("expected memory that holds the snapshot and stays as long as it is")
-        self._descriptor, self._data_start = descriptor, ticket.data_start
+        self._data_start = ticket.data_start
         self._file = (status.st_dev, status.st_ino)

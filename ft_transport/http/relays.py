@@ -187,8 +187,12 @@ class RelayedRange:
         connected.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with connected.pace.held_up():
             while not self._relay.wait_for(chunk, max(0.0, min(_LOOK_S, until_s - time.monotonic()))):
-                if time.monotonic() >= until_s or self._relay.has_ended or connected.pace.has_ended(0.0):
-                    raise ConnectionAbortedError("no more of it has landed in time")
+                if self._relay.has_ended:
+                    raise ConnectionAbortedError("it is not passed on any more")
+                if connected.pace.has_ended(0.0):
+                    raise ConnectionResetError("the receiver has closed the connection")
+                if time.monotonic() >= until_s:
+                    raise ConnectionAbortedError(f"chunk {chunk} has not landed in time")
         connected.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
 
     def _views(self, max_bytes: int) -> Sequence[memoryview]:
@@ -260,7 +264,9 @@ class Relays:
             is_there = relay is not None and not relay.has_ended
             first, last = _chunks_of(relay.chunks, start, end) if relay is not None and is_there else (None, None)
             with self._told_of(content, first) as told:
-                # Once more: it may just have landed.
+                # Once more: it may just have begun, ended or landed.
+                if self._by_content.get(content) is not relay or (is_there and relay is not None and relay.has_ended):
+                    continue
                 if relay is not None and first is not None and last is not None:
                     relay.touch()
                     num_landed = relay.num_landed_from(first, last)

@@ -24,6 +24,7 @@ _LEAST_PIECE_BYTES: Final = 4 << 10
 _CREDIT_S: Final = 0.04
 """Sleeping threads wake up late: so much is made up for, and no more, after a pause."""
 _UNCAPPED_PIECE_BYTES: Final = 1 << 62
+_CLOSED_BY_PEER: Final = getattr(select, "POLLRDHUP", 0)
 
 
 class SendCap:
@@ -69,15 +70,15 @@ class Pace:
     def __init__(self, connected: socket.socket, cap: SendCap | None) -> None:
         self._connected = connected
         self._cap = cap
-        self._waited_s = 0.0
-        self._began_s: float | None = None
+        self._held_up: tuple[float, float | None] = (0.0, None)
+        """How long so far, and since when now; one value, for others look at it."""
         self._poll = select.poll()
         self.piece_bytes: int = cap.piece_bytes if cap is not None else _UNCAPPED_PIECE_BYTES
 
     def waited_s(self) -> float:
         """How long it has been held up so far, in seconds. Called by any thread."""
-        began_s = self._began_s
-        return self._waited_s + (time.monotonic() - began_s if began_s is not None else 0.0)
+        waited_s, began_s = self._held_up
+        return waited_s + (time.monotonic() - began_s if began_s is not None else 0.0)
 
     def admit(self, num_bytes: int) -> None:
         """Returns when so many bytes, at most ``piece_bytes``, may be sent; nothing may be pinned meanwhile.
@@ -102,16 +103,15 @@ class Pace:
     @contextlib.contextmanager
     def held_up(self) -> Iterator[None]:
         """Counts the time of the block to `waited_s`: the receiver has nothing to take meanwhile."""
-        began_s = self._began_s = time.monotonic()
+        self._held_up = self._held_up[0], time.monotonic()
         try:
             yield
         finally:
-            self._waited_s += time.monotonic() - began_s
-            self._began_s = None
+            self._held_up = self.waited_s(), None
 
     def has_ended(self, within_s: float) -> bool:
-        """Waits at most so long for the end of the connection; says whether that has come."""
-        self._poll.register(self._connected, 0)
+        """Waits at most so long for the end of the connection, at either side; says whether that has come."""
+        self._poll.register(self._connected, _CLOSED_BY_PEER)
         return bool(self._poll.poll(within_s * 1e3))
 
     def unsent(self, num_bytes: int) -> None:

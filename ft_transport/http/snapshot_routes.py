@@ -61,6 +61,8 @@ _SENT: Final = Metric(
     labels=("route",),
 )
 _LONGEST_RELAY_WAIT_S: Final = 15.0
+_LONGEST_RELAY_PAUSE_S: Final = 3.0
+"""A paused answer has a thread, and no place among those that wait."""
 
 
 class SnapshotRoutes:
@@ -260,7 +262,7 @@ class SnapshotRoutes:
         if content_id is None:
             raise ConfigurationError("expected a content id of 32 hexadecimal digits in the path")
         start, end = parse_relayed_range(request)
-        pause_s = asked_follow_s(request, _LONGEST_RELAY_WAIT_S)
+        pause_s = asked_follow_s(request, _LONGEST_RELAY_PAUSE_S)
         with self._admission.waiting(place_of(request)):
             relay, landed_end = await self._relays.find(
                 content_id, start, end, wait_s=asked_wait_s(request, _LONGEST_RELAY_WAIT_S)

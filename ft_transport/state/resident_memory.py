@@ -14,7 +14,6 @@ import mmap
 import os
 import sys
 import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -23,9 +22,8 @@ from ft_transport.errors import SnapshotError
 
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14, include/uapi/asm-generic/mman-common.h
 _MADV_COLLAPSE: Final = 25  # Linux 6.1, ibid.
-_PROT_NONE: Final = 0x0  # ibid.
 _MAP_FIXED: Final = 0x10  # include/uapi/asm-generic/mman-common.h
-_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_MAP_NORESERVE: Final = 0x4000  # ibid.; Python has it since 3.13
 _PIECE_BYTES: Final = 16 << 20
 """At once: meanwhile other threads of the process may have to wait when they map memory."""
 _HUGE_PAGE_SIZE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
@@ -48,21 +46,15 @@ def map_file(descriptor: int, num_bytes: int, *, offset: int) -> Any:
     huge = huge_page_bytes()
     if not huge or offset % huge or num_bytes < huge:
         return mmap.mmap(descriptor, num_bytes, offset=offset)
-    libc = _libc()
-    # The kernel chooses an aligned address by itself only where it is told to give all shared memory huge pages.
-    reserved_bytes = num_bytes + huge
-    reserved = _checked(libc.mmap(None, reserved_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0))
-    address = -(-reserved // huge) * huge
-    try:
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-        _checked(libc.mmap(address, num_bytes, protection, flags, descriptor, offset))
-    except OSError:
-        libc.munmap(reserved, reserved_bytes)
-        raise
-    buffer = (ctypes.c_ubyte * num_bytes).from_address(address)
-    # Not at exit: tensors may still be used then.
-    weakref.finalize(buffer, libc.munmap, reserved, reserved_bytes).atexit = False
-    return buffer
+    # The kernel chooses an aligned address by itself only where it is told to give all shared memory huge pages. So the
+    # file is laid over a part of a larger mapping, which Python owns and unmaps with its last view.
+    whole = mmap.mmap(-1, num_bytes + huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+    at = -begin % huge
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if _libc().mmap(begin + at, num_bytes, protection, flags, descriptor, offset) != begin + at:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return memoryview(whole)[at : at + num_bytes]
 
 
 def make_resident(
@@ -119,10 +111,11 @@ def _collapse(address: int, num_bytes: int, huge: int) -> bool:
     start, end = -(-address // huge) * huge, (address + num_bytes) // huge * huge
     if start >= end:
         return True
-    for page in range(start, end, huge):
-        # Of a range with no page at all the kernel thinks that it was cut off.
-        ctypes.memset(page, 0, 1)
     try:
+        for page in range(start, end, huge):
+            # Of a range with no page at all the kernel thinks that it was cut off. To write there would end the process
+            # (SIGBUS) where there is no memory.
+            _populate(page, mmap.PAGESIZE)
         _advise(start, end - start, _MADV_COLLAPSE)
     except OSError as error:
         # Some were busy, or else there is no free huge page left, or no such kernel.
@@ -142,13 +135,6 @@ def _advise(address: int, num_bytes: int, advice: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _checked(address: int | None) -> int:
-    if address in (None, _MAP_FAILED):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    assert address is not None, "checked above"
-    return address
-
-
 @functools.cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
@@ -156,6 +142,5 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.argtypes = (
         ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
     )  # fmt: skip
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc
