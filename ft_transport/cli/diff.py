@@ -27,7 +27,7 @@ _IN_WORDS: Final = {
     "ft_transport.meshes": "the meshes that DTensors lie on",
     "ft_transport.layouts": "how DTensors lie on their meshes",
 }
-"""What a snapshot's file says of the state itself."""
+"""Entries of a snapshot's file that describe the state itself, in words."""
 
 
 def diff_command(

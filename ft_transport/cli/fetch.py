@@ -23,7 +23,7 @@ _BESIDE: Final = {
     "verify": "for late digests",
     "load": "for the disk",
 }
-"""What the time of a fetch goes to besides its transfer, by phase."""
+"""Phases of a fetch besides its transfer, each as the reason for the time that it takes."""
 _LEAST_TOLD_S: Final = 0.05
 
 

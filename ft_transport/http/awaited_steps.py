@@ -1,4 +1,4 @@
-"""Who waits for a snapshot of a step that is still to come, so that it is kept from the moment that it is there.
+"""Readers that wait for a snapshot of a step that is still to come: it is kept for them from the moment it is there.
 
 Between the arrival of a snapshot and the moment at which the request that waits for it looks, a busy machine may
 publish further ones, which would take its place: whoever asked in time would be told that the step is past. The same
@@ -14,11 +14,11 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Waiter(Protocol):
-    """Who waits: a reader of snapshots."""
+    """A reader of snapshots that waits."""
 
     @property
     def is_closed(self) -> Callable[[], bool]:
-        """Whether the connection is. Names the reader, too."""
+        """Says whether the reader's connection is closed. The function itself names the reader, too."""
 
 
 W = TypeVar("W", bound=Waiter)

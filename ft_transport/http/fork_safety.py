@@ -36,7 +36,7 @@ class FileHolder(Protocol):
     """Whatever has files open that are not its own."""
 
     def is_my_file(self, status: os.stat_result) -> bool:
-        """Whether an open file belongs to it. Called in the child."""
+        """Says whether an open file is one of the holder's. Called in the child."""
 
 
 making_socket: Final = threading.RLock()

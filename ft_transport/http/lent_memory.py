@@ -101,11 +101,11 @@ class LentMemory:
             # No fork comes between: a child would keep what it inherits.
             with making_socket:
                 answer, lent, _flags, _address = socket.recv_fds(self._socket, len(LENT), 1, socket.MSG_CMSG_CLOEXEC)
-                # An object, which closes it once, whatever a signal handler raises from here on.
-                self._memory = io.FileIO(lent[0]) if lent else None
+                if lent:
+                    self._take(lent[0])
                 if answer != LENT or self._memory is None:
                     raise PeerProtocolError("expected the memory of a snapshot, it is gone")
-                self._check(self._memory.fileno(), ticket)
+                self._check(self._memory, ticket)
         except OSError as error:
             raise PeerUnreachableError(f"the socket of this host broke: {error}") from error
 
@@ -163,9 +163,18 @@ class LentMemory:
         if not poll.poll(self._timeout_s * 1e3):
             raise TimeoutError(f"nothing came for {self._timeout_s:.3g} s")
 
-    def _check(self, descriptor: int, ticket: MemoryTicket) -> None:
-        end, status = ticket.data_start + ticket.data_bytes, os.fstat(descriptor)
-        if ticket.data_start % mmap.PAGESIZE or status.st_size < end or not is_sealed(descriptor):
+    def _take(self, descriptor: int) -> None:
+        """Owns a descriptor by an object, which closes it once, whatever a signal handler raises from here on."""
+        try:
+            self._memory = io.FileIO(descriptor)
+        except OSError:  # a directory
+            os.close(descriptor)
+            raise
+        status = os.fstat(descriptor)
+        self._file = (status.st_dev, status.st_ino)
+
+    def _check(self, memory: io.FileIO, ticket: MemoryTicket) -> None:
+        end, descriptor = ticket.data_start + ticket.data_bytes, memory.fileno()
+        if ticket.data_start % mmap.PAGESIZE or os.fstat(descriptor).st_size < end or not is_sealed(descriptor):
             raise PeerProtocolError("expected memory that holds the snapshot and stays as long as it is")
         self._data_start = ticket.data_start
-        self._file = (status.st_dev, status.st_ino)

@@ -99,7 +99,7 @@ class Relay:
         return (hole if hole >= 0 else end) - first
 
     def wait_for(self, chunk: int, within_s: float) -> bool:
-        """Whether a chunk is there within so many seconds, unless all ends meanwhile."""
+        """Waits for a chunk, until so many seconds are over or the relay ends; says whether it is there."""
         if self._has_landed[chunk]:
             return True
         with self._changed:
@@ -215,7 +215,7 @@ class Relays:
         self._mutex = threading.Lock()
         self._by_content: dict[ContentId, Relay] = {}
         self._waiting: dict[tuple[ContentId, int | None], list[asyncio.Future[None]]] = {}
-        """Who waits for which chunk, or for a content to begin."""
+        """Futures of the requests that wait for a chunk, or (``None``) for a content to begin."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -260,23 +260,27 @@ class Relays:
         """
         until_s = self._loop.time() + wait_s
         while True:
-            relay = self._by_content.get(content)
-            is_there = relay is not None and not relay.has_ended
-            first, last = _chunks_of(relay.chunks, start, end) if relay is not None and is_there else (None, None)
-            with self._told_of(content, first) as told:
+            relay = self._open(content)
+            chunks = _chunks_of(relay.chunks, start, end) if relay is not None else range(0)
+            with self._told_of(content, chunks.start if chunks else None) as told:
                 # Once more: it may just have begun, ended or landed.
-                if self._by_content.get(content) is not relay or (is_there and relay is not None and relay.has_ended):
+                if self._open(content) is not relay:
                     continue
-                if relay is not None and first is not None and last is not None:
+                what = "nothing of this content is received here"
+                if relay is not None:
                     relay.touch()
-                    num_landed = relay.num_landed_from(first, last)
+                    num_landed = relay.num_landed_from(chunks.start, chunks.stop)
                     if num_landed:
-                        return relay, relay.chunks.range_of(first, first + num_landed)[1]
+                        return relay, relay.chunks.range_of(chunks.start, chunks.start + num_landed)[1]
+                    what = "none of these chunks is here"
                 remaining_s = until_s - self._loop.time()
                 if remaining_s <= 0:
-                    what = "none of these chunks is here" if is_there else "nothing of this content is received here"
                     raise PeerNotReadyError(f"expected chunks to pass on, {what}", retry_after_s=0.0)
                 await asyncio.wait({told}, timeout=remaining_s)
+
+    def _open(self, content: ContentId) -> Relay | None:
+        relay = self._by_content.get(content)
+        return None if relay is None or relay.has_ended else relay
 
     @contextlib.contextmanager
     def _told_of(self, content: ContentId, chunk: int | None) -> Iterator[asyncio.Future[None]]:
@@ -317,12 +321,12 @@ class Relays:
         self._timer = self._loop.call_later(_TICK_S, self._end_idle) if self._by_content else None
 
 
-def _chunks_of(chunks: ChunkTable, start: int, end: int) -> tuple[int, int]:
-    """The chunks, half-open, that a range of bytes consists of."""
+def _chunks_of(chunks: ChunkTable, start: int, end: int) -> range:
+    """The chunks that a range of bytes consists of."""
     first, last = start // chunks.chunk_bytes, -(-end // chunks.chunk_bytes)
     if not 0 <= first < last <= chunks.num_chunks or chunks.range_of(first, last) != (start, end):
         raise ConfigurationError(f"expected a range of whole chunks of {chunks.chunk_bytes} bytes")
-    return first, last
+    return range(first, last)
 
 
 def parse_relayed_range(request: web.Request) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ft_transport.errors import SnapshotError
 
@@ -29,7 +29,7 @@ _PIECE_BYTES: Final = 16 << 20
 _HUGE_PAGE_SIZE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
 
-def map_file(descriptor: int, num_bytes: int, *, offset: int) -> Any:
+def map_file(descriptor: int, num_bytes: int, *, offset: int) -> mmap.mmap | memoryview:
     """Maps bytes of a file to be read and written, shared, where huge pages fit if the file is large.
 
     Args:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +20,7 @@ import pytest
 import torch
 from quorum_threads import TIMEOUT
 from safetensors.torch import load_file
+from served_memory import until
 from typer.testing import CliRunner, Result
 
 from ft_transport import HTTPTransport, TransportSettings
@@ -151,10 +151,7 @@ def test_ctrl_c_keeps_what_has_come(tmp_path: Path) -> None:
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert running.stderr is not None
         assert "step 8 from 127.0.0.1" in running.stderr.readline()
-        part, until_s = tmp_path / "m.part", time.monotonic() + 30
-        while part.stat().st_blocks * 512 < 4 << 20:
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        until(lambda: (tmp_path / "m.part").stat().st_blocks * 512 >= 4 << 20)
         running.send_signal(signal.SIGINT)
         output, errors = running.communicate(timeout=30)
     finally:
@@ -177,10 +174,7 @@ def test_ctrl_c_before_anything_comes_is_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ft_transport.cli", "fetch", source.metadata(), "-o", str(tmp_path / "m")]
     try:
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        until_s = time.monotonic() + 30
-        while not (tmp_path / "m.part").exists():
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        until((tmp_path / "m.part").exists)
         running.send_signal(signal.SIGINT)
         output, errors = running.communicate(timeout=30)
     finally:

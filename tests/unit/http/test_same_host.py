@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -433,6 +434,19 @@ def test_memory_that_does_not_hold_the_snapshot_is_not_taken(start: int, num_byt
             lent.borrow(MemoryTicket("0" * 32, start, num_bytes))
     finally:
         thread.join()
+        os.close(descriptor)
+
+
+def test_what_is_no_file_is_not_taken_and_not_kept(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    before = len(os.listdir("/proc/self/fd"))
+    name, thread = lending(descriptor)
+    try:
+        with LentMemory(name, timeout_s=20) as lent, pytest.raises((PeerProtocolError, PeerUnreachableError)):
+            lent.borrow(MemoryTicket("0" * 32, 0, 4096))
+    finally:
+        thread.join()
+        assert len(os.listdir("/proc/self/fd")) == before
         os.close(descriptor)
 
 
