@@ -10,7 +10,8 @@ from benchmarks.options import Options
 from benchmarks.report import Group, Quantity, Role, Sample, Verdict
 from ft_transport.errors import PeerUnreachableError
 from ft_transport.wire.fetch import FetchMachine, Request, WorkerIndex
-from ft_transport.wire.fleet_work import Fleet, FleetWork, requests_at_once
+from ft_transport.wire.fleet import Fleet, requests_at_once
+from ft_transport.wire.fleet_work import FleetWork
 
 _NUM_CHUNKS: Final = 20_000
 _NUM_HOSTS: Final = 64

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -17,7 +18,8 @@ import numpy as np
 
 from ft_transport.errors import PeerNotReadyError, PeerUnreachableError, TransportError
 from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Stop, WorkerIndex
-from ft_transport.wire.fleet_work import Fleet, FleetWork, requests_at_once
+from ft_transport.wire.fleet import Fleet, requests_at_once
+from ft_transport.wire.fleet_work import FleetWork
 
 _NEVER: Final = float("inf")
 _NEARLY: Final = 1.02
@@ -111,26 +113,32 @@ class _Receiver:
     host: Host
     fleet: Fleet
     own_sources: Sequence[int]
+    work: FleetWork
     machine: FetchMachine[int]
     num_workers: int
     landed: bytearray
+    num_landed: int = 0
+    furthest: int = 0
     idle: list[int] = field(default_factory=list)
     exchanges: dict[int, _Exchange] = field(default_factory=dict)
-    held: list[_Exchange] = field(default_factory=list)
+    followers: dict[int, _Exchange] = field(default_factory=dict)
     connected: set[tuple[int, int]] = field(default_factory=set)
     is_dead: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
-    """One request of one worker."""
+    """One request of one worker; a relay answers with chunks in the order in which they land there."""
 
     receiver: _Receiver
     worker: int
     request: Request[int]
     relay: _Receiver | None
     server: int
-    at: int = 0
+    ready: deque[int]
+    wanted: set[int]
+    sending: int | None = None
+    num_sent: int = 0
     is_over: bool = False
 
 
@@ -158,7 +166,9 @@ class _Simulation:
             )
             machine: FetchMachine[int] = FetchMachine(work, sources=names, max_failures=4)
             landed = bytearray(fetch.num_chunks)
-            self._receivers.append(_Receiver(number, host, fleet, own_sources, machine, at_once.num_workers, landed))
+            self._receivers.append(
+                _Receiver(number, host, fleet, own_sources, work, machine, at_once.num_workers, landed)
+            )
         hosts = [*fetch.sources, *fetch.receivers]
         num_slots = num_receivers * at_once.num_workers
         self._links = _Links(np.array([host.rate for host in hosts]), num_slots)
@@ -256,7 +266,8 @@ class _Simulation:
         else:
             relay = self._receivers[receiver.fleet.receiver_of(request.source)]
             server = len(fetch.sources) + relay.number
-        exchange = _Exchange(receiver, worker, request, relay, server)
+        ready, wanted = (deque(request.units), set[int]()) if relay is None else (deque[int](), set(request.units))
+        exchange = _Exchange(receiver, worker, request, relay, server, ready, wanted)
         receiver.exchanges[worker] = exchange
         cost_s = request.delay_s + fetch.request_s
         if (worker, server) not in receiver.connected:
@@ -267,62 +278,73 @@ class _Simulation:
     def _arrive(self, exchange: _Exchange) -> None:
         if exchange.is_over:
             return
+        relay = exchange.relay
         if self._is_dead[exchange.server]:
             self._fail(exchange, PeerUnreachableError("it has gone"))
-        elif not self._send_next(exchange):
+            return
+        if relay is not None:
+            exchange.ready.extend(chunk for chunk in exchange.request.units if relay.landed[chunk])
+            exchange.wanted.difference_update(exchange.ready)
+            relay.followers[id(exchange)] = exchange
+        if exchange.ready:
+            self._send_next(exchange)
+        else:
             self._hold(exchange, self._fetch.relay_wait_s)
 
     def _hold(self, exchange: _Exchange, longest_s: float) -> None:
-        assert exchange.relay is not None
-        exchange.relay.held.append(exchange)
-        self._at(self._now_s + longest_s, functools.partial(self._let_go, exchange, exchange.at))
+        self._at(self._now_s + longest_s, functools.partial(self._let_go, exchange, exchange.num_sent))
 
-    def _let_go(self, exchange: _Exchange, at: int) -> None:
-        assert exchange.relay is not None
-        if exchange not in exchange.relay.held or exchange.at != at:
+    def _let_go(self, exchange: _Exchange, num_sent: int) -> None:
+        if exchange.is_over or exchange.sending is not None or exchange.num_sent != num_sent:
             return
-        exchange.relay.held.remove(exchange)
-        if exchange.is_over:
-            return
-        if at:
+        if num_sent:
             self._cut(exchange)
         else:
             self._fail(exchange, PeerNotReadyError("nothing yet", retry_after_s=0.0))
 
-    def _send_next(self, exchange: _Exchange) -> bool:
-        """Begins to send the next chunk; says whether it is there."""
-        chunk = exchange.request.units[exchange.at]
-        if exchange.relay is not None and not exchange.relay.landed[chunk]:
-            return False
+    def _send_next(self, exchange: _Exchange) -> None:
+        exchange.sending = exchange.ready.popleft()
         slot = self._slot(exchange)
-        self._by_slot[slot] = exchange
         to = len(self._fetch.sources) + exchange.receiver.number
-        self._links.begin(slot, exchange.server, to, self._fetch.chunk_bytes)
-        return True
+        if self._by_slot[slot] is exchange:
+            self._links.go_on(slot, self._fetch.chunk_bytes)
+        else:
+            self._by_slot[slot] = exchange
+            self._links.begin(slot, exchange.server, to, self._fetch.chunk_bytes)
 
     def _slot(self, exchange: _Exchange) -> int:
         return exchange.receiver.number * exchange.receiver.num_workers + exchange.worker
 
     def _chunk_came(self, slot: int) -> None:
         exchange = self._by_slot[slot]
-        if exchange is None or exchange.is_over:
+        if exchange is None or exchange.is_over or exchange.sending is None:
             return
-        receiver, worker = exchange.receiver, WorkerIndex(exchange.worker)
-        chunk = exchange.request.units[exchange.at]
-        exchange.at += 1
+        receiver, worker, chunk = exchange.receiver, WorkerIndex(exchange.worker), exchange.sending
+        exchange.sending = None
+        exchange.num_sent += 1
         self._num_sent[exchange.server] += 1
         assert not receiver.landed[chunk], "nothing is fetched twice"
         receiver.landed[chunk] = 1
-        held, receiver.held = receiver.held, []
-        receiver.held += [each for each in held if not each.is_over and not self._send_next(each)]
-        receiver.machine.unit_landed(worker)
-        if exchange.at < len(exchange.request.units) and receiver.machine.has_request(worker):
-            if exchange.relay is None or exchange.relay.landed[exchange.request.units[exchange.at]]:
-                self._links.go_on(slot, self._fetch.chunk_bytes)
+        receiver.num_landed += 1
+        if exchange.relay is not None:
+            receiver.furthest = max(receiver.furthest, exchange.relay.num_landed, exchange.relay.furthest)
+            receiver.work.heard(receiver.furthest)
+        for follower in list(receiver.followers.values()):
+            if chunk in follower.wanted:
+                follower.wanted.remove(chunk)
+                follower.ready.append(chunk)
+                if follower.sending is None:
+                    self._send_next(follower)
+        may_take = receiver.machine.unit_landed(worker, chunk)
+        if exchange.num_sent < len(exchange.request.units) and receiver.machine.has_request(worker):
+            if exchange.ready:
+                self._send_next(exchange)
             else:
                 self._by_slot[slot] = None
                 self._links.end(slot)
                 self._hold(exchange, self._fetch.relay_pause_s)
+            if may_take:
+                self._give_work(receiver)
             return
         self._cut(exchange)
 
@@ -350,6 +372,8 @@ class _Simulation:
 
     def _end(self, exchange: _Exchange) -> None:
         exchange.is_over = True
+        if exchange.relay is not None:
+            exchange.relay.followers.pop(id(exchange), None)
         if exchange.receiver.exchanges.get(exchange.worker) is exchange:
             del exchange.receiver.exchanges[exchange.worker]
         slot = self._slot(exchange)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from http.client import HTTPResponse
 from typing import Final
@@ -20,8 +20,10 @@ from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.relays import Relay
 from ft_transport.wire.chunk_work import ChunkWork
 from ft_transport.wire.fetch import FetchMachine, Request, Work
-from ft_transport.wire.fleet_work import Fleet, FleetWork, requests_at_once
+from ft_transport.wire.fleet import Fleet, requests_at_once
+from ft_transport.wire.fleet_work import FleetWork
 from ft_transport.wire.manifest import Manifest, SnapshotId
+from ft_transport.wire.relayed import HEADER, answer_bytes, format_ranges
 from ft_transport.wire.routes import FULL_ROUTE, bound_path, relay_path
 from ft_transport.wire.strided import Memory
 
@@ -109,6 +111,7 @@ def fetch_data(
     ranges = _ranges_of(chunks) if chunks is not None else [(0, num_chunks)]
     num_in_flight = -(-_IN_FLIGHT_BYTES // manifest.chunks.chunk_bytes)
     work: Work[int]
+    on_heard: Callable[[int], None] = _nothing
     if receivers is None and len(sources) == 1:
         num_workers = max(1, min(settings.num_connections, num_chunks))
         work = ChunkWork(ranges, num_workers=num_workers, num_in_flight=num_in_flight)
@@ -127,6 +130,7 @@ def fetch_data(
             own=receivers.own if receivers is not None else 0,
         )
         work = FleetWork(ranges, num_chunks=num_chunks, fleet=fleet, num_own_requests=at_once.num_own)
+        on_heard = work.heard
     peers = [source.peer for source in sources]
     FetchPool(
         [*peers, *(receivers.others if receivers is not None else ())],
@@ -141,6 +145,7 @@ def fetch_data(
             sources=sources,
             relay=receivers.relay if receivers is not None else None,
             on_landed=on_landed,
+            on_heard=on_heard,
             is_verified=settings.verify or receivers is not None,
         ),
         settings,
@@ -173,6 +178,7 @@ class _ChunkWire:
         sources: Sequence[SourceFile],
         relay: Relay | None,
         on_landed: Callable[[int], None] | None,
+        on_heard: Callable[[int], None],
         is_verified: bool,
     ) -> None:
         self._manifest = manifest
@@ -180,36 +186,68 @@ class _ChunkWire:
         self._sources = sources
         self._relay = relay
         self._on_landed = on_landed
+        self._on_heard = on_heard
         self._digests = manifest.digests if is_verified else None
         self._longest_chunk_s = 0.0
 
-    def receive(self, connection: Connection, request: Request[int]) -> Iterator[int]:
+    def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
         """See ``http.fetch_pool.Wire``."""
-        chunks = request.units
-        start, stop = self._manifest.chunks.range_of(chunks[0], chunks[-1] + 1)
         if request.source < len(self._sources):
-            response = self._ask_source(connection, self._sources[request.source], start, stop)
-        else:
-            response, stop = self._ask_relay(connection, start, stop)
-            chunks = chunks[: -(-(stop - start) // self._manifest.chunks.chunk_bytes)]
+            return self._receive_from_source(connection, self._sources[request.source], request.units)
+        return self._receive_relayed(connection, request.units)
+
+    def _receive_from_source(
+        self, connection: Connection, source: SourceFile, chunks: Sequence[int]
+    ) -> Iterator[tuple[int, int]]:
+        start, stop = self._manifest.chunks.range_of(chunks[0], chunks[-1] + 1)
+        response = self._ask_source(connection, source, start, stop)
         for chunk in chunks:
             began_s = time.monotonic()
+            num_bytes = self._receive_chunk(connection, chunk)
+            self._longest_chunk_s = max(self._longest_chunk_s, time.monotonic() - began_s)
+            self._landed(chunk)
+            yield chunk, num_bytes
+        connection.end_response(response)
+
+    def _receive_relayed(self, connection: Connection, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+        response = self._ask_relay(connection, chunks)
+        left = set(chunks)
+        while left:
             try:
+                chunk = self._next_relayed(connection, left)
                 num_bytes = self._receive_chunk(connection, chunk)
             except PeerUnreachableError as error:
-                if request.source < len(self._sources) or chunk == chunks[0]:
+                if len(left) == len(chunks):
                     raise
                 # It had no more of them in time, or has gone; the next request tells which.
-                logger.debug("%s ended its answer before chunk %d: %s", connection.peer, chunk, error)
+                logger.debug("%s ended its answer before %d chunks: %s", connection.peer, len(left), error)
                 return
-            if self._relay is not None:
-                self._relay.landed(chunk)
-                if request.source < len(self._sources):
-                    self._longest_chunk_s = max(self._longest_chunk_s, time.monotonic() - began_s)
-            if self._on_landed is not None:
-                self._on_landed(chunk)
-            yield num_bytes
+            left.remove(chunk)
+            self._landed(chunk)
+            yield chunk, num_bytes
         connection.end_response(response)
+
+    def _next_relayed(self, connection: Connection, left: Set[int]) -> int:
+        """Which chunk comes now."""
+        header = bytearray(HEADER.size)
+        connection.read_into([memoryview(header)])
+        start, furthest = HEADER.unpack(header)
+        chunk, rest = divmod(start, self._manifest.chunks.chunk_bytes)
+        if rest or chunk not in left:
+            raise MessageDamagedError(
+                f"expected one of {len(left)} chunks of {self._manifest.chunks.chunk_bytes} bytes, got byte {start}",
+                peer=str(connection.peer),
+            )
+        if self._relay is not None:
+            self._relay.heard(furthest)
+        self._on_heard(min(furthest, self._manifest.chunks.num_chunks))
+        return int(chunk)
+
+    def _landed(self, chunk: int) -> None:
+        if self._relay is not None:
+            self._relay.landed(chunk)
+        if self._on_landed is not None:
+            self._on_landed(chunk)
 
     def _ask_source(self, connection: Connection, source: SourceFile, start: int, stop: int) -> HTTPResponse:
         position = source.header_bytes
@@ -226,24 +264,21 @@ class _ChunkWire:
             raise _unexpected(connection, expected_range, response)
         return response
 
-    def _ask_relay(self, connection: Connection, start: int, stop: int) -> tuple[HTTPResponse, int]:
-        """Returns where its answer is to end; what lies behind is asked for again."""
+    def _ask_relay(self, connection: Connection, chunks: Sequence[int]) -> HTTPResponse:
         assert self._relay is not None, "who asks others passes on itself"
         wait_s = min(_LONGEST_RELAY_WAIT_S, max(_RELAY_WAIT_S, _WAIT_IN_CHUNKS * self._longest_chunk_s))
         follow_s = min(wait_s, _LONGEST_PAUSE_S, connection.stall_timeout_s / 2)
+        table = self._manifest.chunks
         response = connection.get(
-            relay_path(self._relay.content, wait_s=wait_s, follow_s=follow_s),
-            headers={"Range": f"bytes={start}-{stop - 1}"},
-            expected_status=206,
+            relay_path(self._relay.content, format_ranges(table, chunks), wait_s=wait_s, follow_s=follow_s),
+            headers={},
+            expected_status=200,
             answer_within_s=wait_s,
         )
-        num_bytes, table = response.length or 0, self._manifest.chunks
-        end = start + num_bytes
-        is_whole = num_bytes > 0 and (end == stop or (end < stop and not num_bytes % table.chunk_bytes))
-        expected_range = f"bytes {start}-{end - 1}/{table.data_bytes}"
-        if not is_whole or response.headers.get("Content-Range") != expected_range:
-            raise _unexpected(connection, f"whole chunks of bytes {start}-{stop - 1}/{table.data_bytes}", response)
-        return response, end
+        expected_bytes = answer_bytes(table, chunks)
+        if response.length != expected_bytes:
+            raise _unexpected(connection, f"{len(chunks)} chunks in {expected_bytes} bytes", response)
+        return response
 
     def _receive_chunk(self, connection: Connection, chunk: int) -> int:
         """Returns its length."""
@@ -265,6 +300,10 @@ class _ChunkWire:
                 step=self._manifest.step,
             )
         return stop - start
+
+
+def _nothing(_num_landed: int) -> None:
+    pass
 
 
 def _unexpected(connection: Connection, expected: str, response: HTTPResponse) -> MessageDamagedError:

@@ -133,8 +133,8 @@ class _ProgressError(Exception):
 class Wire(Protocol[Unit]):
     """How units are asked for and received. Called by any thread, each with a connection of its own."""
 
-    def receive(self, connection: Connection, request: Request[Unit]) -> Iterator[int]:
-        """Sends one request and takes its answer; yields the size of each unit when it has landed and is verified.
+    def receive(self, connection: Connection, request: Request[Unit]) -> Iterator[tuple[Unit, int]]:
+        """Sends one request and takes its answer; yields each unit, and its bytes, when it has landed and is verified.
 
         Fewer than were asked for where the source has no more of them yet. It is not continued when the rest is not
         wanted any more; the connection is closed then.
@@ -339,7 +339,7 @@ class FetchPool(Generic[Unit]):
 
     def _receive(self, worker: WorkerIndex, connection: Connection, request: Request[Unit]) -> None:
         num_left = len(request.units)
-        for num_bytes in self._wire.receive(connection, request):
+        for unit, num_bytes in self._wire.receive(connection, request):
             num_left -= 1
             with self._changed:
                 if self._machine.stopped is not None:
@@ -348,8 +348,7 @@ class FetchPool(Generic[Unit]):
                 # First, because an error of the caller's own must end a fetch also at its last unit.
                 self._report_progress(num_bytes)
                 self._log.received(request.source, num_bytes)
-                self._machine.unit_landed(worker)
-                if self._machine.stopped is not None:
+                if self._machine.unit_landed(worker, unit):
                     self._changed.notify_all()
                 is_cut_short = num_left > 0 and not self._machine.has_request(worker)
             if is_cut_short:

@@ -1,8 +1,5 @@
 """What this process is receiving, passed on to others who receive the same: each chunk as soon as it is verified.
 
-An answer begins with the first chunk that was asked for, and goes on with the others as they land: a request for each
-chunk would cost both sides more than sending it does, and leave the link idle meanwhile.
-
 The bytes are sent from where they were received to, without a copy. Nothing here makes sure that they stay as they are:
 whoever takes them compares them with digests from a source, and asks somebody else where they have changed.
 """
@@ -11,23 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import socket
+import heapq
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from queue import Empty, SimpleQueue
 from typing import Final, TypeAlias
 
-from aiohttp import web
-
 from ft_transport.errors import ConfigurationError, PeerNotReadyError
-from ft_transport.http.body_sender import MAX_VIEWS_PER_SEND
-from ft_transport.http.send_cap import PacedSocket
-from ft_transport.http.tls_sender import EncryptedSocket
-from ft_transport.runtime.handler_safety import SafeCondition
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.content import ContentId
+from ft_transport.wire.relayed import chunks_of
 
 Views: TypeAlias = Callable[[int, int], Sequence[memoryview]]
 """Views that cover bytes ``[start, end)`` of the data once, in order; whoever has the function keeps the memory alive.
@@ -36,8 +27,6 @@ Called by any thread."""
 _IDLE_S: Final = 10.0
 """How long what is here whole is kept for others without a request."""
 _TICK_S: Final = 1.0
-_LOOK_S: Final = 0.1
-"""How often an answer that waits for its next chunk looks whether the receiver is still there."""
 
 
 class Relay:
@@ -54,7 +43,6 @@ class Relay:
         content: Which it is.
         step: The committed step that it shows.
         chunks: How it divides.
-        on_landed: Called with a chunk that is there now, by any thread; with ``None`` if much has changed.
         end_s: When it ends unless it is asked for, once all is there; monotonic seconds.
     """
 
@@ -64,11 +52,11 @@ class Relay:
         self.content = content
         self.step = step
         self.chunks = chunks
-        self._views: Views | None = views
-        self.on_landed: Callable[[int | None], None] = _nothing
         self.end_s = float("inf")
-        self._changed = SafeCondition()
-        self._awaited: Counter[int] = Counter()
+        self._views: Views | None = views
+        self._mutex = threading.Lock()
+        self._followers: tuple[Follower, ...] = ()
+        self._furthest = 0
         self.landed_but_for(missing)
 
     @property
@@ -76,13 +64,25 @@ class Relay:
         """Whether nothing more is sent."""
         return self._views is None
 
+    @property
+    def furthest(self) -> int:
+        """How many chunks that receiver has which has most of them, of all that this one has heard of."""
+        return max(self._has_landed.count(1), self._furthest)
+
+    def heard(self, num_landed: int) -> None:
+        """Another receiver has so many chunks. Called by any thread."""
+        self._furthest = max(self._furthest, min(num_landed, self.chunks.num_chunks))
+
+    def has(self, chunk: int) -> bool:
+        """Whether it is there and verified."""
+        return bool(self._has_landed[chunk])
+
     def landed(self, chunk: int) -> None:
         """A chunk is there and verified. Called by any thread."""
         self._has_landed[chunk] = 1
-        # Whoever waits says so before it looks once more.
-        if self._awaited[chunk]:
-            self._tell_waiting()
-        self.on_landed(chunk)
+        # A follower that comes meanwhile looks for what is there when it is among them.
+        for follower in self._followers:
+            follower.landed(chunk)
 
     def landed_but_for(self, missing: Collection[int]) -> None:
         """All chunks but these are there and verified."""
@@ -90,25 +90,28 @@ class Relay:
         for chunk in missing:
             has_landed[chunk] = 0
         self._has_landed = has_landed
-        self._tell_waiting()
-        self.on_landed(None)
+        for follower in self._followers:
+            follower.look()
 
-    def num_landed_from(self, first: int, end: int) -> int:
-        """How many of the chunks ``first`` to ``end`` are there, without a hole from the first one on."""
-        hole = self._has_landed.find(0, first, end)
-        return (hole if hole >= 0 else end) - first
+    def follow(self, chunks: Iterable[int], on_first: Callable[[], None]) -> Follower:
+        """Whoever is to be told of these chunks, until it is closed; what is there comes first, in this order.
 
-    def wait_for(self, chunk: int, within_s: float) -> bool:
-        """Waits for a chunk, until so many seconds are over or the relay ends; says whether it is there."""
-        if self._has_landed[chunk]:
-            return True
-        with self._changed:
-            self._awaited[chunk] += 1
-            try:
-                self._changed.wait_for(lambda: self._has_landed[chunk] or self.has_ended, timeout=within_s)
-            finally:
-                self._awaited[chunk] -= 1
-        return bool(self._has_landed[chunk]) and not self.has_ended
+        Args:
+            chunks: Which.
+            on_first: Called by any thread when the first one is there, or when this ends.
+        """
+        follower = Follower(self, chunks, on_first)
+        with self._mutex:
+            self._followers = (*self._followers, follower)
+        follower.look()
+        if self.has_ended:
+            follower.end()
+        return follower
+
+    def unfollow(self, follower: Follower) -> None:
+        """It is told no more. May be called twice."""
+        with self._mutex:
+            self._followers = tuple(each for each in self._followers if each is not follower)
 
     def touch(self) -> None:
         """Somebody has asked for it."""
@@ -122,12 +125,8 @@ class Relay:
     def end(self) -> None:
         """Sends nothing more but what is on its way already. May be called twice, and returns at once."""
         self._views = None
-        self._tell_waiting()
-        self.on_landed(None)
-
-    def _tell_waiting(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        for follower in self._followers:
+            follower.end()
 
     def views(self) -> Views:
         """Where it lies.
@@ -141,70 +140,81 @@ class Relay:
         return views
 
 
-class RelayedRange:
-    """Bytes ``[position, end)`` of what is relayed; see ``body_sender.Content``.
+class Follower:
+    """Chunks that one answer is to have, as they land. Told by any thread, asked by one.
 
-    Args:
-        relay: What is relayed.
-        position: Where it begins.
-        end: Where it ends.
-        pause_s: How long it waits for each chunk that has not landed yet; then it ends early.
+    Attributes:
+        relay: What they are of.
+        chunks: All of them; of those that are there an earlier one goes first.
     """
 
-    def __init__(self, relay: Relay, position: int, end: int, *, pause_s: float) -> None:
-        self._relay = relay
-        self._views_of = relay.views()
-        self._pause_s = pause_s
-        self.position = position
-        self.end = end
+    def __init__(self, relay: Relay, chunks: Iterable[int], on_first: Callable[[], None]) -> None:
+        self.relay = relay
+        self.chunks = tuple(chunks)
+        self._places = {chunk: place for place, chunk in enumerate(self.chunks)}
+        self._wanted = set(self.chunks)
+        self._in_turn: list[int] = []
+        self._ready: SimpleQueue[int | None] = SimpleQueue()
+        self._on_first: Callable[[], None] | None = on_first
 
-    def send_to(self, connected: PacedSocket) -> None:
-        """See ``body_sender.Content``."""
-        while self.position < self.end:
-            self._await_chunk(connected)
-            views = self._views(connected.pace.piece_bytes)[:MAX_VIEWS_PER_SEND]
-            num_bytes = sum(map(len, views))
-            connected.pace.admit(num_bytes)
-            sent = connected.raw.sendmsg(views)
-            connected.pace.unsent(num_bytes - sent)
-            self.position += sent
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is one, or the relay has ended."""
+        return not self._ready.empty()
 
-    def send_encrypted(self, encrypted: EncryptedSocket) -> None:
-        """See ``body_sender.Content``."""
-        while self.position < self.end:
-            self._await_chunk(encrypted)
-            for view in self._views(self._relay.chunks.chunk_bytes):
-                encrypted.sendall(view)
-                self.position += len(view)
-
-    def _await_chunk(self, connected: PacedSocket | EncryptedSocket) -> None:
-        """Returns when the chunk at ``position`` is there."""
-        chunk = self.position // self._relay.chunks.chunk_bytes
-        if self._relay.wait_for(chunk, 0.0):
+    def landed(self, chunk: int) -> None:
+        """It is there."""
+        try:
+            self._wanted.remove(chunk)
+        except KeyError:
+            # No business of this one, or another thread has told of it.
             return
-        until_s = time.monotonic() + self._pause_s
-        # The end of the chunk before would wait until that is acknowledged (man 7 tcp).
-        connected.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with connected.pace.held_up():
-            while not self._relay.wait_for(chunk, max(0.0, min(_LOOK_S, until_s - time.monotonic()))):
-                if self._relay.has_ended:
-                    raise ConnectionAbortedError("it is not passed on any more")
-                if connected.pace.has_ended(0.0):
-                    raise ConnectionResetError("the receiver has closed the connection")
-                if time.monotonic() >= until_s:
-                    raise ConnectionAbortedError(f"chunk {chunk} has not landed in time")
-        connected.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
+        self._tell(chunk)
 
-    def _views(self, max_bytes: int) -> Sequence[memoryview]:
-        if self._relay.has_ended:
-            raise ConnectionAbortedError("it is not passed on any more")
-        chunk_bytes = self._relay.chunks.chunk_bytes
-        chunk_end = (self.position // chunk_bytes + 1) * chunk_bytes
-        return self._views_of(self.position, min(self.end, chunk_end, self.position + max_bytes))
+    def look(self) -> None:
+        """Chunks may be there of which it has not been told."""
+        for chunk in self.chunks:
+            if chunk in self._wanted and self.relay.has(chunk):
+                self.landed(chunk)
+
+    def end(self) -> None:
+        """The relay has ended."""
+        self._tell(None)
+
+    def next(self, within_s: float) -> int | None:
+        """The first one of the chunks that are there; ``None`` if none is within so many seconds, or the relay ends."""
+        with contextlib.suppress(Empty):
+            if not self._in_turn and within_s > 0:
+                self._take(self._ready.get(timeout=within_s))
+            while True:
+                self._take(self._ready.get_nowait())
+        if not self._in_turn:
+            return None
+        chunk = self.chunks[heapq.heappop(self._in_turn)]
+        if not self.relay.has(chunk):
+            # It was damaged, and is fetched again.
+            self._wanted.add(chunk)
+            self.look()
+            return None
+        return chunk
+
+    def close(self) -> None:
+        """It is told no more. May be called twice."""
+        self.relay.unfollow(self)
+
+    def _take(self, chunk: int | None) -> None:
+        if chunk is not None:
+            heapq.heappush(self._in_turn, self._places[chunk])
+
+    def _tell(self, chunk: int | None) -> None:
+        self._ready.put(chunk)
+        on_first, self._on_first = self._on_first, None
+        if on_first is not None:
+            on_first()
 
 
 class Relays:
-    """All that is passed on at the moment. Thread-safe, but for `find`, which belongs to the server's event loop.
+    """All that is passed on at the moment. Thread-safe, but for `follow`, which belongs to the server's event loop.
 
     Args:
         loop: The server's.
@@ -214,8 +224,8 @@ class Relays:
         self._loop = loop
         self._mutex = threading.Lock()
         self._by_content: dict[ContentId, Relay] = {}
-        self._waiting: dict[tuple[ContentId, int | None], list[asyncio.Future[None]]] = {}
-        """Futures of the requests that wait for a chunk, or (``None``) for a content to begin."""
+        self._waiting: dict[ContentId, list[asyncio.Future[None]]] = {}
+        """Futures of the requests that wait for a content to begin."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -225,15 +235,13 @@ class Relays:
 
     def begin(self, relay: Relay) -> None:
         """Passes on what comes from now on; one of the same content that is there already ends."""
-        relay.on_landed = functools.partial(self._landed, relay.content)
         with self._mutex:
             earlier = self._by_content.pop(relay.content, None)
             self._by_content[relay.content] = relay
         if earlier is not None:
             earlier.end()
-        self._landed(relay.content, None)
         with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown.
-            self._loop.call_soon_threadsafe(self._end_idle)
+            self._loop.call_soon_threadsafe(self._begun, relay.content)
 
     def end_all(self) -> None:
         """Passes nothing more on. Costs nothing where there is nothing."""
@@ -245,68 +253,76 @@ class Relays:
         for relay in relays:
             relay.end()
 
-    async def find(self, content: ContentId, start: int, end: int, *, wait_s: float) -> tuple[Relay, int]:
-        """Waits until the first chunk of bytes ``[start, end)`` of the data has landed; returns how far those go then.
+    async def follow(self, content: ContentId, ranges: Sequence[tuple[int, int]], *, wait_s: float) -> Follower:
+        """Waits until the first of some chunks is there; to be closed by the caller.
 
         Args:
-            content: Which content.
-            start: Where a chunk begins.
-            end: Where one ends.
+            content: Of which content.
+            ranges: Bytes of the data, half-open, of whole chunks; of those that are there an earlier one goes first.
             wait_s: The longest that it waits, in seconds.
 
         Raises:
-            PeerNotReadyError: It has not, in time.
-            ConfigurationError: The range is none of whole chunks.
+            PeerNotReadyError: None is there in time.
+            ConfigurationError: These are no ranges of whole chunks.
         """
         until_s = self._loop.time() + wait_s
         while True:
-            relay = self._open(content)
-            chunks = _chunks_of(relay.chunks, start, end) if relay is not None else range(0)
-            with self._told_of(content, chunks.start if chunks else None) as told:
-                # Once more: it may just have begun, ended or landed.
-                if self._open(content) is not relay:
-                    continue
+            relay = self._by_content.get(content)
+            if relay is not None and not relay.has_ended:
+                chunks = chunks_of(relay.chunks, ranges)
+                if chunks is None:
+                    raise ConfigurationError(f"expected ranges of whole chunks of {relay.chunks.chunk_bytes} bytes")
+                relay.touch()
+                follower = await self._follow(relay, chunks, until_s)
+                if follower is not None:
+                    return follower
+                what = "none of these chunks is here"
+            else:
                 what = "nothing of this content is received here"
-                if relay is not None:
-                    relay.touch()
-                    num_landed = relay.num_landed_from(chunks.start, chunks.stop)
-                    if num_landed:
-                        return relay, relay.chunks.range_of(chunks.start, chunks.start + num_landed)[1]
-                    what = "none of these chunks is here"
-                remaining_s = until_s - self._loop.time()
-                if remaining_s <= 0:
-                    raise PeerNotReadyError(f"expected chunks to pass on, {what}", retry_after_s=0.0)
-                await asyncio.wait({told}, timeout=remaining_s)
+                with self._told_of(content) as told:
+                    await asyncio.wait({told}, timeout=max(0.0, until_s - self._loop.time()))
+                    is_told = told.done()
+                if is_told:
+                    continue
+            if self._loop.time() >= until_s:
+                raise PeerNotReadyError(f"expected chunks to pass on, {what}", retry_after_s=0.0)
 
-    def _open(self, content: ContentId) -> Relay | None:
-        relay = self._by_content.get(content)
-        return None if relay is None or relay.has_ended else relay
+    async def _follow(self, relay: Relay, chunks: Sequence[int], until_s: float) -> Follower | None:
+        """Whoever has the first of these chunks; ``None`` if there is none in time, or the relay has ended."""
+        told: asyncio.Future[None] = self._loop.create_future()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown.
+                self._loop.call_soon_threadsafe(_set_done, told)
+
+        follower = relay.follow(chunks, tell)
+        is_wanted = False
+        try:
+            if not follower.is_ready:
+                await asyncio.wait({told}, timeout=max(0.0, until_s - self._loop.time()))
+            is_wanted = follower.is_ready and not relay.has_ended
+        finally:
+            if not is_wanted:
+                follower.close()
+        return follower if is_wanted else None
 
     @contextlib.contextmanager
-    def _told_of(self, content: ContentId, chunk: int | None) -> Iterator[asyncio.Future[None]]:
-        """A future that is done as soon as the chunk lands, or the content begins or ends."""
-        key, told = (content, chunk), self._loop.create_future()
-        waiting = self._waiting.setdefault(key, [])
+    def _told_of(self, content: ContentId) -> Iterator[asyncio.Future[None]]:
+        """A future that is done as soon as the content begins."""
+        told = self._loop.create_future()
+        waiting = self._waiting.setdefault(content, [])
         waiting.append(told)
         try:
             yield told
         finally:
             waiting.remove(told)
-            if not waiting:
-                del self._waiting[key]
+            if not waiting and self._waiting.get(content) is waiting:
+                del self._waiting[content]
 
-    def _landed(self, content: ContentId, chunk: int | None) -> None:
-        """Called by any thread. Few chunks are waited for: to wake the event loop costs more than to look."""
-        if self._waiting and (chunk is None or (content, chunk) in self._waiting):
-            with contextlib.suppress(RuntimeError):  # The loop was closed by a shutdown.
-                self._loop.call_soon_threadsafe(self._tell, content, chunk)
-
-    def _tell(self, content: ContentId, chunk: int | None) -> None:
-        for key, waiting in self._waiting.items():
-            if key[0] == content and (chunk is None or key[1] == chunk):
-                for told in waiting:
-                    if not told.done():
-                        told.set_result(None)
+    def _begun(self, content: ContentId) -> None:
+        for told in self._waiting.get(content, ()):
+            _set_done(told)
+        self._end_idle()
 
     def _end_idle(self) -> None:
         now_s = time.monotonic()
@@ -321,28 +337,6 @@ class Relays:
         self._timer = self._loop.call_later(_TICK_S, self._end_idle) if self._by_content else None
 
 
-def _chunks_of(chunks: ChunkTable, start: int, end: int) -> range:
-    """The chunks that a range of bytes consists of."""
-    first, last = start // chunks.chunk_bytes, -(-end // chunks.chunk_bytes)
-    if not 0 <= first < last <= chunks.num_chunks or chunks.range_of(first, last) != (start, end):
-        raise ConfigurationError(f"expected a range of whole chunks of {chunks.chunk_bytes} bytes")
-    return range(first, last)
-
-
-def parse_relayed_range(request: web.Request) -> tuple[int, int]:
-    """The half-open range that a request for relayed data asks for.
-
-    Raises:
-        ConfigurationError: It asks for none, or not for one.
-    """
-    try:
-        asked = request.http_range
-    except ValueError:
-        asked = slice(None)
-    if asked.start is None or asked.stop is None or not 0 <= asked.start < asked.stop:
-        raise ConfigurationError("expected one range of bytes in a request for relayed data")
-    return asked.start, asked.stop
-
-
-def _nothing(_chunk: int | None) -> None:
-    pass
+def _set_done(told: asyncio.Future[None]) -> None:
+    if not told.done():
+        told.set_result(None)

@@ -84,7 +84,7 @@ class _SliceWire:
         self._destination = destination
         self._is_verified = is_verified
 
-    def receive(self, connection: Connection, request: Request[FrameOfReads]) -> Iterator[int]:
+    def receive(self, connection: Connection, request: Request[FrameOfReads]) -> Iterator[tuple[FrameOfReads, int]]:
         """See ``http.fetch_pool.Wire``."""
         manifest = self._manifests[request.source]
         frames = [joined([self._planner.held(read, request.source) for read in frame]) for frame in request.units]
@@ -92,7 +92,7 @@ class _SliceWire:
         staging = memoryview(bytearray(max(sum(read.num_bytes for read in frame) for frame in request.units)))
         for frame, asked in zip(request.units, frames, strict=True):
             self._receive_frame(connection, manifest, frame, asked, staging)
-            yield sum(read.num_bytes for read in frame)
+            yield frame, sum(read.num_bytes for read in frame)
         connection.end_response(response)
 
     def _receive_frame(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from aiohttp import web
@@ -14,10 +14,12 @@ from ft_transport.errors import ConfigurationError, PeerNotReadyError, SnapshotR
 from ft_transport.http.body_sender import drop_connection
 from ft_transport.http.snapshot_cache import Reader, Reading, SnapshotCache
 from ft_transport.wire.manifest import SnapshotId
+from ft_transport.wire.relayed import MAX_RANGES, parse_ranges
 from ft_transport.wire.routes import (
     AFTER_PARAMETER,
     FOLLOW_PARAMETER,
     LATEST,
+    RANGES_PARAMETER,
     SNAPSHOT_PARAMETER,
     WAIT_PARAMETER,
     StepSelector,
@@ -163,6 +165,18 @@ def asked_follow_s(request: web.Request, longest_s: float) -> float:
         ConfigurationError: It says something else.
     """
     return min(longest_s, _asked_s(request, FOLLOW_PARAMETER, 0.0))
+
+
+def asked_ranges(request: web.Request) -> Sequence[tuple[int, int]]:
+    """The half-open ranges of bytes that a request for relayed chunks asks for.
+
+    Raises:
+        ConfigurationError: It asks for none, or for others.
+    """
+    ranges = parse_ranges(request.query.get(RANGES_PARAMETER, ""))
+    if ranges is None:
+        raise ConfigurationError(f"expected at most {MAX_RANGES} ranges of bytes, as in {RANGES_PARAMETER}=0-10")
+    return ranges
 
 
 def _asked_s(request: web.Request, parameter: str, default_s: float) -> float:

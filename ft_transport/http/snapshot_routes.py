@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Final
 
@@ -17,12 +18,13 @@ from ft_transport.http.client_limit import ClientLimit
 from ft_transport.http.kept_deltas import KeptDeltas
 from ft_transport.http.peer_protocol import place_of
 from ft_transport.http.reachability import interfaces
-from ft_transport.http.relays import RelayedRange, Relays, parse_relayed_range
+from ft_transport.http.relayed_chunks import RelayedChunks
+from ft_transport.http.relays import Follower, Relays
 from ft_transport.http.same_host_server import SameHostServer
 from ft_transport.http.send_cap import SendCap
 from ft_transport.http.sends import Positioned, Sends
 from ft_transport.http.snapshot_cache import Reading, SnapshotCache
-from ft_transport.http.snapshot_requests import SnapshotRequests, asked_follow_s, asked_wait_s
+from ft_transport.http.snapshot_requests import SnapshotRequests, asked_follow_s, asked_ranges, asked_wait_s
 from ft_transport.keys import Keys
 from ft_transport.telemetry.readings import PREFIX, Counts, Metric
 from ft_transport.wire.authentication import (
@@ -261,21 +263,20 @@ class SnapshotRoutes:
         content_id = parse_content_id(request.match_info["content"])
         if content_id is None:
             raise ConfigurationError("expected a content id of 32 hexadecimal digits in the path")
-        start, end = parse_relayed_range(request)
+        ranges = asked_ranges(request)
         pause_s = asked_follow_s(request, _LONGEST_RELAY_PAUSE_S)
         with self._admission.waiting(place_of(request)):
-            relay, landed_end = await self._relays.find(
-                content_id, start, end, wait_s=asked_wait_s(request, _LONGEST_RELAY_WAIT_S)
+            follower = await self._relays.follow(
+                content_id, ranges, wait_s=asked_wait_s(request, _LONGEST_RELAY_WAIT_S)
             )
-        if not pause_s:
-            end = landed_end
-        headers = {
-            "Content-Type": "application/octet-stream",
-            "Content-Range": f"bytes {start}-{end - 1}/{relay.chunks.data_bytes}",
-            "Cache-Control": "no-store",
-        }
-        response = web.StreamResponse(status=206, headers=headers)
-        content, began_s = RelayedRange(relay, start, end, pause_s=pause_s), time.monotonic()
+        with contextlib.closing(follower):
+            return await self._send_relayed(request, follower, pause_s)
+
+    async def _send_relayed(self, request: web.Request, follower: Follower, pause_s: float) -> web.StreamResponse:
+        headers = {"Content-Type": "application/octet-stream", "Cache-Control": "no-store"}
+        response = web.StreamResponse(headers=headers)
+        relay = follower.relay
+        content, began_s = RelayedChunks(follower, pause_s=pause_s), time.monotonic()
         outcome = "interrupted"
         self._sends.begun(_key_of(request, relay.step, relay.content), content, role="relay")
         try:
@@ -283,12 +284,11 @@ class SnapshotRoutes:
             outcome = "done" if content.position == content.end else "cut short"
             return response
         finally:
-            num_bytes = content.position - start
             self._note(
                 request,
                 relay.step,
                 relay.content,
-                num_bytes=num_bytes,
+                num_bytes=content.position,
                 began_s=began_s,
                 outcome=outcome,
                 content=content,

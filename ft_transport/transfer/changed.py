@@ -150,17 +150,17 @@ class _FrameWire:
         self._restore = restore
         self._is_verified = is_verified
 
-    def receive(self, connection: Connection, request: Request[int]) -> Iterator[int]:
+    def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
         """See ``http.fetch_pool.Wire``."""
         for start in range(0, len(request.units), _MAX_FRAMES_PER_REQUEST):
-            asked = [self._frames[unit] for unit in request.units[start : start + _MAX_FRAMES_PER_REQUEST]]
-            yield from self._receive(connection, asked)
+            yield from self._receive(connection, request.units[start : start + _MAX_FRAMES_PER_REQUEST])
 
-    def _receive(self, connection: Connection, frames: Sequence[SliceFrame]) -> Iterator[int]:
+    def _receive(self, connection: Connection, units: Sequence[int]) -> Iterator[tuple[int, int]]:
+        frames = [self._frames[unit] for unit in units]
         response = ask_for_frames(connection, self._manifest, frames)
-        for frame in frames:
+        for unit, frame in zip(units, frames, strict=True):
             views = [view for piece in frame for view in self._restore.buffers(piece.start, piece.end)]
             what = f"a frame from byte {frame[0].start} of the data on"
             receive_frame(connection, self._manifest, frame, views, is_verified=self._is_verified, what=what)
-            yield sum(piece.num_bytes for piece in frame)
+            yield unit, sum(piece.num_bytes for piece in frame)
         connection.end_response(response)

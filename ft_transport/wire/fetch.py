@@ -16,8 +16,8 @@ The machine has no clock. How fast a source is shows in how many units it has de
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Final, Generic, NewType, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import Final, Generic, Literal, NewType, Protocol, TypeAlias, TypeVar
 
 from ft_transport.errors import FetchFailedError, PeerNotReadyError, TransportError
 
@@ -32,7 +32,7 @@ Unit = TypeVar("Unit")
 
 @dataclass(frozen=True, slots=True)
 class Request(Generic[Unit]):
-    """Fetch ``units`` from ``source`` in one request, in order, after waiting ``delay_s`` seconds."""
+    """Fetch ``units`` from ``source`` in one request, after waiting ``delay_s`` seconds."""
 
     source: SourceIndex
     units: Sequence[Unit]
@@ -88,13 +88,39 @@ class SourceState:
 
 @dataclass(slots=True)
 class Assignment(Generic[Unit]):
-    """The request that a worker is at: ``units[next:end]`` have not landed. Others may take over units at its end."""
+    """The request that a worker is at: ``units[next:end]`` have not landed, but for those that came ``early``.
+
+    Others may take over units at its end, where all land in order.
+    """
 
     source: SourceIndex
     units: Sequence[Unit]
     next: int
     end: int
     is_interrupted: bool = False
+    early: set[Unit] = field(default_factory=set)
+
+    @property
+    def num_left(self) -> int:
+        """How many units have not landed."""
+        return self.end - self.next - len(self.early)
+
+    def left(self) -> Sequence[Unit]:
+        """Those that have not landed."""
+        rest = self.units[self.next : self.end]
+        return [unit for unit in rest if unit not in self.early] if self.early else rest
+
+    def land(self, unit: Unit | None) -> Unit:
+        """Takes note of one that landed, the next one if none is named; returns it."""
+        following = self.units[self.next]
+        if unit is not None and unit != following:
+            self.early.add(unit)
+            return unit
+        self.next += 1
+        while self.early and self.units[self.next] in self.early:
+            self.early.remove(self.units[self.next])
+            self.next += 1
+        return following
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +129,10 @@ class Undeliverable:
 
     reason: str
     path: str | None = None
+
+
+MayTake: TypeAlias = Literal["may take"]
+"""Workers that wait have something to do now."""
 
 
 class Work(Protocol[Unit]):
@@ -117,8 +147,8 @@ class Work(Protocol[Unit]):
     ) -> tuple[SourceIndex, Sequence[Unit]] | None:
         """What an idle worker asks for, and whom; ``None`` if there is nothing for it to do. Not empty."""
 
-    def landed(self, source: SourceIndex, unit: Unit, sources: Sequence[SourceState]) -> Undeliverable | None:
-        """Takes note of a unit that landed; says what can never land, if that is known now."""
+    def landed(self, source: SourceIndex, unit: Unit, sources: Sequence[SourceState]) -> Undeliverable | MayTake | None:
+        """Takes note of a unit that landed; says what can never land, or that others may take something now."""
 
     def put_back(
         self, source: SourceIndex, units: Sequence[Unit], sources: Sequence[SourceState]
@@ -147,6 +177,8 @@ class FetchMachine(Generic[Unit]):
         self._assignments: dict[WorkerIndex, Assignment[Unit]] = {}
         self._failures: list[TransportError] = []
         self._stop: Stop | None = None if work.num_left else Stop(None)
+        self._nothing_to_do = False
+        """Whether nothing has been reported since a worker was told to wait: then all others wait, too."""
 
     @property
     def stopped(self) -> Stop | None:
@@ -162,33 +194,44 @@ class FetchMachine(Generic[Unit]):
         if self._stop is not None:
             return self._stop
         assert worker not in self._assignments, "a worker reports the end of its request before it asks again"
-        taken = self._work.take(self._sources, self._assignments.values())
+        taken = None if self._nothing_to_do else self._work.take(self._sources, self._assignments.values())
         if taken is None:
-            return self._interrupt_hopeless() or Wait()
+            interrupt = None if self._nothing_to_do else self._interrupt_hopeless()
+            self._nothing_to_do = interrupt is None
+            return interrupt or Wait()
         source, units = taken
         self._assignments[worker] = Assignment(source, units, 0, len(units))
         state = self._sources[source]
         state.num_active += 1
         return Request(source, units, max(_retry_delay_s(state.failures), state.pause_s))
 
-    def unit_landed(self, worker: WorkerIndex) -> None:
-        """The next unit of the worker's request landed, and its digest is right (or was not asked for)."""
+    def unit_landed(self, worker: WorkerIndex, unit: Unit | None = None) -> bool:
+        """A unit of the worker's request landed, and its digest is right (or was not asked for).
+
+        Args:
+            worker: Whose request.
+            unit: Which one; the next one in the order of the request by default.
+
+        Returns:
+            Whether workers that wait have something to do now.
+        """
         if self._stop is not None:
-            return
+            return True
+        self._nothing_to_do = False
         assignment = self._assignments[worker]
-        source, at = assignment.source, assignment.next
-        assignment.next = at + 1
-        undeliverable = self._work.landed(source, assignment.units[at], self._sources)
+        source = assignment.source
+        told = self._work.landed(source, assignment.land(unit), self._sources)
         state = self._sources[source]
         state.failures = state.num_dry = 0
         state.pause_s = 0.0
         state.num_landed += 1
-        if at + 1 == assignment.end:
+        if not assignment.num_left:
             self._release(worker)
-        if undeliverable is not None:
-            self._stop = self._outcome(undeliverable)
+        if isinstance(told, Undeliverable):
+            self._stop = self._outcome(told)
         elif not self._work.num_left:
             self._stop = Stop(None)
+        return self._stop is not None or told is not None
 
     def request_failed(self, worker: WorkerIndex, error: TransportError) -> None:
         """The worker's request ended early; the unit it was at, and those behind it, did not land."""
@@ -222,8 +265,8 @@ class FetchMachine(Generic[Unit]):
             self._stop = Stop(error)
 
     def _put_back(self, assignment: Assignment[Unit]) -> None:
-        rest = assignment.units[assignment.next : assignment.end]
-        undeliverable = self._work.put_back(assignment.source, rest, self._sources)
+        self._nothing_to_do = False
+        undeliverable = self._work.put_back(assignment.source, assignment.left(), self._sources)
         if undeliverable is not None:
             self._stop = self._outcome(undeliverable)
 

@@ -1,27 +1,32 @@
 """The chunks of a state that many have, for one of those who receive it now: whom it asks for which of them.
 
 The chunks are divided into as many blocks as there are receivers. The owner of a block takes it from the sources; the
-others take it from its owner, which passes on what it has verified. So each byte leaves the sources once, and each
-receiver once for each other one. Every receiver decides alone, by this rule, and tells nobody.
+others take it from its owner, which passes on what it has verified, or from the receiver before them, where all stand
+in a ring (``wire.ring``). So each byte leaves the sources once, and all receivers together once for each other one.
+Every receiver decides alone, by this rule, and tells nobody.
 
 Where an owner has gone, or keeps the others waiting, its chunks are dealt to the other receivers, each run of them to
 the next in a line that is the same for all. Whoever sees itself next takes the run from the sources, behind its own
 block; the others ask it. So what a dead owner had to fetch leaves the sources about once all the same, and whoever
 finds nobody else in a line is left with the sources. Not all have to agree who keeps them waiting: somebody who is
-asked too early waits in turn for one who is before it in the line, so no two wait for each other.
+asked too early waits in turn for one who is before it in the line, so no two wait for each other. In a ring each asks
+the next before it, and who stands behind the owner the sources: it is the first to see that the owner has gone.
 
 A receiver without others owns the only block, and takes it from all sources at once, faster ones doing more.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
+from ft_transport.wire.block_queue import BlockQueue, runs_of
 from ft_transport.wire.chunk_work import MAX_CHUNKS_PER_REQUEST
-from ft_transport.wire.fetch import Assignment, SourceIndex, SourceState, Undeliverable
+from ft_transport.wire.fetch import Assignment, MayTake, SourceIndex, SourceState, Undeliverable
+from ft_transport.wire.fleet import MAX_WORKERS, Fleet
+from ft_transport.wire.relayed import MAX_RANGES
+from ft_transport.wire.ring import Ring, has_ring
 from ft_transport.wire.source_rates import is_too_slow, slowest_to_end
 
 _DRY_ENOUGH: Final = 2
@@ -32,109 +37,22 @@ _HOPELESSLY_DRY: Final = 8
 """Answers without anything after which, where no source is left, nobody expects anything any more."""
 _MUCH_SLOWER: Final = 2
 """Who delivers by so much less than the best relay is not waited for..."""
-_MUCH_SLOWER_THAN_SOURCES: Final = 8
+_MUCH_SLOWER_THAN_SOURCES: Final = 32
 """...or than the sources, which deliver faster where others began later."""
+_MUCH_LEFT: Final = 8
+"""One in so many chunks of a block..."""
 _RUNS_PER_RECEIVER: Final = 2
 """Into how many runs of chunks a block is divided for each that may stand in for its owner."""
 _LEAST_REQUESTS_PER_BLOCK: Final = 32
 """By so many requests at least does a receiver fetch its block, where it has as many chunks."""
 _LEAST_REQUESTS_PER_RELAY: Final = 8
 """By so many requests at least does it fetch another's block, where there are more relays than it asks at once."""
-_MAX_WORKERS: Final = 16
-"""Requests of one receiver at one time; most of them wait for a relay most of the time."""
 _MAX_REQUESTS_AHEAD: Final = 2
 """Requests at one time to a relay whose last answer had all that was asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestsAtOnce:
-    """How much a receiver does at one time.
-
-    Attributes:
-        num_own: Requests to sources.
-        num_workers: All requests, those to relays too.
-    """
-
-    num_own: int
-    num_workers: int
-
-
-def requests_at_once(*, num_sources: int, num_receivers: int, num_connections: int, num_chunks: int) -> RequestsAtOnce:
-    """What a receiver does at one time that may have ``num_connections`` to a source, and is one of so many."""
-    num_useful = max(1, min(num_connections, num_chunks))
-    num_own = max(1, num_useful // num_receivers, min(num_sources, num_connections))
-    return RequestsAtOnce(num_own=num_own, num_workers=min(_MAX_WORKERS, num_own + num_receivers - 1))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """Who takes part.
-
-    Attributes:
-        num_sources: How many sources there are; they have the first indices.
-        num_receivers: How many receive the state now, this one too. The others follow the sources, in their order.
-        own: The number of this one among them.
-    """
-
-    num_sources: int
-    num_receivers: int
-    own: int
-
-    def relay_of(self, receiver: int) -> SourceIndex:
-        """The index of another receiver among those that are asked."""
-        return SourceIndex(self.num_sources + receiver - (receiver > self.own))
-
-    def receiver_of(self, relay: SourceIndex) -> int:
-        """Which receiver it is that has this index."""
-        number = relay - self.num_sources
-        return number + (number >= self.own)
-
-
-@dataclass(slots=True, eq=False)
-class _Queue:
-    """Chunks that one receiver is asked for, in this order; this one's own are asked of the sources.
-
-    Attributes:
-        block: The receiver's own ones.
-        missing: Those that nobody is asked for at the moment.
-        num_missing: How many these are.
-        num_left: How many have not landed, with those that are asked for.
-        is_out: Whether the receiver is not waited for any more; it has no missing ones then.
-        is_ahead: Whether its last answer was not cut short.
-    """
-
-    block: range
-    missing: list[range] = field(default_factory=list)
-    num_missing: int = 0
-    num_left: int = 0
-    is_out: bool = False
-    is_ahead: bool = False
-
-    def add(self, chunks: range) -> None:
-        """In the order in which all fetch: a block's own chunks, and then those that were dealt, by their numbers."""
-        insort(self.missing, chunks, key=self._place)
-        self.num_missing += len(chunks)
-
-    def add_last(self, chunks: range) -> None:
-        self.missing.append(chunks)
-        self.num_missing += len(chunks)
-
-    def take(self, num_chunks: int) -> range:
-        taken, rest = self.missing[0][:num_chunks], self.missing[0][num_chunks:]
-        self.missing[:1] = [rest] if rest else []
-        self.num_missing -= len(taken)
-        return taken
-
-    def is_next_dealt(self) -> bool:
-        """Whether what comes next is no part of the receiver's own block."""
-        return self.missing[0].start not in self.block
-
-    def _place(self, chunks: range) -> tuple[bool, int]:
-        return chunks.start not in self.block, chunks.start
-
-
 class FleetWork:
-    """Chunks by number, for ``wire.fetch``; a request is for a ``range`` of them.
+    """Chunks by number, for ``wire.fetch``.
 
     Args:
         ranges: Chunks to fetch, half-open and ascending; the others are here already.
@@ -153,9 +71,9 @@ class FleetWork:
         ends = [*self._starts[1:], num_chunks]
         self._chunks_per_block = max(1, num_chunks // number)
         # Then a request to each relay may last for as long as that takes to get its block.
-        self._is_one_each = num_own_requests + number - 1 <= _MAX_WORKERS
+        self._is_one_each = num_own_requests + number - 1 <= MAX_WORKERS
         self._chunks_per_run = max(1, self._chunks_per_block // (_RUNS_PER_RECEIVER * max(1, number - 1)))
-        self._queues = [_Queue(range(first, end)) for first, end in zip(self._starts, ends, strict=True)]
+        self._queues = [BlockQueue(range(first, end)) for first, end in zip(self._starts, ends, strict=True)]
         self._own = self._queues[fleet.own]
         # Another one first for each receiver.
         others = (*range(fleet.own + 1, number), *range(fleet.own))
@@ -168,12 +86,30 @@ class FleetWork:
                 chunks, rest = rest[: queue.block.stop - rest.start], rest[queue.block.stop - rest.start :]
                 queue.add(chunks)
                 queue.num_left += len(chunks)
+                queue.num_lacking += len(chunks)
                 self.num_left += len(chunks)
+        self._in_turn = [(fleet.own + far) % fleet.num_sources for far in range(fleet.num_sources)]
+        self._before = fleet.relay_of((fleet.own - 1) % number)
+        self._ring: Ring | None = None
+        if has_ring(num_receivers=number, num_chunks=num_chunks):
+            self._ring = Ring(
+                num_chunks=num_chunks,
+                num_own=self._own.num_left,
+                num_relayed=self.num_left - self._own.num_left,
+                num_own_requests=num_own_requests,
+            )
+
+    def heard(self, num_landed: int) -> None:
+        """Another receiver has so many chunks. Called by any thread."""
+        if self._ring is not None:
+            self._ring.heard(num_landed)
 
     def take(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
-    ) -> tuple[SourceIndex, range] | None:
+    ) -> tuple[SourceIndex, Sequence[int]] | None:
         """What a source is to be asked for, or a relay."""
+        if self._ring is not None and (self._is_in_ring(sources[self._before]) or self._ring.is_left_open):
+            return self._take_own(sources, under_way) or self._take_from_ring(sources[self._before])
         taken = self._take_own(sources, under_way) or self._take_relayed(sources)
         if taken is None and self._deal_what_keeps_waiting(sources):
             taken = self._take_own(sources, under_way) or self._take_relayed(sources)
@@ -181,10 +117,28 @@ class FleetWork:
             taken = self._take_from_anybody(sources)
         return taken
 
-    def landed(self, source: SourceIndex, unit: int, sources: Sequence[SourceState]) -> None:  # noqa: ARG002
+    def landed(
+        self,
+        source: SourceIndex,
+        unit: int,
+        sources: Sequence[SourceState],  # noqa: ARG002
+    ) -> MayTake | None:
         """A chunk is a chunk, whichever it is and wherever it came from."""
         self.num_left -= 1
-        self._queue_of(source).num_left -= 1
+        owner = self._queues[self._owner_of(unit)]
+        owner.num_lacking -= 1
+        ring = self._ring
+        had_left = ring is None or ring.has_left
+        if ring is not None and self._is_of_ring(source):
+            queue = owner
+            ring.relayed_landed()
+        else:
+            queue = self._queue_of(source)
+            queue.num_landed += 1
+            if ring is not None and queue is self._own:
+                ring.own_landed()
+        queue.num_left -= 1
+        return None if had_left or (ring is not None and not ring.has_left) else "may take"
 
     def put_back(
         self, source: SourceIndex, units: Sequence[int], sources: Sequence[SourceState]
@@ -192,11 +146,14 @@ class FleetWork:
         """The rest of a request comes next; but last where a relay may not know that it is to stand in for another."""
         queue, state = self._queue_of(source), sources[source]
         queue.is_ahead = False
-        chunks = range(units[0], units[-1] + 1)
-        if state.num_dry and chunks.start not in queue.block:
-            queue.add_last(chunks)
+        if self._is_of_ring(source):
+            self._leave_ring(units)
         else:
-            queue.add(chunks)
+            for chunks in runs_of(units):
+                if state.num_dry and chunks.start not in queue.block:
+                    queue.add_last(chunks)
+                else:
+                    queue.add(chunks)
         if queue.is_out:
             self._deal(self._receiver_of(source))
         if any(self._may_deliver(index, each) for index, each in enumerate(sources)):
@@ -208,6 +165,8 @@ class FleetWork:
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
     ) -> Assignment[int] | None:
         """A request to a relay that is not waited for, or to a source much slower than another one."""
+        if self._ring is not None and self._ring.is_left_open:
+            return next((each for each in under_way if each.source == self._before), None)
         if self._own.missing:
             return None
         number = self._fleet.num_sources
@@ -228,6 +187,50 @@ class FleetWork:
         source = self._best_source(sources)
         return None if source is None else (source, self._own.take(self._request_size(source, sources)))
 
+    def _is_in_ring(self, before: SourceState) -> bool:
+        """Whether all else comes from the receiver before this one."""
+        if self._ring is not None and not self._ring.has_left and (before.num_dry or before.failures or before.dropped):
+            self._leave_ring(())
+        return self._ring is not None and not self._ring.has_left
+
+    def _is_of_ring(self, source: SourceIndex) -> bool:
+        """Whether what comes from there was asked for as the ring's; nothing else is at that time."""
+        return self._ring is not None and source == self._before and self._ring.num_asked > 0
+
+    def _take_from_ring(self, before: SourceState) -> tuple[SourceIndex, Sequence[int]] | None:
+        """All that is missing of all blocks but this receiver's own, as it lands there.
+
+        What has the longest way round to go comes first: the last one is done the sooner.
+        """
+        if self._ring is None or self._ring.num_asked or before.num_active:
+            return None
+        units: list[int] = []
+        num_ranges = 0
+        number, own = self._fleet.num_receivers, self._fleet.own
+        for queue in (self._queues[(own - far) % number] for far in range(1, number)):
+            while queue.missing:
+                if not units or units[-1] + 1 != queue.missing[0].start:
+                    num_ranges += 1
+                if num_ranges > MAX_RANGES:
+                    break
+                units += queue.take(len(queue.missing[0]))
+        self._ring.num_asked = len(units)
+        return (self._before, units) if units else None
+
+    def _leave_ring(self, units: Sequence[int]) -> None:
+        """From now on each is asked for its own block; these are what the one before has not passed on."""
+        assert self._ring is not None
+        self._ring.has_left, self._ring.num_asked = True, 0
+        # All begin to deliver now.
+        self._own.num_landed = 0
+        for chunks in runs_of(units):
+            rest = chunks
+            while rest:
+                owner = self._owner_of(rest.start)
+                queue = self._queues[owner]
+                part, rest = rest[: queue.block.stop - rest.start], rest[queue.block.stop - rest.start :]
+                queue.add(part)
+
     def _take_relayed(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
         """From the relay of which most is missing; of equals another one for each receiver."""
         best, most = None, 0
@@ -241,12 +244,12 @@ class FleetWork:
             return None
         _, relay, queue = best
         # Taken to have it all; what it lacks is put back.
-        queue.is_ahead = sources[relay].num_landed > 0
+        queue.is_ahead = queue.num_landed > 0
         if self._is_one_each:
             return relay, queue.take(MAX_CHUNKS_PER_REQUEST)
         # All begin with the same, where some have more than others: large requests would keep all at those.
         most = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // _LEAST_REQUESTS_PER_RELAY))
-        return relay, queue.take(min(most, 2 * sources[relay].num_landed + 1))
+        return relay, queue.take(min(most, 2 * queue.num_landed + 1))
 
     def _max_requests_to(self, receiver: int) -> int:
         """One for what it fetches behind its own block: it would be held, and the rest of an answer before it wait."""
@@ -271,22 +274,30 @@ class FleetWork:
         for receiver, queue in enumerate(self._queues):
             if receiver != self._fleet.own and queue.num_left and not queue.is_out:
                 state = sources[self._fleet.relay_of(receiver)]
-                if _is_gone(state) or (not self._own.num_left and self._keeps_waiting(state, sources)):
+                if _is_gone(state) or (not self._own.num_left and self._keeps_waiting(queue, state)):
                     self._leave_out(receiver)
                     is_any = True
         return is_any
 
-    def _keeps_waiting(self, relay: SourceState, sources: Sequence[SourceState]) -> bool:
+    def _keeps_waiting(self, queue: BlockQueue, relay: SourceState) -> bool:
         """Whether it had nothing for long, or delivers much less than others have in the same time."""
-        number = self._fleet.num_sources
-        # One that has delivered its whole block: before that, a few chunks more or less say nothing.
-        of_best_relay = max((sources[at].num_landed for _, at, queue in self._others if not queue.num_left), default=0)
-        of_sources = sum(state.num_landed for state in sources[:number]) // self._num_own_requests
+        if relay.num_dry >= _DRY_ENOUGH:
+            return True
+        if not queue.num_lacking:
+            # It stands in for others, and may wait for one itself.
+            return False
+        # One whose whole block is there: before that, a few chunks more or less say nothing.
+        of_best_relay = max((other.num_landed for _, _, other in self._others if not other.num_lacking), default=0)
+        of_sources = self._own.num_landed // self._num_own_requests
         return (
-            relay.num_dry >= _DRY_ENOUGH
-            or of_best_relay > _MUCH_SLOWER * (relay.num_landed + 1)
-            or of_sources > _MUCH_SLOWER_THAN_SOURCES * (relay.num_landed + 1)
+            of_best_relay > _MUCH_SLOWER * (queue.num_landed + 1)
+            or of_sources > _MUCH_SLOWER_THAN_SOURCES * (queue.num_landed + 1)
+            or (self._ring is not None and self._is_alone_behind(queue))
         )
+
+    def _is_alone_behind(self, queue: BlockQueue) -> bool:
+        """Whether nothing but much of a relay's block is missing: it is the one who has kept up the ring."""
+        return self.num_left == queue.num_lacking and queue.num_lacking * _MUCH_LEFT > len(queue.block)
 
     def _leave_out(self, receiver: int) -> None:
         self._queues[receiver].is_out = True
@@ -310,6 +321,10 @@ class FleetWork:
     def _next_in_line(self, owner: int, run: int) -> int:
         """Who stands in for an owner: the same one for all who leave out the same; at last this receiver itself."""
         number = self._fleet.num_receivers
+        if self._ring is not None:
+            # Those between the owner and this one, the nearest first.
+            between = ((self._fleet.own - far) % number for far in range(1, (self._fleet.own - owner) % number))
+            return next((receiver for receiver in between if not self._queues[receiver].is_out), self._fleet.own)
         first = (owner + 1 + run % (number - 1)) % number
         if not self._queues[first].is_out:
             return first
@@ -319,11 +334,9 @@ class FleetWork:
 
     def _best_source(self, sources: Sequence[SourceState]) -> SourceIndex | None:
         """The least busy source that is not too slow; of equals another one for each receiver."""
-        number, own = self._fleet.num_sources, self._fleet.own
-        usable = [index for index in range(number) if not sources[index].dropped]
-        usable.sort(key=lambda at: (*_busy(sources[at]), (at - own) % number))
+        usable = [index for index in self._in_turn if not sources[index].dropped]
         states = [sources[index] for index in usable]
-        for index in usable:
+        for index in _least_busy_first(usable, sources):
             if not is_too_slow(sources[index], states, self._own.num_left):
                 return SourceIndex(index)
         return None
@@ -346,7 +359,7 @@ class FleetWork:
     def _receiver_of(self, source: SourceIndex) -> int:
         return self._fleet.own if source < self._fleet.num_sources else self._fleet.receiver_of(source)
 
-    def _queue_of(self, source: SourceIndex) -> _Queue:
+    def _queue_of(self, source: SourceIndex) -> BlockQueue:
         return self._queues[self._receiver_of(source)]
 
     def _owner_of(self, chunk: int) -> int:
@@ -357,6 +370,17 @@ def _mixed(run: int, receiver: int) -> int:
     """Differs from run to run as if at random, and is the same everywhere."""
     mixed = (run * 0x9E3779B1 + receiver * 0x85EBCA77) & 0xFFFFFFFF
     return (mixed ^ mixed >> 15) * 0xC2B2AE3D & 0xFFFFFFFF
+
+
+def _least_busy_first(usable: Sequence[int], sources: Sequence[SourceState]) -> Iterator[int]:
+    """In their order where they are as busy. Most often the first one is taken, and idle: that costs no more."""
+    busy = []
+    for index in usable:
+        if any(_busy(sources[index])):
+            busy.append(index)
+        else:
+            yield index
+    yield from sorted(busy, key=lambda index: _busy(sources[index]))
 
 
 def _is_gone(relay: SourceState) -> bool:

@@ -6,7 +6,7 @@ POST      /checkpoint/{step}/slices     the parts of tensors that the body lists
 GET       /checkpoint/{step}/digests    where the header says "later" instead of the digests: these, in the same form
 GET       /checkpoint/{step}/memory     a ticket for the memory that it lies in, for receivers on this host
 GET       /checkpoint/{step}/delta      what leads from this step to a later one, if it was kept: see ``wire.delta``
-GET       /relay/{content}              a range of the data that a receiver has, or will have, or a beginning of it
+GET       /relay/{content}              chunks that a receiver has, or will have, as they land (``wire.relayed``)
 GET       /status                       JSON: what is served, and to how many
 GET       /state                        JSON: all that this process tells of itself to who watches it
 GET       /metrics                      what this process counts, as Prometheus reads it
@@ -55,8 +55,9 @@ WATCH_ROUTES: Final = frozenset({STATE_ROUTE, METRICS_ROUTE, PAGE_ROUTE, EVENTS_
 SNAPSHOT_PARAMETER: Final = "snapshot"
 WAIT_PARAMETER: Final = "wait"
 AFTER_PARAMETER: Final = "after"
+RANGES_PARAMETER: Final = "ranges"
 FOLLOW_PARAMETER: Final = "follow"
-"""A relay may begin an answer with what it has, and send the rest as it lands; so many seconds may it pause. If that is
+"""A relay begins an answer with what it has, and sends the rest as it lands; so many seconds may it pause. If that is
 not enough it closes the connection."""
 AFTER_HEADER: Final = "FT-After"
 MANIFEST_DIGEST_HEADER: Final = "FT-Manifest-Digest"
@@ -86,10 +87,10 @@ def metadata_path(step: StepSelector, *, wait_s: float, after: int | None = None
     return f"{METADATA_ROUTE.format(step=step)}?{urlencode(query)}"
 
 
-def relay_path(content: ContentId, *, wait_s: float, follow_s: float) -> str:
+def relay_path(content: ContentId, ranges: str, *, wait_s: float, follow_s: float) -> str:
     """Path and query that ask a receiver for chunks, and let it wait so long for the first one and for each other."""
-    query = {WAIT_PARAMETER: f"{wait_s:.3f}", FOLLOW_PARAMETER: f"{follow_s:.3f}"}
-    return f"{RELAY_ROUTE.format(content=content)}?{urlencode(query)}"
+    query = {RANGES_PARAMETER: ranges, WAIT_PARAMETER: f"{wait_s:.3f}", FOLLOW_PARAMETER: f"{follow_s:.3f}"}
+    return f"{RELAY_ROUTE.format(content=content)}?{urlencode(query, safe=',')}"
 
 
 def parse_after(text: str | None) -> int | None:

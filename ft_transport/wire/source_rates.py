@@ -6,7 +6,8 @@ is the unit of time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Final
 
 from ft_transport.wire.fetch import Assignment, SourceState
@@ -19,12 +20,15 @@ _MUCH_SLOWER: Final = 4.0
 """By so much sooner has a chunk to come from another source to make up for the part of it that is lost."""
 
 
+_num_landed: Final[Callable[[SourceState], int]] = attrgetter("num_landed")
+
+
 def _landed(source: SourceState) -> float:
     return max(_NOTHING_YET, source.num_landed)
 
 
 def _is_known(sources: Sequence[SourceState]) -> bool:
-    return sum(source.num_landed for source in sources) >= _LEAST_KNOWN * len(sources)
+    return sum(map(_num_landed, sources)) >= _LEAST_KNOWN * len(sources)
 
 
 def is_too_slow(source: SourceState, usable: Sequence[SourceState], num_left: int) -> bool:
@@ -35,7 +39,7 @@ def is_too_slow(source: SourceState, usable: Sequence[SourceState], num_left: in
         usable: All that might be, this one too.
         num_left: Chunks that have not landed.
     """
-    best = max(usable, key=_landed)
+    best = max(usable, key=_num_landed)
     if best is source or not _is_known(usable):
         return False
     one_more = (source.num_active + 1) / _landed(source)
@@ -55,15 +59,15 @@ def slowest_to_end(
     """
     if not usable or not _is_known(usable):
         return None
-    best = max(usable, key=_landed)
+    best = max(usable, key=_num_landed)
 
     def left(assignment: Assignment[int]) -> float:
         source = sources[assignment.source]
-        return (assignment.end - assignment.next) * source.num_active / _landed(source)
+        return assignment.num_left * source.num_active / _landed(source)
 
     slow = [each for each in under_way if sources[each.source] is not best and not each.is_interrupted]
     slowest = max(slow, key=left, default=None)
     if slowest is None:
         return None
-    again = (slowest.end - slowest.next) * (best.num_active + 1) / _landed(best)
+    again = slowest.num_left * (best.num_active + 1) / _landed(best)
     return slowest if left(slowest) > _MUCH_SLOWER * again else None

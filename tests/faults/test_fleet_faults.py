@@ -33,10 +33,11 @@ from faulty_transports import (
     transport,
 )
 from programs import Program
-from proxy import corrupt, cut, proxied, stall
+from proxy import corrupt, cut, proxied, stall, trickle
 
 from ft_transport import FetchFailedError, FetchProgress, HTTPTransport, PeerAuthenticationError, state_digest
-from ft_transport.http import chunk_client, fetch_pool
+from ft_transport.http import chunk_client, fetch_pool, relayed_chunks
+from ft_transport.telemetry.record import decode_record
 
 WORKERS = Path(__file__).parents[1] / "workers"
 TOKEN = "a-token-that-is-long-enough"
@@ -53,9 +54,13 @@ def sources(number: int, *, seeds: Sequence[int] = (), **settings: Any) -> Itera
 
 
 @contextmanager
-def receivers(number: int, **settings: Any) -> Iterator[list[HTTPTransport[Any]]]:
+def receivers(number: int, *, records: Path | None = None, **settings: Any) -> Iterator[list[HTTPTransport[Any]]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(transport(4, **settings)) for _ in range(number)]
+        made = []
+        for index in range(number):
+            recorded = {"records": records / str(index)} if records is not None else {}
+            made.append(stack.enter_context(transport(4, **recorded, **settings)))
+        yield made
 
 
 def addresses(transports: Sequence[HTTPTransport[Any]]) -> list[str]:
@@ -90,6 +95,12 @@ def fetch_together(
     return outcomes
 
 
+def _relayed(records: Path, index: int) -> dict[int, int]:
+    """How many bytes have come to a receiver from which other one, by its port."""
+    (record,) = (decode_record(line) for line in (records / str(index)).read_bytes().splitlines())
+    return {int(each.peer.rpartition(":")[2]): each.num_bytes for each in record.transfers if each.role == "relay"}
+
+
 def check(outcomes: Sequence[Any]) -> None:
     for outcome in outcomes:
         assert not isinstance(outcome, Exception), outcome
@@ -120,6 +131,47 @@ def test_receivers_pass_on_what_they_have() -> None:
         check(fetch_together(made, [tap.address(of=source)]))
         # Four alone would take four times the state.
         assert tap.proxy.num_bytes < 1.5 * STATE_BYTES
+
+
+def test_each_receiver_takes_all_but_its_own_block_from_the_one_before_it(tmp_path: Path) -> None:
+    # Slow enough that all have begun before much has come.
+    with sources(1, max_send_bytes_per_s=4 << 20) as (source,), receivers(4, records=tmp_path) as made:
+        check(fetch_together(made, addresses([source])))
+        relayed = [_relayed(tmp_path, index) for index in range(4)]
+    assert [list(by_port.values()) for by_port in relayed] == [[pytest.approx(STATE_BYTES * 3 / 4, rel=0.02)]] * 4
+    assert len({port for by_port in relayed for port in by_port}) == 4
+
+
+def test_who_stands_behind_a_slow_receiver_takes_it_from_the_others(tmp_path: Path) -> None:
+    with (
+        sources(1, max_send_bytes_per_s=4 << 20) as (source,),
+        receivers(4, records=tmp_path) as made,
+        proxied(port_of(made[0])) as proxy,
+    ):
+        proxy.inject(trickle(STATE_BYTES // 8, pause_s=0.05), on="/relay", times=1000)
+        through_proxy = [proxy.url, *addresses(made[1:])]
+        began_s = time.monotonic()
+        check(fetch_together(made, addresses([source]), [addresses(made), *[through_proxy] * 3]))
+        assert time.monotonic() - began_s < 10
+        assert proxy.num_faulty
+        # One of them had the slow one before it.
+        assert max(len(_relayed(tmp_path, index)) for index in range(1, 4)) >= 3
+
+
+def test_a_relay_that_sends_what_was_not_asked_for_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sources(1) as (source,), receivers(3) as made:
+        real = relayed_chunks.HEADER.pack
+        liar = made[0]._server.http.relays
+
+        class Lying:
+            size = relayed_chunks.HEADER.size
+
+            @staticmethod
+            def pack(start: int, furthest: int) -> bytes:
+                return real(start + (CHUNK_BYTES * 1000 if liar.num_open else 0), furthest)
+
+        monkeypatch.setattr(relayed_chunks, "HEADER", Lying)
+        check(fetch_together(made, addresses([source])))
 
 
 def test_receivers_with_a_token_prove_it_to_each_other() -> None:

@@ -1,4 +1,4 @@
-"""What is passed on: in order, each chunk when it has landed, and no further than what is waited for."""
+"""What is passed on: each chunk when it has landed, and of those that are there the one that is wanted most."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import pytest
 
 from ft_transport.errors import ConfigurationError, PeerNotReadyError
-from ft_transport.http.relays import Relay, RelayedRange, Relays
+from ft_transport.http.relayed_chunks import RelayedChunks
+from ft_transport.http.relays import Relay, Relays
 from ft_transport.http.send_cap import Pace, PacedSocket
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.content import ContentId
+from ft_transport.wire.relayed import HEADER
 
 _CHUNK_BYTES = 1 << 16
 _DATA = bytes(range(256)) * (5 * _CHUNK_BYTES // 256)
@@ -45,9 +47,9 @@ def _connection() -> Iterator[tuple[socket.socket, socket.socket]]:
 class _Sending:
     """An answer on a thread."""
 
-    def __init__(self, relay: Relay, near: socket.socket, start: int, end: int, *, pause_s: float) -> None:
+    def __init__(self, relay: Relay, near: socket.socket, chunks: Sequence[int], *, pause_s: float) -> None:
         self._error: BaseException | None = None
-        self._content = RelayedRange(relay, start, end, pause_s=pause_s)
+        self._content = RelayedChunks(relay.follow(chunks, _nothing), pause_s=pause_s)
         self.pace = Pace(near, None)
         self._thread = threading.Thread(target=self._send, args=(near,), daemon=True)
         self._thread.start()
@@ -59,12 +61,16 @@ class _Sending:
             self._error = error
 
     def result(self) -> int:
-        """How far it has come; raises what ended it early."""
+        """How much it has sent; raises what ended it early."""
         self._thread.join(20)
         assert not self._thread.is_alive()
         if self._error is not None:
             raise self._error
         return self._content.position
+
+
+def _nothing() -> None:
+    pass
 
 
 def _received(far: socket.socket, num_bytes: int) -> bytes:
@@ -74,27 +80,74 @@ def _received(far: socket.socket, num_bytes: int) -> bytes:
     return bytes(received)
 
 
-def test_an_answer_goes_on_as_chunks_land_in_whatever_order() -> None:
+def _chunk(far: socket.socket) -> tuple[int, int]:
+    """The next one of an answer, and how many the furthest receiver has."""
+    start, furthest = HEADER.unpack(_received(far, HEADER.size))
+    assert _received(far, _CHUNK_BYTES) == _DATA[start : start + _CHUNK_BYTES]
+    return start // _CHUNK_BYTES, furthest
+
+
+def test_an_answer_goes_on_with_chunks_as_they_land_in_whatever_order() -> None:
     relay = _relay([2, 3, 4])
     with _connection() as (near, far):
-        sending = _Sending(relay, near, _CHUNK_BYTES, len(_DATA), pause_s=20)
-        assert _received(far, _CHUNK_BYTES) == _DATA[_CHUNK_BYTES : 2 * _CHUNK_BYTES]
-        relay.landed(4)
-        relay.landed(2)
-        assert _received(far, _CHUNK_BYTES) == _DATA[2 * _CHUNK_BYTES : 3 * _CHUNK_BYTES]
+        sending = _Sending(relay, near, [1, 2, 3, 4], pause_s=20)
+        assert _chunk(far) == (1, 2)
         far.setblocking(False)
         with pytest.raises(BlockingIOError):
             far.recv(1)
         far.settimeout(20)
+        relay.landed(4)
+        assert _chunk(far) == (4, 3)
+        relay.heard(4)
+        relay.landed(2)
+        assert _chunk(far) == (2, 4)
         relay.landed(3)
-        assert _received(far, 2 * _CHUNK_BYTES) == _DATA[3 * _CHUNK_BYTES :]
-        assert sending.result() == len(_DATA)
+        assert _chunk(far) == (3, 5)
+        assert sending.result() == 4 * (HEADER.size + _CHUNK_BYTES)
+
+
+def test_of_the_chunks_that_are_there_the_one_that_was_asked_for_first_goes_first() -> None:
+    relay = _relay([0, 1, 2])
+    follower = relay.follow([3, 1, 4, 2, 0], _nothing)
+    for chunk in (0, 2, 1):
+        relay.landed(chunk)
+    assert [follower.next(0.0) for _ in range(6)] == [3, 1, 4, 2, 0, None]
+
+
+def test_a_chunk_that_is_taken_back_is_sent_when_it_has_landed_again() -> None:
+    relay = _relay([])
+    follower = relay.follow([0, 1], _nothing)
+    relay.landed_but_for([0])
+    assert [follower.next(0.0), follower.next(0.0), follower.next(0.0)] == [None, 1, None]
+    relay.landed(0)
+    assert follower.next(0.0) == 0
+
+
+def test_each_chunk_is_told_of_once_whoever_lands_it() -> None:
+    relay = _relay(range(5))
+    followers = [relay.follow(range(5), _nothing) for _ in range(8)]
+    threads = [threading.Thread(target=relay.landed, args=(chunk,)) for chunk in range(5) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for follower in followers:
+        assert sorted(follower.next(0.0) for _ in range(5)) == list(range(5))
+        assert follower.next(0.0) is None
+
+
+def test_who_is_closed_is_told_no_more() -> None:
+    relay = _relay([0])
+    follower = relay.follow([0], _nothing)
+    follower.close()
+    relay.landed(0)
+    assert follower.next(0.0) is None
 
 
 def test_a_chunk_that_does_not_land_in_time_ends_it() -> None:
     with _connection() as (near, far):
-        sending = _Sending(_relay([1]), near, 0, len(_DATA), pause_s=0.05)
-        assert _received(far, _CHUNK_BYTES) == _DATA[:_CHUNK_BYTES]
+        sending = _Sending(_relay([1]), near, [0, 1], pause_s=0.05)
+        assert _chunk(far) == (0, 4)
         with pytest.raises(ConnectionAbortedError, match="in time"):
             sending.result()
         # Nobody takes the receiver for one that stalls.
@@ -105,8 +158,8 @@ def test_a_chunk_that_does_not_land_in_time_ends_it() -> None:
 def test_whoever_waits_is_told_of_the_end(end: str) -> None:
     relay = _relay([1])
     with _connection() as (near, far):
-        sending = _Sending(relay, near, 0, len(_DATA), pause_s=600)
-        _received(far, _CHUNK_BYTES)
+        sending = _Sending(relay, near, [0, 1], pause_s=600)
+        _chunk(far)
         if end == "the relay":
             relay.end()
         else:
@@ -115,9 +168,11 @@ def test_whoever_waits_is_told_of_the_end(end: str) -> None:
             sending.result()
 
 
-async def _found(relays: Relays, start: int, end: int, *, wait_s: float = 20.0) -> int:
-    _, landed_end = await relays.find(_CONTENT, start * _CHUNK_BYTES, end * _CHUNK_BYTES, wait_s=wait_s)
-    return landed_end // _CHUNK_BYTES
+async def _found(relays: Relays, start: int, end: int, *, wait_s: float = 20.0) -> int | None:
+    """The first of these chunks that is there."""
+    follower = await relays.follow(_CONTENT, [(start * _CHUNK_BYTES, end * _CHUNK_BYTES)], wait_s=wait_s)
+    with closing(follower):
+        return follower.next(0.0)
 
 
 def _on_loop(run: Callable[[Relays], Awaitable[None]]) -> None:
@@ -132,28 +187,19 @@ def _on_loop(run: Callable[[Relays], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_a_request_is_held_until_its_first_chunk_lands_and_is_woken_by_no_other() -> None:
+def test_a_request_is_held_until_any_of_its_chunks_lands() -> None:
     async def run(relays: Relays) -> None:
         relay = _relay([0, 1, 2, 3, 4])
         relays.begin(relay)
         first, second = asyncio.create_task(_found(relays, 0, 3)), asyncio.create_task(_found(relays, 3, 5))
         await asyncio.sleep(0)
-        num_calls = 0
-        num_landed_from = relay.num_landed_from
-
-        def counted(first_chunk: int, end: int) -> int:
-            nonlocal num_calls
-            num_calls += 1
-            return num_landed_from(first_chunk, end)
-
-        relay.num_landed_from = counted  # type: ignore[method-assign]
-        for chunk in (1, 2, 4):
-            await asyncio.to_thread(relay.landed, chunk)
-        await asyncio.to_thread(relay.landed, 0)
-        assert await first == 3
-        assert num_calls == 1
-        await asyncio.to_thread(relay.landed, 3)
-        assert await second == 5
+        await asyncio.to_thread(relay.landed, 4)
+        assert await second == 4
+        assert not first.done()
+        await asyncio.to_thread(relay.landed, 1)
+        assert await first == 1
+        # Nobody is told who has gone.
+        assert not relay._followers
 
     _on_loop(run)
 
@@ -163,6 +209,18 @@ def test_a_request_waits_for_a_content_that_is_yet_to_begin() -> None:
         waiting = asyncio.create_task(_found(relays, 0, 2))
         await asyncio.sleep(0)
         await asyncio.to_thread(relays.begin, _relay([1]))
+        assert await waiting == 0
+
+    _on_loop(run)
+
+
+def test_a_request_goes_on_with_who_receives_the_content_again() -> None:
+    async def run(relays: Relays) -> None:
+        relays.begin(_relay([0, 1]))
+        waiting = asyncio.create_task(_found(relays, 0, 2))
+        await asyncio.sleep(0)
+        relays.end_all()
+        await asyncio.to_thread(relays.begin, _relay([0]))
         assert await waiting == 1
 
     _on_loop(run)
@@ -171,13 +229,15 @@ def test_a_request_waits_for_a_content_that_is_yet_to_begin() -> None:
 @pytest.mark.parametrize(("begins", "what"), [(True, "none of these"), (False, "nothing of this content")])
 def test_what_does_not_come_in_time_is_told(begins: bool, what: str) -> None:
     async def run(relays: Relays) -> None:
+        relay = _relay([0])
         if begins:
-            relays.begin(_relay([0]))
+            relays.begin(relay)
         began_s = time.monotonic()
         with pytest.raises(PeerNotReadyError, match=what):
-            await _found(relays, 0, 2, wait_s=0.05)
+            await _found(relays, 0, 1, wait_s=0.05)
         assert time.monotonic() - began_s >= 0.05
         assert not relays._waiting
+        assert not relay._followers
 
     _on_loop(run)
 
@@ -186,6 +246,6 @@ def test_a_range_of_parts_of_chunks_is_refused() -> None:
     async def run(relays: Relays) -> None:
         relays.begin(_relay([]))
         with pytest.raises(ConfigurationError, match="whole chunks"):
-            await relays.find(_CONTENT, 1, _CHUNK_BYTES, wait_s=0.0)
+            await relays.follow(_CONTENT, [(1, _CHUNK_BYTES)], wait_s=0.0)
 
     _on_loop(run)

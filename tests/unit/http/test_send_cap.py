@@ -22,10 +22,12 @@ from served_memory import serving
 
 from ft_transport import ConfigurationError, HTTPTransport, PeerNotReadyError, TransportSettings
 from ft_transport.http.client_limit import ClientLimit
-from ft_transport.http.relays import Relay, RelayedRange
+from ft_transport.http.relayed_chunks import RelayedChunks
+from ft_transport.http.relays import Relay
 from ft_transport.http.send_cap import Pace, PacedSocket, SendCap
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.content import ContentId
+from ft_transport.wire.relayed import HEADER
 
 RATE = 4 << 20
 WINDOW_S = 0.05
@@ -211,11 +213,14 @@ def test_a_relay_keeps_to_it_too() -> None:
     reader.start()
     with near, far:
         started_s = time.monotonic()
-        RelayedRange(relay, 0, len(data), pause_s=0.0).send_to(PacedSocket(near, Pace(near, SendCap(RATE))))
+        follower = relay.follow(range(table.num_chunks), lambda: None)
+        RelayedChunks(follower, pause_s=0.0).send_to(PacedSocket(near, Pace(near, SendCap(RATE))))
         took_s = time.monotonic() - started_s
         near.close()
         reader.join()
-    assert bytes(received) == data
+    frame_bytes = HEADER.size + table.chunk_bytes
+    frames = [received[start : start + frame_bytes] for start in range(0, len(received), frame_bytes)]
+    assert b"".join(frame[HEADER.size :] for frame in frames) == data
     assert took_s >= len(data) / RATE - 0.06
 
 

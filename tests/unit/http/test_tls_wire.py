@@ -41,7 +41,7 @@ ROUTES: dict[str, tuple[str, str, dict[str, str], bytes | None, bytes]] = {
     "metadata": ("GET", "/checkpoint/5/metadata", {}, None, b"data_offsets"),
     "digests": ("GET", "/checkpoint/5/digests", {}, None, b"Content-Length"),
     "delta": ("GET", "/checkpoint/4/delta", {}, None, WEIGHTS),
-    "relay": ("GET", f"/relay/{CONTENT}", {"Range": f"bytes=0-{len(DATA) - 1}"}, None, WEIGHTS),
+    "relay": ("GET", f"/relay/{CONTENT}?ranges=0-{len(DATA)}", {}, None, WEIGHTS),
     "status": ("GET", "/status", {}, None, b"replica-7"),
 }
 

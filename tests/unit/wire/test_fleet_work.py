@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ft_transport.errors import FetchFailedError, PeerNotReadyError, PeerUnreachableError
 from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Stop, WorkerIndex
-from ft_transport.wire.fleet_work import Fleet, FleetWork, requests_at_once
+from ft_transport.wire.fleet import Fleet, requests_at_once
+from ft_transport.wire.fleet_work import FleetWork
 
 _MAX_ROUNDS = 5_000
 _LONGEST_WAIT = 40
@@ -26,10 +27,19 @@ class _Receiver:
 
     number: int
     machine: FetchMachine[int]
+    work: FleetWork
     fleet: Fleet
     num_workers: int
-    landed: set[int] = field(default_factory=set)
-    requests: dict[WorkerIndex, tuple[Request[int], int, int]] = field(default_factory=dict)
+    landed: dict[int, None] = field(default_factory=dict)
+    furthest: int = 0
+    requests: dict[WorkerIndex, _Exchange] = field(default_factory=dict)
+
+
+@dataclass
+class _Exchange:
+    request: Request[int]
+    missing: list[int]
+    num_waited: int = 0
 
 
 class _Job:
@@ -53,7 +63,7 @@ class _Job:
             fleet = Fleet(num_sources=num_sources, num_receivers=num_receivers, own=number)
             work = FleetWork([(0, num_chunks)], num_chunks=num_chunks, fleet=fleet, num_own_requests=at_once.num_own)
             machine: FetchMachine[int] = FetchMachine(work, sources=[*names, *relays], max_failures=3)
-            self.receivers.append(_Receiver(number, machine, fleet, num_workers or at_once.num_workers))
+            self.receivers.append(_Receiver(number, machine, work, fleet, num_workers or at_once.num_workers))
 
     def run(self, *, until: Callable[[], bool] = lambda: False) -> None:
         """Goes on until all who live are done, or so far."""
@@ -79,7 +89,7 @@ class _Job:
                 instruction = receiver.machine.next(worker)
                 if isinstance(instruction, Request):
                     # Its answer begins in the next round.
-                    receiver.requests[worker] = instruction, 0, 0
+                    receiver.requests[worker] = _Exchange(instruction, list(instruction.units))
                     continue
                 if isinstance(instruction, Interrupt):
                     receiver.machine.request_failed(instruction.worker, PeerUnreachableError("given up"))
@@ -89,47 +99,53 @@ class _Job:
                 self._move(receiver, worker)
 
     def _move(self, receiver: _Receiver, worker: WorkerIndex) -> None:
-        request, num_done, num_waited = receiver.requests[worker]
-        machine, chunk = receiver.machine, request.units[num_done]
+        exchange = receiver.requests[worker]
+        machine, request = receiver.machine, exchange.request
+        is_begun = len(exchange.missing) < len(request.units)
         if request.source < receiver.fleet.num_sources:
             if request.source in self.dead_sources:
                 machine.request_failed(worker, PeerUnreachableError("dead"))
                 del receiver.requests[worker]
                 return
-            if num_waited < self.slow_sources.get(request.source, 0):
-                receiver.requests[worker] = request, num_done, num_waited + 1
+            if exchange.num_waited < self.slow_sources.get(request.source, 0):
+                exchange.num_waited += 1
                 return
             self.num_sent[request.source] += 1
+            chunk = exchange.missing[0]
         else:
             relay = self.receivers[receiver.fleet.receiver_of(request.source)]
             if relay.number in self.dead_receivers:
                 machine.request_failed(worker, PeerUnreachableError("dead"))
                 del receiver.requests[worker]
                 return
-            if chunk not in relay.landed:
-                if num_waited < (_LONGEST_PAUSE if num_done else _LONGEST_WAIT):
-                    receiver.requests[worker] = request, num_done, num_waited + 1
+            ready = next((chunk for chunk in relay.landed if chunk in exchange.missing), None)
+            if ready is None:
+                if exchange.num_waited < (_LONGEST_PAUSE if is_begun else _LONGEST_WAIT):
+                    exchange.num_waited += 1
                     return
-                if num_done:
+                if is_begun:
                     machine.request_cut(worker)
                 else:
                     machine.request_failed(worker, PeerNotReadyError("not yet", retry_after_s=0.0))
                 del receiver.requests[worker]
                 return
             self.num_relayed[relay.number] += 1
+            receiver.furthest = max(receiver.furthest, relay.furthest, len(relay.landed))
+            receiver.work.heard(receiver.furthest)
+            chunk = ready
         assert chunk not in receiver.landed, "nothing is fetched twice"
-        receiver.landed.add(chunk)
-        machine.unit_landed(worker)
-        if num_done + 1 < len(request.units) and machine.has_request(worker):
-            receiver.requests[worker] = request, num_done + 1, 0
-        else:
+        receiver.landed[chunk] = None
+        machine.unit_landed(worker, chunk)
+        exchange.missing.remove(chunk)
+        exchange.num_waited = 0
+        if not exchange.missing or not machine.has_request(worker):
             del receiver.requests[worker]
 
     def check(self) -> None:
         for receiver in self.receivers:
             if receiver.number not in self.dead_receivers:
                 assert receiver.machine.stopped == Stop(None)
-                assert receiver.landed == set(range(self.num_chunks))
+                assert set(receiver.landed) == set(range(self.num_chunks))
 
 
 @pytest.mark.parametrize("num_receivers", [1, 2, 3, 8, 16])

@@ -1,0 +1,88 @@
+"""The body of an answer with relayed chunks: each as soon as it lands, whichever it is (``wire.relayed``)."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from ft_transport.http.body_sender import MAX_VIEWS_PER_SEND
+from ft_transport.http.relays import Follower
+from ft_transport.http.send_cap import PacedSocket
+from ft_transport.http.tls_sender import EncryptedSocket
+from ft_transport.wire.relayed import HEADER, answer_bytes
+
+_LOOK_S: Final = 0.1
+"""How often an answer that waits for its next chunk looks whether the receiver is still there."""
+
+
+class RelayedChunks:
+    """See ``body_sender.Content``.
+
+    Args:
+        follower: Tells of the chunks; closed by the caller.
+        pause_s: How long it waits for each chunk that has not landed yet; then it ends early.
+    """
+
+    def __init__(self, follower: Follower, *, pause_s: float) -> None:
+        self.position = 0
+        self.end = answer_bytes(follower.relay.chunks, follower.chunks)
+        self._follower = follower
+        self._relay = follower.relay
+        self._views_of = follower.relay.views()
+        self._pause_s = pause_s
+
+    def send_to(self, connected: PacedSocket) -> None:
+        """See ``body_sender.Content``."""
+        while self.position < self.end:
+            start, end, header = self._next_chunk(connected)
+            while header or start < end:
+                views = self._views(start, min(end, start + connected.pace.piece_bytes - HEADER.size))
+                if header:
+                    views = [header, *views]
+                views = views[:MAX_VIEWS_PER_SEND]
+                num_bytes = sum(map(len, views))
+                connected.pace.admit(num_bytes)
+                sent = connected.raw.sendmsg(views)
+                connected.pace.unsent(num_bytes - sent)
+                self.position += sent
+                of_header = min(sent, len(header))
+                header = header[of_header:]
+                start += sent - of_header
+
+    def send_encrypted(self, encrypted: EncryptedSocket) -> None:
+        """See ``body_sender.Content``."""
+        while self.position < self.end:
+            start, end, header = self._next_chunk(encrypted)
+            for view in (header, *self._views(start, end)):
+                encrypted.sendall(view)
+                self.position += len(view)
+
+    def _next_chunk(self, connected: PacedSocket | EncryptedSocket) -> tuple[int, int, memoryview]:
+        """Where one lies that is there, and its header."""
+        chunk = self._follower.next(0.0)
+        if chunk is None:
+            chunk = self._await_chunk(connected)
+        start, end = self._relay.chunks.range_of(chunk, chunk + 1)
+        return start, end, memoryview(HEADER.pack(start, self._relay.furthest))
+
+    def _await_chunk(self, connected: PacedSocket | EncryptedSocket) -> int:
+        until_s = time.monotonic() + self._pause_s
+        # The end of the chunk before would wait until that is acknowledged (man 7 tcp).
+        connected.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with connected.pace.held_up():
+            while (chunk := self._follower.next(min(_LOOK_S, until_s - time.monotonic()))) is None:
+                if self._relay.has_ended:
+                    raise ConnectionAbortedError("it is not passed on any more")
+                if connected.pace.has_ended(0.0):
+                    raise ConnectionResetError("the receiver has closed the connection")
+                if time.monotonic() >= until_s:
+                    raise ConnectionAbortedError("no other chunk has landed in time")
+        connected.raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
+        return chunk
+
+    def _views(self, start: int, end: int) -> Sequence[memoryview]:
+        if self._relay.has_ended:
+            raise ConnectionAbortedError("it is not passed on any more")
+        return self._views_of(start, end)

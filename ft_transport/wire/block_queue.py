@@ -1,0 +1,68 @@
+"""What one receiver of a fleet is asked for by another, or the sources for this one's own: see ``wire.fleet_work``."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class BlockQueue:
+    """Chunks that one receiver is asked for, in this order; this one's own are asked of the sources.
+
+    Attributes:
+        block: The receiver's own ones.
+        missing: Those that nobody is asked for at the moment.
+        num_missing: How many these are.
+        num_left: How many have not landed, with those that are asked for.
+        num_lacking: How many of its own ones have not landed, wherever they come from.
+        num_landed: How many the receiver has delivered, or the sources of this one's own; the ring's do not count.
+        is_out: Whether the receiver is not waited for any more; it has no missing ones then.
+        is_ahead: Whether its last answer was not cut short.
+    """
+
+    block: range
+    missing: list[range] = field(default_factory=list)
+    num_missing: int = 0
+    num_left: int = 0
+    num_lacking: int = 0
+    num_landed: int = 0
+    is_out: bool = False
+    is_ahead: bool = False
+
+    def add(self, chunks: range) -> None:
+        """In the order in which all fetch: a block's own chunks, and then those that were dealt, by their numbers."""
+        insort(self.missing, chunks, key=self._place)
+        self.num_missing += len(chunks)
+
+    def add_last(self, chunks: range) -> None:
+        """Behind all that is missing."""
+        self.missing.append(chunks)
+        self.num_missing += len(chunks)
+
+    def take(self, num_chunks: int) -> range:
+        """At most so many of what comes next."""
+        taken, rest = self.missing[0][:num_chunks], self.missing[0][num_chunks:]
+        self.missing[:1] = [rest] if rest else []
+        self.num_missing -= len(taken)
+        return taken
+
+    def is_next_dealt(self) -> bool:
+        """Whether what comes next is no part of the receiver's own block."""
+        return self.missing[0].start not in self.block
+
+    def _place(self, chunks: range) -> tuple[bool, int]:
+        return chunks.start not in self.block, chunks.start
+
+
+def runs_of(chunks: Sequence[int]) -> Iterator[range]:
+    """What ascending numbers cover."""
+    if isinstance(chunks, range):
+        yield chunks
+        return
+    first = 0
+    for at, chunk in enumerate(chunks):
+        if at + 1 == len(chunks) or chunks[at + 1] != chunk + 1:
+            yield range(chunks[first], chunk + 1)
+            first = at + 1
