@@ -271,12 +271,14 @@ class FleetWork:
     def _deal_what_keeps_waiting(self, sources: Sequence[SourceState]) -> bool:
         """Leaves out who has gone, and, once this receiver's own chunks are there, who keeps it waiting."""
         is_any = False
-        for receiver, queue in enumerate(self._queues):
-            if receiver != self._fleet.own and queue.num_left and not queue.is_out:
-                state = sources[self._fleet.relay_of(receiver)]
+        for receiver, relay, queue in self._others:
+            if queue.num_left and not queue.is_out:
+                state = sources[relay]
                 if _is_gone(state) or (not self._own.num_left and self._keeps_waiting(queue, state)):
                     self._leave_out(receiver)
                     is_any = True
+        if is_any:
+            self._others = [other for other in self._others if not other[2].is_out]
         return is_any
 
     def _keeps_waiting(self, queue: BlockQueue, relay: SourceState) -> bool:
