@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -128,15 +127,15 @@ class _Receiver:
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
-    """One request of one worker; a relay answers with chunks in the order in which they land there."""
+    """One request of one worker; a relay answers with chunks as they land, of those that are there the first one."""
 
     receiver: _Receiver
     worker: int
     request: Request[int]
     relay: _Receiver | None
     server: int
-    ready: deque[int]
-    wanted: set[int]
+    wanted: dict[int, int]
+    ready: list[int]
     sending: int | None = None
     num_sent: int = 0
     is_over: bool = False
@@ -266,8 +265,9 @@ class _Simulation:
         else:
             relay = self._receivers[receiver.fleet.receiver_of(request.source)]
             server = len(fetch.sources) + relay.number
-        ready, wanted = (deque(request.units), set[int]()) if relay is None else (deque[int](), set(request.units))
-        exchange = _Exchange(receiver, worker, request, relay, server, ready, wanted)
+        places = range(len(request.units))
+        wanted = dict(zip(request.units, places, strict=True)) if relay is not None else {}
+        exchange = _Exchange(receiver, worker, request, relay, server, wanted, [] if relay is not None else [*places])
         receiver.exchanges[worker] = exchange
         cost_s = request.delay_s + fetch.request_s
         if (worker, server) not in receiver.connected:
@@ -283,8 +283,7 @@ class _Simulation:
             self._fail(exchange, PeerUnreachableError("it has gone"))
             return
         if relay is not None:
-            exchange.ready.extend(chunk for chunk in exchange.request.units if relay.landed[chunk])
-            exchange.wanted.difference_update(exchange.ready)
+            exchange.ready += [exchange.wanted.pop(chunk) for chunk in exchange.request.units if relay.landed[chunk]]
             relay.followers[id(exchange)] = exchange
         if exchange.ready:
             self._send_next(exchange)
@@ -303,7 +302,7 @@ class _Simulation:
             self._fail(exchange, PeerNotReadyError("nothing yet", retry_after_s=0.0))
 
     def _send_next(self, exchange: _Exchange) -> None:
-        exchange.sending = exchange.ready.popleft()
+        exchange.sending = exchange.request.units[heapq.heappop(exchange.ready)]
         slot = self._slot(exchange)
         to = len(self._fetch.sources) + exchange.receiver.number
         if self._by_slot[slot] is exchange:
@@ -331,8 +330,7 @@ class _Simulation:
             receiver.work.heard(receiver.furthest)
         for follower in list(receiver.followers.values()):
             if chunk in follower.wanted:
-                follower.wanted.remove(chunk)
-                follower.ready.append(chunk)
+                heapq.heappush(follower.ready, follower.wanted.pop(chunk))
                 if follower.sending is None:
                     self._send_next(follower)
         may_take = receiver.machine.unit_landed(worker, chunk)

@@ -19,6 +19,7 @@ from ft_transport.http.fetch_pool import FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.relays import Relay
 from ft_transport.wire.chunk_work import ChunkWork
+from ft_transport.wire.chunks import runs_of
 from ft_transport.wire.fetch import FetchMachine, Request, Work
 from ft_transport.wire.fleet import Fleet, requests_at_once
 from ft_transport.wire.fleet_work import FleetWork
@@ -108,7 +109,7 @@ def fetch_data(
         DeadlineExceededError: The deadline passed first.
     """
     num_chunks = manifest.chunks.num_chunks
-    ranges = _ranges_of(chunks) if chunks is not None else [(0, num_chunks)]
+    ranges = [(run.start, run.stop) for run in runs_of(chunks)] if chunks is not None else [(0, num_chunks)]
     num_in_flight = -(-_IN_FLIGHT_BYTES // manifest.chunks.chunk_bytes)
     work: Work[int]
     on_heard: Callable[[int], None] = _nothing
@@ -154,17 +155,6 @@ def fetch_data(
         step=manifest.step,
         total_bytes=manifest.data_bytes,
     ).run()
-
-
-def _ranges_of(chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """What ascending numbers cover, half-open."""
-    ranges: list[tuple[int, int]] = []
-    for chunk in chunks:
-        if ranges and ranges[-1][1] == chunk:
-            ranges[-1] = (ranges[-1][0], chunk + 1)
-        else:
-            ranges.append((chunk, chunk + 1))
-    return ranges
 
 
 class _ChunkWire:
@@ -228,7 +218,7 @@ class _ChunkWire:
         connection.end_response(response)
 
     def _next_relayed(self, connection: Connection, left: Set[int]) -> int:
-        """Which chunk comes now."""
+        """Reads the header of the next chunk, and returns which chunk that is."""
         header = bytearray(HEADER.size)
         connection.read_into([memoryview(header)])
         start, furthest = HEADER.unpack(header)

@@ -74,7 +74,7 @@ class Relay:
         self._furthest = max(self._furthest, min(num_landed, self.chunks.num_chunks))
 
     def has(self, chunk: int) -> bool:
-        """Whether it is there and verified."""
+        """Whether the chunk is there and verified."""
         return bool(self._has_landed[chunk])
 
     def landed(self, chunk: int) -> None:
@@ -109,7 +109,7 @@ class Relay:
         return follower
 
     def unfollow(self, follower: Follower) -> None:
-        """It is told no more. May be called twice."""
+        """The follower is told no more. May be called twice."""
         with self._mutex:
             self._followers = tuple(each for each in self._followers if each is not follower)
 
@@ -159,11 +159,11 @@ class Follower:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is one, or the relay has ended."""
+        """Whether a chunk is there, or the relay has ended."""
         return not self._ready.empty()
 
     def landed(self, chunk: int) -> None:
-        """It is there."""
+        """The chunk is there. Called by any thread."""
         try:
             self._wanted.remove(chunk)
         except KeyError:
@@ -199,7 +199,7 @@ class Follower:
         return chunk
 
     def close(self) -> None:
-        """It is told no more. May be called twice."""
+        """The follower is told no more. May be called twice."""
         self.relay.unfollow(self)
 
     def _take(self, chunk: int | None) -> None:

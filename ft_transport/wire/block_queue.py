@@ -1,9 +1,8 @@
-"""What one receiver of a fleet is asked for by another, or the sources for this one's own: see ``wire.fleet_work``."""
+"""The chunks that a receiver of a fleet expects from another one, or from the sources: see ``wire.fleet_work``."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 
@@ -49,20 +48,8 @@ class BlockQueue:
         return taken
 
     def is_next_dealt(self) -> bool:
-        """Whether what comes next is no part of the receiver's own block."""
+        """Whether the next chunks were dealt to the receiver, and are no part of its own block."""
         return self.missing[0].start not in self.block
 
     def _place(self, chunks: range) -> tuple[bool, int]:
         return chunks.start not in self.block, chunks.start
-
-
-def runs_of(chunks: Sequence[int]) -> Iterator[range]:
-    """What ascending numbers cover."""
-    if isinstance(chunks, range):
-        yield chunks
-        return
-    first = 0
-    for at, chunk in enumerate(chunks):
-        if at + 1 == len(chunks) or chunks[at + 1] != chunk + 1:
-            yield range(chunks[first], chunk + 1)
-            first = at + 1

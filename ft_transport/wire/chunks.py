@@ -6,6 +6,7 @@ module, a network card or a wrong offset changed. It is no signature.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -47,6 +48,18 @@ class ChunkTable:
         """The bytes of one chunk; the last one may be shorter than the others."""
         start, end = self.range_of(chunk, chunk + 1)
         return end - start
+
+
+def runs_of(chunks: Sequence[int]) -> Iterator[range]:
+    """The runs of consecutive numbers of which a sequence of chunks consists, in its order."""
+    if isinstance(chunks, range):
+        yield chunks
+        return
+    first = 0
+    for at, chunk in enumerate(chunks):
+        if at + 1 == len(chunks) or chunks[at + 1] != chunk + 1:
+            yield range(chunks[first], chunk + 1)
+            first = at + 1
 
 
 def chunk_bytes_for(data_bytes: int, *, most: int) -> int:

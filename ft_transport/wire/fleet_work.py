@@ -21,8 +21,9 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
-from ft_transport.wire.block_queue import BlockQueue, runs_of
+from ft_transport.wire.block_queue import BlockQueue
 from ft_transport.wire.chunk_work import MAX_CHUNKS_PER_REQUEST
+from ft_transport.wire.chunks import runs_of
 from ft_transport.wire.fetch import Assignment, MayTake, SourceIndex, SourceState, Undeliverable
 from ft_transport.wire.fleet import MAX_WORKERS, Fleet
 from ft_transport.wire.relayed import MAX_RANGES
@@ -40,7 +41,7 @@ _MUCH_SLOWER: Final = 2
 _MUCH_SLOWER_THAN_SOURCES: Final = 32
 """...or than the sources, which deliver faster where others began later."""
 _MUCH_LEFT: Final = 8
-"""One in so many chunks of a block..."""
+"""Where nothing but a relay's block is missing, the relay is not waited for if one chunk in so many of it is."""
 _RUNS_PER_RECEIVER: Final = 2
 """Into how many runs of chunks a block is divided for each that may stand in for its owner."""
 _LEAST_REQUESTS_PER_BLOCK: Final = 32
@@ -80,10 +81,7 @@ class FleetWork:
         self._others = [(other, fleet.relay_of(other), self._queues[other]) for other in others]
         self.num_left = 0
         for first, end in ranges:
-            rest = range(first, end)
-            while rest:
-                queue = self._queues[self._owner_of(rest.start)]
-                chunks, rest = rest[: queue.block.stop - rest.start], rest[queue.block.stop - rest.start :]
+            for queue, chunks in self._by_block(range(first, end)):
                 queue.add(chunks)
                 queue.num_left += len(chunks)
                 queue.num_lacking += len(chunks)
@@ -108,7 +106,7 @@ class FleetWork:
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
     ) -> tuple[SourceIndex, Sequence[int]] | None:
         """What a source is to be asked for, or a relay."""
-        if self._ring is not None and (self._is_in_ring(sources[self._before]) or self._ring.is_left_open):
+        if self._ring is not None and self._ring.is_used:
             return self._take_own(sources, under_way) or self._take_from_ring(sources[self._before])
         taken = self._take_own(sources, under_way) or self._take_relayed(sources)
         if taken is None and self._deal_what_keeps_waiting(sources):
@@ -187,12 +185,6 @@ class FleetWork:
         source = self._best_source(sources)
         return None if source is None else (source, self._own.take(self._request_size(source, sources)))
 
-    def _is_in_ring(self, before: SourceState) -> bool:
-        """Whether all else comes from the receiver before this one."""
-        if self._ring is not None and not self._ring.has_left and (before.num_dry or before.failures or before.dropped):
-            self._leave_ring(())
-        return self._ring is not None and not self._ring.has_left
-
     def _is_of_ring(self, source: SourceIndex) -> bool:
         """Whether what comes from there was asked for as the ring's; nothing else is at that time."""
         return self._ring is not None and source == self._before and self._ring.num_asked > 0
@@ -223,21 +215,21 @@ class FleetWork:
         self._ring.has_left, self._ring.num_asked = True, 0
         # All begin to deliver now.
         self._own.num_landed = 0
-        for chunks in runs_of(units):
-            rest = chunks
-            while rest:
-                owner = self._owner_of(rest.start)
-                queue = self._queues[owner]
-                part, rest = rest[: queue.block.stop - rest.start], rest[queue.block.stop - rest.start :]
-                queue.add(part)
+        for run in runs_of(units):
+            for queue, chunks in self._by_block(run):
+                queue.add(chunks)
 
     def _take_relayed(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
         """From the relay of which most is missing; of equals another one for each receiver."""
         best, most = None, 0
+        is_dry_left_out = not self._own.num_left
         for other in self._others:
             receiver, relay, queue = other
             if queue.num_missing > most:
                 state = sources[relay]
+                # With fewer workers than relays, two that wait for each other would else ask again for ever.
+                if is_dry_left_out and state.num_dry >= _DRY_ENOUGH:
+                    continue
                 if state.num_active < self._max_requests_to(receiver) and not _is_gone(state):
                     best, most = other, queue.num_missing
         if best is None:
@@ -252,7 +244,7 @@ class FleetWork:
         return relay, queue.take(min(most, 2 * queue.num_landed + 1))
 
     def _max_requests_to(self, receiver: int) -> int:
-        """One for what it fetches behind its own block: it would be held, and the rest of an answer before it wait."""
+        """One where the next is for what the relay fetches behind its own block: the relay would only hold it."""
         queue = self._queues[receiver]
         return _MAX_REQUESTS_AHEAD if queue.is_ahead and not queue.is_next_dealt() else 1
 
@@ -350,8 +342,8 @@ class FleetWork:
         share = self._own.num_missing * (state.num_landed + 1) // ((num_landed + 1) * 2 * (state.num_active + 1))
         most = MAX_CHUNKS_PER_REQUEST
         if self._fleet.num_receivers > 1:
-            # Others ask for what is there without a hole, and requests at one time leave holes between them. A source
-            # serves small requests in turns, but long answers at different rates: all would wait for the slowest.
+            # A source serves small requests in turns, but long answers at different rates: all would wait for the
+            # slowest.
             most = min(most, self._chunks_per_block // _LEAST_REQUESTS_PER_BLOCK)
         return max(1, min(most, state.num_landed + 1, share))
 
@@ -363,6 +355,14 @@ class FleetWork:
 
     def _queue_of(self, source: SourceIndex) -> BlockQueue:
         return self._queues[self._receiver_of(source)]
+
+    def _by_block(self, chunks: range) -> Iterator[tuple[BlockQueue, range]]:
+        """The parts of a run of chunks, with the block of each."""
+        while chunks:
+            queue = self._queues[self._owner_of(chunks.start)]
+            num_chunks = queue.block.stop - chunks.start
+            yield queue, chunks[:num_chunks]
+            chunks = chunks[num_chunks:]
 
     def _owner_of(self, chunk: int) -> int:
         return bisect_right(self._starts, chunk) - 1

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from ft_transport.wire.chunks import ChunkTable
+from ft_transport.wire.chunks import ChunkTable, runs_of
 
 HEADER: Final = struct.Struct(">QI")
 MAX_RANGES: Final = 64
@@ -28,13 +28,7 @@ def answer_bytes(table: ChunkTable, chunks: Iterable[int]) -> int:
 
 def format_ranges(table: ChunkTable, chunks: Sequence[int]) -> str:
     """The value of the parameter that asks for chunks, in their order."""
-    ranges: list[tuple[int, int]] = []
-    for chunk in chunks:
-        start, end = table.range_of(chunk, chunk + 1)
-        if ranges and ranges[-1][1] == start:
-            ranges[-1] = (ranges[-1][0], end)
-        else:
-            ranges.append((start, end))
+    ranges = (table.range_of(run.start, run.stop) for run in runs_of(chunks))
     return ",".join(f"{start}-{end}" for start, end in ranges)
 
 

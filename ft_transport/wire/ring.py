@@ -5,9 +5,11 @@ as much as its link can: a connection to each other receiver would carry a small
 cost both sides many times the work. A chunk goes all the way round, so the last one is late by a chunk for each
 receiver.
 
-Who is behind a slow or dead receiver gets nothing in time. It leaves the ring then, and asks the owner of each block
-for that, until it has everything; those behind it may stay, for it passes on what it gets. Too early costs connections
-alone. How it is seen: the one before says with each chunk how many the furthest receiver has of which it has heard.
+A receiver behind a slow or dead one gets nothing in time. It leaves the ring then, and asks the owner of each block
+for that block, until it has everything; those behind it may stay, for it passes on what it gets. To leave without need
+is dear: the links of the ring are full, so who asks all owners gets less, and so do all behind it. A receiver is told
+with each chunk how many chunks the furthest receiver has of which the one before has heard, and compares what comes
+from the ring with that and with what comes from the sources.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ _FEW_SETTLED: Final = (2, 8)
 """...but for each request to a source at least and at most so many."""
 _EARLY: Final = 10
 """Of the first own chunks some come before the ring has begun to bring any."""
+_LESS_AT_FIRST: Final = 2
+"""So the ring may bring less by so much until then, and always where several requests to sources share the link."""
 _SILENT_PART: Final = 2
-"""Who brings nothing while one in so many of them come keeps others waiting."""
+"""A receiver that brings nothing while one in so many of them come keeps others waiting."""
 _BEHIND_PART: Final = 8
-"""Who lacks this part of all chunks, one in so many, that another one has, is behind..."""
+"""A receiver that lacks this part of all chunks, one in so many, that another one has, is behind..."""
 _FALLING_PART: Final = 16
 """...and falls further behind if it lacks this part of them more by now..."""
 _MUCH_LESS: Final = 2
@@ -71,6 +75,11 @@ class Ring:
         self._least_behind: int | None = None
 
     @property
+    def is_used(self) -> bool:
+        """Whether the one before is the only relay that is asked."""
+        return not self.has_left or self.is_left_open
+
+    @property
     def is_left_open(self) -> bool:
         """Whether something is still to come from the one before, which is not waited for any more."""
         return self.has_left and self.num_asked > 0
@@ -97,9 +106,9 @@ class Ring:
             self._leave()
 
     def _is_held_up(self) -> bool:
-        """Whether it brings less than a request to a source does, at first than half of that, or nothing for long."""
+        """Whether the ring brings less than one request to a source does, or nothing for long."""
         is_early = self._num_own_landed < _EARLY or self._num_own_requests > 1
-        least = self._num_relayed_landed * self._num_own_requests * (_MUCH_LESS if is_early else 1)
+        least = self._num_relayed_landed * self._num_own_requests * (_LESS_AT_FIRST if is_early else 1)
         is_little = least < self._num_own_landed and self._has_brought_less(1)
         return is_little or self._num_silent >= max(self._num_settled, self._num_own // _SILENT_PART)
 

@@ -54,7 +54,8 @@ def test_more_receivers_than_one_asks_at_once_share_the_relays_evenly() -> None:
 
 def test_a_slow_receiver_holds_nobody_up() -> None:
     outcome = _fetch(1000, [*[_GOOD] * 7, _SLOW])
-    assert max(outcome.end_s[number] for number in range(7)) <= 1.1 * 1000 * _CHUNK_S
+    # The slow one's block, an eighth of all, comes last.
+    assert max(outcome.end_s[number] for number in range(7)) <= (1 + 1 / 8) * 1000 * _CHUNK_S
     # Others stand in for it, and it takes its block itself.
     assert _copies(outcome, 1000) <= 1.2
 

@@ -182,6 +182,14 @@ def test_dead_receivers_cost_the_sources_about_their_share(dead: set[int]) -> No
         assert sum(job.num_sent) <= 1.5 * 256
 
 
+def test_receivers_with_one_worker_do_not_wait_for_each_other_for_ever() -> None:
+    job = _Job(30, 1, 6, num_workers=1)
+    job.run(until=job.is_half_done)
+    job.dead_receivers = {2, 3, 5}
+    job.run()
+    job.check()
+
+
 def test_receivers_that_never_come_are_done_without() -> None:
     job = _Job(64, 1, 4)
     job.dead_receivers = {1, 3}
