@@ -11,7 +11,8 @@ class BlockQueue:
     """Chunks that one receiver is asked for, in this order; this one's own are asked of the sources.
 
     Attributes:
-        block: The receiver's own ones.
+        receiver: Which one.
+        block: Its own ones.
         missing: Those that nobody is asked for at the moment.
         num_missing: How many these are.
         num_left: How many have not landed, with those that are asked for.
@@ -21,6 +22,7 @@ class BlockQueue:
         is_ahead: Whether its last answer was not cut short.
     """
 
+    receiver: int
     block: range
     missing: list[range] = field(default_factory=list)
     num_missing: int = 0
@@ -42,8 +44,12 @@ class BlockQueue:
 
     def take(self, num_chunks: int) -> range:
         """At most so many of what comes next."""
-        taken, rest = self.missing[0][:num_chunks], self.missing[0][num_chunks:]
-        self.missing[:1] = [rest] if rest else []
+        first = self.missing[0]
+        taken = first[:num_chunks]
+        if len(taken) < len(first):
+            self.missing[0] = first[num_chunks:]
+        else:
+            del self.missing[0]
         self.num_missing -= len(taken)
         return taken
 

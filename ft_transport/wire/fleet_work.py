@@ -74,11 +74,15 @@ class FleetWork:
         # Then a request to each relay may last for as long as that takes to get its block.
         self._is_one_each = num_own_requests + number - 1 <= MAX_WORKERS
         self._chunks_per_run = max(1, self._chunks_per_block // (_RUNS_PER_RECEIVER * max(1, number - 1)))
-        self._queues = [BlockQueue(range(first, end)) for first, end in zip(self._starts, ends, strict=True)]
+        self._most_of_relay = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // _LEAST_REQUESTS_PER_RELAY))
+        blocks = [range(first, end) for first, end in zip(self._starts, ends, strict=True)]
+        self._queues = [BlockQueue(receiver, block) for receiver, block in enumerate(blocks)]
         self._own = self._queues[fleet.own]
+        before, after = self._queues[: fleet.own], self._queues[fleet.own + 1 :]
         # Another one first for each receiver.
-        others = (*range(fleet.own + 1, number), *range(fleet.own))
-        self._others = [(other, fleet.relay_of(other), self._queues[other]) for other in others]
+        self._others = [(fleet.relay_of(queue.receiver), queue) for queue in (*after, *before)]
+        self._by_source = [*[self._own] * fleet.num_sources, *before, *after]
+        self._num_from_sources = 0
         self.num_left = 0
         for first, end in ranges:
             for queue, chunks in self._by_block(range(first, end)):
@@ -123,26 +127,24 @@ class FleetWork:
     ) -> MayTake | None:
         """A chunk is a chunk, whichever it is and wherever it came from."""
         self.num_left -= 1
-        owner = self._queues[self._owner_of(unit)]
+        queue, ring = self._by_source[source], self._ring
+        owner = queue if unit in queue.block else self._queues[self._owner_of(unit)]
         owner.num_lacking -= 1
-        ring = self._ring
-        had_left = ring is None or ring.has_left
+        if source < self._fleet.num_sources:
+            self._num_from_sources += 1
         if ring is not None and self._is_of_ring(source):
-            queue = owner
-            ring.relayed_landed()
-        else:
-            queue = self._queue_of(source)
-            queue.num_landed += 1
-            if ring is not None and queue is self._own:
-                ring.own_landed()
+            owner.num_left -= 1
+            return "may take" if ring.relayed_landed() else None
+        queue.num_landed += 1
         queue.num_left -= 1
-        return None if had_left or (ring is not None and not ring.has_left) else "may take"
+        is_left_now = ring is not None and queue is self._own and ring.own_landed()
+        return "may take" if is_left_now else None
 
     def put_back(
         self, source: SourceIndex, units: Sequence[int], sources: Sequence[SourceState]
     ) -> Undeliverable | None:
         """The rest of a request comes next; but last where a relay may not know that it is to stand in for another."""
-        queue, state = self._queue_of(source), sources[source]
+        queue, state = self._by_source[source], sources[source]
         queue.is_ahead = False
         if self._is_of_ring(source):
             self._leave_ring(units)
@@ -153,8 +155,8 @@ class FleetWork:
                 else:
                     queue.add(chunks)
         if queue.is_out:
-            self._deal(self._receiver_of(source))
-        if any(self._may_deliver(index, each) for index, each in enumerate(sources)):
+            self._deal(queue)
+        if self._may_deliver(source, state) or any(self._may_deliver(*each) for each in enumerate(sources)):
             return None
         names = ", ".join(each.name for each in sources)
         return Undeliverable(f"expected the whole snapshot from {names}, {self.num_left} chunks are missing")
@@ -169,7 +171,7 @@ class FleetWork:
             return None
         number = self._fleet.num_sources
         for each in under_way:
-            if each.source >= number and not each.is_interrupted and self._queue_of(each.source).is_out:
+            if each.source >= number and not each.is_interrupted and self._by_source[each.source].is_out:
                 return each
         usable = [state for state in sources[:number] if not state.dropped and not state.num_dry]
         return slowest_to_end([each for each in under_way if each.source < number], sources, usable)
@@ -223,30 +225,23 @@ class FleetWork:
         """From the relay of which most is missing; of equals another one for each receiver."""
         best, most = None, 0
         is_dry_left_out = not self._own.num_left
-        for other in self._others:
-            receiver, relay, queue = other
+        for relay, queue in self._others:
             if queue.num_missing > most:
                 state = sources[relay]
                 # With fewer workers than relays, two that wait for each other would else ask again for ever.
                 if is_dry_left_out and state.num_dry >= _DRY_ENOUGH:
                     continue
-                if state.num_active < self._max_requests_to(receiver) and not _is_gone(state):
-                    best, most = other, queue.num_missing
+                if state.num_active < _max_requests_to(queue) and not _is_gone(state):
+                    best, most = (relay, queue), queue.num_missing
         if best is None:
             return None
-        _, relay, queue = best
+        relay, queue = best
         # Taken to have it all; what it lacks is put back.
         queue.is_ahead = queue.num_landed > 0
         if self._is_one_each:
             return relay, queue.take(MAX_CHUNKS_PER_REQUEST)
         # All begin with the same, where some have more than others: large requests would keep all at those.
-        most = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // _LEAST_REQUESTS_PER_RELAY))
-        return relay, queue.take(min(most, 2 * queue.num_landed + 1))
-
-    def _max_requests_to(self, receiver: int) -> int:
-        """One where the next is for what the relay fetches behind its own block: the relay would only hold it."""
-        queue = self._queues[receiver]
-        return _MAX_REQUESTS_AHEAD if queue.is_ahead and not queue.is_next_dealt() else 1
+        return relay, queue.take(min(self._most_of_relay, 2 * queue.num_landed + 1))
 
     def _take_from_anybody(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
         """Where nobody has anything under way: whoever has not gone, and has been dry for the shortest time."""
@@ -257,20 +252,20 @@ class FleetWork:
         asked = SourceIndex(min(there, key=lambda index: (sources[index].num_dry, index)))
         chunks = queue.take(1)
         queue.num_left -= len(chunks)
-        self._queue_of(asked).num_left += len(chunks)
+        self._by_source[asked].num_left += len(chunks)
         return asked, chunks
 
     def _deal_what_keeps_waiting(self, sources: Sequence[SourceState]) -> bool:
         """Leaves out who has gone, and, once this receiver's own chunks are there, who keeps it waiting."""
         is_any = False
-        for receiver, relay, queue in self._others:
+        for relay, queue in self._others:
             if queue.num_left and not queue.is_out:
                 state = sources[relay]
                 if _is_gone(state) or (not self._own.num_left and self._keeps_waiting(queue, state)):
-                    self._leave_out(receiver)
-                    is_any = True
+                    queue.is_out = is_any = True
+                    self._deal(queue)
         if is_any:
-            self._others = [other for other in self._others if not other[2].is_out]
+            self._others = [other for other in self._others if not other[1].is_out]
         return is_any
 
     def _keeps_waiting(self, queue: BlockQueue, relay: SourceState) -> bool:
@@ -281,7 +276,7 @@ class FleetWork:
             # It stands in for others, and may wait for one itself.
             return False
         # One whose whole block is there: before that, a few chunks more or less say nothing.
-        of_best_relay = max((other.num_landed for _, _, other in self._others if not other.num_lacking), default=0)
+        of_best_relay = max((other.num_landed for _, other in self._others if not other.num_lacking), default=0)
         of_sources = self._own.num_landed // self._num_own_requests
         return (
             of_best_relay > _MUCH_SLOWER * (queue.num_landed + 1)
@@ -293,38 +288,41 @@ class FleetWork:
         """Whether nothing but much of a relay's block is missing: it is the one who has kept up the ring."""
         return self.num_left == queue.num_lacking and queue.num_lacking * _MUCH_LEFT > len(queue.block)
 
-    def _leave_out(self, receiver: int) -> None:
-        self._queues[receiver].is_out = True
-        self._deal(receiver)
-
-    def _deal(self, receiver: int) -> None:
+    def _deal(self, queue: BlockQueue) -> None:
         """Gives each run of what a receiver was to deliver to the next in its line."""
-        queue = self._queues[receiver]
-        chunks, queue.missing, queue.num_missing = queue.missing, [], 0
-        for part in chunks:
-            rest = part
-            while rest:
-                run = rest.start // self._chunks_per_run
-                num_in_run = (run + 1) * self._chunks_per_run - rest.start
-                dealt, rest = rest[:num_in_run], rest[num_in_run:]
-                to = self._queues[self._next_in_line(self._owner_of(dealt.start), run)]
-                to.add(dealt)
-                queue.num_left -= len(dealt)
-                to.num_left += len(dealt)
+        missing, queue.missing, queue.num_missing = queue.missing, [], 0
+        for chunks in missing:
+            for block, part in self._by_block(chunks):
+                for to, dealt in self._dealt(block.receiver, part):
+                    to.add(dealt)
+                    queue.num_left -= len(dealt)
+                    to.num_left += len(dealt)
 
-    def _next_in_line(self, owner: int, run: int) -> int:
-        """Who stands in for an owner: the same one for all who leave out the same; at last this receiver itself."""
-        number = self._fleet.num_receivers
+    def _dealt(self, owner: int, chunks: range) -> Iterator[tuple[BlockQueue, range]]:
+        """Who stands in for an owner: the same ones for all who leave out the same; at last this receiver itself."""
         if self._ring is not None:
-            # Those between the owner and this one, the nearest first.
-            between = ((self._fleet.own - far) % number for far in range(1, (self._fleet.own - owner) % number))
-            return next((receiver for receiver in between if not self._queues[receiver].is_out), self._fleet.own)
-        first = (owner + 1 + run % (number - 1)) % number
-        if not self._queues[first].is_out:
+            yield self._nearest_behind(owner), chunks
+            return
+        while chunks:
+            run = chunks.start // self._chunks_per_run
+            num_in_run = (run + 1) * self._chunks_per_run - chunks.start
+            yield self._next_in_line(owner, run), chunks[:num_in_run]
+            chunks = chunks[num_in_run:]
+
+    def _nearest_behind(self, owner: int) -> BlockQueue:
+        """Of those between the owner and this one in the ring."""
+        number, own = self._fleet.num_receivers, self._fleet.own
+        between = (self._queues[(own - far) % number] for far in range(1, (own - owner) % number))
+        return next((queue for queue in between if not queue.is_out), self._own)
+
+    def _next_in_line(self, owner: int, run: int) -> BlockQueue:
+        number = self._fleet.num_receivers
+        first = self._queues[(owner + 1 + run % (number - 1)) % number]
+        if not first.is_out:
             return first
         # Not simply the next one, who would get the runs of all that are out before it.
-        others = [receiver for receiver in range(number) if receiver != owner and not self._queues[receiver].is_out]
-        return max(others, key=lambda receiver: _mixed(run, receiver), default=self._fleet.own)
+        others = [queue for queue in self._queues if queue.receiver != owner and not queue.is_out]
+        return max(others, key=lambda queue: _mixed(run, queue.receiver), default=self._own)
 
     def _best_source(self, sources: Sequence[SourceState]) -> SourceIndex | None:
         """The least busy source that is not too slow; of equals another one for each receiver."""
@@ -338,8 +336,8 @@ class FleetWork:
     def _request_size(self, source: SourceIndex, sources: Sequence[SourceState]) -> int:
         """Few chunks at first, until it shows how fast the source is, and at the end."""
         state = sources[source]
-        num_landed = sum(each.num_landed for each in sources[: self._fleet.num_sources])
-        share = self._own.num_missing * (state.num_landed + 1) // ((num_landed + 1) * 2 * (state.num_active + 1))
+        divisor = (self._num_from_sources + 1) * 2 * (state.num_active + 1)
+        share = self._own.num_missing * (state.num_landed + 1) // divisor
         most = MAX_CHUNKS_PER_REQUEST
         if self._fleet.num_receivers > 1:
             # A source serves small requests in turns, but long answers at different rates: all would wait for the
@@ -349,12 +347,6 @@ class FleetWork:
 
     def _may_deliver(self, index: int, state: SourceState) -> bool:
         return not state.dropped and (index < self._fleet.num_sources or state.num_dry < _HOPELESSLY_DRY)
-
-    def _receiver_of(self, source: SourceIndex) -> int:
-        return self._fleet.own if source < self._fleet.num_sources else self._fleet.receiver_of(source)
-
-    def _queue_of(self, source: SourceIndex) -> BlockQueue:
-        return self._queues[self._receiver_of(source)]
 
     def _by_block(self, chunks: range) -> Iterator[tuple[BlockQueue, range]]:
         """The parts of a run of chunks, with the block of each."""
@@ -383,6 +375,11 @@ def _least_busy_first(usable: Sequence[int], sources: Sequence[SourceState]) -> 
         else:
             yield index
     yield from sorted(busy, key=lambda index: _busy(sources[index]))
+
+
+def _max_requests_to(queue: BlockQueue) -> int:
+    """One where the next is for what the relay fetches behind its own block: the relay would only hold it."""
+    return _MAX_REQUESTS_AHEAD if queue.is_ahead and not queue.is_next_dealt() else 1
 
 
 def _is_gone(relay: SourceState) -> bool:

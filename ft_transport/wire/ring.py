@@ -88,22 +88,24 @@ class Ring:
         """Another receiver has so many chunks. Called by any thread."""
         self._furthest = max(self._furthest, num_landed)
 
-    def own_landed(self) -> None:
-        """A chunk has come from a source."""
+    def own_landed(self) -> bool:
+        """A chunk has come from a source; says whether the receiver leaves the ring now."""
         self._num_own_landed += 1
         self._num_silent += 1
-        self._judge()
+        return self._leaves()
 
-    def relayed_landed(self) -> None:
-        """A chunk has come from the one before."""
+    def relayed_landed(self) -> bool:
+        """A chunk has come from the one before; says whether the receiver leaves the ring now."""
         self.num_asked -= 1
         self._num_relayed_landed += 1
         self._num_silent = 0
-        self._judge()
+        return self._leaves()
 
-    def _judge(self) -> None:
-        if self._num_own_landed >= self._num_settled and (self._is_held_up() or self._is_left_behind()):
-            self._leave()
+    def _leaves(self) -> bool:
+        if self.has_left or not self.num_asked or self._num_own_landed < self._num_settled:
+            return False
+        self.has_left = self._is_held_up() or self._is_left_behind()
+        return self.has_left
 
     def _is_held_up(self) -> bool:
         """Whether the ring brings less than one request to a source does, or nothing for long."""
@@ -115,10 +117,6 @@ class Ring:
     def _has_brought_less(self, by: int) -> bool:
         of_sources, of_ring = self._num_own_landed * self._num_relayed, self._num_relayed_landed * self._num_own
         return of_sources > by * of_ring
-
-    def _leave(self) -> None:
-        if self.num_asked:
-            self.has_left = True
 
     def _is_left_behind(self) -> bool:
         behind = self._furthest - self._num_here - self._num_own_landed - self._num_relayed_landed
