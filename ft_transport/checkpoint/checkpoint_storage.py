@@ -51,6 +51,8 @@ MAX_TIMEOUTS: Final = 10
 _LEAST_BYTES_PER_S: Final = 1 << 20
 """A disk that takes less is taken for one that hangs."""
 
+_header_decoder: Final = msgspec.msgpack.Decoder(tuple[bytes, ...])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
@@ -158,7 +160,7 @@ class CheckpointStorage:
     def plan(self, request: SaveRequest, headers: Sequence[bytes]) -> Sequence[RankPlan]:
         """See `StorageWriter`."""
         del request
-        by_rank = tuple(from_msgpack(each, tuple[bytes, ...]) for each in headers)
+        by_rank = tuple(from_msgpack(each, _header_decoder) for each in headers)
         return self._ask(Plan(by_rank, self._consolidate), RankPlans).plans
 
     def digest(self, plan: RankPlan) -> bytes:

@@ -111,6 +111,11 @@ class _Assigned(Struct, frozen=True, array_like=True):
     is_compared: bool
 
 
+_drawn_decoder: Final = msgspec.msgpack.Decoder(int)
+_taken_decoder: Final = msgspec.msgpack.Decoder(_Taken)
+_assigned_decoder: Final = msgspec.msgpack.Decoder(_Assigned)
+
+
 class CollectiveWrite(Generic[R]):
     """Writes numbered directories, one after the other. Called on all ranks alike, by one thread.
 
@@ -180,14 +185,18 @@ class CollectiveWrite(Generic[R]):
         agreement, storage = self._agreement, self._storage
         compare_settings(agreement, phases.name("snapshot"), lambda: storage.settings(request))
         drawn = agreement.value_of_first(
-            phases.name("set up the directory"), lambda: self._set_up(number, request, is_retry=is_retry), int
+            phases.name("set up the directory"),
+            lambda: self._set_up(number, request, is_retry=is_retry),
+            _drawn_decoder,
         )
         directory = self._directory.incomplete(number)
         marker = directory / _marker_name(drawn)
         if self._visible_s is not None:
             phases.run("find the directory", lambda: self._find(marker))
         taken = agreement.values_of_all(
-            phases.name("take the snapshot"), lambda: _Taken(storage.take(request), self._plan_key is not None), _Taken
+            phases.name("take the snapshot"),
+            lambda: _Taken(storage.take(request), self._plan_key is not None),
+            _taken_decoder,
         )
         self._plan(request, taken, phases)
         plan = self._assigned.plan
@@ -234,7 +243,7 @@ class CollectiveWrite(Generic[R]):
         if plans is not None:
             is_compared = any(plan.compared for plan in plans)
             assigned = [msgspec.msgpack.encode(_Assigned(plan, is_compared)) for plan in plans]
-        self._assigned = from_msgpack(phases.scatter("divide the work", assigned), _Assigned)
+        self._assigned = from_msgpack(phases.scatter("divide the work", assigned), _assigned_decoder)
         self._plan_key = key
 
     def _discard(self, number: int) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from ft_transport.checkpoint.claim import RootClaim
@@ -61,6 +62,12 @@ class FoundCheckpoint(Struct, frozen=True, array_like=True, kw_only=True):
     def directory(self) -> Path:
         """Its directory."""
         return Path(self.path)
+
+
+_found_decoder: Final = msgspec.msgpack.Decoder(FoundCheckpoint)
+_steps_decoder: Final = msgspec.msgpack.Decoder(list[int])
+_flag_decoder: Final = msgspec.msgpack.Decoder(bool)
+_damaged_decoder: Final = msgspec.msgpack.Decoder(list[str])
 
 
 class Inventory:
@@ -120,7 +127,8 @@ class Inventory:
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, ascending."""
         self._agreement.step = None
-        return tuple(self._on_directory("list the checkpoints", self._directory.numbers, list[int]))
+        steps = self._on_directory("list the checkpoints", self._directory.numbers, _steps_decoder)
+        return tuple(steps)
 
     def agree_on_step(self, step: CheckpointSelector) -> CheckpointSelector:
         """Checks the step that a caller has asked for.
@@ -139,7 +147,7 @@ class Inventory:
             CheckpointNotFoundError: There is none.
         """
         self._agreement.step = step
-        found = self._on_directory("choose a checkpoint", lambda: self._found(step), FoundCheckpoint)
+        found = self._on_directory("choose a checkpoint", lambda: self._found(step), _found_decoder)
         self._agreement.step = found.step
         return found
 
@@ -236,7 +244,7 @@ class Inventory:
             return self._agreement.value_of_first(
                 "look whether it is still there",
                 lambda: patience.call(lambda: _identity(found.directory)) != found.identity,
-                bool,
+                _flag_decoder,
             )
         except TransportError:
             return False
@@ -256,7 +264,7 @@ class Inventory:
             return damaged
 
         with self.reading(found):
-            damaged = [text for each in agreement.values_of_all("verify", find, list[str]) for text in each]
+            damaged = [text for each in agreement.values_of_all("verify", find, _damaged_decoder) for text in each]
             if damaged:
                 raise CheckpointDamagedError(
                     "; ".join(damaged), files=tuple(text.split(":")[0] for text in damaged), step=found.step
@@ -276,14 +284,14 @@ class Inventory:
             return False
         return True
 
-    def _on_directory(self, phase: str, action: Callable[[], T], kind: type[T]) -> T:
+    def _on_directory(self, phase: str, action: Callable[[], T], decoder: msgspec.msgpack.Decoder[T]) -> T:
         patience = Patience(self._retry_s)
 
         def run() -> T:
             with self._mutex:
                 return action()
 
-        return self._agreement.value_of_first(phase, lambda: patience.call(run), kind)
+        return self._agreement.value_of_first(phase, lambda: patience.call(run), decoder)
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:

@@ -149,6 +149,9 @@ class _Description(Struct, frozen=True):
     ranks: tuple[bytes, ...]
 
 
+_description_decoder: Final = msgspec.msgpack.Decoder(_Description)
+
+
 def load(request: LoadRequest, agreement: Agreement, exchange: Exchange) -> LoadedCheckpoint[Any]:
     """Loads a checkpoint on all ranks, or on none.
 
@@ -188,7 +191,7 @@ def _read_description(request: LoadRequest, patience: Patience) -> bytes:
 
 def _planned(request: LoadRequest, described: bytes, agreement: Agreement) -> _Loading:
     with collector_paused():
-        description = msgspec.msgpack.decode(described, type=_Description)
+        description = _description_decoder.decode(described)
         return _Loading(request, description, agreement.rank, agreement.size)
 
 

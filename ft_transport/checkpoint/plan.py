@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 from msgspec import Struct
 
 from ft_transport.checkpoint.consolidated import MAX_FILE_BYTES, Consolidation, consolidate, name_below
@@ -34,6 +35,10 @@ class RankPlan(Struct, frozen=True, array_like=True):
     compared: tuple[int, ...] = ()
     targets: tuple[tuple[int, int, int], ...] = ()
     files: tuple[str, ...] = ()
+
+
+# Not used: two modules have decoders of what holds it, and two threads may import them at once.
+_plan_decoder: Final = msgspec.msgpack.Decoder(RankPlan)
 
 
 @dataclass(slots=True)

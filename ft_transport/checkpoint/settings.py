@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+import msgspec
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.checkpoint.directory import MAX_NUMBER
@@ -24,6 +25,8 @@ CheckpointSelector: TypeAlias = int | Literal["latest"]
 
 _COMMON_SETTINGS: Final = ("max_attempts", "max_failed_saves", "busy", "read", "private", "accept_unsigned", "job")
 """Those of `StoreSettings` that all ranks need alike."""
+
+_settings_decoder: Final = msgspec.msgpack.Decoder(dict[str, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +124,7 @@ def compare_settings(agreement: Agreement, phase: str, settings: Callable[[], Ma
         TransportError: What a rank's ``settings`` raised; the same on all ranks.
     """
     stated = agreement.values_of_all(
-        phase, lambda: {name: repr(value) for name, value in settings().items()}, dict[str, str]
+        phase, lambda: {name: repr(value) for name, value in settings().items()}, _settings_decoder
     )
     for name, first in stated[0].items():
         for rank, each in enumerate(stated):

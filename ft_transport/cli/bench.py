@@ -31,6 +31,8 @@ _COPY: Final = "memory copy"
 _CLONE: Final = "clone"
 _MAX_ERROR: Final = 2000
 
+_seconds_decoder: Final = msgspec.json.Decoder(dict[str, list[float]])
+
 
 class BenchFailedError(TransportError):
     """Something could not be measured."""
@@ -165,7 +167,7 @@ def _fetch_rates(url: str, num_bytes: int, num_rounds: int) -> list[Rate]:
     if done.returncode:
         told = escape_peer_text(done.stderr.decode("utf-8", "replace")[-_MAX_ERROR:], max_characters=_MAX_ERROR)
         raise BenchFailedError(f"expected a process that receives, it ended with {done.returncode}: {told}")
-    seconds = msgspec.json.decode(done.stdout, type=dict[str, list[float]])
+    seconds = _seconds_decoder.decode(done.stdout)
     samples = {name: [num_bytes / each for each in values] for name, values in seconds.items()}
     return [
         _rate(BARE, "", samples[BARE]),

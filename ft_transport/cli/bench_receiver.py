@@ -34,6 +34,9 @@ class Task:
     within_s: float
 
 
+_task_decoder: Final = msgspec.json.Decoder(Task)
+
+
 def state_of(num_bytes: int, tensor_bytes: int) -> dict[str, Any]:
     """A state of equal tensors whose memory was used before."""
     import torch
@@ -81,4 +84,4 @@ def _fetching(transport: Any, url: str, own: dict[str, Any]) -> Callable[[], obj
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(msgspec.json.encode(fetch_in_turn(msgspec.json.decode(sys.stdin.buffer.read(), type=Task))))
+    sys.stdout.buffer.write(msgspec.json.encode(fetch_in_turn(_task_decoder.decode(sys.stdin.buffer.read()))))

@@ -52,6 +52,8 @@ _MEMORY_FOR_EACH_BYTE: Final = 64
 """What a byte of metadata takes as objects, and as JSON, many times over."""
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 
+_contents_decoder: Final = msgspec.json.Decoder(Contents)
+
 
 def read_dcp(directory: Path, *, with_places: bool) -> Contents:
     """What a DCP checkpoint has.
@@ -85,7 +87,7 @@ def read_dcp(directory: Path, *, with_places: bool) -> Contents:
         raise UnreadableError(f"expected DCP's metadata in {path}: {told}")
     if done.returncode:
         raise UnreadableError(f"expected DCP's metadata in {path}: its reader ended with {done.returncode}")
-    return msgspec.json.decode(done.stdout, type=Contents)
+    return _contents_decoder.decode(done.stdout)
 
 
 def _main() -> None:

@@ -40,6 +40,7 @@ class _Entry(msgspec.Struct, frozen=True, gc=False):
 
 _decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _entries: Final = msgspec.json.Decoder(_Entry)
+_metadata: Final = msgspec.json.Decoder(dict[str, str])
 
 
 def read_header(read: Read, *, kind: str, name: str) -> Contents:
@@ -60,7 +61,7 @@ def read_header(read: Read, *, kind: str, name: str) -> Contents:
     try:
         table = _decoder.decode(read(_LENGTH.size, num_bytes))
         metadata = table.pop(_METADATA, None)
-        told = msgspec.json.decode(metadata, type=dict[str, str]) if metadata is not None else {}
+        told = _metadata.decode(metadata) if metadata is not None else {}
         entries = {path: _entries.decode(entry) for path, entry in table.items()}
     except DECODE_ERRORS as error:
         raise UnreadableError(f"expected the header of a safetensors file in {name}: {error}") from error

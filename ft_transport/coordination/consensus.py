@@ -184,14 +184,14 @@ class Agreement:
             phase, (lambda: self.showing_life(action, patience_s)) if self.is_first else lambda: None
         )[0]
 
-    def value_of_first(self, phase: str, action: Callable[[], T], kind: type[T]) -> T:
+    def value_of_first(self, phase: str, action: Callable[[], T], decoder: msgspec.msgpack.Decoder[T]) -> T:
         """As `on_first`, with a value of a kind that msgpack has in place of bytes."""
-        return from_msgpack(self.on_first(phase, lambda: msgspec.msgpack.encode(action())), kind)
+        return from_msgpack(self.on_first(phase, lambda: msgspec.msgpack.encode(action())), decoder)
 
-    def values_of_all(self, phase: str, action: Callable[[], T], kind: type[T]) -> list[T]:
+    def values_of_all(self, phase: str, action: Callable[[], T], decoder: msgspec.msgpack.Decoder[T]) -> list[T]:
         """As `run_on_all_ranks`, with values of a kind that msgpack has in place of bytes."""
         encoded = self.run_on_all_ranks(phase, lambda: msgspec.msgpack.encode(action()))
-        return [from_msgpack(each, kind) for each in encoded]
+        return [from_msgpack(each, decoder) for each in encoded]
 
     def _outcome(self, phase: str, action: Callable[[], bytes | None]) -> Verdict:
         self.sequence += 1

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -15,24 +14,25 @@ T = TypeVar("T")
 _MAX_SHOWN = 100
 
 
-def from_json(encoded: bytes, kind: type[T]) -> T:
-    """A value of this kind.
+def from_json(encoded: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """A value of the decoder's kind.
 
     Raises:
         PeerProtocolError: It is none.
     """
-    return _decoded(encoded, lambda: msgspec.json.decode(encoded, type=kind), kind)
+    return _decoded(encoded, decoder)
 
 
-def from_msgpack(encoded: bytes, kind: type[T]) -> T:
+def from_msgpack(encoded: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
     """As `from_json`, of msgpack."""
-    return _decoded(encoded, lambda: msgspec.msgpack.decode(encoded, type=kind), kind)
+    return _decoded(encoded, decoder)
 
 
-def _decoded(encoded: bytes, decode: Callable[[], T], kind: Any) -> T:
+def _decoded(encoded: bytes, decoder: msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]) -> T:
     try:
-        return decode()
+        return decoder.decode(encoded)
     except DECODE_ERRORS as error:
+        kind = decoder.type
         raise PeerProtocolError(
             f"expected a {getattr(kind, '__name__', kind)} of another rank, got {encoded[:_MAX_SHOWN]!r}: {error}"
         ) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
@@ -99,6 +99,10 @@ class Vote(Struct, frozen=True, array_like=True, kw_only=True):
     payload: bytes = b""
     nonce: str = ""
     heard: str = ""
+
+
+_vote_decoder: Final = msgspec.msgpack.Decoder(Vote)
+_votes_decoder: Final = msgspec.json.Decoder(list[Vote | None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +207,7 @@ def decode(encoded: bytes) -> Vote:
     Raises:
         PeerProtocolError: It is no vote.
     """
-    return _decoded(encoded, lambda: msgspec.msgpack.decode(encoded, type=Vote), _MAX_VOTE_BYTES)
+    return _decoded(encoded, _vote_decoder, _MAX_VOTE_BYTES)
 
 
 def decode_all(encoded: bytes, size: int) -> list[Vote | None]:
@@ -213,7 +217,7 @@ def decode_all(encoded: bytes, size: int) -> list[Vote | None]:
         PeerProtocolError: These are no votes, or not so many.
     """
     # A byte of a vote takes up to six characters in JSON.
-    votes = _decoded(encoded, lambda: msgspec.json.decode(encoded, type=list[Vote | None]), 6 * size * _MAX_VOTE_BYTES)
+    votes = _decoded(encoded, _votes_decoder, 6 * size * _MAX_VOTE_BYTES)
     if len(votes) != size:
         raise PeerProtocolError(f"expected the votes of {size} ranks, got {len(votes)}")
     return votes
@@ -272,7 +276,8 @@ def _plain_fields(error: TransportError) -> dict[str, Plain]:
         if name.startswith("_") or name in _NOT_SENT:
             continue
         with suppress(msgspec.ValidationError):
-            fields[name] = msgspec.convert(_sendable(value) if isinstance(value, str) else value, Plain)
+            sent = _sendable(value) if isinstance(value, str) else value
+            fields[name] = msgspec.convert(sent, Plain)  # noqa: TID251 # of built-in types, of which nothing is kept
     return fields
 
 
@@ -281,11 +286,11 @@ def _sendable(text: str) -> str:
     return text[:_MAX_MESSAGE_CHARACTERS].encode(errors="backslashreplace").decode()
 
 
-def _decoded(encoded: bytes, decode: Callable[[], T], max_bytes: int) -> T:
+def _decoded(encoded: bytes, decoder: msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T], max_bytes: int) -> T:
     if len(encoded) > max_bytes:
         raise PeerProtocolError(f"expected a rank to send at most {max_bytes} bytes, got {len(encoded)}")
     try:
-        return decode()
+        return decoder.decode(encoded)
     except DECODE_ERRORS as error:
         raise PeerProtocolError(f"expected votes of ranks, got {encoded[:_MAX_SHOWN]!r}…: {error}") from error
 

@@ -132,13 +132,16 @@ def fetch_server_id(connection: Connection) -> str:
     response = connection.get(STATUS_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
     body = connection.read_body(response, max_bytes=_MAX_STATUS_BYTES)
     try:
-        return msgspec.json.decode(body, type=_Status).server
+        return _status_decoder.decode(body).server
     except DECODE_ERRORS as error:
         raise PeerProtocolError(f"expected the status of a server: {error}", peer=str(connection.peer)) from error
 
 
 class _Status(msgspec.Struct):
     server: str
+
+
+_status_decoder: Final = msgspec.json.Decoder(_Status)
 
 
 def _read_manifest(connection: Connection, step: StepSelector, after: int | None, settings: FetchSettings) -> Manifest:

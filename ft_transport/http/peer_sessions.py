@@ -34,6 +34,7 @@ from ft_transport.wire.authentication import (
 )
 
 _NUMBER: Final = web.RequestKey("number", int)
+_answer_decoder: Final = msgspec.json.Decoder(ChallengeAnswer)
 
 
 class ServerSessions:
@@ -169,7 +170,7 @@ def make_challenge(keys: Keys, address: str) -> Challenge:
 def begin_session(keys: Keys, challenge: Challenge, answer: bytes) -> ClientSession | None:
     """The session of a connection; ``None`` if the answer proves nothing."""
     try:
-        decoded = msgspec.json.decode(answer, type=ChallengeAnswer)
+        decoded = _answer_decoder.decode(answer)
     except DECODE_ERRORS:
         return None
     session = accept_answer(keys.current(), challenge, decoded)

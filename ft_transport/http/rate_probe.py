@@ -67,6 +67,9 @@ class PeerStatus:
     interfaces: tuple[PeerInterface, ...] = field(default=())
 
 
+_status_decoder: Final = msgspec.json.Decoder(PeerStatus)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedRate:
     """What came over one way.
@@ -116,7 +119,7 @@ def ask_status(peer: PeerAddress, connect: Connect, *, within_s: float) -> PeerS
         date = response.headers.get("Date", "")
         body = connection.read_body(response, max_bytes=_MAX_STATUS_BYTES)
     try:
-        return replace(msgspec.json.decode(body, type=PeerStatus), unix_s=_unix_s(date))
+        return replace(_status_decoder.decode(body), unix_s=_unix_s(date))
     except DECODE_ERRORS as error:
         raise PeerProtocolError(f"expected the status of a server: {error}", peer=str(peer)) from error
 

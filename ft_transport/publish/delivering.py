@@ -6,10 +6,9 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
-import msgspec
 
 from ft_transport.errors import EngineRefusedError, EngineUnreachableError
 from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, EngineConnection
@@ -47,15 +46,14 @@ async def deliver(
     if outcome["outcome"] != "confirmed" and attempt.may_be_loading:
         # Its request was given up here, which need not keep the engine from going on with it.
         known.doubtful = (*known.doubtful, delivery.version)[-_NUM_DOUBTFUL:]
-    facts = {
-        "url": known.url,
-        "is_counted": is_counted,
-        "seconds": time.monotonic() - started_s,
-        "num_attempts": attempt.number,
-        "version": None if attempt.is_in_doubt else known.version,
+    report = EngineReport(
+        url=known.url,
+        is_counted=is_counted,
+        seconds=time.monotonic() - started_s,
+        num_attempts=attempt.number,
+        version=None if attempt.is_in_doubt else known.version,
         **outcome,
-    }
-    report = msgspec.convert(facts, EngineReport)
+    )
     if report.outcome == "superseded":
         return report
     known.outcome, known.was_down, known.poll_failure = report.outcome, False, ""
@@ -69,8 +67,8 @@ async def deliver(
 
 async def _outcome(
     known: KnownEngine, attempt: _Attempt, session: aiohttp.ClientSession, timeout_s: float
-) -> dict[str, object]:
-    late: dict[str, object] = {"outcome": "late", "body": f"no answer within {timeout_s:g} s"}
+) -> dict[str, Any]:
+    late: dict[str, Any] = {"outcome": "late", "body": f"no answer within {timeout_s:g} s"}
     mutex = known.link.mutex
     if known.link.asking is not None:
         known.link.asking.cancel()

@@ -39,6 +39,11 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
+_digests_decoder: Final = msgspec.json.Decoder(dict[str, str])
+_header_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_entry_decoder: Final = msgspec.json.Decoder(_Entry)
+
+
 def open_file(path: Path) -> FileIO:
     """Opens a file of a version.
 
@@ -99,7 +104,7 @@ def digests_in(directory: Path) -> dict[str, int]:
     """
     file = directory / DIGESTS_NAME
     try:
-        told = msgspec.json.decode(read_regular(file, max_bytes=_MAX_DIGESTS_BYTES), type=dict[str, str])
+        told = _digests_decoder.decode(read_regular(file, max_bytes=_MAX_DIGESTS_BYTES))
         return {name: int(each, 16) for name, each in told.items()}
     except (FileNotFoundError, NotRegularFileError, FileTooLargeError, ValueError, *DECODE_ERRORS) as error:
         raise RestoreError(f"expected the digests of a version in {file}: {error}") from error
@@ -159,10 +164,10 @@ def tensors_of(directory: Path) -> Iterator[dict[str, Bytes]]:
             length = int.from_bytes(data[:8].tobytes(), "little")
             if length > min(_MAX_HEADER_BYTES, len(data) - 8):
                 raise RestoreError(f"expected a safetensors file, got {file}")
-            header = msgspec.json.decode(data[8 : 8 + length].tobytes(), type=dict[str, msgspec.Raw])
+            header = _header_decoder.decode(data[8 : 8 + length].tobytes())
             header.pop("__metadata__", None)
             for name, raw in header.items():
-                start, end = msgspec.json.decode(raw, type=_Entry).data_offsets
+                start, end = _entry_decoder.decode(raw).data_offsets
                 if not 0 <= start <= end <= len(data) - 8 - length:
                     raise RestoreError(f"expected tensors inside of {file}", path=name)
                 tensors[name] = data[8 + length + start : 8 + length + end]

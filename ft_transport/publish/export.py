@@ -73,6 +73,10 @@ class _Header(Struct, frozen=True, array_like=True):
     renamed: Renamed
 
 
+_header_decoder: Final = msgspec.msgpack.Decoder(_Header)
+_digests_decoder: Final = msgspec.msgpack.Decoder(list[int])
+
+
 class Exporter:
     """Exports versions: the `StorageWriter` that copies, digests and sends on the calling thread, the training thread.
 
@@ -175,7 +179,7 @@ class Exporter:
     def plan(self, request: ExportRequest, headers: Sequence[bytes]) -> Sequence[RankPlan]:
         """See `StorageWriter`."""
         kind = self._own().kind
-        decoded = [from_msgpack(header, _Header) for header in headers]
+        decoded = [from_msgpack(header, _header_decoder) for header in headers]
         if self._format.names is not None:
             check_engine_names([each.renamed for each in decoded], self._format.names)
         described = [_described_by_name(each.header) for each in decoded]
@@ -191,7 +195,8 @@ class Exporter:
 
     def compare(self, digests: Sequence[bytes]) -> None:
         """See `StorageWriter`."""
-        find_diverged(self._planned(), [from_msgpack(each, list[int]) for each in digests])
+        by_rank = [from_msgpack(each, _digests_decoder) for each in digests]
+        find_diverged(self._planned(), by_rank)
 
     def write(self, request: ExportRequest, directory: Path, plan: RankPlan, phases: Phases) -> Callable[[], None]:
         """See `StorageWriter`: the first rank alone writes, so that no disk has to be shared with the others."""

@@ -36,6 +36,8 @@ _START_TIMEOUT_S: Final = 30.0
 _SETTLING_ROUNDS: Final = 5
 _ENDING_S: Final = 1.0
 
+_body_decoder: Final = msgspec.json.Decoder()
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -180,7 +182,7 @@ class OrderServer:
             return self._refusal("malformed", caller)
         try:
             # Who is slow loses its place.
-            body: object = msgspec.json.decode(await request.read())
+            body: object = _body_decoder.decode(await request.read())
         except (*DECODE_ERRORS, web.HTTPRequestEntityTooLarge):
             return self._refusal("malformed", caller)
         if self._num_orders >= _MAX_ORDERS:

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch.distributed as dist
 
 from ft_transport.checkpoint.claim import RootClaim
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 _EXIT_TIMEOUT: Final = timedelta(seconds=60)
 _MARGIN_S: Final = 5.0
 """Beyond the engines' deadline: the report has to be posted, and found."""
+
+_numbers_decoder: Final = msgspec.msgpack.Decoder(list[int])
 
 
 class Publisher:
@@ -252,7 +255,7 @@ class Publisher:
 
     def latest(self) -> int | None:
         """The newest version, also of earlier runs; ``None`` if there is none. Called by all ranks."""
-        versions = self._agreement.value_of_first("find the newest version", self._directory.numbers, list[int])
+        versions = self._agreement.value_of_first("find the newest version", self._directory.numbers, _numbers_decoder)
         return versions[-1] if versions else None
 
     def add_engine(self, engine: Engine) -> None:

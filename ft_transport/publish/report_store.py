@@ -27,6 +27,8 @@ _ALIVE: Final = "alive"
 _NUM_KEPT: Final = 256
 """So many versions can be asked for; what was posted of older ones is forgotten."""
 
+_report_decoder: Final = msgspec.json.Decoder(PublishReport)
+
 
 class ReportStore:
     """Reports by version. Posting belongs to rank 0; any thread of any rank may wait.
@@ -96,7 +98,7 @@ class ReportStore:
         while True:
             found = self._channel.get([_key(version)], AT_ONCE)
             if found is not None:
-                report = from_json(found[0], PublishReport)
+                report = from_json(found[0], _report_decoder)
                 if until(report):
                     return report
             now_s = time.monotonic()

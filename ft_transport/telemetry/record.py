@@ -122,6 +122,9 @@ class Record:
     notes: dict[str, str] = field(default_factory=dict)
 
 
+_record_decoder: Final = msgspec.json.Decoder(Record)
+
+
 def encode_record(record: Record) -> bytes:
     """One line of JSON, without its end."""
     return encode_told(record)
@@ -134,6 +137,6 @@ def decode_record(line: bytes | str) -> Record:
         RecordError: The line is no record.
     """
     try:
-        return msgspec.json.decode(line, type=Record)
+        return _record_decoder.decode(line)
     except DECODE_ERRORS as error:
         raise RecordError(f"expected a record in JSON, got something else: {error}") from error

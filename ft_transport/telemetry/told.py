@@ -249,6 +249,9 @@ class ToldState:
     errors: tuple[ToldError, ...] = ()
 
 
+_state_decoder: Final = msgspec.json.Decoder(ToldState)
+
+
 def decode_state(body: bytes | bytearray) -> ToldState:
     """What a process has told.
 
@@ -256,7 +259,7 @@ def decode_state(body: bytes | bytearray) -> ToldState:
         PeerProtocolError: It is not of this form.
     """
     try:
-        return msgspec.json.decode(body, type=ToldState)
+        return _state_decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PeerProtocolError(
             f"expected what a process tells to who watches it, got something else: {error}"

@@ -79,6 +79,9 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
     lengths: tuple[int, ...]
 
 
+_header_decoder: Final = msgspec.msgpack.Decoder(_Header)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorPair:
     """What a tensor was and what it is, row-major.
@@ -226,7 +229,7 @@ def decode_delta(data: bytes | bytearray, *, max_bytes: int | None = None) -> De
     if max_bytes is not None and length * _HEADER_COST > max_bytes:
         raise ManifestError(f"expected a delta that fits into {max_bytes} bytes, got a header of {length}")
     try:
-        header = msgspec.msgpack.decode(view[_LENGTH_BYTES : _LENGTH_BYTES + length], type=_Header)
+        header = _header_decoder.decode(view[_LENGTH_BYTES : _LENGTH_BYTES + length])
     except DECODE_ERRORS as error:
         raise ManifestError(f"expected the header of a delta: {error}") from error
     if header.format != _FORMAT:

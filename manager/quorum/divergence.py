@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
+
+import msgspec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +31,10 @@ class Claim:
     lineage: str = ""
     tensors: str = ""
     digest: str = ""
+
+
+# Not used: several modules have decoders of what holds it, and several threads may import them at once.
+_claim_decoder: Final = msgspec.json.Decoder(Claim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

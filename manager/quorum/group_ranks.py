@@ -143,6 +143,11 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
     is_timeout: bool = False
 
 
+_sent_decoder: Final = msgspec.json.Decoder(_Sent)
+_answer_decoder: Final = msgspec.json.Decoder(_Answer)
+_refusals_decoder: Final = msgspec.json.Decoder(list[str])
+
+
 class _AtOddsError(QuorumError):
     """Ranks of one replica came for different things."""
 
@@ -231,7 +236,8 @@ class GroupRanks:
         except _AtOddsError as error:
             return (str(error),)
         with quorum_errors():
-            return tuple(from_json(agreed, list[str]))
+            refusals = from_json(agreed, _refusals_decoder)
+        return tuple(refusals)
 
     def close(self) -> None:
         """Let no other rank wait for this one, as far as the store still answers."""
@@ -265,7 +271,7 @@ class GroupRanks:
         try:
             found = self._await(store, keys, deadline.cap(_LONGEST))
             with quorum_errors():
-                all_sent = (sent, *(from_json(each, _Sent) for each in found))
+                all_sent = (sent, *(from_json(each, _sent_decoder) for each in found))
             if len({each.kind for each in all_sent}) > 1:
                 came = ", ".join(f"rank {rank} for {each.kind.value}" for rank, each in enumerate(all_sent))
                 raise _AtOddsError(f"the ranks of this replica came for different things: {came}")
@@ -314,7 +320,7 @@ class GroupRanks:
     def _answer(self, store: StoreChannel, number: int, deadline: Deadline) -> _Answer:
         (found,) = self._await(store, {self._key(number, "answer"): 0}, deadline.cap(_LONGEST))
         with quorum_errors():
-            return from_json(found, _Answer)
+            return from_json(found, _answer_decoder)
 
     def _publish(
         self, store: StoreChannel, number: int, answer: _Answer, timeout: timedelta, *, remove: Sequence[str] = ()
@@ -327,7 +333,7 @@ class GroupRanks:
         self._current = (number + 1, 0)
         self._old_keys += [key, *(self._key(number, rank) for rank in range(1, self.world_size))]
         with quorum_errors():
-            return from_json(self._seal.opened(stored, key), _Answer)
+            return from_json(self._seal.opened(stored, key), _answer_decoder)
 
     def _await(self, store: StoreChannel, keys: dict[str, int], timeout: timedelta) -> list[bytes]:
         """Wait for what others write; ``keys`` says which key comes from which rank."""

@@ -43,6 +43,8 @@ _GRACE: Final = timedelta(milliseconds=200)
 _NO_DEADLINE: Final = Deadline()
 _PROBE_S: Final = 0.2
 
+_members_decoder: Final = msgspec.json.Decoder(tuple[Member, ...])
+
 
 class Membership:
     """See the module.
@@ -216,7 +218,7 @@ class Membership:
             answering=deadline.cap(gathering + asking) + _GRACE,
         )
         with quorum_errors():
-            members = self.members = from_json(answered, tuple[Member, ...])
+            members = self.members = from_json(answered, _members_decoder)
         return decide(members, self.replica_id, rules, group_rank=self.group_rank, num_failed_heals=num_failed_heals)
 
     def _ask(

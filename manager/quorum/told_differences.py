@@ -21,6 +21,9 @@ _PREFIX: Final = "ft_transport"
 _TELLING: Final = timedelta(seconds=1)
 _ASKING: Final = timedelta(milliseconds=200)
 
+_tables_decoder: Final = msgspec.json.Decoder(dict[str, dict[str, str]])
+_digests_decoder: Final = msgspec.json.Decoder(dict[str, int])
+
 
 class ToldDifferences:
     """Tells the others what this rank's state looks like, and asks what theirs do. For messages alone.
@@ -44,7 +47,7 @@ class ToldDifferences:
         with suppress(TransportError):
             told = self._stores.at_address(store_address).get([self._tables_key()], _ASKING)
             if told is not None:
-                return from_json(told[0], dict[str, dict[str, str]])
+                return from_json(told[0], _tables_decoder)
         return None
 
     def differing_tensors(
@@ -63,7 +66,7 @@ class ToldDifferences:
             store = self._stores.at_address(error.store_address)
             store.set(f"{prefix}/{replica_id}", msgspec.json.encode(table), timeout)
             told = store.get([f"{prefix}/{replica}" for replica in error.replicas], timeout)
-            tables = [from_json(each, dict[str, int]) for each in told or ()]
+            tables = [from_json(each, _digests_decoder) for each in told or ()]
         except TransportError as unanswered:
             logger.warning("replica %s: which tensors differ is not known: %s", replica_id, unanswered)
             return ()

@@ -58,7 +58,7 @@ class RecoveringRanks:
         named = self._agreement.run_on_all_ranks("name the sources", lambda: msgspec.json.encode(addresses))
 
         def ask() -> bytes:
-            everywhere = [address for each in named for address in from_json(each, list[str])]
+            everywhere = [address for each in named for address in from_json(each, _addresses_decoder)]
             try:
                 step = transport.common_step(
                     list(dict.fromkeys(everywhere)), timeout=timeout, unreachable_timeout=unreachable_timeout
@@ -67,7 +67,7 @@ class RecoveringRanks:
                 return msgspec.json.encode(_StepReply(failure=describe(error)))
             return msgspec.json.encode(_StepReply(step=step))
 
-        reply = from_json(self._agreement.on_first("agree on a step", ask), _StepReply)
+        reply = from_json(self._agreement.on_first("agree on a step", ask), _reply_decoder)
         if reply.failure is not None:
             raise rebuild(reply.failure)
         return reply.step
@@ -114,3 +114,7 @@ class _StepReply(msgspec.Struct, frozen=True):
 
     step: int = 0
     failure: Failure | None = None
+
+
+_addresses_decoder: Final = msgspec.json.Decoder(list[str])
+_reply_decoder: Final = msgspec.json.Decoder(_StepReply)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from ft_transport.coordination.plain_values import from_json, from_msgpack
@@ -9,8 +10,8 @@ from ft_transport.errors import PeerProtocolError
 
 
 def test_a_value_of_the_kind_comes() -> None:
-    assert from_json(b'{"a":1}', dict[str, int]) == {"a": 1}
-    assert from_msgpack(b"\x92\x01\x02", list[int]) == [1, 2]
+    assert from_json(b'{"a":1}', msgspec.json.Decoder(dict[str, int])) == {"a": 1}
+    assert from_msgpack(b"\x92\x01\x02", msgspec.msgpack.Decoder(list[int])) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -18,7 +19,10 @@ def test_a_value_of_the_kind_comes() -> None:
     [b"", b"\xff", b'"\xff"', b"[" * 100_000, b"\x91" * 100_000, b'{"a":"b"}', b"\xdd\xff\xff\xff\xff", b"\xa1\xff"],
 )
 def test_anything_else_is_a_typed_error(encoded: bytes) -> None:
-    for decode in (from_json, from_msgpack):
-        with pytest.raises(PeerProtocolError, match="of another rank") as caught:
-            decode(encoded, dict[str, int])
+    for decode in (
+        lambda: from_json(encoded, msgspec.json.Decoder(dict[str, int])),
+        lambda: from_msgpack(encoded, msgspec.msgpack.Decoder(dict[str, int])),
+    ):
+        with pytest.raises(PeerProtocolError, match="expected a dict of another rank") as caught:
+            decode()
         assert len(str(caught.value)) < 1000
