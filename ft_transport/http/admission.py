@@ -126,6 +126,11 @@ class Admission:
         return bool(len(self._waiting) + len(self._asking))
 
     @property
+    def has_room(self) -> bool:
+        """Whether a place is free."""
+        return len(self._open) < self.max_connections
+
+    @property
     def is_full(self) -> bool:
         """Whether every place is taken by somebody who is being served."""
         return len(self._open) >= self.max_connections and not self._num_ending
@@ -152,7 +157,7 @@ class Admission:
         """
         if len(self._open) >= self.max_connections and not self._num_ending:
             self._end(self._dispensable())
-        return len(self._open) < self.max_connections
+        return self.has_room
 
     def enter(self, address: str, end: Callable[[], object]) -> Place | None:
         """Gives a place to a connection that was accepted after `make_room`.

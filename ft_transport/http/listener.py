@@ -128,7 +128,9 @@ class Listener:
 
     def _accept(self) -> None:
         num_to_connect = max(1, self._admission.max_newcomers_of_address // _ROUNDS_TO_ASK)
-        for _ in range(_BATCH):
+        for number in range(_BATCH):
+            if number and not self._admission.has_room:
+                break  # It is not known whether anybody else waits: nobody loses a place for that.
             if not self._admission.make_room():
                 if self._admission.is_full:
                     self._set_backlog(_FULL_BACKLOG)

@@ -184,6 +184,19 @@ def test_where_all_places_are_busy_the_next_one_waits(monkeypatch: pytest.Monkey
         assert read_rest(late).startswith(b"HTTP/1.1 200 ")
 
 
+def test_the_last_place_is_kept_while_nobody_else_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "max_connections", lambda: 1)
+    with (
+        serving() as served,
+        closing(socket.create_connection(("127.0.0.1", served.server.port), timeout=0.2)) as sock,
+    ):
+        with pytest.raises(TimeoutError):
+            sock.recv(1)
+        sock.settimeout(20)
+        sock.sendall(b"GET /status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert read_rest(sock).startswith(b"HTTP/1.1 200 ")
+
+
 def test_the_head_of_a_request_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "NEWCOMER_S", 0.1)
     monkeypatch.setattr(listener, "_SWEEP_S", 0.05)
