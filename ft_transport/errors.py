@@ -13,6 +13,7 @@ TransportError
 ├── IntegrityError              bytes that differ from their digest
 ├── PeerError                   one peer did not do what was asked
 │   ├── PeerUnreachableError    no connection, or it broke
+│   │   ├── PeerSilentError     nothing comes from it, or too little
 │   │   └── UnknownHostError    nobody knows an address for the peer's name
 │   ├── PeerProtocolError       an answer outside the protocol
 │   │   └── MessageDamagedError a request, or the head of its answer, was damaged on its way
@@ -200,6 +201,10 @@ class PeerUnreachableError(PeerError, ConnectionError):
     """No connection to the peer could be made, or it broke off."""
 
     retryable = True
+
+
+class PeerSilentError(PeerUnreachableError):
+    """Nothing came from the peer for longer than the stall timeout, or less than the minimum throughput."""
 
 
 class UnknownHostError(PeerUnreachableError):

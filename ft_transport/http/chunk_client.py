@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from http.client import HTTPResponse
 from typing import Final
 
-from ft_transport.errors import IntegrityError, MessageDamagedError, PeerUnreachableError
+from ft_transport.errors import (
+    IntegrityError,
+    MessageDamagedError,
+    PeerNotReadyError,
+    PeerSilentError,
+    PeerUnreachableError,
+)
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
@@ -37,6 +43,8 @@ _RELAY_WAIT_S: Final = 1.0
 _LONGEST_RELAY_WAIT_S: Final = 15.0
 _LONGEST_PAUSE_S: Final = 2.5
 """How long a relay may pause within an answer, at most, and for no longer than half of the stall timeout."""
+_LEAST_PAUSE_S: Final = 0.1
+"""Before a relay is asked again that has not held a request for so long."""
 _WAIT_IN_CHUNKS: Final = 2.0
 """So many times as long as a chunk from a source has taken here: the relays get theirs at about the same rate."""
 
@@ -206,6 +214,9 @@ class _ChunkWire:
             try:
                 chunk = self._next_relayed(connection, left)
                 num_bytes = self._receive_chunk(connection, chunk)
+            except PeerSilentError:
+                # Whoever has no more of them in time ends its answer.
+                raise
             except PeerUnreachableError as error:
                 if len(left) == len(chunks):
                     raise
@@ -259,12 +270,20 @@ class _ChunkWire:
         wait_s = min(_LONGEST_RELAY_WAIT_S, max(_RELAY_WAIT_S, _WAIT_IN_CHUNKS * self._longest_chunk_s))
         follow_s = min(wait_s, _LONGEST_PAUSE_S, connection.stall_timeout_s / 2)
         table = self._manifest.chunks
-        response = connection.get(
-            relay_path(self._relay.content, format_ranges(table, chunks), wait_s=wait_s, follow_s=follow_s),
-            headers={},
-            expected_status=200,
-            answer_within_s=wait_s,
-        )
+        began_s = time.monotonic()
+        try:
+            response = connection.get(
+                relay_path(self._relay.content, format_ranges(table, chunks), wait_s=wait_s, follow_s=follow_s),
+                headers={},
+                expected_status=200,
+                answer_within_s=wait_s,
+            )
+        except PeerNotReadyError as error:
+            # It was asked to say so after a while, and not when to come again.
+            is_early = time.monotonic() - began_s < wait_s / 2
+            least_s = _LEAST_PAUSE_S if is_early else 0.0
+            error.retry_after_s = min(_LONGEST_PAUSE_S, max(least_s, error.retry_after_s))
+            raise
         expected_bytes = answer_bytes(table, chunks)
         if response.length != expected_bytes:
             raise _unexpected(connection, f"{len(chunks)} chunks in {expected_bytes} bytes", response)

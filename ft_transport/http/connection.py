@@ -21,6 +21,7 @@ from ft_transport.errors import (
     PeerAuthenticationError,
     PeerNotReadyError,
     PeerProtocolError,
+    PeerSilentError,
     PeerUnreachableError,
     TransportError,
 )
@@ -375,7 +376,7 @@ class Connection:
         doing = f"{doing} after {self._num_received} bytes"
         if self._timeouts.is_over():
             return DeadlineExceededError(f"timed out {doing}: {self._timeouts.reason()}", peer=str(self.peer))
-        return PeerUnreachableError(
+        return PeerSilentError(
             f"timed out {doing}: nothing came for {self._timeouts.stall_timeout_s:g} s, or less than "
             f"{self._timeouts.min_bytes_per_s:.0f} bytes/s",
             peer=str(self.peer),

@@ -276,12 +276,13 @@ class FetchPool(Generic[Unit]):
                     while not isinstance(instruction, Request | Stop):
                         if isinstance(instruction, Interrupt) and instruction.worker in self._used_by:
                             self._used_by[instruction.worker].interrupt()
-                        self._changed.wait(timeout=self._settings.timeouts.stall_timeout_s)
+                            self._changed.notify_all()
+                        self._wait()
                         instruction = self._machine.next(worker)
-                if isinstance(instruction, Stop):
-                    return
-                with self._changed:
+                    if isinstance(instruction, Stop):
+                        return
                     connection = self._connections.take(instruction.source)
+                    self._used_by[worker] = connection
                     num_opened = connection.num_opened
                     self._log.begun(instruction.source)
                 try:
@@ -296,6 +297,18 @@ class FetchPool(Generic[Unit]):
             with self._changed:
                 self._connections.close_idle()
 
+    def _wait(self) -> None:
+        """Until something changes, or the time is over. Called under the lock."""
+        timeouts = self._settings.timeouts
+        self._changed.wait(timeout=max(0.0, min(timeouts.stall_timeout_s, timeouts.end_s() - time.monotonic())))
+        if timeouts.is_over():
+            self._abort(
+                DeadlineExceededError(
+                    f"timed out with {self._done_bytes} of {self._total_bytes} bytes received: {timeouts.reason()}",
+                    step=self._step,
+                )
+            )
+
     def _connect(self, source: int) -> Connection:
         settings = self._settings
         if source >= self._num_sources:
@@ -309,12 +322,12 @@ class FetchPool(Generic[Unit]):
             if request.delay_s:
                 left_s = settings.timeouts.remaining_s("waiting to try again", source)
                 with self._changed:
-                    if self._changed.wait_for(
-                        lambda: self._machine.stopped is not None, timeout=min(request.delay_s, left_s)
-                    ):
+                    self._changed.wait_for(
+                        lambda: self._machine.stopped is not None or connection.is_interrupted,
+                        timeout=min(request.delay_s, left_s),
+                    )
+                    if self._machine.stopped is not None:
                         return
-            with self._changed:
-                self._used_by[worker] = connection
             self._receive(worker, connection, request)
             self._reached[f"{source} at {connection.reached}"] = None
         except TransportError as error:

@@ -175,7 +175,9 @@ def asked_ranges(request: web.Request) -> Sequence[tuple[int, int]]:
     """
     ranges = parse_ranges(request.query.get(RANGES_PARAMETER, ""))
     if ranges is None:
-        raise ConfigurationError(f"expected at most {MAX_RANGES} ranges of bytes, as in {RANGES_PARAMETER}=0-10")
+        raise ConfigurationError(
+            f"expected at most {MAX_RANGES} ranges, none empty and no byte twice, as in {RANGES_PARAMETER}=0-10"
+        )
     return ranges
 
 

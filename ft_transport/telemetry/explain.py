@@ -63,6 +63,8 @@ _PHASES: Final[Mapping[str, tuple[str, str]]] = {
 _RETRIES: Final[Mapping[str, str]] = {
     "PeerUnreachableError": "is it running, does its name lead to it, and does a firewall let its port through? "
     "`ft-transport doctor URL` tells",
+    "PeerSilentError": "is its process stopped, or its host or the network between overloaded? "
+    "TransportSettings.stall_timeout and min_bytes_per_s say how long it is waited for",
     "PeerAuthenticationError": "both sides need the same FT_TRANSPORT_TOKEN, and each other's addresses "
     "(TransportSettings.reached_at behind a translation)",
     "IntegrityError": "bytes were damaged on their way or in memory; look at the hosts' ECC and network counters",

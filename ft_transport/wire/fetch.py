@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, Literal, NewType, Protocol, TypeAlias, TypeVar
 
-from ft_transport.errors import FetchFailedError, PeerNotReadyError, TransportError
+from ft_transport.errors import FetchFailedError, PeerNotReadyError, PeerSilentError, TransportError
 
 WorkerIndex = NewType("WorkerIndex", int)
 SourceIndex = NewType("SourceIndex", int)
@@ -72,6 +72,7 @@ class SourceState:
         pause_s: How long it wants to be left alone after the last one of these, in seconds.
         num_active: Requests under way.
         num_landed: Units that it has delivered.
+        num_silent: Requests in which nothing came from it for too long.
         num_interrupted: Requests to it that were ended because others were faster.
         dropped: Whether it is not asked any more.
     """
@@ -82,6 +83,7 @@ class SourceState:
     pause_s: float = 0.0
     num_active: int = 0
     num_landed: int = 0
+    num_silent: int = 0
     num_interrupted: int = 0
     dropped: bool = False
 
@@ -249,6 +251,7 @@ class FetchMachine(Generic[Unit]):
         else:
             self._failures.append(error)
             source.failures += 1
+            source.num_silent += isinstance(error, PeerSilentError)
             # A snapshot that was replaced (409) does not come back.
             if not error.retryable or error.http_status == 409 or source.failures >= self._max_failures:
                 source.dropped = True

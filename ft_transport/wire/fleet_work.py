@@ -110,8 +110,13 @@ class FleetWork:
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
     ) -> tuple[SourceIndex, Sequence[int]] | None:
         """What a source is to be asked for, or a relay."""
-        if self._ring is not None and self._ring.is_used:
-            return self._take_own(sources, under_way) or self._take_from_ring(sources[self._before])
+        ring = self._ring
+        if ring is not None and ring.is_used:
+            taken = self._take_own(sources, under_way) or self._take_from_ring(sources[self._before])
+            if taken is not None or ring.num_asked or self._expects_own(sources):
+                return taken
+            # What the sources have not sent is to be had from whoever has got it.
+            ring.has_left = True
         taken = self._take_own(sources, under_way) or self._take_relayed(sources)
         if taken is None and self._deal_what_keeps_waiting(sources):
             taken = self._take_own(sources, under_way) or self._take_relayed(sources)
@@ -170,6 +175,9 @@ class FleetWork:
         if self._own.missing:
             return None
         number = self._fleet.num_sources
+        if all(state.dropped for state in sources[:number]):
+            # Its chunks would come back here, and be asked of it again.
+            return None
         for each in under_way:
             if each.source >= number and not each.is_interrupted and self._by_source[each.source].is_out:
                 return each
@@ -186,6 +194,10 @@ class FleetWork:
             return None
         source = self._best_source(sources)
         return None if source is None else (source, self._own.take(self._request_size(source, sources)))
+
+    def _expects_own(self, sources: Sequence[SourceState]) -> bool:
+        """Whether chunks are still to come from the sources, and there is one that can send them."""
+        return self._own.num_left > 0 and any(not each.dropped for each in sources[: self._fleet.num_sources])
 
     def _is_of_ring(self, source: SourceIndex) -> bool:
         """Whether what comes from there was asked for as the ring's; nothing else is at that time."""
@@ -224,7 +236,7 @@ class FleetWork:
     def _take_relayed(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
         """From the relay of which most is missing; of equals another one for each receiver."""
         best, most = None, 0
-        is_dry_left_out = not self._own.num_left
+        is_dry_left_out = not self._expects_own(sources)
         for relay, queue in self._others:
             if queue.num_missing > most:
                 state = sources[relay]
@@ -258,10 +270,11 @@ class FleetWork:
     def _deal_what_keeps_waiting(self, sources: Sequence[SourceState]) -> bool:
         """Leaves out who has gone, and, once this receiver's own chunks are there, who keeps it waiting."""
         is_any = False
+        expects_own = self._expects_own(sources)
         for relay, queue in self._others:
             if queue.num_left and not queue.is_out:
                 state = sources[relay]
-                if _is_gone(state) or (not self._own.num_left and self._keeps_waiting(queue, state)):
+                if _is_gone(state) or (not expects_own and self._keeps_waiting(queue, state)):
                     queue.is_out = is_any = True
                     self._deal(queue)
         if is_any:
@@ -383,7 +396,7 @@ def _max_requests_to(queue: BlockQueue) -> int:
 
 
 def _is_gone(relay: SourceState) -> bool:
-    return relay.dropped or relay.failures >= _FAILED_ENOUGH
+    return relay.dropped or relay.failures >= _FAILED_ENOUGH or relay.num_silent > 0
 
 
 def _busy(state: SourceState) -> tuple[int, int, int, int]:

@@ -33,7 +33,8 @@ from faulty_transports import (
     transport,
 )
 from programs import Program
-from proxy import corrupt, cut, proxied, stall, trickle
+from proxy import Link, corrupt, cut, proxied, stall, trickle
+from scripted_peer import Peer, answering, scripted
 
 from ft_transport import FetchFailedError, FetchProgress, HTTPTransport, PeerAuthenticationError, state_digest
 from ft_transport.http import chunk_client, fetch_pool, relayed_chunks
@@ -69,19 +70,23 @@ def addresses(transports: Sequence[HTTPTransport[Any]]) -> list[str]:
 
 def fetch_together(
     made: Sequence[HTTPTransport[Any]],
-    sending: Sequence[str],
+    sending: Sequence[str] | Sequence[list[str]],
     relays: Sequence[Sequence[str]] | None = None,
     **keywords: Any,
 ) -> list[Any]:
-    """What each receives, or the error; all begin at one moment. Each may know the relays by other addresses."""
+    """What each receives, or the error; all begin at one moment. Each may know the relays by other addresses.
+
+    All ask all of ``sending``; where these are lists, each asks those of its own.
+    """
     outcomes: list[Any] = [None] * len(made)
     start = threading.Barrier(len(made))
 
     def fetch(index: int) -> None:
         start.wait()
         try:
+            own = sending[index] if isinstance(sending[0], list) else sending
             outcomes[index] = made[index].fetch(
-                sending, 1, into=blank(), relays=relays[index] if relays is not None else addresses(made), **keywords
+                own, 1, into=blank(), relays=relays[index] if relays is not None else addresses(made), **keywords
             )
         except Exception as error:
             outcomes[index] = error
@@ -256,6 +261,91 @@ def test_a_relay_that_never_begins_is_done_without(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(chunk_client, "_RELAY_WAIT_S", 0.2)
     with sources(1) as (source,), receivers(3) as made:
         check(fetch_together(made[:2], addresses([source]), [addresses(made)] * 2))
+
+
+def _lost_after(num_bytes: int) -> Callable[[Link, bytes], bool]:
+    """A fault for one way to a source: what has passed on all its connections is so much, and nothing passes then."""
+    left = [num_bytes]
+
+    def fault(link: Link, data: bytes) -> bool:
+        if left[0] <= 0:
+            link.reset()
+            return False
+        left[0] -= len(data)
+        link.send(data)
+        return True
+
+    return fault
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_who_loses_its_sources_in_a_ring_gets_the_rest_from_the_others(which: int) -> None:
+    with (
+        sources(1, max_send_bytes_per_s=4 << 20) as (source,),
+        proxied(port_of(source)) as proxy,
+        receivers(3, max_failures=4) as made,
+    ):
+        proxy.inject(_lost_after(10 * CHUNK_BYTES), on="/full", times=10**6)
+        made.sort(key=HTTPTransport.metadata)
+        asked = [[proxy.url if index == which else source.metadata()] for index in range(3)]
+        check(fetch_together(made, asked, timeout=timedelta(seconds=10)))
+        assert proxy.num_faulty
+
+
+def test_who_loses_its_sources_asks_who_has_the_rest_and_not_one_who_has_nothing() -> None:
+    chunk_bytes = 256 << 10
+    with (
+        sources(1, chunk_bytes=chunk_bytes, max_send_bytes_per_s=4 << 20) as (source,),
+        proxied(port_of(source)) as proxy,
+        receivers(3, chunk_bytes=chunk_bytes, max_failures=4) as made,
+    ):
+        proxy.inject(_lost_after(3 * chunk_bytes), on="/full", times=10**6)
+        made.sort(key=HTTPTransport.metadata)
+        # The third one never begins.
+        asked = [[proxy.url], [source.metadata()]]
+        check(fetch_together(made[:2], asked, [addresses(made)] * 2, timeout=timedelta(seconds=20)))
+        assert proxy.num_faulty
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_relay_that_says_to_come_again_in_a_quarter_of_an_hour_is_done_without(number: int) -> None:
+    refusal = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 999\r\nContent-Length: 2\r\n\r\n{}"
+    with (
+        sources(1, max_send_bytes_per_s=4 << 20) as (source,),
+        receivers(number) as made,
+        scripted(answering(refusal)) as port,
+    ):
+        relays = [*addresses(made), f"http://127.0.0.1:{port}/checkpoint/"]
+        check(fetch_together(made, addresses([source]), [relays] * number, timeout=timedelta(seconds=15)))
+
+
+def test_a_relay_that_does_not_hold_requests_is_not_asked_without_end() -> None:
+    requests: list[str] = []
+
+    def refuse(peer: Peer) -> None:
+        while request := peer.request():
+            requests.append(request)
+            peer.send(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 0\r\nContent-Length: 2\r\n\r\n{}")
+
+    with (
+        sources(1, max_send_bytes_per_s=2 << 20) as (source,),
+        receivers(1) as made,
+        scripted(refuse) as port,
+    ):
+        relays = [*addresses(made), f"http://127.0.0.1:{port}/checkpoint/"]
+        began_s = time.monotonic()
+        check(fetch_together(made, addresses([source]), [relays]))
+        assert 0 < len(requests) <= 2 + 10 * (time.monotonic() - began_s)
+
+
+def test_a_relay_that_falls_silent_in_each_answer_is_left_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_pool, "_RELAY_STALL_S", 0.5)
+    with sources(1) as (source,), receivers(2) as made, proxied(port_of(made[0])) as proxy:
+        # Some of its chunks come with each request.
+        proxy.inject(stall(3 * CHUNK_BYTES), on="/relay", times=1000)
+        relays = [addresses(made), [proxy.url, made[1].metadata()]]
+        check(fetch_together(made, addresses([source]), relays))
+        assert 1 <= proxy.num_faulty <= 2  # It may be asked twice at one time.
 
 
 def test_all_sources_gone_in_the_middle_is_an_error_and_no_half_state() -> None:

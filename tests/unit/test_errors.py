@@ -144,6 +144,7 @@ def test_what_may_help_to_ask_again_says_so() -> None:
         IntegrityError,
         errors.MessageDamagedError,
         PeerUnreachableError,
+        errors.PeerSilentError,
         PeerNotReadyError,
         SnapshotReplacedError,
         SaveInProgressError,

@@ -51,6 +51,7 @@ class _Job:
         self.num_relayed = [0] * num_receivers
         self.dead_sources: set[int] = set()
         self.dead_receivers: set[int] = set()
+        self.cut_off: set[int] = set()
         self.slow_sources: dict[int, int] = {}
         self.num_rounds = 0
         names = [f"source{index}" for index in range(num_sources)]
@@ -103,7 +104,7 @@ class _Job:
         machine, request = receiver.machine, exchange.request
         is_begun = len(exchange.missing) < len(request.units)
         if request.source < receiver.fleet.num_sources:
-            if request.source in self.dead_sources:
+            if request.source in self.dead_sources or receiver.number in self.cut_off:
                 machine.request_failed(worker, PeerUnreachableError("dead"))
                 del receiver.requests[worker]
                 return
@@ -236,6 +237,25 @@ def test_whoever_lives_ends_with_everything(
         job.run(until=job.is_half_done)
         job.dead_receivers = data.draw(st.sets(numbers, max_size=num_receivers - 1), "dead")
         job.dead_sources = data.draw(st.sets(st.integers(0, num_sources - 1), max_size=num_sources - 1), "dead sources")
+    job.run()
+    job.check()
+
+
+@given(
+    num_chunks=st.integers(1, 60),
+    num_receivers=st.integers(2, 6),
+    num_workers=st.integers(1, 6),
+    is_begun=st.booleans(),
+    data=st.data(),
+)
+def test_who_loses_its_sources_gets_everything_from_the_others(
+    num_chunks: int, num_receivers: int, num_workers: int, is_begun: bool, data: st.DataObject
+) -> None:
+    job = _Job(num_chunks, 1, num_receivers, num_workers=num_workers)
+    if is_begun:
+        job.run(until=job.is_half_done)
+    numbers = st.integers(0, num_receivers - 1)
+    job.cut_off = data.draw(st.sets(numbers, min_size=1, max_size=num_receivers - 1), "cut off")
     job.run()
     job.check()
 

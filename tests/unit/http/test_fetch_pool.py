@@ -1,0 +1,51 @@
+"""The threads of a fetch around a machine that leaves them nothing to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from ft_transport import DeadlineExceededError, TransportSettings
+from ft_transport.http.connection import Connection
+from ft_transport.http.fetch_pool import FetchPool, FetchSettings
+from ft_transport.http.peer_address import PeerAddress
+from ft_transport.wire.fetch import FetchMachine, Request
+
+
+class _NothingToTake:
+    """Work that can never be done, and does not say so."""
+
+    num_left = 1
+
+    def take(self, *_: object) -> None:
+        return None
+
+    landed = put_back = find_hopeless = take
+
+
+class _NoWire:
+    def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
+        raise AssertionError("nothing is asked for")
+
+
+@pytest.mark.parametrize("progress_timeout", [None, timedelta(seconds=0.2)])
+def test_workers_that_wait_for_each_other_end_with_the_time(progress_timeout: timedelta | None) -> None:
+    settings = FetchSettings.of(
+        TransportSettings(),
+        keys=None,
+        certificates=None,
+        num_connections=2,
+        timeout=timedelta(seconds=60 if progress_timeout else 0.2),
+        unreachable_timeout=None,
+        progress_timeout=progress_timeout,
+    )
+    machine: FetchMachine[int] = FetchMachine(_NothingToTake(), sources=["source"], max_failures=1)
+    peer = PeerAddress.from_url("http://127.0.0.1:1/checkpoint/")
+    pool = FetchPool([peer], machine, _NoWire(), settings, num_workers=2, step=3, total_bytes=10)
+    began_s = time.monotonic()
+    with pytest.raises(DeadlineExceededError, match=r"0 of 10 bytes"):
+        pool.run()
+    assert time.monotonic() - began_s < 5
