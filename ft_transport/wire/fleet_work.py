@@ -116,7 +116,7 @@ class FleetWork:
             if taken is not None or ring.num_asked or self._expects_own(sources):
                 return taken
             # What the sources have not sent is to be had from whoever has got it.
-            ring.has_left = True
+            self._leave_ring(())
         taken = self._take_own(sources, under_way) or self._take_relayed(sources)
         if taken is None and self._deal_what_keeps_waiting(sources):
             taken = self._take_own(sources, under_way) or self._take_relayed(sources)
@@ -312,7 +312,7 @@ class FleetWork:
                     to.num_left += len(dealt)
 
     def _dealt(self, owner: int, chunks: range) -> Iterator[tuple[BlockQueue, range]]:
-        """Who stands in for an owner: the same ones for all who leave out the same; at last this receiver itself."""
+        """The receivers that stand in for an owner, each with its part; this one itself where no other is left."""
         if self._ring is not None:
             yield self._nearest_behind(owner), chunks
             return
