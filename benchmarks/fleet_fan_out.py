@@ -10,7 +10,7 @@ from typing import Final
 
 from benchmarks import fleet_peers, transports
 from benchmarks.fleet_peers import Peer
-from benchmarks.fleet_runs import ALONE, BARE, CHAIN, RELAYED, TORCHFT, Outcome, Way, sources, transfer
+from benchmarks.fleet_runs import ALONE, BARE, CHAIN, DIGESTED_CHAIN, RELAYED, TORCHFT, Outcome, Way, sources, transfer
 from benchmarks.network_namespaces import Link, Network, network
 from benchmarks.options import Options
 from benchmarks.replicas.fleet_hosts import FleetState
@@ -77,7 +77,8 @@ class FanOut:
 
     def _rounds(self, options: Options) -> Iterator[tuple[int, tuple[Way, int]]]:
         """What takes long is measured once, unless more is asked for."""
-        once: list[tuple[Way, int]] = [(BARE, 1), *((CHAIN, each) for each in self.num_receivers if each >= _COMPARED)]
+        large = [each for each in self.num_receivers if each >= _COMPARED]
+        once: list[tuple[Way, int]] = [(BARE, 1), *itertools.product((CHAIN, DIGESTED_CHAIN), large)]
         if self.has_peers and transports.torchft_is_installed():
             once.append((TORCHFT, _COMPARED))
         if options.is_full:
@@ -100,9 +101,10 @@ class FanOut:
         for num_receivers in self.num_receivers[1:]:
             figure = group.ratio(variant(RELAYED, num_receivers), variant(RELAYED, 1), TIME)
             yield Verdict.at_most(f"last of {num_receivers} receivers / one receiver", figure, _MAX_SLOWDOWN)
-            chain = group.ratio(variant(CHAIN, num_receivers), variant(RELAYED, 1), TIME)
-            if chain is not None:
-                yield Verdict(f"last of a bare chain of {num_receivers} / one receiver", chain, None, "at most")
+            for way in (CHAIN, DIGESTED_CHAIN):
+                chain = group.ratio(variant(way, num_receivers), variant(RELAYED, 1), TIME)
+                if chain is not None:
+                    yield Verdict(f"last of {num_receivers}, {way.name} / one receiver", chain, None, "at most")
         sent = [group.figure(variant(RELAYED, num_receivers), SENT) for num_receivers in self.num_receivers]
         most = max((figure for figure in sent if figure is not None), key=lambda figure: figure.value, default=None)
         yield Verdict.at_most("sent by the source, of the state, the most of all", most, _MAX_SENT)

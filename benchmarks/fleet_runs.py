@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -44,6 +44,7 @@ class Way:
         serve: Runs at a source; the first thing it says is its address.
         receive: Runs at a receiver; says its address, is told an `Order`, says `Done`.
         has_relays: Whether receivers are told of each other.
+        is_checked: Whether a receiver says the digest of what has come, when it is asked.
     """
 
     name: str
@@ -51,18 +52,25 @@ class Way:
     serve: Callable[[Channel, Host, FleetState], None]
     receive: Callable[[Channel, Host, FleetState], None]
     has_relays: bool = False
+    is_checked: bool = True
 
 
 RELAYED: Final = Way("ft_transport", "ours", fleet_hosts.serve_ours, fleet_hosts.receive_ours, has_relays=True)
 ALONE: Final = Way("ft_transport, without relays", "other", fleet_hosts.serve_ours, fleet_hosts.receive_ours)
 TORCHFT: Final = Way("torchft HTTPTransport", "peer", fleet_hosts.serve_torchft, fleet_hosts.receive_torchft)
-BARE: Final = Way("bare sendfile → recv_into", "ceiling", fleet_hosts.serve_bare, fleet_hosts.receive_bare)
+BARE: Final = Way(
+    "bare sendfile → recv_into", "ceiling", fleet_hosts.serve_bare, fleet_hosts.receive_bare, is_checked=False
+)
 CHAIN: Final = Way(
     "bare chain of recv_into and send",
     "ceiling",
     fleet_hosts.serve_bare,
     fleet_hosts.receive_bare_chain,
     has_relays=True,
+    is_checked=False,
+)
+DIGESTED_CHAIN: Final = replace(
+    CHAIN, name="bare chain that digests with a key", receive=fleet_hosts.receive_digested_chain
 )
 
 
@@ -131,9 +139,10 @@ def transfer(
             sources=addresses, relays=own if way.has_relays and len(own) > 1 else (), only_changed=only_changed
         )
         outcome = run(network, children, dict.fromkeys(children, order), meanwhile)
-    for host, done in outcome.done.items():
-        if done.digest not in (None, digest):
-            raise RuntimeError(f"{way.name!r} delivered another state to {host.address} than was sent")
+        for host in outcome.done if way.is_checked else ():
+            children[host].say("digest")
+            if children[host].receive(TIMEOUT_S) != digest:
+                raise RuntimeError(f"{way.name!r} delivered another state to {host.address} than was sent")
     return outcome
 
 

@@ -23,6 +23,8 @@ from benchmarks.states import State, digest_of
 from benchmarks.transports import STEP, torchft_http_transport
 from ft_transport import HTTPTransport, TransportSettings
 from ft_transport.cli.ceilings import RANGE, bare_receiver, bare_sender
+from ft_transport.keys import Keys
+from ft_transport.wire.digester import Digester
 
 TIMEOUT: Final = timedelta(seconds=180)
 NUM_TENSORS: Final = 64
@@ -109,13 +111,13 @@ class Done:
 
     Attributes:
         ended_s: When the last byte was there and verified, of the machine's monotonic clock.
-        digest: Of what has come, for all of it; ``None`` where there is nothing to check.
         num_bytes_fetched: How much data it took, where that is counted.
+        file: Where what has come lies, of a program that keeps it in a file.
     """
 
     ended_s: float
-    digest: str | None
     num_bytes_fetched: int | None = None
+    file: str | None = None
 
 
 # -------------------------------------------------------------------------------------------------------------- ours
@@ -141,8 +143,14 @@ def receive_ours(channel: Channel, host: Host, state: FleetState) -> None:
         order.sources, STEP, relays=order.relays, into=own_state, only_changed=order.only_changed, timeout=TIMEOUT
     )
     ended_s = time.monotonic()
-    digest = digest_of(received.state)
-    channel.say(Done(ended_s=ended_s, digest=digest, num_bytes_fetched=received.num_bytes_fetched))
+    channel.say(Done(ended_s=ended_s, num_bytes_fetched=received.num_bytes_fetched))
+    _say_digest(channel, received.state)
+
+
+def _say_digest(channel: Channel, state: State) -> None:
+    """When it is asked for, because others may still be receiving, on the same cores."""
+    channel.wait()
+    channel.say(digest_of(state))
     channel.wait_for_end()
 
 
@@ -169,9 +177,8 @@ def receive_torchft(channel: Channel, host: Host, _state: FleetState) -> None:
     channel.say(None)
     order: Order = channel.wait()
     received = transport.recv_checkpoint(0, order.sources[0], STEP, TIMEOUT)
-    ended_s = time.monotonic()
-    channel.say(Done(ended_s=ended_s, digest=digest_of(received)))
-    channel.wait_for_end()
+    channel.say(Done(ended_s=time.monotonic()))
+    _say_digest(channel, received)
 
 
 # ----------------------------------------------------------------------------------------------------- the bare loop
@@ -201,7 +208,7 @@ def receive_bare(channel: Channel, host: Host, state: FleetState) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    channel.say(Done(ended_s=time.monotonic(), digest=None))
+    channel.say(Done(ended_s=time.monotonic()))
     channel.wait_for_end()
 
 
@@ -210,6 +217,16 @@ def receive_bare_chain(channel: Channel, host: Host, state: FleetState) -> None:
 
     Nothing is planned, verified or repeated: what the wires and the cores of this machine allow.
     """
+    _receive_chain(channel, host, state, lambda _piece: None)
+
+
+def receive_digested_chain(channel: Channel, host: Host, state: FleetState) -> None:
+    """As `receive_bare_chain`, but each piece is digested with a key before it is passed on, as ours does it."""
+    digester = Digester.of("blake3-64", Keys.of(_TOKEN).current()[0])
+    _receive_chain(channel, host, state, digester.digest)
+
+
+def _receive_chain(channel: Channel, host: Host, state: FleetState, look_at: Callable[[memoryview], object]) -> None:
     enter(host.namespace)
     destination = memoryview(torch.full((state.num_bytes,), 1, dtype=torch.uint8).numpy())
     with socket.create_server((host.address, _PORT)) as listener:
@@ -229,11 +246,12 @@ def receive_bare_chain(channel: Channel, host: Host, state: FleetState) -> None:
                 piece = destination[start : start + _CHAIN_BYTES]
                 if connected.recv_into(piece, 0, socket.MSG_WAITALL) != len(piece):
                     raise ConnectionError("the one before closed the connection")
+                look_at(piece)
                 landed.add(len(piece))
         ended_s = time.monotonic()
         if not is_last:
             passing_on.join()
-        channel.say(Done(ended_s=ended_s, digest=None))
+        channel.say(Done(ended_s=ended_s))
         channel.wait_for_end()
 
 
