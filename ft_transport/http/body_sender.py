@@ -33,7 +33,7 @@ from ft_transport.wire.slices import SliceFrame, answer_bytes
 
 logger = logging.getLogger(__name__)
 
-_FIRST_BYTES: Final = 64 << 10
+_FEW_BYTES: Final = 64 << 10
 _PIECE_BYTES: Final = 64 << 20
 _ACKED_BYTES: Final = struct.Struct("=120xQ")
 """``tcpi_bytes_acked`` in ``struct tcp_info`` (``linux/tcp.h``, since Linux 4.1); the handshake counts as one."""
@@ -80,26 +80,10 @@ async def _send_body(request: web.Request, content: Content, stall_timeout_s: fl
         raise ConnectionResetError("it closed the connection")
     is_plain = not isinstance(transport, TLSTransport)
     memory = content.memory if isinstance(content, FileRange) else None
-    if is_plain and isinstance(memory, MemoryFile) and cap is None:
-        start, end = content.position, content.end
-        num_first = min(_FIRST_BYTES, end - start)
-        with open(memory.descriptor, "rb", buffering=0, closefd=False) as file:
-            # The event loop's own sendfile waits until the head of the answer has left its buffers.
-            sending = asyncio.get_running_loop().sendfile(transport, file, memory.start + start, num_first)
-            try:
-                await asyncio.wait_for(sending, timeout=stall_timeout_s)
-            except asyncio.TimeoutError:
-                raise _stalled(request, num_first, stall_timeout_s) from None
-            except RuntimeError:
-                # asyncio's, where the connection was closed just before; it would be logged with all that it keeps.
-                if not transport.is_closing():
-                    raise
-                raise ConnectionResetError("it closed the connection") from None
-        content.position += num_first
-        if content.position == end:
-            return
-    else:
-        await _flushed(request, transport, stall_timeout_s)
+    if is_plain and isinstance(memory, MemoryFile) and cap is None and content.end - content.position <= _FEW_BYTES:
+        await _send_few(request, transport, content, memory, stall_timeout_s)
+        return
+    await _flushed(request, transport, stall_timeout_s)
     if transport.is_closing():
         raise ConnectionResetError("it closed the connection")
     # With a descriptor of its own, the thread can never write to a connection that came after this one.
@@ -117,6 +101,26 @@ async def _send_body(request: web.Request, content: Content, stall_timeout_s: fl
             transport.give_back()
         if was_reading:
             transport.resume_reading()
+
+
+async def _send_few(
+    request: web.Request, transport: asyncio.Transport, content: Content, memory: MemoryFile, stall_timeout_s: float
+) -> None:
+    """Sends what a thread of its own would be more work for."""
+    num_bytes = content.end - content.position
+    with open(memory.descriptor, "rb", buffering=0, closefd=False) as file:
+        # The event loop's own sendfile waits until the head of the answer has left its buffers.
+        sending = asyncio.get_running_loop().sendfile(transport, file, memory.start + content.position, num_bytes)
+        try:
+            await asyncio.wait_for(sending, timeout=stall_timeout_s)
+        except asyncio.TimeoutError:
+            raise _stalled(request, num_bytes, stall_timeout_s) from None
+        except RuntimeError:
+            # asyncio's, where the connection was closed just before; it would be logged with all that it keeps.
+            if not transport.is_closing():
+                raise
+            raise ConnectionResetError("it closed the connection") from None
+    content.position += num_bytes
 
 
 class Content(Protocol):
