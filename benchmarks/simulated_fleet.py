@@ -20,6 +20,7 @@ from ft_transport.wire.fetch import FetchMachine, Interrupt, Request, Stop, Work
 from ft_transport.wire.fleet import Fleet, requests_at_once
 from ft_transport.wire.fleet_work import FleetWork
 
+_TICK_S: Final = 0.25
 _NEVER: Final = float("inf")
 _NEARLY: Final = 1.02
 """Links whose shares differ by less are taken for equally full."""
@@ -214,6 +215,15 @@ class _Simulation:
     def _start(self, receiver: _Receiver) -> None:
         receiver.idle = list(range(receiver.num_workers))
         self._give_work(receiver)
+        self._look_in(receiver)
+
+    def _look_in(self, receiver: _Receiver) -> None:
+        """What a thread of the pool does that waits."""
+        if receiver.is_dead or receiver.number in self._end_s:
+            return
+        if receiver.idle and receiver.machine.time_passed(self._now_s - receiver.host.start_s):
+            self._give_work(receiver)
+        self._at(self._now_s + _TICK_S, functools.partial(self._look_in, receiver))
 
     def _die(self, server: int) -> None:
         self._is_dead[server] = True

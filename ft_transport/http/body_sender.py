@@ -124,7 +124,7 @@ async def _send_few(
 
 
 class Content(Protocol):
-    """What a thread sends. ``position`` and ``end`` count bytes of it; the first ones may have been sent before."""
+    """What a thread sends. ``position`` and ``end`` count bytes of it."""
 
     position: int
     end: int

@@ -124,6 +124,8 @@ class FetchSettings:
 
 
 _RELAY_STALL_S: Final = 5.0
+_TICK_S: Final = 0.25
+"""How often a worker that waits looks whether relays have become too slow."""
 
 
 class _ProgressError(Exception):
@@ -186,6 +188,7 @@ class FetchPool(Generic[Unit]):
         self._ended: set[WorkerIndex] = set()
         self._ends: SimpleQueue[WorkerIndex] = SimpleQueue()
         self._started_s = time.monotonic()
+        self._is_looked_after = False
         self._done_bytes = 0
         self._reached: dict[str, None] = {}
 
@@ -273,14 +276,19 @@ class FetchPool(Generic[Unit]):
             while True:
                 with self._changed:
                     instruction = self._machine.next(worker)
+                    has_waited = False
                     while not isinstance(instruction, Request | Stop):
                         if isinstance(instruction, Interrupt) and instruction.worker in self._used_by:
                             self._used_by[instruction.worker].interrupt()
                             self._changed.notify_all()
                         self._wait()
+                        has_waited = True
                         instruction = self._machine.next(worker)
                     if isinstance(instruction, Stop):
                         return
+                    if has_waited:
+                        # It may have looked after the relays: another one does now.
+                        self._changed.notify_all()
                     connection = self._connections.take(instruction.source)
                     self._used_by[worker] = connection
                     num_opened = connection.num_opened
@@ -300,7 +308,19 @@ class FetchPool(Generic[Unit]):
     def _wait(self) -> None:
         """Until something changes, or the time is over. Called under the lock."""
         timeouts = self._settings.timeouts
-        self._changed.wait(timeout=max(0.0, min(timeouts.stall_timeout_s, timeouts.end_s() - time.monotonic())))
+        longest_s = min(timeouts.stall_timeout_s, timeouts.end_s() - time.monotonic())
+        # Only who waits for relays may have something better to do as time passes, and one worker looks for all.
+        is_looking = self._num_sources < len(self._sources) and not self._is_looked_after
+        if is_looking:
+            self._is_looked_after = True
+            longest_s = min(longest_s, _TICK_S)
+        try:
+            self._changed.wait(timeout=max(0.0, longest_s))
+        finally:
+            if is_looking:
+                self._is_looked_after = False
+        if is_looking and self._machine.time_passed(time.monotonic() - self._started_s):
+            self._changed.notify_all()
         if timeouts.is_over():
             self._abort(
                 DeadlineExceededError(

@@ -20,6 +20,7 @@ class BlockQueue:
         num_landed: How many the receiver has delivered, or the sources of this one's own; the ring's do not count.
         is_out: Whether the receiver is not waited for any more; it has no missing ones then.
         is_ahead: Whether its last answer was not cut short.
+        is_slow: Whether the sources would have delivered sooner what it has to.
     """
 
     receiver: int
@@ -31,6 +32,7 @@ class BlockQueue:
     num_landed: int = 0
     is_out: bool = False
     is_ahead: bool = False
+    is_slow: bool = False
 
     def add(self, chunks: range) -> None:
         """In the order in which all fetch: a block's own chunks, and then those that were dealt, by their numbers."""

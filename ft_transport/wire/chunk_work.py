@@ -59,6 +59,13 @@ class ChunkWork:
         names = ", ".join(source.name for source in sources)
         return Undeliverable(f"expected the whole snapshot from {names}, {self.num_left} chunks are missing")
 
+    def time_passed(
+        self,
+        elapsed_s: float,
+        sources: Sequence[SourceState],
+    ) -> None:
+        """Every source has everything: who is slow does less."""
+
     def find_hopeless(
         self,
         sources: Sequence[SourceState],

@@ -10,7 +10,8 @@ when all is done or nothing can be.
              ▼                                                   │
     the work's units ── Request ──► assigned to a worker ── unit_landed ──► landed
 
-The machine has no clock. How fast a source is shows in how many units it has delivered since all of them began.
+The machine has no clock. How fast a source is shows in how many units it has delivered since all of them began; where
+that does not tell, the work is told how much time has passed.
 """
 
 from __future__ import annotations
@@ -152,6 +153,9 @@ class Work(Protocol[Unit]):
     def landed(self, source: SourceIndex, unit: Unit, sources: Sequence[SourceState]) -> Undeliverable | MayTake | None:
         """Takes note of a unit that landed; says what can never land, or that others may take something now."""
 
+    def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> MayTake | None:
+        """So much time has passed since the beginning; says that others may take something now."""
+
     def put_back(
         self, source: SourceIndex, units: Sequence[Unit], sources: Sequence[SourceState]
     ) -> Undeliverable | None:
@@ -234,6 +238,17 @@ class FetchMachine(Generic[Unit]):
         elif not self._work.num_left:
             self._stop = Stop(None)
         return self._stop is not None or told is not None
+
+    def time_passed(self, elapsed_s: float) -> bool:
+        """Workers wait, and so much time has passed since the beginning, in seconds. To be told now and then.
+
+        Returns:
+            Whether workers that wait have something to do now.
+        """
+        if self._stop is not None or self._work.time_passed(elapsed_s, self._sources) is None:
+            return False
+        self._nothing_to_do = False
+        return True
 
     def request_failed(self, worker: WorkerIndex, error: TransportError) -> None:
         """The worker's request ended early; the unit it was at, and those behind it, did not land."""

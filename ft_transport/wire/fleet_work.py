@@ -26,6 +26,7 @@ from ft_transport.wire.chunk_work import MAX_CHUNKS_PER_REQUEST
 from ft_transport.wire.chunks import runs_of
 from ft_transport.wire.fetch import Assignment, MayTake, SourceIndex, SourceState, Undeliverable
 from ft_transport.wire.fleet import MAX_WORKERS, Fleet
+from ft_transport.wire.relay_pace import Delivery, RelayPace
 from ft_transport.wire.relayed import MAX_RANGES
 from ft_transport.wire.ring import Ring, has_ring
 from ft_transport.wire.source_rates import is_too_slow, slowest_to_end
@@ -92,6 +93,7 @@ class FleetWork:
                 self.num_left += len(chunks)
         self._in_turn = [(fleet.own + far) % fleet.num_sources for far in range(fleet.num_sources)]
         self._before = fleet.relay_of((fleet.own - 1) % number)
+        self._pace = RelayPace()
         self._ring: Ring | None = None
         if has_ring(num_receivers=number, num_chunks=num_chunks):
             self._ring = Ring(
@@ -123,6 +125,25 @@ class FleetWork:
         if taken is None and not under_way:
             taken = self._take_from_anybody(sources)
         return taken
+
+    def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> MayTake | None:
+        """See ``wire.fetch.Work``. A relay, or the ring, that has become slow is not waited for."""
+        if self._own.num_left or not self._has_source_at_hand(sources):
+            self._pace.restart()
+            return None
+        ring = self._ring if self._ring is not None and self._ring.num_asked else None
+        if ring is not None:
+            relays = {self._fleet.own: Delivery(ring.num_asked, ring.num_relayed_landed)}
+        else:
+            relays = {queue.receiver: Delivery(queue.num_left, queue.num_landed) for _, queue in self._others}
+        slow = self._pace.too_slow(elapsed_s, num_from_sources=self._num_from_sources, relays=relays)
+        if slow is None:
+            return None
+        if ring is not None:
+            ring.has_left = True
+        else:
+            self._queues[slow].is_slow = True
+        return "may take"
 
     def landed(
         self,
@@ -198,6 +219,9 @@ class FleetWork:
     def _expects_own(self, sources: Sequence[SourceState]) -> bool:
         """Whether chunks are still to come from the sources, and there is one that can send them."""
         return self._own.num_left > 0 and any(not each.dropped for each in sources[: self._fleet.num_sources])
+
+    def _has_source_at_hand(self, sources: Sequence[SourceState]) -> bool:
+        return any(not each.dropped and not each.num_dry for each in sources[: self._fleet.num_sources])
 
     def _is_of_ring(self, source: SourceIndex) -> bool:
         """Whether what comes from there was asked for as the ring's; nothing else is at that time."""
@@ -283,7 +307,7 @@ class FleetWork:
 
     def _keeps_waiting(self, queue: BlockQueue, relay: SourceState) -> bool:
         """Whether it had nothing for long, or delivers much less than others have in the same time."""
-        if relay.num_dry >= _DRY_ENOUGH:
+        if relay.num_dry >= _DRY_ENOUGH or queue.is_slow:
             return True
         if not queue.num_lacking:
             # It stands in for others, and may wait for one itself.

@@ -99,6 +99,13 @@ class ReadWork:
         self._share_out(source, frames, sources, lambda other: sources[other].failures < failures)
         return None
 
+    def time_passed(
+        self,
+        elapsed_s: float,
+        sources: Sequence[SourceState],
+    ) -> None:
+        """Every source has everything: who is slow does less."""
+
     def find_hopeless(
         self,
         sources: Sequence[SourceState],

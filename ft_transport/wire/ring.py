@@ -55,6 +55,7 @@ class Ring:
 
     Attributes:
         num_asked: Chunks that the one before it has been asked for, and that have not come.
+        num_relayed_landed: Chunks that have come from it.
         has_left: Whether this receiver asks each for its own block by now.
     """
 
@@ -66,7 +67,7 @@ class Ring:
         self._num_relayed = num_relayed
         self._num_here = num_chunks - num_own - num_relayed
         self._num_own_landed = 0
-        self._num_relayed_landed = 0
+        self.num_relayed_landed = 0
         self._num_own_requests = num_own_requests
         self._num_silent = 0
         least, most = (number * num_own_requests for number in _FEW_SETTLED)
@@ -97,7 +98,7 @@ class Ring:
     def relayed_landed(self) -> bool:
         """A chunk has come from the one before; says whether the receiver leaves the ring now."""
         self.num_asked -= 1
-        self._num_relayed_landed += 1
+        self.num_relayed_landed += 1
         self._num_silent = 0
         return self._leaves()
 
@@ -110,16 +111,16 @@ class Ring:
     def _is_held_up(self) -> bool:
         """Whether the ring brings less than one request to a source does, or nothing for long."""
         is_early = self._num_own_landed < _EARLY or self._num_own_requests > 1
-        least = self._num_relayed_landed * self._num_own_requests * (_LESS_AT_FIRST if is_early else 1)
+        least = self.num_relayed_landed * self._num_own_requests * (_LESS_AT_FIRST if is_early else 1)
         is_little = least < self._num_own_landed and self._has_brought_less(1)
         return is_little or self._num_silent >= max(self._num_settled, self._num_own // _SILENT_PART)
 
     def _has_brought_less(self, by: int) -> bool:
-        of_sources, of_ring = self._num_own_landed * self._num_relayed, self._num_relayed_landed * self._num_own
+        of_sources, of_ring = self._num_own_landed * self._num_relayed, self.num_relayed_landed * self._num_own
         return of_sources > by * of_ring
 
     def _is_left_behind(self) -> bool:
-        behind = self._furthest - self._num_here - self._num_own_landed - self._num_relayed_landed
+        behind = self._furthest - self._num_here - self._num_own_landed - self.num_relayed_landed
         if behind * _BEHIND_PART <= self._num_chunks:
             self._least_behind = None
             return False

@@ -33,7 +33,7 @@ from faulty_transports import (
     transport,
 )
 from programs import Program
-from proxy import Link, corrupt, cut, proxied, stall, trickle
+from proxy import Link, corrupt, cut, proxied, stall, throttle, trickle
 from scripted_peer import Peer, answering, scripted
 
 from ft_transport import FetchFailedError, FetchProgress, HTTPTransport, PeerAuthenticationError, state_digest
@@ -346,6 +346,17 @@ def test_a_relay_that_falls_silent_in_each_answer_is_left_after_the_first(monkey
         relays = [addresses(made), [proxy.url, made[1].metadata()]]
         check(fetch_together(made, addresses([source]), relays))
         assert 1 <= proxy.num_faulty <= 2  # It may be asked twice at one time.
+
+
+def test_of_two_receivers_one_that_sends_far_too_slowly_is_not_waited_for() -> None:
+    with sources(1) as (source,), receivers(2) as made, proxied(port_of(made[0])) as proxy:
+        # Enough for one peer alone (`min_bytes_per_s`): its half would take 20 s.
+        proxy.inject(throttle(STATE_BYTES / 40), on="/relay", times=1000)
+        relays = [addresses(made), [proxy.url, made[1].metadata()]]
+        began_s = time.monotonic()
+        check(fetch_together(made, addresses([source]), relays))
+        assert time.monotonic() - began_s < 8
+        assert proxy.num_faulty >= 1
 
 
 def test_all_sources_gone_in_the_middle_is_an_error_and_no_half_state() -> None:

@@ -42,6 +42,9 @@ Fault = Callable[[Link, bytes], bool]
 """Takes what the sender sent next, sends of it what it likes; returns whether the connection goes on."""
 
 
+_THROTTLED_BYTES = 8 << 10
+
+
 def forward(link: Link, data: bytes) -> bool:
     link.send(data)
     return True
@@ -97,6 +100,20 @@ def trickle(after: int, *, pause_s: float) -> Fault:
         for byte in data[max(0, after - link.num_bytes) :] if link.num_bytes >= after else b"":
             link.send(bytes([byte]))
             if link.stopping.wait(pause_s):
+                return False
+        return True
+
+    return fault
+
+
+def throttle(bytes_per_s: float) -> Fault:
+    """Everything, a piece at a time."""
+
+    def fault(link: Link, data: bytes) -> bool:
+        for start in range(0, len(data), _THROTTLED_BYTES):
+            piece = data[start : start + _THROTTLED_BYTES]
+            link.send(piece)
+            if link.stopping.wait(len(piece) / bytes_per_s):
                 return False
         return True
 

@@ -60,6 +60,24 @@ def test_a_slow_receiver_holds_nobody_up() -> None:
     assert _copies(outcome, 1000) <= 1.2
 
 
+@pytest.mark.parametrize("slower", [4, 10, 20, 100])
+@pytest.mark.parametrize("num_sources", [1, 4])
+@pytest.mark.parametrize("num_chunks", [64, 1000])
+def test_of_two_receivers_a_much_slower_one_is_not_waited_for(num_chunks: int, num_sources: int, slower: int) -> None:
+    outcome = _fetch(num_chunks, [_GOOD, Host(rate=_RATE / slower)], (_GOOD,) * num_sources)
+    # Half a second, or a quarter of the time until its own block is there, shows how slow the other one is.
+    assert outcome.end_s[0] <= 1.3 * num_chunks * _CHUNK_S + 0.5
+    # The slow one takes its block, and so does the other one.
+    assert _copies(outcome, num_chunks) <= 1.5
+
+
+@pytest.mark.parametrize("late", [0.1, 0.3, 0.4])
+def test_of_two_receivers_one_that_begins_later_is_waited_for(late: float) -> None:
+    outcome = _fetch(1000, [_GOOD, Host(rate=_RATE, start_s=late * 1000 * _CHUNK_S)])
+    assert outcome.end_s[0] <= 1.25 * 1000 * _CHUNK_S
+    assert _copies(outcome, 1000) <= 1.02
+
+
 def test_a_slow_source_among_four_costs_a_tenth_at_most() -> None:
     with_slow = _fetch(1000, [Host(rate=8 * _RATE)], (_GOOD, _GOOD, _GOOD, _SLOW))
     without = _fetch(1000, [Host(rate=8 * _RATE)], (_GOOD, _GOOD, _GOOD))
