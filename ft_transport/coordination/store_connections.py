@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar
@@ -123,6 +123,9 @@ class StoreConnection:
             future = worker.submit(function)
             try:
                 return future.result(max(0.0, deadline_s - time.monotonic()))
+            except CancelledError:
+                # The connection was closed before this could begin: for good, or because another call broke it.
+                continue
             except TimeoutError as error:
                 # Where it only waits for its turn, or for the connection, the thread goes on.
                 if not future.cancel() and worker.is_connected:

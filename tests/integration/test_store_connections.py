@@ -127,6 +127,25 @@ class Lookups:
         return TCPStore(*arguments, is_master=is_master, **keywords)
 
 
+def test_closing_frees_whoever_waits_for_the_connection(
+    monkeypatch: pytest.MonkeyPatch, stores: StoreConnections, servers: list[TCPStore]
+) -> None:
+    lookups = Lookups(monkeypatch)
+    connection = stores.at("127.0.0.1", servers[0].port)
+    timer = threading.Timer(0.1, stores.close)
+    timer.start()
+    start_s = time.monotonic()
+    with pytest.raises(RankGoneError, match="has been shut down"):
+        connection.get(["never"], timedelta(seconds=20))
+    assert time.monotonic() - start_s < SLOW_S
+    timer.join()
+    # Nobody waits for the look-up itself, which cannot be ended.
+    for thread in threading.enumerate():
+        if thread.name == "ft-transport-store":
+            thread.join(5)
+    assert lookups.num_lookups == 1
+
+
 def test_a_slow_resolver_costs_no_quorum_after_the_first_contact(monkeypatch: pytest.MonkeyPatch) -> None:
     lookups = Lookups(monkeypatch)
 
