@@ -218,7 +218,7 @@ class _Simulation:
         self._look_in(receiver)
 
     def _look_in(self, receiver: _Receiver) -> None:
-        """What a thread of the pool does that waits."""
+        """A waiting thread of the pool tells the machine how much time has passed, and comes again."""
         if receiver.is_dead or receiver.number in self._end_s:
             return
         if receiver.idle and receiver.machine.time_passed(self._now_s - receiver.host.start_s):

@@ -106,7 +106,7 @@ async def _send_body(request: web.Request, content: Content, stall_timeout_s: fl
 async def _send_few(
     request: web.Request, transport: asyncio.Transport, content: Content, memory: MemoryFile, stall_timeout_s: float
 ) -> None:
-    """Sends what a thread of its own would be more work for."""
+    """Sends a small body from the event loop: a thread for it would cost more than the sending."""
     num_bytes = content.end - content.position
     with open(memory.descriptor, "rb", buffering=0, closefd=False) as file:
         # The event loop's own sendfile waits until the head of the answer has left its buffers.
@@ -124,7 +124,7 @@ async def _send_few(
 
 
 class Content(Protocol):
-    """What a thread sends. ``position`` and ``end`` count bytes of it."""
+    """A body, or what is left of one: bytes ``[position, end)`` have yet to be sent."""
 
     position: int
     end: int

@@ -20,7 +20,7 @@ class BlockQueue:
         num_landed: How many the receiver has delivered, or the sources of this one's own; the ring's do not count.
         is_out: Whether the receiver is not waited for any more; it has no missing ones then.
         is_ahead: Whether its last answer was not cut short.
-        is_slow: Whether the sources would have delivered sooner what it has to.
+        is_slow: Whether the sources would deliver sooner what is left of it.
     """
 
     receiver: int

@@ -64,7 +64,7 @@ class ChunkWork:
         elapsed_s: float,
         sources: Sequence[SourceState],
     ) -> None:
-        """Every source has everything: who is slow does less."""
+        """Time changes nothing here: every source has everything, and a slow one does less."""
 
     def find_hopeless(
         self,

@@ -154,7 +154,7 @@ class Work(Protocol[Unit]):
         """Takes note of a unit that landed; says what can never land, or that others may take something now."""
 
     def time_passed(self, elapsed_s: float, sources: Sequence[SourceState]) -> MayTake | None:
-        """So much time has passed since the beginning; says that others may take something now."""
+        """Takes note of the time since the beginning, in seconds; says that others may take something now."""
 
     def put_back(
         self, source: SourceIndex, units: Sequence[Unit], sources: Sequence[SourceState]
@@ -240,7 +240,7 @@ class FetchMachine(Generic[Unit]):
         return self._stop is not None or told is not None
 
     def time_passed(self, elapsed_s: float) -> bool:
-        """Workers wait, and so much time has passed since the beginning, in seconds. To be told now and then.
+        """Takes note of the time since the beginning, in seconds. Called now and then while workers wait.
 
         Returns:
             Whether workers that wait have something to do now.

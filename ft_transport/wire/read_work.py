@@ -104,7 +104,7 @@ class ReadWork:
         elapsed_s: float,
         sources: Sequence[SourceState],
     ) -> None:
-        """Every source has everything: who is slow does less."""
+        """Time changes nothing here: every source has everything, and a slow one does less."""
 
     def find_hopeless(
         self,

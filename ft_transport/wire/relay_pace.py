@@ -1,4 +1,4 @@
-"""Whether what relays still have to deliver would come sooner from the sources.
+"""Relays are judged by their pace: would the sources deliver sooner what is still to come?
 
 While a receiver takes its own block, relays and sources share its link, and others may not have begun: how much of each
 has come by then says little of how fast a relay is. Afterwards the relays have the link for themselves, and what they
@@ -19,7 +19,7 @@ _LEAST_WAITED_PART: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Of one relay.
+    """What one relay has delivered, and what it has yet to.
 
     Attributes:
         num_left: Chunks that it is expected to deliver.
@@ -31,7 +31,7 @@ class Delivery:
 
 
 class RelayPace:
-    """Looks at one receiver's fetch from time to time. Belongs to ``wire.fleet_work``."""
+    """The pace of one receiver's relays, measured over windows of time. Belongs to ``wire.fleet_work``."""
 
     def __init__(self) -> None:
         self._own_s = 0.0
@@ -40,7 +40,7 @@ class RelayPace:
         self._then: Mapping[int, Delivery] = {}
 
     def restart(self) -> None:
-        """What comes now comes from others than before, or from the sources as well."""
+        """Begins a new window: chunks come from other relays now, or from the sources as well."""
         self._then = {}
 
     def too_slow(self, elapsed_s: float, *, num_from_sources: int, relays: Mapping[int, Delivery]) -> int | None:

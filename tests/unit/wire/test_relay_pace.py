@@ -1,4 +1,4 @@
-"""Whether what relays still have to deliver would come sooner from the sources."""
+"""A relay is given up when the sources would deliver the rest sooner, and not before."""
 
 from __future__ import annotations
 
