@@ -337,7 +337,11 @@ def value_of(node: Node, manifest: Manifest, data: memoryview) -> object:
         return torch.frombuffer(bytearray(data[entry.start : entry.end]), dtype=dtype).view(entry.shape)
 
     unflattener = Unflattener(
-        manifest=manifest, tensor_of=tensor_of, is_destination=lambda _index, _tensor: False, meshes=MeshResolver(None)
+        manifest=manifest,
+        tensor_of=tensor_of,
+        direct={},
+        is_destination=lambda _index, _tensor: False,
+        meshes=MeshResolver(None),
     )
     return unflattener.build(_plain_node(node), None)
 

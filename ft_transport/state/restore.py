@@ -11,7 +11,7 @@ import ctypes
 import mmap
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,12 +38,8 @@ _POISON_BYTE: Final = 0xFF
 """All bits set is a NaN in every IEEE floating-point type and -1 in every signed one."""
 
 
-class Piece(NamedTuple):
-    """``num_bytes`` at ``offset`` of destination ``slot``."""
-
-    slot: int
-    offset: int
-    num_bytes: int
+Piece: TypeAlias = tuple[int, int, int]
+"""A part of a destination: its slot, where the part begins in it, and how many bytes it has."""
 
 
 class DestinationPlan:
@@ -64,7 +60,7 @@ class DestinationPlan:
         slot = bisect_right(self._starts, start) - 1
         while start < end:
             stop = min(end, self._ends[slot])
-            yield Piece(slot, start - self._starts[slot], stop - start)
+            yield slot, start - self._starts[slot], stop - start
             start = stop
             slot += 1
 
@@ -124,9 +120,10 @@ class Restore:
         self.incoming = Incoming(step=manifest.step, mismatches=tuple(matcher.mismatches), _tree=manifest.tree)
         self._fresh, self._fresh_offsets = _allocate_fresh(manifest, self._direct, spare)
         self._fresh_view = memoryview(self._fresh) if self._fresh is not None else None
-        filled = sorted((entry.start, index) for index, entry in enumerate(manifest.tensors) if entry.end > entry.start)
-        self._slots = [index for _, index in filled]
-        self._plan = DestinationPlan([start for start, _ in filled], manifest.data_bytes)
+        tensors = manifest.tensors
+        self._slots = [index for index, entry in enumerate(tensors) if entry.end > entry.start]
+        self._slots.sort(key=lambda index: tensors[index].start)
+        self._plan = DestinationPlan([tensors[index].start for index in self._slots], manifest.data_bytes)
 
     @property
     def destination_touched(self) -> bool:
@@ -168,10 +165,17 @@ class Restore:
 
     def present(self, start: int, end: int) -> list[memoryview]:
         """The same as `buffers`, only to be read: what lies there before anything is received."""
-        return [
-            self._memory(self._slots[piece.slot], piece.offset, piece.num_bytes)
-            for piece in self._plan.pieces(start, end)
-        ]
+        views: list[memoryview] = []
+        for slot, offset, num_bytes in self._plan.pieces(start, end):
+            index = self._slots[slot]
+            tensor = self._direct.get(index)
+            if tensor is not None:
+                views.append(bytes_at(tensor.data_ptr() + offset, num_bytes))
+            else:
+                assert self._fresh_view is not None, "an entry with bytes has memory"
+                at = self._fresh_offsets[index] + offset
+                views.append(self._fresh_view[at : at + num_bytes])
+        return views
 
     def finish(self) -> object:
         """Builds the state. Called once, after every byte was received.
@@ -185,6 +189,7 @@ class Restore:
         unflattener = Unflattener(
             manifest=self._manifest,
             tensor_of=self._tensor,
+            direct=self._direct,
             is_destination=self._is_destination,
             meshes=placements.MeshResolver(self._into, self._meshes),
             check_time=self._check_time,
@@ -217,15 +222,6 @@ class Restore:
             if target.dtype is torch.bool:
                 bits.fill_(1)
             _copy_bits(target, bits.view(target.dtype).view(target.shape))
-
-    def _memory(self, index: int, offset: int, num_bytes: int) -> memoryview:
-        """A part of the memory that takes entry ``index``."""
-        tensor = self._direct.get(index)
-        if tensor is not None:
-            return bytes_at(tensor.data_ptr() + offset, num_bytes)
-        assert self._fresh_view is not None, "an entry with bytes has memory"
-        start = self._fresh_offsets[index] + offset
-        return self._fresh_view[start : start + num_bytes]
 
     def fills(self, node: Node, into: torch.Tensor) -> bool:
         """Whether all of the receiver's tensor ``into``, which stands where ``node`` does, gets its bytes in place.

@@ -66,6 +66,7 @@ class Unflattener:
     Args:
         tensor_of: The entry of the tensor table with a given index, as a tensor of its wire dtype and shape. Called at
             most once per index; raises ``IndexError`` for one that the table does not have.
+        direct: By entry, the receiver's tensor whose memory has taken the bytes; without what makes one a Parameter.
         is_destination: Whether a tensor of the receiver's was chosen to take the data of an entry.
         manifest: Whose layouts the DTensors name.
         meshes: Where DTensors without a counterpart go.
@@ -77,12 +78,14 @@ class Unflattener:
         *,
         manifest: Manifest,
         tensor_of: Callable[[int], torch.Tensor],
+        direct: Mapping[int, torch.Tensor],
         is_destination: Callable[[int, torch.Tensor], bool],
         meshes: MeshResolver,
         check_time: CheckTime = unbounded,
     ) -> None:
         self._manifest = manifest
         self._tensor_of = tensor_of
+        self._direct = direct
         self._is_destination = is_destination
         self._meshes = meshes
         self._check_time = check_time
@@ -237,6 +240,12 @@ class Unflattener:
             if num_before % STRIDE == 0:
                 self._check_time()
             is_text = type(key_node) is str
+            # A fast lane for what nearly every item of a large state is: received into the receiver's own tensor.
+            if is_text and type(value_node) is TensorNode:
+                own = counterparts.get(key_node)
+                if own is not None and self._direct.get(value_node.index) is own:
+                    yield key_node, own
+                    continue
             key: Any = key_node if is_text else self.build(key_node, None, path)
             label = (key if is_text else encodings.key_label(key))[:_MAX_LABEL_CHARACTERS]
             name = f"{prefix}{label}" if is_short else path
@@ -246,7 +255,6 @@ class Unflattener:
                 counterpart = counterparts.get(key)
             except TypeError:
                 raise ManifestError(f"expected a hashable key, got {type(key).__name__}", path=path) from None
-            # A fast lane for what nearly every item of a large state is.
             if type(value_node) is TensorNode:
                 yield key, self._tensor(value_node, counterpart, name)
             else:

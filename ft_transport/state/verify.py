@@ -136,14 +136,14 @@ def _differing_tensors(
 
     def agrees(chunk: int) -> bool:
         pieces = plan.pieces(*manifest.chunks.range_of(chunk, chunk + 1))
-        parts = (sources[piece.slot][piece.offset : piece.offset + piece.num_bytes] for piece in pieces)
+        parts = (sources[slot][offset : offset + num_bytes] for slot, offset, num_bytes in pieces)
         return manifest.digester.digest_of(part.cpu().numpy().data for part in parts) == digests[chunk]
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-verify") as pool:
         for chunk, is_equal in enumerate(pool.map(agrees, range(manifest.chunks.num_chunks))):
             if not is_equal:
                 pieces = plan.pieces(*manifest.chunks.range_of(chunk, chunk + 1))
-                names = [manifest.tensors[filled[piece.slot]].name for piece in pieces]
+                names = [manifest.tensors[filled[slot]].name for slot, _, _ in pieces]
                 yield f"expected other bytes in {', '.join(names[:5])}" + (" …" if len(names) > 5 else "")
 
 

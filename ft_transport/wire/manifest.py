@@ -314,7 +314,7 @@ def _decode_table(header: dict[str, Raw], peer: str | None, check_time: CheckTim
                 f"expected a shape that can be counted, got {list(tensor.shape)}", peer=peer, path=tensor.name
             )
         expected_end = expected_start + num_items * bits // 8
-        if (tensor.start, tensor.end) != (expected_start, expected_end):
+        if tensor.start != expected_start or tensor.end != expected_end:
             raise ManifestError(
                 f"expected bytes [{expected_start}, {expected_end}) for {tensor.dtype}{list(tensor.shape)}, got "
                 f"[{tensor.start}, {tensor.end})",

@@ -3,22 +3,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_transport.state.restore import DestinationPlan, Piece
+from ft_transport.state.restore import DestinationPlan
 from ft_transport.wire.chunks import ChunkTable
 
 
 def test_a_range_within_one_destination_is_one_piece() -> None:
     plan = DestinationPlan([0, 10, 30], 50)
-    assert list(plan.pieces(12, 20)) == [Piece(slot=1, offset=2, num_bytes=8)]
+    assert list(plan.pieces(12, 20)) == [(1, 2, 8)]
 
 
 def test_a_range_over_several_destinations_is_cut_at_their_ends() -> None:
     plan = DestinationPlan([0, 10, 30], 50)
-    assert list(plan.pieces(5, 50)) == [
-        Piece(slot=0, offset=5, num_bytes=5),
-        Piece(slot=1, offset=0, num_bytes=20),
-        Piece(slot=2, offset=0, num_bytes=20),
-    ]
+    assert list(plan.pieces(5, 50)) == [(0, 5, 5), (1, 0, 20), (2, 0, 20)]
 
 
 def test_an_empty_range_has_no_pieces() -> None:
@@ -36,8 +32,8 @@ def test_the_chunks_of_any_data_cover_every_destination_once(sizes: list[int], c
         start, end = chunks.range_of(chunk, chunk + 1)
         assert 0 < end - start <= chunk_bytes
         pieces = list(plan.pieces(start, end))
-        assert sum(piece.num_bytes for piece in pieces) == end - start
-        covered += [(piece.slot, piece.offset + at) for piece in pieces for at in range(piece.num_bytes)]
+        assert sum(num_bytes for _, _, num_bytes in pieces) == end - start
+        covered += [(slot, offset + at) for slot, offset, num_bytes in pieces for at in range(num_bytes)]
     assert covered == [(slot, at) for slot, size in enumerate(sizes) for at in range(size)]
 
 
