@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from ft_transport.errors import RestoreError
 from ft_transport.http.body_sender import MAX_VIEWS_PER_SEND
 from ft_transport.http.relays import Follower
 from ft_transport.http.send_cap import PacedSocket
@@ -85,4 +86,7 @@ class RelayedChunks:
     def _views(self, start: int, end: int) -> Sequence[memoryview]:
         if self._relay.has_ended:
             raise ConnectionAbortedError("it is not passed on any more")
-        return self._views_of(start, end)
+        try:
+            return self._views_of(start, end)
+        except RestoreError as error:
+            raise ConnectionAbortedError(str(error)) from error

@@ -158,7 +158,11 @@ class Restore:
         return True
 
     def buffers(self, start: int, end: int) -> list[memoryview]:
-        """Writable uint8 views that cover ``[start, end)`` of the data once, in order."""
+        """Writable uint8 views that cover ``[start, end)`` of the data once, in order.
+
+        Raises:
+            RestoreError: The memory of one of the receiver's tensors was freed.
+        """
         if self._direct:
             self._touched.set()
         return self.present(start, end)
@@ -170,7 +174,14 @@ class Restore:
             index = self._slots[slot]
             tensor = self._direct.get(index)
             if tensor is not None:
-                views.append(bytes_at(tensor.data_ptr() + offset, num_bytes))
+                address = tensor.data_ptr()
+                if not address:
+                    raise RestoreError(
+                        "expected the receiver's tensor to keep its memory, it was freed",
+                        path=self._manifest.tensors[index].name,
+                        step=self._manifest.step,
+                    )
+                views.append(bytes_at(address + offset, num_bytes))
             else:
                 assert self._fresh_view is not None, "an entry with bytes has memory"
                 at = self._fresh_offsets[index] + offset

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from certificates import issue
 from encrypted_transports import tapped
 from faulty_transports import (
     CHUNK_BYTES,
@@ -409,6 +410,18 @@ def test_changed_memory_of_a_relay_is_found_by_its_digest() -> None:
         made[0].fetch(source.metadata(), 1, into=first, relays=addresses(made))
         first["a"].fill_(7)
         first["b"].fill_(7)
+        received = made[1].fetch(source.metadata(), 1, into=blank(), relays=addresses(made))
+        assert is_state(received.state, 1)
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_relay_whose_memory_was_freed_is_done_without(is_encrypted: bool, tmp_path: Path) -> None:
+    tls = {"tls": issue(tmp_path / "peer").files} if is_encrypted else {}
+    with sources(1, **tls) as (source,), receivers(2, **tls) as made:
+        first = blank()
+        made[0].fetch(source.metadata(), 1, into=first, relays=addresses(made))
+        first["a"].untyped_storage().resize_(0)
+        first["b"].untyped_storage().resize_(0)
         received = made[1].fetch(source.metadata(), 1, into=blank(), relays=addresses(made))
         assert is_state(received.state, 1)
 

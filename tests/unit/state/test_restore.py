@@ -284,6 +284,16 @@ def test_the_buffers_of_any_ranges_cover_the_data_exactly(own: str) -> None:
     assert whole == bytes(position % 251 for position in range(manifest.data_bytes))
 
 
+def test_memory_that_was_freed_is_not_written_to() -> None:
+    own = [torch.zeros(100), torch.zeros(100)]
+    restore, file = _restore([torch.ones(100), torch.ones(100)], own)
+    own[1].untyped_storage().resize_(0)
+    deliver(restore, file, manifest_of(file), 0, 400)
+    with pytest.raises(RestoreError, match=r"its memory, it was freed.*\(.*1"):
+        restore.buffers(400, 800)
+    assert own[0].sum() == 100
+
+
 def test_a_snapshot_over_the_limit_is_refused_before_anything_is_allocated() -> None:
     file = file_of_state(torch.ones(100))
     with pytest.raises(RestoreError, match=r"at most 399 bytes \(max_receive_bytes\), got 400.*step 7"):
