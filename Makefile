@@ -7,7 +7,8 @@ SGLANG_VENV ?= .venv-sglang
 FLEET_VENV ?= .venv-fleet
 ARGS ?=
 
-PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+# Most modules of what is installed are never imported: Python compiles those that are.
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --no-compile --constraint constraints.txt
 STAMP := $(VENV)/.installed
 ENGINES_PIP := $(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check
 ENGINES_STAMP := $(ENGINES_VENV)/.installed
@@ -25,7 +26,7 @@ SHARED := -n 3 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-slow test-engines torchft-tests proxy-faults fuzz soak check format docs newcomer bench bench-quick bench-fleet clean
+.PHONY: help env demo test test-slow test-long test-engines torchft-tests proxy-faults fuzz soak check format docs newcomer bench bench-quick bench-fleet clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -84,11 +85,14 @@ demo: $(STAMP) ## watch a replica recover while the others train
 	@$(VENV)/bin/python -m manager.demo $(ARGS)
 
 test: $(STAMP) ## run the tests (ARGS="-k name" to choose)
-	@$(PYTEST) $(SHARED) -m "not slow and not gpu and not alone" $(ARGS); \
-		tests -m "alone and not slow and not gpu" $(ARGS); exit $$failed
+	@$(PYTEST) $(SHARED) -m "not slow and not long and not gpu and not alone" $(ARGS); \
+		tests -m "alone and not slow and not long and not gpu" $(ARGS); exit $$failed
 
-test-slow: $(STAMP) ## run the tests marked slow, and the properties with all examples
-	@$(PYTEST) $(SHARED) -m "slow and not gpu" $(ARGS); \
+test-slow: $(STAMP) ## run the tests marked slow
+	@$(PYTEST) $(SHARED) -m "slow and not gpu" $(ARGS); exit $$failed
+
+test-long: $(STAMP) ## run the tests marked long, and the properties with all examples (by hand: minutes)
+	@$(PYTEST) $(SHARED) -m "long and not gpu" $(ARGS); \
 		export HYPOTHESIS_PROFILE=full; tests $(SHARED) tests/property $(ARGS); exit $$failed
 
 test-engines: $(ENGINES_STAMP) $(SGLANG_STAMP) ## publish to real engines under load (by hand: two environments of 6 GB, minutes)

@@ -121,8 +121,8 @@ def test_writer_processes_end_with_their_trainers_and_are_replaced_by_them(tmp_p
     [
         "two ranks, the first",
         "two ranks, the second",
-        pytest.param("two ranks, every step of the first", marks=[pytest.mark.slow]),
-        pytest.param("two ranks, every step of the second", marks=[pytest.mark.slow]),
+        pytest.param("two ranks, every step of the first", marks=[pytest.mark.long]),
+        pytest.param("two ranks, every step of the second", marks=[pytest.mark.long]),
     ],
 )
 def test_a_rank_that_is_killed_is_named_by_the_other_and_one_checkpoint_is_whole(tmp_path: Path, name: str) -> None:
@@ -138,7 +138,7 @@ def test_a_rank_that_is_killed_is_named_by_the_other_and_one_checkpoint_is_whole
 
 
 @pytest.mark.parametrize(
-    "name", ["two ranks, a writer", pytest.param("two ranks, every step of a writer", marks=pytest.mark.slow)]
+    "name", ["two ranks, a writer", pytest.param("two ranks, every step of a writer", marks=pytest.mark.long)]
 )
 def test_one_rank_s_writer_that_is_killed_costs_no_rank_the_save(tmp_path: Path, name: str) -> None:
     cases = run(name, tmp_path)

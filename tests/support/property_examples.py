@@ -1,4 +1,4 @@
-"""How many examples hypothesis tries: all with ``HYPOTHESIS_PROFILE=full`` (`make test-slow`), else a fifth."""
+"""How many examples hypothesis tries: all with ``HYPOTHESIS_PROFILE=full`` (`make test-long`), else a fifth."""
 
 from __future__ import annotations
 
