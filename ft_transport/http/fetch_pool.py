@@ -209,24 +209,24 @@ class FetchPool(Generic[Unit]):
             )
             for index in range(1, self._num_workers)
         ]
-        num_started = 0
         try:
             if self._recording is not None:
                 self._recording.follow(self._transfers)
             for thread in threads:
                 self._start(thread)
-                num_started += 1
             self._work(WorkerIndex(0))
         except BaseException as error:
             self._interrupt(error)
-        # Not Thread.join: interrupted by a signal handler that raises, it takes a running thread for an ended one.
-        while len(self._ended) < num_started:
+        # Not Thread.join: interrupted by a signal handler that raises, it takes a running thread for an ended one. No
+        # count of starts: such a handler may come before the count. Who begins only now finds that all is over.
+        while len(self._ended) < sum(thread.ident is not None for thread in threads):
             try:
                 self._ends.get()
             except BaseException as error:
                 self._interrupt(error)
-        for thread in threads[:num_started]:
-            thread.join()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
         with self._changed:
             self._connections.close()
             if self._recording is not None:

@@ -46,6 +46,7 @@ from ft_transport import (
     UnknownHostError,
 )
 from ft_transport.http import chunk_client, manifest_client
+from ft_transport.http.fetch_pool import FetchPool
 
 MIDDLE = STATE_BYTES // 2
 HEADS_BYTES = 64 << 10  # the manifest and the heads of all answers take far less
@@ -377,6 +378,26 @@ def threads_inside_fetch() -> list[str]:
         if thread.name.startswith("ft-transport-fetch")
         and any("_receive" in frame.f_code.co_name for frame, _ in traceback.walk_stack(frames.get(thread.ident or 0)))
     ]
+
+
+def test_a_signal_right_behind_the_start_of_a_thread_ends_that_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    into = blank()
+    stalled, landed = threading.Event(), threading.Event()
+    start = FetchPool._start
+
+    def started(thread: threading.Thread) -> None:
+        start(thread)
+        assert stalled.wait(20)
+        assert landed.wait(20)
+        raise Interrupted  # as a handler does that comes before the next line of the caller
+
+    monkeypatch.setattr(FetchPool, "_start", staticmethod(started))
+    with network(3, on_progress=lambda _: landed.set()) as net:
+        net.proxy.inject(stall(MIDDLE // 4, stalled), times=1000)
+        with pytest.raises(Interrupted):
+            net.fetch(into=into)
+        assert threads_inside_fetch() == []
+    assert is_poisoned(into)
 
 
 @pytest.mark.parametrize("num_signals", [1, 3])
