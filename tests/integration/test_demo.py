@@ -21,7 +21,7 @@ _SMALL = ["--steps", "3", "--width", "64", "--num-layers", "1"]
 _FORKING = Path(__file__).parents[1] / "workers" / "forking_demo.py"
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(330)
 @pytest.mark.parametrize(
     ("start", "demo"),
     [(run, [str(_FORKING)]), pytest.param(subprocess.run, ["-m", "manager.demo"], marks=pytest.mark.slow)],
@@ -30,7 +30,7 @@ _FORKING = Path(__file__).parents[1] / "workers" / "forking_demo.py"
 def test_the_demo_heals_killed_replicas_and_exits_with_zero(start: Any, demo: list[str]) -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
-    finished = start([sys.executable, *demo, *_SMALL], timeout=150, check=False, **pipes)
+    finished = start([sys.executable, *demo, *_SMALL], timeout=300, check=False, **pipes)
 
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "3 replicas killed and healed" in finished.stdout
