@@ -6,6 +6,7 @@ threads move bytes as fast as the kernel hands them out.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -226,7 +227,8 @@ class FetchPool(Generic[Unit]):
                 self._interrupt(error)
         for thread in threads:
             if thread.ident is not None:
-                thread.join()
+                with contextlib.suppress(RuntimeError):  # It begins only now.
+                    thread.join()
         with self._changed:
             self._connections.close()
             if self._recording is not None:

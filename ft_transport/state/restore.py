@@ -168,20 +168,23 @@ class Restore:
         return self.present(start, end)
 
     def present(self, start: int, end: int) -> list[memoryview]:
-        """The same as `buffers`, only to be read: what lies there before anything is received."""
+        """The same as `buffers`, only to be read: what lies there before anything is received.
+
+        Raises:
+            RestoreError: As `buffers`.
+        """
         views: list[memoryview] = []
         for slot, offset, num_bytes in self._plan.pieces(start, end):
             index = self._slots[slot]
             tensor = self._direct.get(index)
             if tensor is not None:
-                address = tensor.data_ptr()
-                if not address:
+                if not _has_memory(tensor):
                     raise RestoreError(
                         "expected the receiver's tensor to keep its memory, it was freed",
                         path=self._manifest.tensors[index].name,
                         step=self._manifest.step,
                     )
-                views.append(bytes_at(address + offset, num_bytes))
+                views.append(bytes_at(tensor.data_ptr() + offset, num_bytes))
             else:
                 assert self._fresh_view is not None, "an entry with bytes has memory"
                 at = self._fresh_offsets[index] + offset
@@ -222,9 +225,10 @@ class Restore:
     def poison(self) -> None:
         """Overwrites the receiver's own tensors with a pattern that reads as NaN (as -1 in integers).
 
-        Called after a fetch failed midway: the mixture that they hold must not be trained on unnoticed.
+        Called after a fetch failed midway: the mixture that they hold must not be trained on unnoticed. A tensor whose
+        memory was freed holds nothing.
         """
-        for tensor in self._direct.values():
+        for tensor in filter(_has_memory, self._direct.values()):
             # A bool of all bits set is no valid bool.
             value = 1 if tensor.dtype is torch.bool else _POISON_BYTE
             ctypes.memset(tensor.data_ptr(), value, tensor.nbytes)
@@ -290,6 +294,12 @@ class Restore:
             entry.shape
         )
         return tensor.clone() if entry.end - entry.start < _KEEP_SHARED_BYTES else tensor
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its storage still reaches to its end: where that was freed, a view's address is its offset, not 0."""
+    storage = tensor.untyped_storage()
+    return storage.nbytes() >= tensor.storage_offset() * tensor.dtype.itemsize + tensor.nbytes
 
 
 def _allocate_fresh(

@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Final
 
-from ft_transport.errors import ConfigurationError
+from ft_transport.errors import ConfigurationError, RestoreError
 from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.runtime.handler_safety import SafeEvent, SafeExecutor
 from ft_transport.runtime.locked_files import open_locked, unlink_open
@@ -214,7 +214,7 @@ class _Writer:
         try:
             while (chunk := self._landed.get()) is not None and self._write(chunk):
                 pass
-        except OSError as error:
+        except (OSError, RestoreError) as error:
             logger.warning("what is received is not kept in %s any more: %s", self._path, error)
         finally:
             os.close(self._descriptor)

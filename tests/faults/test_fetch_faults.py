@@ -380,6 +380,17 @@ def threads_inside_fetch() -> list[str]:
     ]
 
 
+def test_memory_that_is_freed_while_it_is_received_is_an_error_that_names_it() -> None:
+    into = blank()
+
+    def free(_progress: object) -> None:
+        for name in "ab":
+            into[name].untyped_storage().resize_(0)
+
+    with network(1, on_progress=free) as net, pytest.raises(TransportError, match="its memory, it was freed"):
+        net.fetch(into=into)
+
+
 def test_a_signal_right_behind_the_start_of_a_thread_ends_that_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
     into = blank()
     stalled, landed = threading.Event(), threading.Event()

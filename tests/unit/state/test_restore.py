@@ -292,6 +292,20 @@ def test_memory_that_was_freed_is_not_written_to() -> None:
     with pytest.raises(RestoreError, match=r"its memory, it was freed.*\(.*1"):
         restore.buffers(400, 800)
     assert own[0].sum() == 100
+    restore.poison()
+    assert own[0].isnan().all()
+
+
+@pytest.mark.parametrize("num_bytes_kept", [0, 600])
+def test_memory_of_a_view_that_was_freed_is_not_written_to(num_bytes_kept: int) -> None:
+    flat = torch.zeros(200)
+    own = [flat[:100], flat[100:]]
+    restore, _ = _restore([torch.ones(100), torch.ones(100)], own)
+    flat.untyped_storage().resize_(num_bytes_kept)
+    with pytest.raises(RestoreError, match="it was freed"):
+        restore.buffers(400, 800)
+    restore.poison()
+    assert not num_bytes_kept or own[0].isnan().all()
 
 
 def test_a_snapshot_over_the_limit_is_refused_before_anything_is_allocated() -> None:
