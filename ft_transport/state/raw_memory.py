@@ -20,8 +20,14 @@ def bytes_at(address: int, num_bytes: int) -> memoryview:
 
     An array of ctypes would do the same; but each length is a type of its own there, which takes many times as long to
     make, and is kept for ever. To make a view by the C function takes six times as long as a part of a larger one.
+
+    Raises:
+        ValueError: No memory can be there: ``address`` is NULL or negative, or the end lies beyond the last one.
     """
     if not num_bytes:
         return memoryview(bytearray())
     at = address - _FIRST_ADDRESS
-    return _all_memory[at : at + num_bytes]
+    view = _all_memory[at : at + num_bytes]
+    if at < 0 or len(view) != num_bytes:
+        raise ValueError(f"expected an address of {num_bytes} bytes, got {address:#x}")
+    return view

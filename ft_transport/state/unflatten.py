@@ -240,21 +240,23 @@ class Unflattener:
             if num_before % STRIDE == 0:
                 self._check_time()
             is_text = type(key_node) is str
-            # A fast lane for what nearly every item of a large state is: received into the receiver's own tensor.
-            if is_text and type(value_node) is TensorNode:
-                own = counterparts.get(key_node)
-                if own is not None and self._direct.get(value_node.index) is own:
-                    yield key_node, own
-                    continue
             key: Any = key_node if is_text else self.build(key_node, None, path)
-            label = (key if is_text else encodings.key_label(key))[:_MAX_LABEL_CHARACTERS]
-            name = f"{prefix}{label}" if is_short else path
             try:
                 if not is_text:
                     watch.admit(key, path)
                 counterpart = counterparts.get(key)
             except TypeError:
                 raise ManifestError(f"expected a hashable key, got {type(key).__name__}", path=path) from None
+            # First what nearly every item of a large state is: received into the receiver's own tensor.
+            if (
+                type(value_node) is TensorNode
+                and counterpart is not None
+                and self._direct.get(value_node.index) is counterpart
+            ):
+                yield key, counterpart
+                continue
+            label = (key if is_text else encodings.key_label(key))[:_MAX_LABEL_CHARACTERS]
+            name = f"{prefix}{label}" if is_short else path
             if type(value_node) is TensorNode:
                 yield key, self._tensor(value_node, counterpart, name)
             else:

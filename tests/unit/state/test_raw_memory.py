@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 import torch
 
 from ft_transport.state.raw_memory import bytes_at
@@ -28,3 +29,9 @@ def test_no_length_leaves_anything_behind() -> None:
     for num_bytes in range(1, 4097):
         bytes_at(tensor.data_ptr(), num_bytes)
     assert sys.getallocatedblocks() - before < 1000
+
+
+@pytest.mark.parametrize("address", [0, -1, -4096, sys.maxsize - 4, sys.maxsize, 2**64 - 8])
+def test_where_no_memory_can_be_is_an_error(address: int) -> None:
+    with pytest.raises(ValueError, match="expected an address of 8 bytes"):
+        bytes_at(address, 8)

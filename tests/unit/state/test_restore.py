@@ -64,6 +64,24 @@ def test_tensors_that_fit_are_the_receivers_own_objects() -> None:
     assert received is not own
 
 
+def test_what_was_sent_once_for_three_places_is_the_receivers_own_tensor_at_each() -> None:
+    sent, own = torch.arange(3.0), torch.zeros(3)
+    received = receive(file_of_state({"a": sent, "b": sent, 5: sent}), into={"a": own, "b": own, 5: own})
+    assert exact(own) == exact(sent)
+    for place in ("a", "b", 5):
+        assert received[place] is own
+
+
+def test_a_tensor_of_the_receivers_at_another_place_is_not_taken_for_the_one_that_was_sent() -> None:
+    one, other = torch.zeros(3), torch.zeros(3)
+    received = receive(
+        file_of_state({"a": torch.ones(3), "b": torch.full((3,), 2.0)}), into={"b": one, "a": other, "c": one}
+    )
+    assert received["b"] is one
+    assert received["a"] is other
+    assert exact(received) == exact({"a": torch.ones(3), "b": torch.full((3,), 2.0)})
+
+
 @pytest.mark.parametrize(
     "own",
     [
