@@ -89,4 +89,6 @@ class RelayedChunks:
         try:
             return self._views_of(start, end)
         except RestoreError as error:
+            # The trainer has freed what it received: whoever asks next is told so before it waits for an answer.
+            self._relay.end()
             raise ConnectionAbortedError(str(error)) from error
