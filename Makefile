@@ -24,6 +24,9 @@ PYTEST := tests() { $(VENV)/bin/python -m pytest "$$@" || [ $$? -eq 5 ] || faile
 # stay together.
 SHARED := -n 3 --dist loadscope --no-loadscope-reorder
 
+# Without compiled modules each process that a test starts would compile all that it imports, and pytest every test.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help env demo test test-slow test-long test-engines torchft-tests proxy-faults fuzz soak check format docs newcomer bench bench-quick bench-fleet clean
@@ -86,13 +89,13 @@ demo: $(STAMP) ## watch a replica recover while the others train
 
 test: $(STAMP) ## run the tests (ARGS="-k name" to choose)
 	@$(PYTEST) $(SHARED) -m "not slow and not long and not gpu and not alone" $(ARGS); \
-		tests -m "alone and not slow and not long and not gpu" $(ARGS); exit $$failed
+		tests --marked alone -m "alone and not slow and not long and not gpu" $(ARGS); exit $$failed
 
 test-slow: $(STAMP) ## run the tests marked slow
-	@$(PYTEST) $(SHARED) -m "slow and not gpu" $(ARGS); exit $$failed
+	@$(PYTEST) $(SHARED) --marked slow -m "slow and not gpu" $(ARGS); exit $$failed
 
 test-long: $(STAMP) ## run the tests marked long, and the properties with all examples (by hand: minutes)
-	@$(PYTEST) $(SHARED) -m "long and not gpu" $(ARGS); \
+	@$(PYTEST) $(SHARED) --marked long -m "long and not gpu" $(ARGS); \
 		export HYPOTHESIS_PROFILE=full; tests $(SHARED) tests/property $(ARGS); exit $$failed
 
 test-engines: $(ENGINES_STAMP) $(SGLANG_STAMP) ## publish to real engines under load (by hand: two environments of 6 GB, minutes)

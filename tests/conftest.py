@@ -33,6 +33,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [*map(str, (_ROOT, _ROOT / "tests/support", _ROOT / "tests/workers")), os.environ.get("PYTHONPATH", "")]
 ).rstrip(os.pathsep)
 
+# torch's store asks for the name of each address that connects to it, and answers nobody meanwhile; where no DNS knows
+# names of the loopback, its resolver would wait for five seconds now and then.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 settings.register_profile(
     "small",
     deadline=None,  # a shared machine is slow at times; pytest-timeout bounds the whole test
@@ -57,6 +61,7 @@ _TOLERATED_FILES = (sys.prefix, sys.base_prefix, "/usr/", "/dev/urandom", "/dev/
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("leak_grace_s", "seconds for which leftovers of a test may still go away", default="10")
+    parser.addoption("--marked", metavar="NAME", help="read no file of tests that does not mention this mark: for -m")
 
 
 def pytest_configure() -> None:
@@ -112,6 +117,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return name if _shares_a_fixture(name) else nodeid
 
     return Scheduling(config, log)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out what ``--marked`` says; reading all of the files takes a quarter of a minute."""
+    mark = config.getoption("--marked")
+    if mark and collection_path.match("test_*.py") and f"mark.{mark}" not in collection_path.read_text():
+        return True
+    return None  # nobody else is kept from ignoring it
+
+
+def pytest_collection() -> None:
+    """Spares the search for garbage among ever more tests, where there is none."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what lives as long as the run, every module and test, out of each search for garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 @functools.cache

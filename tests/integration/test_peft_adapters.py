@@ -13,11 +13,17 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from ft_transport import ConfigurationError, LoRAAdapter
 
-peft: Any = pytest.importorskip("peft")
-transformers: Any = pytest.importorskip("transformers")
+peft: Any = None
+transformers: Any = None
 
 # The two libraries warn of each other's newest names.
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries() -> None:
+    """Imports what takes seconds where it is used, and not in each process that collects tests."""
+    globals().update({name: pytest.importorskip(name) for name in ("peft", "transformers")})
 
 
 def tiny_llama() -> Any:
