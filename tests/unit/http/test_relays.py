@@ -11,9 +11,9 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from ft_transport.errors import ConfigurationError, PeerNotReadyError
+from ft_transport.errors import ConfigurationError, PeerNotReadyError, RestoreError
 from ft_transport.http.relayed_chunks import RelayedChunks
-from ft_transport.http.relays import Relay, Relays
+from ft_transport.http.relays import Relay, Relays, Views
 from ft_transport.http.send_cap import Pace, PacedSocket
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.content import ContentId
@@ -24,14 +24,13 @@ _DATA = bytes(range(256)) * (5 * _CHUNK_BYTES // 256)
 _CONTENT = ContentId("0" * 32)
 
 
-def _relay(missing: Collection[int]) -> Relay:
-    return Relay(
-        _CONTENT,
-        step=1,
-        chunks=ChunkTable(data_bytes=len(_DATA), chunk_bytes=_CHUNK_BYTES),
-        views=lambda start, end: [memoryview(_DATA)[start:end]],
-        missing=missing,
-    )
+def _views(start: int, end: int) -> list[memoryview]:
+    return [memoryview(_DATA)[start:end]]
+
+
+def _relay(missing: Collection[int], views: Views = _views) -> Relay:
+    chunks = ChunkTable(data_bytes=len(_DATA), chunk_bytes=_CHUNK_BYTES)
+    return Relay(_CONTENT, step=1, chunks=chunks, views=views, missing=missing)
 
 
 @contextmanager
@@ -166,6 +165,21 @@ def test_whoever_waits_is_told_of_the_end(end: str) -> None:
             far.close()
         with pytest.raises(ConnectionError, match="not passed on" if end == "the relay" else "closed the connection"):
             sending.result()
+
+
+def test_a_relay_whose_memory_was_freed_has_ended_for_all_who_follow_it() -> None:
+    def freed(start: int, end: int) -> list[memoryview]:
+        raise RestoreError("expected memory of 'w', it was freed")
+
+    relay = _relay([1], freed)
+    with _connection() as (near, _), _connection() as (other, _):
+        waiting = _Sending(relay, other, [1], pause_s=600)
+        with pytest.raises(ConnectionAbortedError, match="'w'"):
+            _Sending(relay, near, [0], pause_s=20).result()
+        with pytest.raises(ConnectionAbortedError, match="not passed on"):
+            waiting.result()
+    with pytest.raises(PeerNotReadyError):
+        relay.views()
 
 
 async def _found(relays: Relays, start: int, end: int, *, wait_s: float = 20.0) -> int | None:
