@@ -109,18 +109,26 @@ class Ring:
         return self.has_left
 
     def _is_held_up(self) -> bool:
-        """Whether the ring brings less than one request to a source does, or nothing for long."""
+        """Whether the ring brings less than one request to a source does, though others have more; or nothing for long.
+
+        At the beginning a source may serve one receiver before all others: then nobody has anything to pass on yet.
+        """
         is_early = self._num_own_landed < _EARLY or self._num_own_requests > 1
         least = self.num_relayed_landed * self._num_own_requests * (_LESS_AT_FIRST if is_early else 1)
-        is_little = least < self._num_own_landed and self._has_brought_less(1)
+        is_little = least < self._num_own_landed and self._has_brought_less(1) and self._num_behind > 0
         return is_little or self._num_silent >= max(self._num_settled, self._num_own // _SILENT_PART)
+
+    @property
+    def _num_behind(self) -> int:
+        """How many chunks more the furthest receiver has that is known of."""
+        return self._furthest - self._num_here - self._num_own_landed - self.num_relayed_landed
 
     def _has_brought_less(self, by: int) -> bool:
         of_sources, of_ring = self._num_own_landed * self._num_relayed, self.num_relayed_landed * self._num_own
         return of_sources > by * of_ring
 
     def _is_left_behind(self) -> bool:
-        behind = self._furthest - self._num_here - self._num_own_landed - self.num_relayed_landed
+        behind = self._num_behind
         if behind * _BEHIND_PART <= self._num_chunks:
             self._least_behind = None
             return False

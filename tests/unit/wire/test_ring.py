@@ -59,9 +59,26 @@ def test_who_begins_a_moment_later_is_waited_for() -> None:
 
 def test_who_brings_nothing_is_left_and_what_it_was_asked_for_is_still_open() -> None:
     ring = _ring()
-    _go_on(ring, num_own=8, relayed_each=0)
+    _go_on(ring, num_own=16, relayed_each=0)
     assert ring.has_left
     assert ring.is_left_open
+
+
+def test_whoever_the_sources_serve_first_waits_while_nobody_is_known_to_have_more() -> None:
+    ring = _ring(num_own=16, num_relayed=240)
+    _go_on(ring, num_own=5, relayed_each=0)
+    _go_on(ring, num_own=1, relayed_each=2, heard=3)
+    assert not ring.has_left
+
+
+def test_who_brings_little_is_left_as_soon_as_another_has_more() -> None:
+    ring = _ring()
+    _go_on(ring, num_own=10, relayed_each=0)
+    _go_on(ring, num_own=2, relayed_each=1, heard=12)
+    assert not ring.has_left
+    ring.heard(16)
+    ring.own_landed()
+    assert ring.has_left
 
 
 def test_who_stops_is_left() -> None:
