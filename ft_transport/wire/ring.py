@@ -29,6 +29,8 @@ _EARLY: Final = 10
 """Of the first own chunks some come before the ring has begun to bring any."""
 _LESS_AT_FIRST: Final = 2
 """So the ring may bring less by so much until then, and always where several requests to sources share the link."""
+_LITTLE_BEHIND_PART: Final = 16
+"""A receiver that brings so little is left only by who lacks this part of all chunks, one in so many, that another has."""
 _SILENT_PART: Final = 2
 """A receiver that brings nothing while one in so many of them come keeps others waiting."""
 _BEHIND_PART: Final = 8
@@ -115,13 +117,9 @@ class Ring:
         """
         is_early = self._num_own_landed < _EARLY or self._num_own_requests > 1
         least = self.num_relayed_landed * self._num_own_requests * (_LESS_AT_FIRST if is_early else 1)
-        is_little = least < self._num_own_landed and self._has_brought_less(1) and self._num_behind > 0
-        return is_little or self._num_silent >= max(self._num_settled, self._num_own // _SILENT_PART)
-
-    @property
-    def _num_behind(self) -> int:
-        """How many chunks more the furthest receiver has that is known of."""
-        return self._furthest - self._num_here - self._num_own_landed - self.num_relayed_landed
+        is_little = least < self._num_own_landed and self._has_brought_less(1)
+        is_behind = self._num_behind * _LITTLE_BEHIND_PART > self._num_chunks
+        return (is_little and is_behind) or self._num_silent >= max(self._num_settled, self._num_own // _SILENT_PART)
 
     def _has_brought_less(self, by: int) -> bool:
         of_sources, of_ring = self._num_own_landed * self._num_relayed, self.num_relayed_landed * self._num_own
@@ -136,3 +134,8 @@ class Ring:
         self._least_behind = min(behind, self._least_behind if self._least_behind is not None else behind)
         is_falling = (behind - self._least_behind) * _FALLING_PART > self._num_chunks
         return is_falling and self._has_brought_less(_MUCH_LESS)
+
+    @property
+    def _num_behind(self) -> int:
+        """How many chunks more the furthest receiver has that is known of."""
+        return self._furthest - self._num_here - self._num_own_landed - self.num_relayed_landed

@@ -64,19 +64,19 @@ def test_who_brings_nothing_is_left_and_what_it_was_asked_for_is_still_open() ->
     assert ring.is_left_open
 
 
-def test_whoever_the_sources_serve_first_waits_while_nobody_is_known_to_have_more() -> None:
+def test_whoever_the_sources_serve_first_waits_while_nobody_is_known_to_have_much_more() -> None:
     ring = _ring(num_own=16, num_relayed=240)
     _go_on(ring, num_own=5, relayed_each=0)
-    _go_on(ring, num_own=1, relayed_each=2, heard=3)
+    _go_on(ring, num_own=1, relayed_each=1, heard=10)
     assert not ring.has_left
 
 
-def test_who_brings_little_is_left_as_soon_as_another_has_more() -> None:
+def test_who_brings_little_is_left_as_soon_as_another_has_much_more() -> None:
     ring = _ring()
     _go_on(ring, num_own=10, relayed_each=0)
-    _go_on(ring, num_own=2, relayed_each=1, heard=12)
+    _go_on(ring, num_own=2, relayed_each=1, heard=28)
     assert not ring.has_left
-    ring.heard(16)
+    ring.heard(32)
     ring.own_landed()
     assert ring.has_left
 
