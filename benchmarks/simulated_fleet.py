@@ -34,11 +34,13 @@ class Host:
         rate: Bytes per second of its link, each way.
         start_s: When it begins to receive.
         death_s: When it is gone, and all that it sends ends.
+        missing: Chunks that it lacks, half-open ranges in order; all by default.
     """
 
     rate: float
     start_s: float = 0.0
     death_s: float = _NEVER
+    missing: Sequence[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,11 +163,12 @@ class _Simulation:
             own_sources = [(number * num_each + index) % num_sources for index in range(num_each)]
             fleet = Fleet(num_sources=num_each, num_receivers=num_receivers, own=number)
             names = [f"host {index}" for index in range(num_each + num_receivers - 1)]
-            work = FleetWork(
-                [(0, fetch.num_chunks)], num_chunks=fetch.num_chunks, fleet=fleet, num_own_requests=at_once.num_own
-            )
+            missing = host.missing if host.missing is not None else [(0, fetch.num_chunks)]
+            work = FleetWork(missing, num_chunks=fetch.num_chunks, fleet=fleet, num_own_requests=at_once.num_own)
             machine: FetchMachine[int] = FetchMachine(work, sources=names, max_failures=4)
-            landed = bytearray(fetch.num_chunks)
+            landed = bytearray(b"\x01" * fetch.num_chunks)
+            for first, end in missing:
+                landed[first:end] = bytes(end - first)
             self._receivers.append(
                 _Receiver(number, host, fleet, own_sources, work, machine, at_once.num_workers, landed)
             )
@@ -236,7 +239,12 @@ class _Simulation:
         for receiver in self._receivers:
             for exchange in list(receiver.exchanges.values()):
                 if exchange.server == server and not receiver.is_dead:
-                    self._fail(exchange, PeerUnreachableError("it has gone"))
+                    if exchange.relay is not None and exchange.num_sent:
+                        # It might as well have no more; the next request tells.
+                        receiver.connected.discard((exchange.worker, server))
+                        self._cut(exchange)
+                    else:
+                        self._fail(exchange, PeerUnreachableError("it has gone"))
 
     def _give_work(self, receiver: _Receiver) -> None:
         """What the threads of the pool do that wait for a change."""

@@ -66,11 +66,11 @@ class Relay:
 
     @property
     def furthest(self) -> int:
-        """How many chunks that receiver has which has most of them, of all that this one has heard of."""
-        return max(self._has_landed.count(1), self._furthest)
+        """How many chunks that receiver has received which has received most, of all that this one has heard of."""
+        return max(self._has_landed.count(1) - self._num_there, self._furthest)
 
     def heard(self, num_landed: int) -> None:
-        """Another receiver has so many chunks. Called by any thread."""
+        """Another receiver has received so many chunks. Called by any thread."""
         self._furthest = max(self._furthest, min(num_landed, self.chunks.num_chunks))
 
     def has(self, chunk: int) -> bool:
@@ -85,11 +85,12 @@ class Relay:
             follower.landed(chunk)
 
     def landed_but_for(self, missing: Collection[int]) -> None:
-        """All chunks but these are there and verified."""
+        """All chunks but these are there and verified, before any has been received."""
         has_landed = bytearray(b"\x01" * self.chunks.num_chunks)
         for chunk in missing:
             has_landed[chunk] = 0
         self._has_landed = has_landed
+        self._num_there = has_landed.count(1)
         for follower in self._followers:
             follower.look()
 

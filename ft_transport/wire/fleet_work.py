@@ -30,9 +30,12 @@ from ft_transport.wire.relay_pace import Delivery, RelayPace
 from ft_transport.wire.relayed import MAX_RANGES
 from ft_transport.wire.ring import Ring, has_ring
 from ft_transport.wire.source_rates import is_too_slow, slowest_to_end
+from ft_transport.wire.stand_ins import StandIns
 
 _DRY_ENOUGH: Final = 2
 """Answers without anything, one after the other, after which a relay is not waited for..."""
+_DRY_AT_FIRST: Final = 6
+"""...or, in a ring, while few chunks have come from the sources..."""
 _FAILED_ENOUGH: Final = 2
 """...and failures, which are no accident any more."""
 _HOPELESSLY_DRY: Final = 8
@@ -43,12 +46,12 @@ _MUCH_SLOWER_THAN_SOURCES: Final = 32
 """...or than the sources, which deliver faster where others began later."""
 _MUCH_LEFT: Final = 8
 """Where nothing but a relay's block is missing, the relay is not waited for if one chunk in so many of it is."""
-_RUNS_PER_RECEIVER: Final = 2
-"""Into how many runs of chunks a block is divided for each that may stand in for its owner."""
 _LEAST_REQUESTS_PER_BLOCK: Final = 32
 """By so many requests at least does a receiver fetch its block, where it has as many chunks."""
 _LEAST_REQUESTS_PER_RELAY: Final = 8
 """By so many requests at least does it fetch another's block, where there are more relays than it asks at once."""
+_MOST_TAKEN_OVER: Final = 4
+"""So many chunks at most, and of what is left a small part, does it fetch that lacks nothing of its own block."""
 _MAX_REQUESTS_AHEAD: Final = 2
 """Requests at one time to a relay whose last answer had all that was asked for."""
 
@@ -74,7 +77,6 @@ class FleetWork:
         self._chunks_per_block = max(1, num_chunks // number)
         # Then a request to each relay may last for as long as that takes to get its block.
         self._is_one_each = num_own_requests + number - 1 <= MAX_WORKERS
-        self._chunks_per_run = max(1, self._chunks_per_block // (_RUNS_PER_RECEIVER * max(1, number - 1)))
         self._most_of_relay = max(1, min(MAX_CHUNKS_PER_REQUEST, self._chunks_per_block // _LEAST_REQUESTS_PER_RELAY))
         blocks = [range(first, end) for first, end in zip(self._starts, ends, strict=True)]
         self._queues = [BlockQueue(receiver, block) for receiver, block in enumerate(blocks)]
@@ -91,11 +93,14 @@ class FleetWork:
                 queue.num_left += len(chunks)
                 queue.num_lacking += len(chunks)
                 self.num_left += len(chunks)
+        self._take_over_some()
         self._in_turn = [(fleet.own + far) % fleet.num_sources for far in range(fleet.num_sources)]
         self._before = fleet.relay_of((fleet.own - 1) % number)
         self._pace = RelayPace()
         self._ring: Ring | None = None
-        if has_ring(num_receivers=number, num_chunks=num_chunks):
+        is_ring = has_ring(num_receivers=number, num_chunks=num_chunks)
+        self._stand_ins = StandIns(self._queues, own=fleet.own, is_ring=is_ring)
+        if is_ring:
             self._ring = Ring(
                 num_chunks=num_chunks,
                 num_own=self._own.num_left,
@@ -118,7 +123,7 @@ class FleetWork:
             if taken is not None or ring.num_asked or self._expects_own(sources):
                 return taken
             # What the sources have not sent is to be had from whoever has got it.
-            self._leave_ring(())
+            self._leave_ring()
         taken = self._take_own(sources, under_way) or self._take_relayed(sources)
         if taken is None and self._deal_what_keeps_waiting(sources):
             taken = self._take_own(sources, under_way) or self._take_relayed(sources)
@@ -173,7 +178,7 @@ class FleetWork:
         queue, state = self._by_source[source], sources[source]
         queue.is_ahead = False
         if self._is_of_ring(source):
-            self._leave_ring(units)
+            self._ring_has_ended(units, sources)
         else:
             for chunks in runs_of(units):
                 if state.num_dry and chunks.start not in queue.block:
@@ -204,6 +209,16 @@ class FleetWork:
                 return each
         usable = [state for state in sources[:number] if not state.dropped and not state.num_dry]
         return slowest_to_end([each for each in under_way if each.source < number], sources, usable)
+
+    def _take_over_some(self) -> None:
+        """Who lacks nothing of its own block takes a little of another one: relays are compared with sources."""
+        fullest = max(self._queues, key=lambda queue: queue.num_missing)
+        if self._own.num_left or not fullest.num_missing:
+            return
+        chunks = fullest.take(max(1, min(_MOST_TAKEN_OVER, self.num_left // (4 * self._fleet.num_receivers))))
+        fullest.num_left -= len(chunks)
+        self._own.add(chunks)
+        self._own.num_left += len(chunks)
 
     def _take_own(
         self, sources: Sequence[SourceState], under_way: Collection[Assignment[int]]
@@ -247,15 +262,49 @@ class FleetWork:
         self._ring.num_asked = len(units)
         return (self._before, units) if units else None
 
-    def _leave_ring(self, units: Sequence[int]) -> None:
-        """From now on each is asked for its own block; these are what the one before has not passed on."""
+    def _ring_has_ended(self, units: Sequence[int], sources: Sequence[SourceState]) -> None:
+        """The one before has not passed on these: asks it again, or the next one before it, or leaves the ring."""
         assert self._ring is not None
-        self._ring.has_left, self._ring.num_asked = True, 0
-        # All begin to deliver now.
-        self._own.num_landed = 0
+        self._ring.num_asked = 0
         for run in runs_of(units):
             for queue, chunks in self._by_block(run):
                 queue.add(chunks)
+        state = sources[self._before]
+        if state.failures:
+            self._pass_over(sources)
+        elif state.num_dry and not self._ring.is_settled and self._expects_own(sources):
+            # Where the sources are slow, or many ask them, the first chunk takes its time.
+            if state.num_dry >= _DRY_AT_FIRST:
+                self._leave_ring()
+        elif state.num_dry or state.num_interrupted or self._ring.was_cut:
+            self._leave_ring()
+        else:
+            # It had no more of them in time, or has gone; the next request tells which.
+            self._ring.was_cut = True
+
+    def _pass_over(self, sources: Sequence[SourceState]) -> None:
+        """The one before has gone: the next one before it is asked from now on, if there is one."""
+        assert self._ring is not None
+        number = self._fleet.num_receivers
+        gone = self._fleet.receiver_of(self._before)
+        following = (gone - 1) % number
+        if following == self._fleet.own or _is_gone(sources[self._fleet.relay_of(following)]):
+            self._leave_ring()
+            return
+        self._before = self._fleet.relay_of(following)
+        # Whoever stands behind one that has gone takes its block from the sources.
+        self._queues[gone].is_out = True
+        self._deal(self._queues[gone])
+        self._others = [other for other in self._others if not other[1].is_out]
+        self._pace.restart()
+        self._ring = self._ring.joined_again(num_own=self._own.num_left, num_relayed=self.num_left - self._own.num_left)
+
+    def _leave_ring(self) -> None:
+        """From now on each is asked for its own block."""
+        assert self._ring is not None
+        self._ring.has_left = True
+        # All begin to deliver now.
+        self._own.num_landed = 0
 
     def _take_relayed(self, sources: Sequence[SourceState]) -> tuple[SourceIndex, range] | None:
         """From the relay of which most is missing; of equals another one for each receiver."""
@@ -330,36 +379,10 @@ class FleetWork:
         missing, queue.missing, queue.num_missing = queue.missing, [], 0
         for chunks in missing:
             for block, part in self._by_block(chunks):
-                for to, dealt in self._dealt(block.receiver, part):
+                for to, dealt in self._stand_ins.of(block.receiver, part):
                     to.add(dealt)
                     queue.num_left -= len(dealt)
                     to.num_left += len(dealt)
-
-    def _dealt(self, owner: int, chunks: range) -> Iterator[tuple[BlockQueue, range]]:
-        """The receivers that stand in for an owner, each with its part; this one itself where no other is left."""
-        if self._ring is not None:
-            yield self._nearest_behind(owner), chunks
-            return
-        while chunks:
-            run = chunks.start // self._chunks_per_run
-            num_in_run = (run + 1) * self._chunks_per_run - chunks.start
-            yield self._next_in_line(owner, run), chunks[:num_in_run]
-            chunks = chunks[num_in_run:]
-
-    def _nearest_behind(self, owner: int) -> BlockQueue:
-        """Of those between the owner and this one in the ring."""
-        number, own = self._fleet.num_receivers, self._fleet.own
-        between = (self._queues[(own - far) % number] for far in range(1, (own - owner) % number))
-        return next((queue for queue in between if not queue.is_out), self._own)
-
-    def _next_in_line(self, owner: int, run: int) -> BlockQueue:
-        number = self._fleet.num_receivers
-        first = self._queues[(owner + 1 + run % (number - 1)) % number]
-        if not first.is_out:
-            return first
-        # Not simply the next one, who would get the runs of all that are out before it.
-        others = [queue for queue in self._queues if queue.receiver != owner and not queue.is_out]
-        return max(others, key=lambda queue: _mixed(run, queue.receiver), default=self._own)
 
     def _best_source(self, sources: Sequence[SourceState]) -> SourceIndex | None:
         """The least busy source that is not too slow; of equals another one for each receiver."""
@@ -395,12 +418,6 @@ class FleetWork:
 
     def _owner_of(self, chunk: int) -> int:
         return bisect_right(self._starts, chunk) - 1
-
-
-def _mixed(run: int, receiver: int) -> int:
-    """Differs from run to run as if at random, and is the same everywhere."""
-    mixed = (run * 0x9E3779B1 + receiver * 0x85EBCA77) & 0xFFFFFFFF
-    return (mixed ^ mixed >> 15) * 0xC2B2AE3D & 0xFFFFFFFF
 
 
 def _least_busy_first(usable: Sequence[int], sources: Sequence[SourceState]) -> Iterator[int]:

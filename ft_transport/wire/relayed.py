@@ -2,9 +2,9 @@
 
 The request names half-open ranges of the data's bytes, each of whole chunks: ``?ranges=4194304-8388608,0-1048576``. The
 answer has all these chunks as they land, and of those that are there the first one first; each behind a header: where
-it begins in the data, 8 bytes, and how many chunks the furthest receiver has of which the answerer has heard, 4 bytes,
-both big-endian (see ``wire.ring``). It is as long as all of them are, and ends early where the rest does not land in
-time.
+it begins in the data, 8 bytes, and how many chunks the furthest receiver has received of which the answerer has heard,
+not counting what it had before, 4 bytes, both big-endian (see ``wire.ring``). It is as long as all of them are, and
+ends early where the rest does not land in time.
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@ as much as its link can: a connection to each other receiver would carry a small
 cost both sides many times the work. A chunk goes all the way round, so the last one is late by a chunk for each
 receiver.
 
-A receiver behind a slow or dead one gets nothing in time. It leaves the ring then, and asks the owner of each block
-for that block, until it has everything; those behind it may stay, for it passes on what it gets. To leave without need
-is dear: the links of the ring are full, so who asks all owners gets less, and so do all behind it. A receiver is told
-with each chunk how many chunks the furthest receiver has of which the one before has heard, and compares what comes
-from the ring with that and with what comes from the sources.
+A receiver behind a dead one asks the next one before it, so the ring goes on without the dead one. A receiver behind a
+slow one gets nothing in time. It leaves the ring then, and asks the owner of each block for that block, until it has
+everything; those behind it may stay, for it passes on what it gets. To leave without need is dear: the links of the
+ring are full, so who asks all owners gets less, and so do all behind it. A receiver is told with each chunk how many
+chunks the furthest receiver has received of which the one before has heard, and compares what comes from the ring with
+that and with what comes from the sources.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _EARLY: Final = 10
 _LESS_AT_FIRST: Final = 2
 """So the ring may bring less by so much until then, and always where several requests to sources share the link."""
 _LITTLE_BEHIND_PART: Final = 16
-"""A receiver that brings so little is left only by who lacks this part of all chunks, one in so many, that another has."""
+"""A receiver that brings so little is left only by who lacks this part of all chunks that another one has."""
 _SILENT_PART: Final = 2
 """A receiver that brings nothing while one in so many of them come keeps others waiting."""
 _BEHIND_PART: Final = 8
@@ -59,15 +60,17 @@ class Ring:
         num_asked: Chunks that the one before it has been asked for, and that have not come.
         num_relayed_landed: Chunks that have come from it.
         has_left: Whether this receiver asks each for its own block by now.
+        was_cut: Whether the one before has ended an answer early, and nothing has come from it since.
     """
 
     def __init__(self, *, num_chunks: int, num_own: int, num_relayed: int, num_own_requests: int) -> None:
         self.num_asked = 0
         self.has_left = False
+        self.was_cut = False
         self._num_chunks = num_chunks
         self._num_own = num_own
         self._num_relayed = num_relayed
-        self._num_here = num_chunks - num_own - num_relayed
+        self._num_before = 0
         self._num_own_landed = 0
         self.num_relayed_landed = 0
         self._num_own_requests = num_own_requests
@@ -87,8 +90,30 @@ class Ring:
         """Whether something is still to come from the one before, which is not waited for any more."""
         return self.has_left and self.num_asked > 0
 
+    def joined_again(self, *, num_own: int, num_relayed: int) -> Ring:
+        """The same ring behind another receiver: what has come by now says nothing of that one.
+
+        Args:
+            num_own: How many chunks it wants from the sources now.
+            num_relayed: How many it wants from that one.
+        """
+        ring = Ring(
+            num_chunks=self._num_chunks,
+            num_own=num_own,
+            num_relayed=num_relayed,
+            num_own_requests=self._num_own_requests,
+        )
+        ring._num_before = self._num_before + self._num_own_landed + self.num_relayed_landed
+        ring.heard(self._furthest)
+        return ring
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether enough own chunks are here to judge the one before."""
+        return self._num_own_landed >= self._num_settled
+
     def heard(self, num_landed: int) -> None:
-        """Another receiver has so many chunks. Called by any thread."""
+        """Another receiver has received so many chunks. Called by any thread."""
         self._furthest = max(self._furthest, num_landed)
 
     def own_landed(self) -> bool:
@@ -102,10 +127,11 @@ class Ring:
         self.num_asked -= 1
         self.num_relayed_landed += 1
         self._num_silent = 0
+        self.was_cut = False
         return self._leaves()
 
     def _leaves(self) -> bool:
-        if self.has_left or not self.num_asked or self._num_own_landed < self._num_settled:
+        if self.has_left or not self.num_asked or not self.is_settled:
             return False
         self.has_left = self._is_held_up() or self._is_left_behind()
         return self.has_left
@@ -137,5 +163,5 @@ class Ring:
 
     @property
     def _num_behind(self) -> int:
-        """How many chunks more the furthest receiver has that is known of."""
-        return self._furthest - self._num_here - self._num_own_landed - self.num_relayed_landed
+        """How many chunks more the furthest receiver has received that is known of."""
+        return self._furthest - self._num_before - self._num_own_landed - self.num_relayed_landed

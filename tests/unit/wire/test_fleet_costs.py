@@ -107,3 +107,32 @@ def test_who_begins_when_the_others_are_half_done_costs_them_little() -> None:
     outcome = _fetch(1000, [_GOOD, _GOOD, _GOOD, Host(rate=_RATE, start_s=500 * _CHUNK_S)])
     assert max(outcome.end_s[number] for number in range(3)) <= 1.2 * 1000 * _CHUNK_S
     assert _copies(outcome, 1000) <= 1.25
+
+
+@pytest.mark.parametrize("num_receivers", [2, 8])
+def test_who_lacks_nothing_of_its_own_block_waits_for_no_slow_relay(num_receivers: int) -> None:
+    receivers = [Host(rate=_RATE, missing=[(500, 1000)]) for _ in range(num_receivers)]
+    receivers[1] = Host(rate=_RATE / 20, missing=[(500, 1000)])
+    outcome = _fetch(1000, receivers)
+    others_s = max(end_s for number, end_s in outcome.end_s.items() if number != 1)
+    # The slow one takes twenty times as long to pass them on.
+    assert others_s <= 2 * 500 * _CHUNK_S
+
+
+def test_those_who_wait_long_for_the_first_chunk_stay_in_the_ring() -> None:
+    # It takes 1.7 s, and a relay holds a request for 1 s.
+    rate = 2e7
+    outcome = _fetch(256, [Host(rate=rate)] * 8, (Host(rate=rate),))
+    quick = _fetch(256, [_GOOD] * 8)
+    assert outcome.num_requests <= quick.num_requests + 2 * 8
+    assert outcome.last_s <= 1.05 * (256 + 7) * (4 << 20) / rate
+
+
+def test_who_stands_behind_a_dead_one_asks_the_next_one_before_it_for_all() -> None:
+    dead = Host(rate=_RATE, death_s=100 * _CHUNK_S)
+    outcome = _fetch(1000, [*[_GOOD] * 3, dead, dead, *[_GOOD] * 3])
+    intact = _fetch(1000, [_GOOD] * 8)
+    # Not every other one for its block.
+    assert outcome.num_requests <= intact.num_requests + 4
+    assert outcome.last_s <= 1.05 * 1000 * _CHUNK_S
+    assert _copies(outcome, 1000) <= 1.02

@@ -116,7 +116,11 @@ class _Job:
         else:
             relay = self.receivers[receiver.fleet.receiver_of(request.source)]
             if relay.number in self.dead_receivers:
-                machine.request_failed(worker, PeerUnreachableError("dead"))
+                if is_begun:
+                    # It might as well have had no more; the next request tells.
+                    machine.request_cut(worker)
+                else:
+                    machine.request_failed(worker, PeerUnreachableError("dead"))
                 del receiver.requests[worker]
                 return
             ready = next((chunk for chunk in relay.landed if chunk in exchange.missing), None)
