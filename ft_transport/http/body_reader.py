@@ -36,6 +36,7 @@ class BodyReader:
     def __init__(self, timed: TimedSocket, *, peer: PeerAddress, timeouts: Timeouts, length: int) -> None:
         self.ahead = b""
         self.num_bytes = 0
+        self._num_paced = 0
         self._timed = timed
         self._peer = peer
         self._timeouts = timeouts
@@ -95,13 +96,17 @@ class BodyReader:
                 got -= size
                 index += 1
 
+    def pace_anew(self) -> None:
+        """What comes from here on has to be fast enough by itself: a long answer earns nobody the right to trickle."""
+        self._started_s, self._num_paced = time.monotonic(), self.num_bytes
+
     def _check_pace(self) -> None:
         """Allows the next read, until the deadline, the stall timeout or the minimum throughput ends it."""
         timeouts = self._timeouts
         until_s = min(
             timeouts.end_s(),
             self._received_s + timeouts.stall_timeout_s,
-            self._started_s + timeouts.stall_timeout_s + self.num_bytes / timeouts.min_bytes_per_s,
+            self._started_s + timeouts.stall_timeout_s + (self.num_bytes - self._num_paced) / timeouts.min_bytes_per_s,
         )
         remaining_s = until_s - time.monotonic()
         if remaining_s <= 0:

@@ -231,6 +231,7 @@ class _ChunkWire:
     def _next_relayed(self, connection: Connection, left: Set[int]) -> int:
         """Reads the header of the next chunk, and returns which chunk that is."""
         header = bytearray(HEADER.size)
+        connection.pace_anew()
         connection.read_into([memoryview(header)])
         start, furthest = HEADER.unpack(header)
         chunk, rest = divmod(start, self._manifest.chunks.chunk_bytes)

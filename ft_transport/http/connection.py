@@ -283,6 +283,11 @@ class Connection:
         with self._closed_on_failure("reading"):
             self._body.read_into(views)
 
+    def pace_anew(self) -> None:
+        """See `BodyReader.pace_anew`."""
+        assert self._body is not None
+        self._body.pace_anew()
+
     def end_response(self, response: HTTPResponse) -> None:
         """Frees the connection for the next request, once the body was read to its end."""
         response.close()

@@ -23,6 +23,7 @@ from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.transfer_log import TransferLog
 from ft_transport.keys import Keys
 from ft_transport.runtime.handler_safety import SafeCondition
+from ft_transport.runtime.threads import start
 from ft_transport.settings import FetchProgress, TransportSettings, check_duration
 from ft_transport.telemetry.record import Transfer
 from ft_transport.telemetry.recorder import current
@@ -214,7 +215,7 @@ class FetchPool(Generic[Unit]):
             if self._recording is not None:
                 self._recording.follow(self._transfers)
             for thread in threads:
-                self._start(thread)
+                start(thread)
             self._work(WorkerIndex(0))
         except BaseException as error:
             self._interrupt(error)
@@ -250,13 +251,6 @@ class FetchPool(Generic[Unit]):
             return self._log.transfers()
         finally:
             self._changed.release()
-
-    @staticmethod
-    def _start(thread: threading.Thread) -> None:
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise TransportError(f"expected a thread for each connection: {error}") from error
 
     def _work_on_thread(self, worker: WorkerIndex) -> None:
         try:

@@ -11,7 +11,7 @@ from ft_transport.errors import RestoreError
 from ft_transport.http.body_sender import MAX_VIEWS_PER_SEND
 from ft_transport.http.relays import Follower
 from ft_transport.http.send_cap import PacedSocket
-from ft_transport.http.tls_sender import EncryptedSocket
+from ft_transport.http.tls_sender import PIECE_BYTES, EncryptedSocket
 from ft_transport.wire.relayed import HEADER, answer_bytes
 
 _LOOK_S: Final = 0.1
@@ -56,9 +56,14 @@ class RelayedChunks:
         """See ``body_sender.Content``."""
         while self.position < self.end:
             start, end, header = self._next_chunk(encrypted)
-            for view in (header, *self._views(start, end)):
-                encrypted.sendall(view)
-                self.position += len(view)
+            encrypted.sendall(header)
+            self.position += len(header)
+            # Looked up for each piece: a slow receiver keeps this waiting between them, and what the trainer frees
+            # meanwhile must not be read here. In the other way the kernel reads, which bears that.
+            for at in range(start, end, PIECE_BYTES):
+                for view in self._views(at, min(end, at + PIECE_BYTES)):
+                    encrypted.sendall(view)
+                    self.position += len(view)
 
     def _next_chunk(self, connected: PacedSocket | EncryptedSocket) -> tuple[int, int, memoryview]:
         """Where one lies that is there, and its header."""

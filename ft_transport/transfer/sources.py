@@ -20,6 +20,7 @@ from ft_transport.http.fetch_pool import FetchSettings
 from ft_transport.http.late_digests import fetch_digests
 from ft_transport.http.manifest_client import fetch_manifest
 from ft_transport.http.peer_address import PeerAddress
+from ft_transport.runtime.threads import start
 from ft_transport.wire.content import ContentId, content_id
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import StepSelector
@@ -160,7 +161,7 @@ def _ask_all(connections: Sequence[Connection], step: StepSelector, settings: Fe
     answers: dict[int, _Answer] = {}
     try:
         for thread in threads:
-            thread.start()
+            start(thread)
         began_s = time.monotonic()
         until_s: float | None = None
         # Each connection has the deadline of the fetch: without a first answer all of them end with that.

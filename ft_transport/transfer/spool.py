@@ -25,6 +25,7 @@ from ft_transport.errors import ConfigurationError, RestoreError
 from ft_transport.http.fetch_timeouts import Timeouts
 from ft_transport.runtime.handler_safety import SafeEvent, SafeExecutor
 from ft_transport.runtime.locked_files import open_locked, unlink_open
+from ft_transport.runtime.threads import start
 from ft_transport.settings import default_num_threads
 from ft_transport.state.restore import Restore
 from ft_transport.transfer.sparse_file import chunks_in
@@ -189,7 +190,11 @@ class _Writer:
         self._landed: SimpleQueue[int | None] = SimpleQueue()
         self._until_s = float("inf")
         self._ended = SafeEvent()
-        threading.Thread(target=self._run, name="ft-transport-spool", daemon=True).start()
+        try:
+            start(threading.Thread(target=self._run, name="ft-transport-spool", daemon=True))
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def note(self, chunk: int) -> None:
         """A chunk has landed. Called by any thread."""

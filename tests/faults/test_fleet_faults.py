@@ -37,7 +37,14 @@ from programs import Program
 from proxy import Link, corrupt, cut, proxied, stall, throttle, trickle
 from scripted_peer import Peer, answering, scripted
 
-from ft_transport import FetchFailedError, FetchProgress, HTTPTransport, PeerAuthenticationError, state_digest
+from ft_transport import (
+    FetchFailedError,
+    FetchProgress,
+    HTTPTransport,
+    PeerAuthenticationError,
+    TransportError,
+    state_digest,
+)
 from ft_transport.http import chunk_client, fetch_pool, relayed_chunks
 from ft_transport.telemetry.record import decode_record
 
@@ -424,6 +431,25 @@ def test_a_relay_whose_memory_was_freed_is_done_without(is_encrypted: bool, tmp_
         first["b"].untyped_storage().resize_(0)
         received = made[1].fetch(source.metadata(), 1, into=blank(), relays=addresses(made))
         assert is_state(received.state, 1)
+
+
+@pytest.mark.parametrize("refused", ["ft-transport-ask-1", "ft-transport-fetch-1", "ft-transport-spool"])
+def test_a_thread_that_the_system_refuses_is_an_error_that_names_it(
+    refused: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start = threading.Thread.start
+
+    def start_unless_refused(thread: threading.Thread) -> None:
+        if thread.name == refused:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_refused)
+    with sources(2) as made, transport(4) as receiver:
+        with pytest.raises(TransportError, match=f"a further thread \\({refused}\\): can't start"):
+            receiver.fetch(addresses(made), 1, into=blank(), spool=tmp_path / "spool")
+        monkeypatch.undo()
+        assert is_state(receiver.fetch(addresses(made), 1, into=blank(), spool=tmp_path / "spool").state, 1)
 
 
 @pytest.mark.parametrize("num_killed", [1, 2])

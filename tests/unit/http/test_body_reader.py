@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -27,14 +28,16 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield near, far
 
 
-def reader_of(near: socket.socket, *, ahead: bytes, deadline_s: float = 20.0) -> BodyReader:
+def reader_of(
+    near: socket.socket, *, ahead: bytes, deadline_s: float = 20.0, stall_timeout_s: float = 20.0
+) -> BodyReader:
     body = BodyReader(
         TimedSocket(near),
         peer=PeerAddress(host="127.0.0.1", port=1),
         timeouts=Timeouts(
             deadline_s=time.monotonic() + deadline_s,
             connect_timeout_s=20.0,
-            stall_timeout_s=20.0,
+            stall_timeout_s=stall_timeout_s,
             min_bytes_per_s=1.0,
         ),
         length=len(BODY),
@@ -78,3 +81,28 @@ def test_a_body_that_ends_early_is_a_lost_connection(pair: tuple[socket.socket, 
 def test_a_read_ends_with_the_deadline(pair: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(TimeoutError):
         reader_of(pair[0], ahead=b"", deadline_s=0.05).read_into([memoryview(bytearray(1))])
+
+
+def test_much_that_has_come_earns_the_rest_no_time_once_it_is_paced_anew(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    near, far = pair
+    far.sendall(BODY)
+    # At one byte per second all that has come is worth a quarter of an hour.
+    body = reader_of(near, ahead=b"", stall_timeout_s=0.3)
+    body.read_into([memoryview(bytearray(len(BODY)))])
+    body.pace_anew()
+    stop = threading.Event()
+
+    def trickle() -> None:
+        while not stop.wait(0.05):
+            far.sendall(b"x")
+
+    trickling = threading.Thread(target=trickle, daemon=True)
+    trickling.start()
+    try:
+        with pytest.raises(TimeoutError):
+            body.read_into([memoryview(bytearray(1000))])
+    finally:
+        stop.set()
+        trickling.join()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import cast
 
 import pytest
 
@@ -15,6 +16,8 @@ from ft_transport.errors import ConfigurationError, PeerNotReadyError, RestoreEr
 from ft_transport.http.relayed_chunks import RelayedChunks
 from ft_transport.http.relays import Relay, Relays, Views
 from ft_transport.http.send_cap import Pace, PacedSocket
+from ft_transport.http.tls_channel import TLSChannel
+from ft_transport.http.tls_sender import PIECE_BYTES, EncryptedSocket
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.content import ContentId
 from ft_transport.wire.relayed import HEADER
@@ -180,6 +183,45 @@ def test_a_relay_whose_memory_was_freed_has_ended_for_all_who_follow_it() -> Non
             waiting.result()
     with pytest.raises(PeerNotReadyError):
         relay.views()
+
+
+class _NoTLS:
+    """Stands for a TLSChannel, and encrypts nothing."""
+
+    def __init__(self) -> None:
+        self._written = b""
+
+    def write(self, data: memoryview) -> None:
+        self._written += bytes(data)
+
+    def take(self) -> bytes:
+        taken, self._written = self._written, b""
+        return taken
+
+
+def test_what_is_encrypted_is_looked_up_piece_by_piece_because_it_may_be_freed_meanwhile() -> None:
+    data = bytes(4 * PIECE_BYTES)
+    looked_up: list[tuple[int, int]] = []
+
+    def freed_after_one_piece(start: int, end: int) -> list[memoryview]:
+        if looked_up:
+            raise RestoreError("expected memory of 'w', it was freed")
+        looked_up.append((start, end))
+        return [memoryview(data)[start:end]]
+
+    chunks = ChunkTable(data_bytes=len(data), chunk_bytes=len(data))
+    relay = Relay(_CONTENT, step=1, chunks=chunks, views=freed_after_one_piece, missing=())
+    content = RelayedChunks(relay.follow([0], _nothing), pause_s=20)
+    with _connection() as (near, far):
+        receiving = threading.Thread(target=_received, args=(far, HEADER.size + PIECE_BYTES), daemon=True)
+        receiving.start()
+        with pytest.raises(ConnectionAbortedError, match="'w'"):
+            content.send_encrypted(EncryptedSocket(near, cast(TLSChannel, _NoTLS()), Pace(near, None)))
+        receiving.join(20)
+        assert not receiving.is_alive()
+    assert looked_up == [(0, PIECE_BYTES)]
+    assert content.position == HEADER.size + PIECE_BYTES
+    assert relay.has_ended
 
 
 async def _found(relays: Relays, start: int, end: int, *, wait_s: float = 20.0) -> int | None:
