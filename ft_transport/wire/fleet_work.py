@@ -39,7 +39,9 @@ _DRY_AT_FIRST: Final = 6
 _FAILED_ENOUGH: Final = 2
 """...and failures, which are no accident any more."""
 _HOPELESSLY_DRY: Final = 8
-"""Answers without anything after which, where no source is left, nobody expects anything any more."""
+"""Answers without anything, of all relays together, after which nobody expects anything where no source is left..."""
+_LEAST_HOPELESSLY_DRY: Final = 3
+"""...and of each of them."""
 _MUCH_SLOWER: Final = 2
 """Who delivers by so much less than the best relay is not waited for..."""
 _MUCH_SLOWER_THAN_SOURCES: Final = 32
@@ -187,7 +189,11 @@ class FleetWork:
                     queue.add(chunks)
         if queue.is_out:
             self._deal(queue)
-        if self._may_deliver(source, state) or any(self._may_deliver(*each) for each in enumerate(sources)):
+        if any(not each.dropped for each in sources[: self._fleet.num_sources]):
+            return None
+        # Nobody waits for each of them for as long as for one: nothing that is missing lands anywhere.
+        relays = [each.num_dry for each in sources[self._fleet.num_sources :] if not each.dropped]
+        if relays and (min(relays) < _LEAST_HOPELESSLY_DRY or sum(relays) < _HOPELESSLY_DRY):
             return None
         names = ", ".join(each.name for each in sources)
         return Undeliverable(f"expected the whole snapshot from {names}, {self.num_left} chunks are missing")

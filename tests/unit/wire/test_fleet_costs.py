@@ -136,3 +136,18 @@ def test_who_stands_behind_a_dead_one_asks_the_next_one_before_it_for_all() -> N
     assert outcome.num_requests <= intact.num_requests + 4
     assert outcome.last_s <= 1.05 * 1000 * _CHUNK_S
     assert _copies(outcome, 1000) <= 1.02
+
+
+@pytest.mark.parametrize("num_receivers", [2, 4, 8, 16])
+def test_what_nobody_has_ends_the_fetch_in_seconds_however_many_wait_for_it(num_receivers: int) -> None:
+    death_s = 100 * _CHUNK_S
+    fetch = SimulatedFetch(
+        sources=[Host(rate=_RATE, death_s=death_s)],
+        receivers=[_GOOD] * num_receivers,
+        num_chunks=300,
+        resolution=0.1,
+    )
+    outcome = fetch.run()
+    assert len(outcome.errors) == num_receivers
+    # Relays hold a request for 1 s.
+    assert outcome.last_s <= death_s + 20
