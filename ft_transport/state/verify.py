@@ -6,7 +6,7 @@ reorder. The digests of the manifest's chunks are computed anew from the live te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -15,13 +15,13 @@ import torch
 
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state.blocks import FlatState
-from ft_transport.state.dtypes import carrier_of
+from ft_transport.state.dtypes import carrier_of, torch_name_of
 from ft_transport.state.flatten import flatten
 from ft_transport.state.restore import DestinationPlan
 from ft_transport.state.views import as_bytes
 from ft_transport.wire.layouts import Layout
 from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.nodes import MappingNode
+from ft_transport.wire.nodes import LayoutNode, MappingNode, TensorNode
 
 _ENDS: Final = ".[]"
 _Tagged = msgspec.Struct
@@ -64,6 +64,8 @@ class _Walk:
     def compare(self, path: str, expected: object, actual: object) -> None:
         if isinstance(expected, MappingNode) and isinstance(actual, MappingNode) and expected.kind == "dict":
             self._compare_mappings(path, expected, actual)
+        elif isinstance(expected, (TensorNode, LayoutNode)) and isinstance(actual, (TensorNode, LayoutNode)):
+            self._compare_tensors(path, expected, actual)
         elif isinstance(expected, _Tagged) and type(expected) is type(actual):
             for name in expected.__struct_fields__:
                 ours, theirs = getattr(actual, name), getattr(expected, name)
@@ -90,6 +92,16 @@ class _Walk:
         for key, value in theirs.items():
             self.compare(f"{path}.{key}".lstrip(_ENDS), value, ours[key])
 
+    def _compare_tensors(self, path: str, expected: TensorNode | LayoutNode, actual: TensorNode | LayoutNode) -> None:
+        """Entries hold the elements in row-major order: how they lie in the receiver's memory is its own business."""
+        entry, own = self._manifest.tensors[expected.index], actual.index
+        theirs = _meaning(expected, entry.dtype, entry.shape)
+        ours = _meaning(actual, self._blocks.dtypes[own], self._blocks.shapes[own])
+        if theirs == ours:
+            self._pair(path, expected.index, own)
+        else:
+            self._note(path, *(f"{dtype}{list(shape)}" for dtype, shape in (theirs, ours)))
+
     def _pair(self, path: str, theirs: int, ours: int) -> None:
         if self.counterparts.setdefault(theirs, ours) != ours:
             self._note(path, "a tensor that is tied to another", "one of its own")
@@ -106,6 +118,11 @@ class _Walk:
 
     def _note(self, path: str, expected: str, actual: str) -> None:
         self.differences.append(f"{path or 'the state'}: expected {expected}, got {actual}")
+
+
+def _meaning(node: TensorNode | LayoutNode, dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """What a tensor is by dtype and shape, given those of its entry."""
+    return (node.dtype, tuple(node.shape)) if isinstance(node, LayoutNode) else (torch_name_of(dtype), tuple(shape))
 
 
 def _part(layout: Layout) -> list[object]:

@@ -55,8 +55,11 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a bit": (lambda s: s["w"].view(torch.int32)[5999:].bitwise_xor_(1), "other bytes in .*w"),
     "a bit of a strided tensor": (lambda s: s["t"][2:, 1:].add_(1), "other bytes in .*t"),
     "a bit deep down": (lambda s: s["deep"][1]["x"][0].neg_(), "other bytes in .*deep"),
-    "a dtype": (lambda s: s.update(half=s["half"].half()), "half: expected BF16"),
-    "a shape": (lambda s: s["deep"][1].update(x=s["deep"][1]["x"].view(3, -1)), r"expected F32\[3000\], got F32\[3, 1"),
+    "a dtype": (lambda s: s.update(half=s["half"].half()), "half: expected bfloat16"),
+    "a shape": (
+        lambda s: s["deep"][1].update(x=s["deep"][1]["x"].view(3, -1)),
+        r"expected float32\[3000\], got float32\[3, 1",
+    ),
     "a tie": (lambda s: s.update(view=s["view"].clone()), "view: expected ViewNode"),
     "a number": (lambda s: s["n"].__setitem__(0, 2), r"n\[0\]|n.*expected 1, got 2"),
     "a type of a number": (lambda s: s["n"].__setitem__(0, True), "expected 1, got True"),
@@ -76,3 +79,22 @@ def test_any_difference_is_found_and_named(what: str) -> None:
     found = differences(state(), changed)
     assert len(found) >= 1
     assert any(re.search(pattern, each) for each in found), found
+
+
+def channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_how_a_tensor_lies_in_memory_is_no_difference_and_a_bit_of_it_is(dtype: torch.dtype) -> None:
+    tensor = torch.randn(4, 3, 2, 5).to(dtype)
+    for expected, actual in ((tensor, channels_last(tensor)), (channels_last(tensor), tensor)):
+        assert differences({"w": expected}, {"w": actual}) == ()
+        actual.view(-1)[7:8].neg_() if actual.is_contiguous() else actual[1, 2, 0, 3].neg_()
+        assert differences({"w": expected}, {"w": actual}) == ("expected other bytes in w",)
+
+
+def test_another_dtype_of_the_same_bytes_is_a_difference() -> None:
+    tensor = torch.randn(4, 3, 2, 5)
+    (found,) = differences({"w": tensor}, {"w": channels_last(tensor).view(torch.int32)})
+    assert found == "w: expected float32[4, 3, 2, 5], got int32[4, 3, 2, 5]"
