@@ -82,9 +82,13 @@ class FetchSettings:
         """What a transport was told, for one fetch; its deadlines begin now.
 
         Raises:
-            ConfigurationError: ``timeout`` is no duration.
+            ConfigurationError: One of them is no duration, or there is to be progress in less than no time.
         """
         check_duration("timeout", timeout, at_least=timedelta.min)
+        if unreachable_timeout is not None:
+            check_duration("unreachable_timeout", unreachable_timeout, at_least=timedelta.min)
+        if progress_timeout is not None:
+            check_duration("progress_timeout", progress_timeout, at_least=timedelta(0))
         return cls(
             num_connections=num_connections,
             verify=settings.verify,
@@ -318,12 +322,7 @@ class FetchPool(Generic[Unit]):
         if is_looking and self._machine.time_passed(time.monotonic() - self._started_s):
             self._changed.notify_all()
         if timeouts.is_over():
-            self._abort(
-                DeadlineExceededError(
-                    f"timed out with {self._done_bytes} of {self._total_bytes} bytes received: {timeouts.reason()}",
-                    step=self._step,
-                )
-            )
+            self._abort(self._out_of_time(self._machine.last_failure))
 
     def _connect(self, source: int) -> Connection:
         settings = self._settings
@@ -389,14 +388,15 @@ class FetchPool(Generic[Unit]):
             self._machine.request_cut(worker)
             self._changed.notify_all()
 
-    def _out_of_time(self, error: TransportError) -> DeadlineExceededError:
-        out_of_time = DeadlineExceededError(
+    def _out_of_time(self, last: TransportError | None) -> DeadlineExceededError:
+        what = (
             f"timed out with {self._done_bytes} of {self._total_bytes} bytes received: "
-            f"{self._settings.timeouts.reason()}; last: {error.message}",
-            peer=error.peer,
-            step=self._step,
+            f"{self._settings.timeouts.reason()}"
         )
-        out_of_time.__cause__ = error
+        if last is None:
+            return DeadlineExceededError(what, step=self._step)
+        out_of_time = DeadlineExceededError(f"{what}; last: {last.message}", peer=last.peer, step=self._step)
+        out_of_time.__cause__ = last
         return out_of_time
 
     def _abort(self, error: TransportError) -> None:

@@ -191,6 +191,11 @@ class FetchMachine(Generic[Unit]):
         """The outcome, once there is one."""
         return self._stop
 
+    @property
+    def last_failure(self) -> TransportError | None:
+        """What went wrong last, if anything did."""
+        return self._failures[-1] if self._failures else None
+
     def has_request(self, worker: WorkerIndex) -> bool:
         """Whether units of the worker's request are still its own; the rest may have been taken over by others."""
         return worker in self._assignments
