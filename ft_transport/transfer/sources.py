@@ -101,6 +101,8 @@ def ask_sources(
 ) -> AgreedSources:
     """What several peers serve: those of the newest step that agree with most others of it.
 
+    Of contents that as many have, all receivers take the same one, in whichever order they are told the peers.
+
     Who says nothing for long after the first one has answered is left out, and so is who serves something else; the
     log names them.
 
@@ -122,20 +124,26 @@ def ask_sources(
     for answer in silent:
         logger.warning("source %s is left out: %s", answer.connection.peer, answer.error)
     newest = max(answer.manifest.step for answer in served)
-    content, num_agreed = Counter(each.content for each in served if each.manifest.step == newest).most_common(1)[0]
+    num_having = Counter(each.content for each in served if each.manifest.step == newest)
+    content = max(num_having, key=lambda content: (num_having[content], content))
+    agreed = [each for each in served if each.content == content]
+    digest_name = agreed[0].manifest.digester.name
     for each in served:
         if each.content != content:
+            # Each token digests in its own way: those that are served while a token is replaced cannot be compared.
+            is_other_way = each.manifest.step == newest and each.manifest.digester.name != digest_name
             logger.warning(
-                "source %s is left out: expected the state of step %d as %d others have it (content %s), it has step "
-                "%d (content %s)",
+                "source %s is left out: expected the state of step %d as %d of %d have it (content %s), it has step "
+                "%d (content %s)%s",
                 each.connection.peer,
                 newest,
-                num_agreed,
+                len(agreed),
+                len(served),
                 content,
                 each.manifest.step,
                 each.content,
+                f"; its digests are {each.manifest.digester.name}, and not {digest_name}" if is_other_way else "",
             )
-    agreed = [each for each in served if each.content == content]
     return AgreedSources(
         manifest=agreed[0].manifest,
         files=tuple(SourceFile.of(each.connection.peer, each.manifest) for each in agreed),
@@ -180,12 +188,23 @@ def _ask_all(connections: Sequence[Connection], step: StepSelector, settings: Fe
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
-    late = "expected to hear what it serves about when the others said so"
-    return [
-        answers.get(index)
-        or _Silent(connection=connection, error=PeerUnreachableError(late, peer=str(connection.peer)))
-        for index, connection in enumerate(connections)
-    ]
+    with contextlib.suppress(Empty):
+        while True:
+            index, answer = answered.get_nowait()
+            answers[index] = _late(answer)
+    return [answers[index] for index in range(len(connections))]
+
+
+def _late(answer: _Answer) -> _Silent:
+    """What comes of one that was waited for no longer, with what it was that kept it."""
+    why = "expected to hear what it serves about when the others said so"
+    if isinstance(answer, _Silent):
+        if not isinstance(answer.error, TransportError):
+            return answer
+        # What ends a connection at which somebody listens is that it is not waited for.
+        if not answer.connection.num_opened:
+            why = f"{why}; {answer.error.message}"
+    return _Silent(connection=answer.connection, error=PeerUnreachableError(why, peer=str(answer.connection.peer)))
 
 
 def _ask(connection: Connection, step: StepSelector, settings: FetchSettings) -> _Served:

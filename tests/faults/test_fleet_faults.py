@@ -211,6 +211,30 @@ def test_a_source_that_differs_is_named_and_left_out(caplog: pytest.LogCaptureFi
         assert "step 1" in told[0]
 
 
+def test_of_two_sources_that_differ_everybody_takes_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    with sources(2, seeds=[1, 2]) as made, receivers(2) as receiving:
+        caplog.set_level(logging.WARNING)
+        named = addresses(made)
+        states = [
+            each.fetch(order, 1, into=blank()).state
+            for each, order in zip(receiving, (named, named[::-1]), strict=True)
+        ]
+        assert state_digest(states[0]) == state_digest(states[1])
+        assert caplog.text.count("expected the state of step 1 as 1 of 2 have it") == 2
+
+
+def test_equal_sources_in_the_middle_of_a_replacement_of_the_token_are_said_to_digest_in_another_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    new = TOKEN[::-1]
+    with sources(1, token=f"{TOKEN} {new}") as (old,), sources(2, token=f"{new} {TOKEN}") as changed:
+        caplog.set_level(logging.WARNING)
+        with transport(token=f"{new} {TOKEN}") as receiver:
+            assert is_state(receiver.fetch(addresses([old, *changed]), 1, into=blank()).state, 1)
+    (told,) = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
+    assert "its digests are blake3-64 " in told
+
+
 def test_a_source_of_an_earlier_step_is_left_out() -> None:
     with sources(2) as (behind, ahead), transport(4) as receiver:
         ahead.send_checkpoint([], 2, state_of(2), TIMEOUT)
@@ -226,6 +250,7 @@ def test_a_source_that_is_gone_from_the_start_costs_little(caplog: pytest.LogCap
         assert is_state(receiver.fetch([gone, source.metadata()], 1, into=blank()).state, 1)
         assert time.monotonic() - began_s < 5
     assert "is left out" in caplog.text
+    assert "ConnectionRefusedError" in caplog.text
 
 
 def test_without_any_source_the_error_names_each() -> None:
