@@ -212,6 +212,26 @@ def check_number(name: str, value: object, *, at_least: int) -> int:
     return number
 
 
+def check_rate(name: str, value: object) -> None:
+    """Refuses what is no positive number; infinity is one.
+
+    Raises:
+        ConfigurationError: Says what was expected under ``name`` and what came.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise ConfigurationError(f"expected a positive number as {name}, got {_shown(value)}")
+
+
+def check_function(name: str, value: object) -> None:
+    """Refuses what cannot be called.
+
+    Raises:
+        ConfigurationError: Says what was expected under ``name`` and what came.
+    """
+    if not callable(value):
+        raise ConfigurationError(f"expected a function as {name}, got {_shown(value)}")
+
+
 def _check_type(name: str, value: object, types: tuple[type, ...], expected: str) -> None:
     if not isinstance(value, types):
         raise ConfigurationError(f"expected {expected} as {name}, got {_shown(value)}")

@@ -18,7 +18,7 @@ from ft_transport.http.pace import paced
 from ft_transport.http.peer_address import PeerAddress, peer_addresses
 from ft_transport.http.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
-from ft_transport.settings import TransportSettings, check_duration, check_number
+from ft_transport.settings import TransportSettings, check_duration, check_function, check_number
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction
 from ft_transport.state.snapshot import HeldState, nothing_moved
@@ -83,8 +83,8 @@ class HTTPTransport(Generic[T]):
         if not isinstance(settings, (TransportSettings, type(None))):
             raise ConfigurationError(f"expected TransportSettings as settings, got {type(settings).__name__}")
         for name, function in (("state_dict", state_dict), ("read_lock", read_lock)):
-            if function is not None and not callable(function):
-                raise ConfigurationError(f"expected a function as {name}, got {type(function).__name__}")
+            if function is not None:
+                check_function(name, function)
         settings = settings if settings is not None else TransportSettings()
         keys = settings.keys()
         self._keys = keys
@@ -228,7 +228,8 @@ class HTTPTransport(Generic[T]):
 
         Args:
             metadata: What the peer's ``metadata()`` returned; or those of several peers with the same state, which are
-                then read from at once, faster ones more. Who turns out to have another state than most is left out.
+                then read from at once, faster ones more. Who turns out to have another state than most is left out; of
+                states that as many have, all receivers take the same one.
             step: A step, or ``latest``: the peer then takes a new snapshot if its state has moved on.
             relays: What the ``metadata()`` of each receiver returned that receives this state now, the same list for
                 all of them. Each passes on to the others what it has verified, so that every byte leaves the sources
@@ -265,12 +266,17 @@ class HTTPTransport(Generic[T]):
             keep_spool: Whether the file stays when all has been received; then its end is waited for.
 
         Raises:
-            ConfigurationError: ``resume`` is used up; or ``spool`` is no regular file, another user's, or in use.
+            ConfigurationError: ``resume`` is used up; ``spool`` is no regular file, another user's, or in use; or an
+                argument is not of its kind.
             TransportError: As for ``recv_checkpoint``. If bytes had landed in ``into`` they were overwritten with NaN
                 patterns, without ``keep_partial``.
         """
         if not isinstance(resume, (PartialState, type(None))):
             raise ConfigurationError(f"expected a PartialState or None as resume, got {type(resume).__name__}")
+        if check is not None:
+            check_function("check", check)
+        if not isinstance(spool, (str, os.PathLike, type(None))):
+            raise ConfigurationError(f"expected a path as spool, got {type(spool).__name__} {spool!r}")
         peers = FetchPeers.of(metadata, relays=relays, own=self.metadata())
         return self._client.fetch(
             FetchRequest(

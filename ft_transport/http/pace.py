@@ -7,16 +7,21 @@ import time
 from collections.abc import Callable
 
 from ft_transport.http.fetch_pool import FetchSettings
-from ft_transport.settings import FetchProgress
+from ft_transport.settings import FetchProgress, check_rate
 
 _NUM_CONNECTIONS = 1
 """Several would ask for their chunks at one moment."""
 
 
 def paced(settings: FetchSettings, max_bytes_per_s: float | None) -> FetchSettings:
-    """The same settings for a fetch at a pace; ``None`` for as fast as it goes."""
+    """The same settings for a fetch at a pace; ``None`` for as fast as it goes.
+
+    Raises:
+        ConfigurationError: It is no positive number.
+    """
     if max_bytes_per_s is None:
         return settings
+    check_rate("max_bytes_per_s", max_bytes_per_s)
     pace = _Pace(max_bytes_per_s, settings.on_progress, settings.timeouts.end_s)
     return dataclasses.replace(settings, num_connections=_NUM_CONNECTIONS, on_progress=pace)
 

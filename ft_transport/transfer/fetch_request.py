@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class FetchPeers:
             ConfigurationError: One of them is none.
         """
         having = [PeerAddress.from_url(sources)] if isinstance(sources, str) else peer_addresses(sources)
-        if isinstance(relays, str):
+        if isinstance(relays, str) or not isinstance(relays, Collection):
             raise ConfigurationError(f"expected a sequence of addresses as relays, got {relays!r}")
         this = PeerAddress.from_url(own)
         others = {PeerAddress.from_url(each) for each in relays} - {this}

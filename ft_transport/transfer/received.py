@@ -23,7 +23,8 @@ class Received(Generic[T]):
     Attributes:
         step: The step.
         state: The state.
-        num_bytes_fetched: How many bytes of data came over the network; ``None`` if they were not counted.
+        num_bytes_fetched: How many bytes of data came from peers, over the network or out of the memory of one on this
+            host; ``None`` if they were not counted.
     """
 
     step: int

@@ -74,6 +74,29 @@ def test_an_argument_out_of_range_is_named(arguments: dict[str, Any], name: str)
         HTTPTransport(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"max_bytes_per_s": 0}, "a positive number as max_bytes_per_s, got int 0"),
+        ({"max_bytes_per_s": float("nan")}, "a positive number as max_bytes_per_s"),
+        ({"max_bytes_per_s": "5"}, "a positive number as max_bytes_per_s, got str '5'"),
+        ({"progress_timeout": 3}, r"datetime\.timedelta as progress_timeout, got int 3"),
+        ({"progress_timeout": NEGATIVE}, "progress_timeout that is not negative"),
+        ({"unreachable_timeout": 3}, r"datetime\.timedelta as unreachable_timeout"),
+        ({"relays": None}, "addresses as relays, got None"),
+        ({"spool": 5}, "a path as spool, got int 5"),
+        ({"check": 5}, "a function as check, got int 5"),
+    ],
+)
+def test_an_argument_of_a_fetch_out_of_range_is_named(arguments: dict[str, Any], name: str) -> None:
+    transport: HTTPTransport[Any] = HTTPTransport(settings=TransportSettings(host="127.0.0.1"))
+    try:
+        with pytest.raises(ConfigurationError, match=name):
+            transport.fetch("http://127.0.0.1:9/checkpoint/", 1, **arguments)
+    finally:
+        transport.shutdown()
+
+
 @pytest.mark.parametrize("token", ["", "three words here", "ü"])
 def test_a_token_that_cannot_be_sent_is_refused_without_leaving_anything(
     monkeypatch: pytest.MonkeyPatch, token: str

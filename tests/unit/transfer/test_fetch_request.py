@@ -49,6 +49,7 @@ def test_one_that_the_others_have_not_named_is_a_receiver_too() -> None:
         (None, (), "the URL of a peer, got None"),
         ([1], (), "the URL of a peer, got 1"),
         (FIRST, SECOND, "a sequence of addresses as relays, got 'http://second"),
+        (FIRST, None, "a sequence of addresses as relays, got None"),
         (FIRST, ["second"], "a URL like"),
     ],
 )
