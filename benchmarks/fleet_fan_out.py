@@ -115,7 +115,7 @@ class FanOut:
             yield Verdict(f"cores in use, {num_receivers} receivers", busy, None, "at most")
 
 
-FAST: Final = FanOut(name="fan-out", rate=RATE, num_receivers=(1, 2, 4, 8, 16), repeated=(1, 8), has_peers=True)
+FAST: Final = FanOut(name="fan-out", rate=RATE, num_receivers=(1, 2, 4, 8, 16), repeated=(1, 8, 16), has_peers=True)
 SLOW: Final = FanOut(name="fan-out-slow", rate=_SLOW_RATE, num_receivers=(1, 4, 8, 16), repeated=(), has_peers=False)
 
 

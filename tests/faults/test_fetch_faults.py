@@ -45,8 +45,7 @@ from ft_transport import (
     TransportError,
     UnknownHostError,
 )
-from ft_transport.http import chunk_client, manifest_client
-from ft_transport.http.fetch_pool import FetchPool
+from ft_transport.http import chunk_client, fetch_pool, manifest_client
 
 MIDDLE = STATE_BYTES // 2
 HEADS_BYTES = 64 << 10  # the manifest and the heads of all answers take far less
@@ -394,7 +393,7 @@ def test_memory_that_is_freed_while_it_is_received_is_an_error_that_names_it() -
 def test_a_signal_right_behind_the_start_of_a_thread_ends_that_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
     into = blank()
     stalled, landed = threading.Event(), threading.Event()
-    start = FetchPool._start
+    start = fetch_pool.start
 
     def started(thread: threading.Thread) -> None:
         start(thread)
@@ -402,7 +401,7 @@ def test_a_signal_right_behind_the_start_of_a_thread_ends_that_thread_too(monkey
         assert landed.wait(20)
         raise Interrupted  # as a handler does that comes before the next line of the caller
 
-    monkeypatch.setattr(FetchPool, "_start", staticmethod(started))
+    monkeypatch.setattr(fetch_pool, "start", started)
     with network(3, on_progress=lambda _: landed.set()) as net:
         net.proxy.inject(stall(MIDDLE // 4, stalled), times=1000)
         with pytest.raises(Interrupted):
