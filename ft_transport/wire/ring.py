@@ -60,7 +60,7 @@ class Ring:
         num_asked: Chunks that the one before it has been asked for, and that have not come.
         num_relayed_landed: Chunks that have come from it.
         has_left: Whether this receiver asks each for its own block by now.
-        was_cut: Whether the one before has ended an answer early, and nothing has come from it since.
+        was_cut: Whether the one before has ended an answer early.
     """
 
     def __init__(self, *, num_chunks: int, num_own: int, num_relayed: int, num_own_requests: int) -> None:
@@ -127,7 +127,6 @@ class Ring:
         self.num_asked -= 1
         self.num_relayed_landed += 1
         self._num_silent = 0
-        self.was_cut = False
         return self._leaves()
 
     def _leaves(self) -> bool:
