@@ -97,7 +97,7 @@ class BodyReader:
                 index += 1
 
     def pace_anew(self) -> None:
-        """What comes from here on has to be fast enough by itself: a long answer earns nobody the right to trickle."""
+        """Counts the minimum throughput from here on: bytes that came fast before do not excuse a trickle now."""
         self._started_s, self._num_paced = time.monotonic(), self.num_bytes
 
     def _check_pace(self) -> None:

@@ -121,7 +121,7 @@ class _Walk:
 
 
 def _meaning(node: TensorNode | LayoutNode, dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """What a tensor is by dtype and shape, given those of its entry."""
+    """The torch dtype and the shape of a tensor, given the dtype and shape of its entry."""
     return (node.dtype, tuple(node.shape)) if isinstance(node, LayoutNode) else (torch_name_of(dtype), tuple(shape))
 
 

@@ -196,7 +196,7 @@ def _ask_all(connections: Sequence[Connection], step: StepSelector, settings: Fe
 
 
 def _late(answer: _Answer) -> _Silent:
-    """What comes of one that was waited for no longer, with what it was that kept it."""
+    """The answer of a source that was given up as late, with the reason if no connection was made."""
     why = "expected to hear what it serves about when the others said so"
     if isinstance(answer, _Silent):
         if not isinstance(answer.error, TransportError):

@@ -193,7 +193,7 @@ class FetchMachine(Generic[Unit]):
 
     @property
     def last_failure(self) -> TransportError | None:
-        """What went wrong last, if anything did."""
+        """The newest failure of a request, ``None`` if no request has failed."""
         return self._failures[-1] if self._failures else None
 
     def has_request(self, worker: WorkerIndex) -> bool:

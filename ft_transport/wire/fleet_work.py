@@ -217,7 +217,7 @@ class FleetWork:
         return slowest_to_end([each for each in under_way if each.source < number], sources, usable)
 
     def _take_over_some(self) -> None:
-        """Who lacks nothing of its own block takes a little of another one: relays are compared with sources."""
+        """A receiver whose block is complete takes a few chunks of another one, to measure the rate of the sources."""
         fullest = max(self._queues, key=lambda queue: queue.num_missing)
         if self._own.num_left or not fullest.num_missing:
             return

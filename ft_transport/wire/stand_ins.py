@@ -1,4 +1,4 @@
-"""Who stands in for a receiver that has gone, or keeps the others waiting: the same for all who see it so.
+"""Which receiver stands in for one that has gone, or is too slow: every receiver that sees so chooses the same.
 
 See ``wire.fleet_work``.
 """
