@@ -29,8 +29,25 @@ logger = logging.getLogger(__name__)
 _WAIT_S: Final = 5.0
 """For a process of this host that does nothing but answer."""
 _MAX_TICKET_BYTES: Final = 4096
+_LOOK_S: Final = 1.0
+"""For the kernel of this host, where very many are at a source's socket."""
 _PIECE_BYTES: Final = 512 << 10
 """Is digested while it is in the processor's nearest large cache; smaller ones cost more for each."""
+
+
+def is_on_this_host(source: Connection) -> bool:
+    """Whether the source at the other end lends the memory of what it serves, and to this process.
+
+    Args:
+        source: Its manifest came over it.
+    """
+    if source.same_host is None:
+        return False
+    try:
+        LentMemory(source.same_host, timeout_s=_LOOK_S).close()
+    except TransportError:
+        return False
+    return True
 
 
 def fetch_from_memory(

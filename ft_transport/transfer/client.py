@@ -158,7 +158,13 @@ class StateClient(Generic[T]):
                 if len(peers.sources) == 1 and not peers.receivers:
                     agreed = ask_source(peers.sources[0], request.step, settings, held)
                 else:
-                    agreed = ask_sources(peers.sources, request.step, settings, held)
+                    agreed = ask_sources(
+                        peers.sources,
+                        request.step,
+                        settings,
+                        held,
+                        is_this_host_first=self._settings.same_host,
+                    )
                 settings.timeouts.note_progress()
                 reached = agreed.connection.reached
                 received = self._receive(agreed, request, kept, spool)

@@ -20,6 +20,7 @@ from ft_transport.http.fetch_pool import FetchSettings
 from ft_transport.http.late_digests import fetch_digests
 from ft_transport.http.manifest_client import fetch_manifest
 from ft_transport.http.peer_address import PeerAddress
+from ft_transport.http.same_host_client import is_on_this_host
 from ft_transport.runtime.threads import start
 from ft_transport.wire.content import ContentId, content_id
 from ft_transport.wire.manifest import Manifest
@@ -97,7 +98,12 @@ def ask_source(
 
 
 def ask_sources(
-    peers: Sequence[PeerAddress], step: StepSelector, settings: FetchSettings, held: contextlib.ExitStack
+    peers: Sequence[PeerAddress],
+    step: StepSelector,
+    settings: FetchSettings,
+    held: contextlib.ExitStack,
+    *,
+    is_this_host_first: bool = False,
 ) -> AgreedSources:
     """What several peers serve: those of the newest step that agree with most others of it.
 
@@ -111,6 +117,7 @@ def ask_sources(
         step: A step or ``latest``.
         settings: How to fetch.
         held: Takes their connections.
+        is_this_host_first: Whether one that lends its memory on this host comes first, wherever it stands.
 
     Raises:
         FetchFailedError: None of them says what it serves; carries why.
@@ -127,6 +134,8 @@ def ask_sources(
     num_having = Counter(each.content for each in served if each.manifest.step == newest)
     content = max(num_having, key=lambda content: (num_having[content], content))
     agreed = [each for each in served if each.content == content]
+    if is_this_host_first:
+        agreed.sort(key=lambda each: not is_on_this_host(each.connection))
     digest_name = agreed[0].manifest.digester.name
     for each in served:
         if each.content != content:

@@ -77,6 +77,24 @@ def test_turned_off_at_either_side_it_comes_through_the_network(at: str, caplog:
     assert taken_from_memory(caplog) == []
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_of_several_sources_the_one_on_this_host_is_found(place: int, caplog: pytest.LogCaptureFixture) -> None:
+    into = blank()
+    with (
+        transport(same_host=False) as far,
+        transport(same_host=False) as farther,
+        transport(same_host=True) as near,
+        transport(same_host=True) as receiver,
+    ):
+        for source in (far, farther, near):
+            source.send_checkpoint([], 1, state_of(1), TIMEOUT)
+        addresses = [far.metadata(), farther.metadata()]
+        addresses.insert(place, near.metadata())
+        assert is_state(receiver.fetch(addresses, 1, into=into).state, 1)
+    assert holds(into, 1)
+    assert taken_from_memory(caplog) == [(ALL, ALL)]
+
+
 def test_only_what_has_changed_is_copied(caplog: pytest.LogCaptureFixture) -> None:
     into = state_of(1)
     into["b"][-1] += 1
