@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,9 @@ from ft_transport.wire.chunks import ChunkTable, chunk_bytes_for
 from ft_transport.wire.digester import Digester
 from ft_transport.wire.manifest import DATA_ALIGN_BYTES, SnapshotId, TensorEntry, encode_header
 from ft_transport.wire.served import MemoryFile, Snapshot
+
+_CACHE_LINE_BYTES: Final = 64
+"""Of x86 and most others: within one, copies go at full speed."""
 
 
 def nothing_moved() -> None:
@@ -327,10 +331,14 @@ def data_bytes_of(flat: FlatState) -> int:
 
 
 def _lay_out(flat: FlatState) -> Column:
-    """Where each block begins: larger items first, so that each is aligned to its item size without any hole."""
+    """Where each block begins, each aligned without any hole.
+
+    First all blocks of whole cache lines: between them the step counters of Adam would shift each weight by 4 bytes
+    against the tensor that it is copied from or to. The others follow, larger items first, aligned to their item size.
+    """
     blocks = flat.blocks
     num_bytes = np.asarray(blocks.num_bytes)
-    order = np.argsort(-np.asarray(blocks.item_bytes), kind="stable")
+    order = np.lexsort((-np.asarray(blocks.item_bytes), num_bytes % _CACHE_LINE_BYTES != 0))
     starts = np.empty_like(num_bytes)
     starts[order] = np.cumsum(num_bytes[order]) - num_bytes[order]
     return starts

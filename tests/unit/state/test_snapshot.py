@@ -63,6 +63,17 @@ def test_every_tensor_is_aligned_to_its_items_without_holes() -> None:
     assert len(file) == manifest.total_bytes
 
 
+def test_the_steps_of_adam_shift_no_weight() -> None:
+    state = {
+        number: {"step": torch.tensor(1.0), "exp_avg": torch.ones(32, 4), "half": torch.ones(32, dtype=torch.bfloat16)}
+        for number in range(20)
+    }
+    entries = manifest_of(file_of_state(state)).tensors
+    weights = [entry for entry in entries if not entry.name.endswith("step")]
+    assert len(weights) == 40
+    assert [entry.name for entry in weights if entry.start % 64] == []
+
+
 def test_the_digests_are_those_of_the_chunks() -> None:
     file = file_of_state({"a": torch.arange(50_000), "b": torch.ones(3)})
     manifest = manifest_of(file)
