@@ -105,5 +105,5 @@ def run(options: Options) -> Iterator[Group]:
 
 
 BENCHMARK: Final = Benchmark(
-    name="same-host", run=run, states=tuple(COUNTED_STATES), default=Size(scale=0.25, num_samples=3)
+    name="same-host", run=run, states=(*COUNTED_STATES, "adamw"), default=Size(scale=0.25, num_samples=3)
 )

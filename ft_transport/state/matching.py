@@ -229,6 +229,7 @@ class Matcher:
         if not (
             DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype) is dtype
             and into.layout is torch.strided
+            and not into.is_nested
             and into.is_cpu
             and into.shape == entry.shape
             and into.is_contiguous()
@@ -247,7 +248,8 @@ class Matcher:
         if index >= len(self._manifest.tensors):
             return  # Reported with its path when the state is built.
         entry = self._manifest.tensors[index]
-        if into.shape == entry.shape and DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype) is into.dtype:
+        dtype = DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype)
+        if not into.is_nested and into.dtype is dtype and into.shape == entry.shape:
             self._offer(node, into, is_row_major=True)
         else:
             self._note_mismatch(entry.name, into, torch_name_of(entry.dtype), entry.shape)
@@ -255,13 +257,14 @@ class Matcher:
     def _consider_layout(self, node: LayoutNode, into: torch.Tensor) -> None:
         if node.index >= len(self._manifest.tensors):
             return
-        if into.shape == node.shape and name_of(into.dtype) == node.dtype:
+        if not into.is_nested and into.shape == node.shape and name_of(into.dtype) == node.dtype:
             self._offer(node, into, is_row_major=False)
         else:
             self._note_mismatch(self._manifest.tensors[node.index].name, into, node.dtype, node.shape)
 
     def _note_mismatch(self, path: str, into: torch.Tensor, dtype: str, shape: Sequence[int]) -> None:
-        own = f"{name_of(into.dtype)}{list(into.shape)}"
+        # A nested tensor may raise where it is asked for its shape.
+        own = f"{name_of(into.dtype)}{list(into.shape)}" if not into.is_nested else "a nested tensor"
         self._add_mismatch(Mismatch(path, own, f"{dtype[:64]}{list(shape)}"))
 
     def _add_mismatch(self, mismatch: Mismatch) -> None:

@@ -23,7 +23,12 @@ def view_key(tensor: torch.Tensor) -> ViewKey:
 
 def has_own_memory(value: object) -> TypeGuard[torch.Tensor]:
     """Whether the value is a tensor whose elements are where its address and strides say. Subclasses may lie."""
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta  # type: ignore[attr-defined]
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided  # type: ignore[attr-defined]
+        and not value.is_meta  # type: ignore[attr-defined]
+        and not value.is_nested  # type: ignore[attr-defined]
+    )
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -390,6 +390,30 @@ def test_what_was_received_can_be_compared_with_what_became_of_it(sender: HTTPTr
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("received", [torch.ones(3), torch.ones(3, 4).t()], ids=["contiguous", "transposed"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_stays_as_it_is(
+    sender: HTTPTransport[Any],
+    caplog: pytest.LogCaptureFixture,
+    layout: torch.layout,
+    received: torch.Tensor,
+    is_sharded: bool,
+) -> None:
+    sender.send_checkpoint([], 3, {"a": received}, TIMEOUT)
+    nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], layout=layout)
+    with closing_transport(make()) as receiver:
+        into = {"a": nested}
+        if is_sharded:
+            state = receiver.fetch_sharded([sender.metadata()], 3, into=into).state
+        else:
+            state = receiver.fetch(sender.metadata(), 3, into=into).state
+    assert torch.equal(state["a"], received)
+    assert all(not part.any() for part in nested.unbind())
+    assert any("a is a nested tensor here and float32" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
 def test_tensors_that_do_not_fit_are_named_once(
     sender: HTTPTransport[Any], caplog: pytest.LogCaptureFixture, is_sharded: bool
 ) -> None:
