@@ -10,9 +10,9 @@ import contextlib
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from typing import Final
+from typing import Final, NoReturn
 from urllib.parse import urlencode
 
 from ft_transport.errors import (
@@ -159,7 +159,7 @@ class Connection:
             DeadlineExceededError: The deadline passed.
         """
         method = "GET" if body is None else "POST"
-        with self._closed_on_failure(f"waiting for the answer to {path}"):
+        try:
             http = self._connected()
             if self._keys is not None and self._session is None:
                 self._session = self._begin_session(http, self._keys)
@@ -188,6 +188,8 @@ class Connection:
             assert self._body is not None
             self._body.ahead = response.fp.peek()
             return response
+        except BaseException as error:
+            self._fail(error, f"waiting for the answer to {path}")
 
     def read_body(self, response: HTTPResponse, *, max_bytes: int) -> bytearray:
         """Reads all of a body, compares it with the digest that a peer's proof covers, and ends the answer.
@@ -280,8 +282,10 @@ class Connection:
         """
         assert self._socket is not None
         assert self._body is not None
-        with self._closed_on_failure("reading"):
+        try:
             self._body.read_into(views)
+        except BaseException as error:
+            self._fail(error, "reading")
 
     def pace_anew(self) -> None:
         """See `BodyReader.pace_anew`."""
@@ -353,28 +357,24 @@ class Connection:
         """How much of the last answer's body has come."""
         return self._body.num_bytes if self._body is not None else 0
 
-    @contextlib.contextmanager
-    def _closed_on_failure(self, doing: str) -> Iterator[None]:
-        """Whatever goes wrong inside closes the connection, and is raised as an error of ours where it has one."""
-        try:
-            yield
-        except BaseException as error:
-            self.close()
-            match error:
-                case TransportError():
-                    error.peer = error.peer if error.peer is not None else str(self.peer)
-                    raise
-                case TimeoutError():
-                    raise self._timed_out(doing) from error
-                case OSError():
-                    kind = type(error).__name__
-                    what = f"the connection broke {doing} after {self._num_received} bytes: {kind}: {error}"
-                    raise PeerUnreachableError(what, peer=str(self.peer)) from error
-                case HTTPException():
-                    what = f"expected an HTTP answer, got {type(error).__name__}: {str(error)[:200]!r}; {doing}"
-                    raise MessageDamagedError(what, peer=str(self.peer)) from error
-                case _:
-                    raise
+    def _fail(self, error: BaseException, doing: str) -> NoReturn:
+        """Closes the connection after whatever went wrong, and raises that as an error of ours where it has one."""
+        self.close()
+        match error:
+            case TransportError():
+                error.peer = error.peer if error.peer is not None else str(self.peer)
+                raise error
+            case TimeoutError():
+                raise self._timed_out(doing) from error
+            case OSError():
+                kind = type(error).__name__
+                what = f"the connection broke {doing} after {self._num_received} bytes: {kind}: {error}"
+                raise PeerUnreachableError(what, peer=str(self.peer)) from error
+            case HTTPException():
+                what = f"expected an HTTP answer, got {type(error).__name__}: {str(error)[:200]!r}; {doing}"
+                raise MessageDamagedError(what, peer=str(self.peer)) from error
+            case _:
+                raise error
 
     def _timed_out(self, doing: str) -> TransportError:
         """The error after a wait: the whole deadline is over, or this peer is too slow and another try may help."""
