@@ -256,9 +256,8 @@ class HTTPTransport(Generic[T]):
                 ``partial`` has it then (`PartialState`), and ``into`` is not overwritten. Only for callers that use
                 ``into`` for nothing until another fetch has ended well. An exception that is kept keeps that memory.
             resume: The ``partial`` of a fetch that failed; ``into`` is the same tensors as there. What lies there is
-                looked at again, and only chunks are fetched that have another digest than this state wants, or never
-                landed: those that lack of the same content, and where it is another one with the same tensors, those
-                that differ too. Used up by this, unless it fails before it begins.
+                digested again, and only chunks are fetched that never landed, or that this state has otherwise: it may
+                be a later one of the same tensors. Used up by this, unless it fails before it begins.
             spool: A file that keeps the chunks that have come, for a process that is killed and fetches again with the
                 same path, from whomever. What is in it is copied and digested like what comes over the network, so it
                 need not be trusted; whatever else was in it is lost. A thread writes it (0600, sparse, in the layout of
