@@ -184,8 +184,10 @@ class FetchPool(Generic[Unit]):
         self._num_sources = num_sources if num_sources is not None else len(sources)
         self._step = step
         self._total_bytes = total_bytes
-        # Guards the machine, and tells of changes.
+        # Guards the machine. Those who have nothing to do wait for it...
         self._changed = SafeCondition()
+        # ...and those who pause before a request for the end.
+        self._pausing = SafeCondition(self._changed)
         self._connections = KeptConnections(self._connect)
         self._used_by: dict[WorkerIndex, Connection] = {}
         self._recording = current()
@@ -280,15 +282,15 @@ class FetchPool(Generic[Unit]):
                     while not isinstance(instruction, Request | Stop):
                         if isinstance(instruction, Interrupt) and instruction.worker in self._used_by:
                             self._used_by[instruction.worker].interrupt()
-                            self._changed.notify_all()
+                            self._wake_all()
                         self._wait()
                         has_waited = True
                         instruction = self._machine.next(worker)
                     if isinstance(instruction, Stop):
                         return
                     if has_waited:
-                        # It may have looked after the relays: another one does now.
-                        self._changed.notify_all()
+                        # There may be more to do. And it may have looked after the relays: another one does now.
+                        self._changed.notify()
                     connection = self._connections.take(instruction.source)
                     self._used_by[worker] = connection
                     num_opened = connection.num_opened
@@ -320,7 +322,7 @@ class FetchPool(Generic[Unit]):
             if is_looking:
                 self._is_looked_after = False
         if is_looking and self._machine.time_passed(time.monotonic() - self._started_s):
-            self._changed.notify_all()
+            self._wake_all()
         if timeouts.is_over():
             self._abort(self._out_of_time(self._machine.last_failure))
 
@@ -337,7 +339,7 @@ class FetchPool(Generic[Unit]):
             if request.delay_s:
                 left_s = settings.timeouts.remaining_s("waiting to try again", source)
                 with self._changed:
-                    self._changed.wait_for(
+                    self._pausing.wait_for(
                         lambda: self._machine.stopped is not None or connection.is_interrupted,
                         timeout=min(request.delay_s, left_s),
                     )
@@ -355,7 +357,7 @@ class FetchPool(Generic[Unit]):
                 self._recording.retry(error, peer=str(source))
             with self._changed:
                 self._machine.request_failed(worker, error)
-                self._changed.notify_all()
+                self._wake_all()
                 stopped = self._machine.stopped
             if stopped is not None:
                 self._interrupt_connections()
@@ -377,16 +379,20 @@ class FetchPool(Generic[Unit]):
                 self._report_progress(num_bytes)
                 self._log.received(request.source, num_bytes)
                 if self._machine.unit_landed(worker, unit):
-                    self._changed.notify_all()
+                    self._wake_all()
                 is_cut_short = num_left > 0 and not self._machine.has_request(worker)
             if is_cut_short:
                 # Others fetch the rest; HTTP has no other way to say that it is not wanted any more.
                 connection.close()
                 return
-        # Whoever waits may now ask this source, or for what it has not had.
         with self._changed:
             self._machine.request_cut(worker)
-            self._changed.notify_all()
+            if self._machine.stopped is not None:
+                self._wake_all()
+            else:
+                # This source may be asked now, or another for what it has not had: by this worker first, and whoever
+                # waits wakes the next one when it has found something to do. To wake all costs more than they do.
+                self._changed.notify()
 
     def _out_of_time(self, last: TransportError | None) -> DeadlineExceededError:
         what = (
@@ -403,8 +409,13 @@ class FetchPool(Generic[Unit]):
         """Stops the machine and wakes every worker, also those that are reading."""
         with self._changed:
             self._machine.abort(error)
-            self._changed.notify_all()
+            self._wake_all()
         self._interrupt_connections()
+
+    def _wake_all(self) -> None:
+        """Has every worker look anew what there is to do. Called under the lock."""
+        self._changed.notify_all()
+        self._pausing.notify_all()
 
     def _interrupt_connections(self) -> None:
         with self._changed:

@@ -23,15 +23,20 @@ _Job: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
 
 
 class SafeCondition(threading.Condition):
-    """As ``threading.Condition``, on a lock that one thread may take twice."""
+    """As ``threading.Condition``, on a lock that one thread may take twice.
+
+    Args:
+        beside: Another one, with which it shares the lock: for those who wait under it for something else.
+    """
 
     # A special method is looked up on the type: these find the lock's own one without a frame of Python.
     __enter__ = property(attrgetter("_lock.__enter__"))
     __exit__ = property(attrgetter("_lock.__exit__"))
 
-    def __init__(self) -> None:
-        """Make a lock of its own."""
-        super().__init__(threading.RLock())
+    def __init__(self, beside: SafeCondition | None = None) -> None:
+        """Make a lock of its own, if it shares none."""
+        self._mutex: threading.RLock = beside._mutex if beside is not None else threading.RLock()
+        super().__init__(self._mutex)
 
 
 class SafeEvent(threading.Event):

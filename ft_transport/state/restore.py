@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.runtime.garbage_collector import collector_paused
-from ft_transport.runtime.handler_safety import SafeEvent
 from ft_transport.state import placements
 from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, carrier_of
@@ -82,6 +81,7 @@ class Restore:
 
     Attributes:
         incoming: What comes, before it does.
+        destination_touched: Whether bytes may have landed in the receiver's own tensors.
 
     Raises:
         RestoreError: The snapshot is larger than ``max_bytes``.
@@ -105,7 +105,7 @@ class Restore:
         self._manifest = manifest
         self._into = into
         self._meshes = meshes
-        self._touched = SafeEvent()
+        self.destination_touched = False
         self._check_time = check_time
         matcher = Matcher(manifest, check_time)
         try:
@@ -124,11 +124,6 @@ class Restore:
         self._slots = [index for index, entry in enumerate(tensors) if entry.end > entry.start]
         self._slots.sort(key=lambda index: tensors[index].start)
         self._plan = DestinationPlan([tensors[index].start for index in self._slots], manifest.data_bytes)
-
-    @property
-    def destination_touched(self) -> bool:
-        """Whether bytes may have landed in the receiver's own tensors."""
-        return self._touched.is_set()
 
     def own(self, index: int) -> torch.Tensor | None:
         """The receiver's tensor whose memory takes entry ``index``; ``None`` if there is none."""
@@ -154,7 +149,7 @@ class Restore:
         self._fresh, self._fresh_offsets, self._fresh_view = earlier._fresh, earlier._fresh_offsets, earlier._fresh_view
         self._is_copying = earlier._is_copying
         if earlier.destination_touched:
-            self._touched.set()
+            self.destination_touched = True
         return True
 
     def buffers(self, start: int, end: int) -> list[memoryview]:
@@ -164,7 +159,7 @@ class Restore:
             RestoreError: The memory of one of the receiver's tensors was freed.
         """
         if self._direct:
-            self._touched.set()
+            self.destination_touched = True
         return self.present(start, end)
 
     def present(self, start: int, end: int) -> list[memoryview]:
@@ -216,7 +211,7 @@ class Restore:
         # All that can be wrong with the snapshot is found before the first one is written.
         sources = [self._source_of(node) for node, _ in self._indirect]
         if self._indirect:
-            self._touched.set()
+            self.destination_touched = True
             self._is_copying = True
         for (_, target), source in zip(self._indirect, sources, strict=True):
             _copy_bits(target, source)

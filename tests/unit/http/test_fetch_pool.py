@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 
 import pytest
 
 from ft_transport import DeadlineExceededError, PeerUnreachableError, TransportSettings
+from ft_transport.errors import PeerNotReadyError
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.wire.fetch import FetchMachine, Request, SourceIndex
+from ft_transport.wire.fetch import FetchMachine, Instruction, Request, SourceIndex, Wait, Work, WorkerIndex
+
+
+def _settings(timeout_s: float, progress_timeout: timedelta | None = None) -> FetchSettings:
+    return FetchSettings.of(
+        TransportSettings(),
+        keys=None,
+        certificates=None,
+        num_connections=2,
+        timeout=timedelta(seconds=timeout_s),
+        unreachable_timeout=None,
+        progress_timeout=progress_timeout,
+    )
+
+
+_PEER = PeerAddress.from_url("http://127.0.0.1:1/checkpoint/")
 
 
 class _NothingToTake:
@@ -33,18 +50,9 @@ class _NoWire:
 
 @pytest.mark.parametrize("progress_timeout", [None, timedelta(seconds=0.2)])
 def test_workers_that_wait_for_each_other_end_with_the_time(progress_timeout: timedelta | None) -> None:
-    settings = FetchSettings.of(
-        TransportSettings(),
-        keys=None,
-        certificates=None,
-        num_connections=2,
-        timeout=timedelta(seconds=60 if progress_timeout else 0.2),
-        unreachable_timeout=None,
-        progress_timeout=progress_timeout,
-    )
+    settings = _settings(60 if progress_timeout else 0.2, progress_timeout)
     machine: FetchMachine[int] = FetchMachine(_NothingToTake(), sources=["source"], max_failures=1)
-    peer = PeerAddress.from_url("http://127.0.0.1:1/checkpoint/")
-    pool = FetchPool([peer], machine, _NoWire(), settings, num_workers=2, step=3, total_bytes=10)
+    pool = FetchPool([_PEER], machine, _NoWire(), settings, num_workers=2, step=3, total_bytes=10)
     began_s = time.monotonic()
     with pytest.raises(DeadlineExceededError, match=r"0 of 10 bytes"):
         pool.run()
@@ -70,18 +78,116 @@ class _Refusing:
 
 
 def test_a_fetch_that_ends_with_the_time_says_what_went_wrong_last() -> None:
-    settings = FetchSettings.of(
-        TransportSettings(),
-        keys=None,
-        certificates=None,
-        num_connections=2,
-        timeout=timedelta(seconds=0.3),
-        unreachable_timeout=None,
-        progress_timeout=None,
-    )
     machine: FetchMachine[int] = FetchMachine(_AskingOnce(), sources=["source"], max_failures=3)
-    peer = PeerAddress.from_url("http://127.0.0.1:1/checkpoint/")
-    pool = FetchPool([peer], machine, _Refusing(), settings, num_workers=2, step=3, total_bytes=10)
+    pool = FetchPool([_PEER], machine, _Refusing(), _settings(0.3), num_workers=2, step=3, total_bytes=10)
     with pytest.raises(DeadlineExceededError, match="the deadline passed; last: nobody is there") as caught:
         pool.run()
     assert caught.value.peer == "source:1"
+
+
+class _Watched(FetchMachine[int]):
+    """Counts how often it is asked, and tells who has nothing to do, and who pauses before a request."""
+
+    def __init__(self, work: Work[int], *, num_sources: int) -> None:
+        super().__init__(work, sources=["source"] * num_sources, max_failures=3)
+        self.num_asked = 0
+        self.idle = threading.Semaphore(0)
+        self.has_pausing = threading.Event()
+
+    def next(self, worker: WorkerIndex) -> Instruction[int]:
+        self.num_asked += 1
+        instruction = super().next(worker)
+        if isinstance(instruction, Wait):
+            self.idle.release()
+        elif isinstance(instruction, Request) and instruction.delay_s:
+            self.has_pausing.set()
+        return instruction
+
+
+class _OneAfterTheOther(_NothingToTake):
+    """One request at a time, so that all workers but one have nothing to do."""
+
+    def __init__(self, num_units: int) -> None:
+        self.num_left = num_units
+
+    def take(self, _sources: object, under_way: Collection[object]) -> tuple[SourceIndex, range] | None:  # type: ignore[override]
+        return (SourceIndex(0), range(1)) if not under_way else None
+
+    def landed(self, *_: object) -> None:
+        self.num_left -= 1
+
+
+class _Slow:
+    def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
+        time.sleep(0.002)  # of a transfer
+        yield from ((unit, 1) for unit in request.units)
+
+
+def test_a_request_that_ends_does_not_wake_all_who_have_nothing_to_do() -> None:
+    num_requests, num_workers = 50, 16
+    machine = _Watched(_OneAfterTheOther(num_requests), num_sources=1)
+    pool = FetchPool([_PEER], machine, _Slow(), _settings(60), num_workers=num_workers, step=3, total_bytes=10)
+    pool.run()
+    # The one that has ended its own, and one that has waited; each at most once more.
+    assert num_requests <= machine.num_asked <= 4 * num_requests + 2 * num_workers
+
+
+class _MoreAfterTheFirst(_NothingToTake):
+    """The source 0 is not ready. Of the source 1 there are two at once, then one, and then three at once."""
+
+    def __init__(self) -> None:
+        self.num_left = 6
+        self._now = [(0, 0), (1, 1), (1, 2)]
+
+    def take(self, *_: object) -> tuple[SourceIndex, range] | None:  # type: ignore[override]
+        if not self._now:
+            return None
+        source, unit = self._now.pop(0)
+        return SourceIndex(source), range(unit, unit + 1)
+
+    def landed(self, _source: object, unit: int, _sources: object) -> None:  # type: ignore[override]
+        self.num_left -= 1
+        if unit == 1:
+            self._now += [(1, 3)]
+        elif unit == 3:
+            self._now += [(1, 4), (1, 5), (1, 6)]
+
+    def put_back(self, *_: object) -> None:
+        self._now.insert(0, (0, 0))
+
+
+class _Together:
+    """Of the last three units each comes only when all have been asked for, or the time is over."""
+
+    def __init__(self, machine: _Watched) -> None:
+        self._machine = machine
+        self._all_are_asked = threading.Barrier(3)
+        self.were_asked_together = True
+
+    def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
+        (unit,) = request.units
+        match unit:
+            case 0:
+                raise PeerNotReadyError("not yet", retry_after_s=60.0)
+            case 1:
+                # Two workers have nothing to do.
+                assert self._machine.idle.acquire(timeout=10)
+                assert self._machine.idle.acquire(timeout=10)
+            case 3:
+                # One of them has looked once more, now that unit 1 has come.
+                assert self._machine.idle.acquire(timeout=10)
+            case 2:
+                assert self._machine.has_pausing.wait(10)
+            case _:
+                try:
+                    self._all_are_asked.wait(5)
+                except threading.BrokenBarrierError:
+                    self.were_asked_together = False
+        yield unit, 1
+
+
+def test_all_who_have_nothing_to_do_are_woken_for_as_many_requests_beside_one_who_pauses() -> None:
+    machine = _Watched(_MoreAfterTheFirst(), num_sources=2)
+    wire = _Together(machine)
+    FetchPool([_PEER, _PEER], machine, wire, _settings(60), num_workers=4, step=3, total_bytes=10).run()
+    assert wire.were_asked_together
