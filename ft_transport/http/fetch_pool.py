@@ -278,19 +278,17 @@ class FetchPool(Generic[Unit]):
             while True:
                 with self._changed:
                     instruction = self._machine.next(worker)
-                    has_waited = False
                     while not isinstance(instruction, Request | Stop):
                         if isinstance(instruction, Interrupt) and instruction.worker in self._used_by:
                             self._used_by[instruction.worker].interrupt()
                             self._wake_all()
                         self._wait()
-                        has_waited = True
                         instruction = self._machine.next(worker)
                     if isinstance(instruction, Stop):
                         return
-                    if has_waited:
-                        # There may be more to do. And it may have looked after the relays: another one does now.
-                        self._changed.notify()
+                    # There may be more to do, and another one looks after the relays now. Not all are woken for that:
+                    # where there are many, most have nothing to do, and waking them costs more than what they would do.
+                    self._changed.notify()
                     connection = self._connections.take(instruction.source)
                     self._used_by[worker] = connection
                     num_opened = connection.num_opened
@@ -387,12 +385,9 @@ class FetchPool(Generic[Unit]):
                 return
         with self._changed:
             self._machine.request_cut(worker)
+            # Else this worker looks first what there is to do now, and wakes another one when it has found something.
             if self._machine.stopped is not None:
                 self._wake_all()
-            else:
-                # This source may be asked now, or another for what it has not had: by this worker first, and whoever
-                # waits wakes the next one when it has found something to do. To wake all costs more than they do.
-                self._changed.notify()
 
     def _out_of_time(self, last: TransportError | None) -> DeadlineExceededError:
         what = (
