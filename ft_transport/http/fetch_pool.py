@@ -310,7 +310,7 @@ class FetchPool(Generic[Unit]):
         timeouts = self._settings.timeouts
         longest_s = min(timeouts.stall_timeout_s, timeouts.end_s() - time.monotonic())
         # Only who waits for relays may have something better to do as time passes, and one worker looks for all.
-        is_looking = self._num_sources < len(self._sources) and not self._is_looked_after
+        is_looking = self._has_relays and not self._is_looked_after
         if is_looking:
             self._is_looked_after = True
             longest_s = min(longest_s, _TICK_S)
@@ -319,10 +319,18 @@ class FetchPool(Generic[Unit]):
         finally:
             if is_looking:
                 self._is_looked_after = False
-        if is_looking and self._machine.time_passed(time.monotonic() - self._started_s):
+        if is_looking and self._tell_time():
             self._wake_all()
         if timeouts.is_over():
             self._abort(self._out_of_time(self._machine.last_failure))
+
+    @property
+    def _has_relays(self) -> bool:
+        return self._num_sources < len(self._sources)
+
+    def _tell_time(self) -> bool:
+        """Tells the machine the time; says whether waiting workers have something to do now. Called under the lock."""
+        return self._machine.time_passed(time.monotonic() - self._started_s)
 
     def _connect(self, source: int) -> Connection:
         settings = self._settings
@@ -386,7 +394,7 @@ class FetchPool(Generic[Unit]):
         with self._changed:
             self._machine.request_cut(worker)
             # Else this worker looks first what there is to do now, and wakes another one when it has found something.
-            if self._machine.stopped is not None:
+            if self._machine.stopped is not None or (self._has_relays and self._tell_time()):
                 self._wake_all()
 
     def _out_of_time(self, last: TransportError | None) -> DeadlineExceededError:

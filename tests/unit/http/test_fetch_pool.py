@@ -11,10 +11,11 @@ import pytest
 
 from ft_transport import DeadlineExceededError, PeerUnreachableError, TransportSettings
 from ft_transport.errors import PeerNotReadyError
+from ft_transport.http import fetch_pool
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_pool import FetchPool, FetchSettings
 from ft_transport.http.peer_address import PeerAddress
-from ft_transport.wire.fetch import FetchMachine, Instruction, Request, SourceIndex, Wait, Work, WorkerIndex
+from ft_transport.wire.fetch import FetchMachine, Instruction, MayTake, Request, SourceIndex, Wait, Work, WorkerIndex
 
 
 def _settings(timeout_s: float, progress_timeout: timedelta | None = None) -> FetchSettings:
@@ -130,6 +131,48 @@ def test_a_request_that_ends_does_not_wake_all_who_have_nothing_to_do() -> None:
     pool.run()
     # The one that has ended its own, and one that has waited; each at most once more.
     assert num_requests <= machine.num_asked <= 4 * num_requests + 2 * num_workers
+
+
+class _MoreWhenTheTimeIsTold(_NothingToTake):
+    """The second unit may be taken once the time has been told after the first."""
+
+    def __init__(self) -> None:
+        self.num_left = 2
+        self._num_now = 1
+        self._is_told = False
+
+    def take(self, *_: object) -> tuple[SourceIndex, range] | None:  # type: ignore[override]
+        if not self._num_now:
+            return None
+        self._num_now -= 1
+        return SourceIndex(0), range(1)
+
+    def landed(self, *_: object) -> None:
+        self.num_left -= 1
+
+    def time_passed(self, *_: object) -> MayTake | None:  # type: ignore[override]
+        if self.num_left != 1 or self._is_told:
+            return None
+        self._is_told = True
+        self._num_now = 1
+        return "may take"
+
+
+class _WhenOneIsIdle:
+    def __init__(self, machine: _Watched) -> None:
+        self._machine = machine
+
+    def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
+        assert self._machine.idle.acquire(timeout=10)
+        yield 0, 1
+
+
+def test_beside_relays_the_time_is_told_at_the_end_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Else it is told now and then alone, and how long the request has taken is not known.
+    monkeypatch.setattr(fetch_pool, "_TICK_S", 60.0)
+    machine = _Watched(_MoreWhenTheTimeIsTold(), num_sources=2)
+    wire = _WhenOneIsIdle(machine)
+    FetchPool([_PEER, _PEER], machine, wire, _settings(5), num_workers=2, num_sources=1, step=3, total_bytes=10).run()
 
 
 class _MoreAfterTheFirst(_NothingToTake):
