@@ -11,7 +11,7 @@ from typing import Final
 
 from ft_transport.errors import DeadlineExceededError, StepNotServedError
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.late_digests import fetch_digests
 from ft_transport.http.manifest_client import fetch_manifest
 from ft_transport.http.peer_address import PeerAddress

@@ -21,7 +21,8 @@ from ft_transport.errors import (
     PeerUnreachableError,
 )
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_pool import FetchPool, FetchSettings
+from ft_transport.http.fetch_pool import FetchPool
+from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.relays import Relay
 from ft_transport.wire.chunk_work import ChunkWork

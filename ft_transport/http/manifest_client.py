@@ -21,7 +21,7 @@ from ft_transport.errors import (
     UnknownHostError,
 )
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
 from ft_transport.wire.authentication import MANIFEST_PURPOSE, MANIFEST_SIGNATURE_HEADER
 from ft_transport.wire.chunks import digest

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.settings import FetchProgress, check_rate
 
 _NUM_CONNECTIONS = 1

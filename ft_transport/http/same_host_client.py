@@ -16,7 +16,7 @@ from typing import Final
 
 from ft_transport.errors import DeadlineExceededError, PeerProtocolError, TransportError
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.lent_memory import LentMemory
 from ft_transport.settings import FetchProgress
 from ft_transport.wire.manifest import Manifest

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_pool import FetchPool, FetchSettings
+from ft_transport.http.fetch_pool import FetchPool
+from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.slice_frames import ask_for_frames, receive_frame
 from ft_transport.wire.chunks import CHUNK_BYTES

@@ -14,7 +14,8 @@ from typing import Final, TypeAlias
 import torch
 
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_pool import FetchPool, FetchSettings
+from ft_transport.http.fetch_pool import FetchPool
+from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.slice_frames import ask_for_frames, receive_frame
 from ft_transport.state.restore import Restore

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from ft_transport.http.chunk_client import fetch_data
-from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.transfer.part_file import check_chunk_size

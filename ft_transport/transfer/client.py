@@ -14,7 +14,7 @@ from typing import Final, Generic, TypeVar, cast
 from ft_transport.errors import ConfigurationError, TransportError
 from ft_transport.http.chunk_client import Receivers, fetch_data
 from ft_transport.http.delta_client import fetch_delta
-from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.late_digests import digest_chunks, find_damaged
 from ft_transport.http.manifest_client import fetch_server_id
 from ft_transport.http.peer_address import PeerAddress

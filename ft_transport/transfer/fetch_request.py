@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress, peer_addresses
 from ft_transport.state.matching import Incoming
 from ft_transport.transfer.partial_state import PartialState

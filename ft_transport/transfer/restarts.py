@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from ft_transport.errors import FetchFailedError, MessageDamagedError, SnapshotReplacedError, TransportError
-from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.telemetry.recorder import current
 
 R = TypeVar("R")

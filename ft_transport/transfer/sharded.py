@@ -21,7 +21,7 @@ from ft_transport.errors import (
     TransportError,
 )
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.manifest_client import fetch_manifest, fetch_server_id
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.slice_client import Source, fetch_slices

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 from ft_transport.errors import FetchFailedError, PeerUnreachableError, TransportError
 from ft_transport.http.chunk_client import SourceFile
 from ft_transport.http.connection import Connection
-from ft_transport.http.fetch_pool import FetchSettings
+from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.late_digests import fetch_digests
 from ft_transport.http.manifest_client import fetch_manifest
 from ft_transport.http.peer_address import PeerAddress
