@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, TypeAlias, get_args
 
 import xxhash
+from blake3 import blake3
 
 from ft_transport.wire.key import Key
 
@@ -108,8 +109,6 @@ class Digester:
 
 class _Blake3:
     def __init__(self, key: bytes) -> None:
-        from blake3 import blake3  # noqa: PLC0415 - whoever has no key needs none of it
-
         self._hasher = blake3(key=key)
 
     def update(self, data: memoryview) -> None:
