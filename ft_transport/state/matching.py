@@ -144,6 +144,9 @@ class Matcher:
         self._num_seen += 1
         if self._num_seen % STRIDE == 0:
             self._check_time()
+        if isinstance(into, torch.Tensor) and into.is_nested:
+            self._note_nested(node)
+            return
         match node:
             case None | bool() | int() | float() | str():
                 return
@@ -248,8 +251,7 @@ class Matcher:
         if index >= len(self._manifest.tensors):
             return  # Reported with its path when the state is built.
         entry = self._manifest.tensors[index]
-        dtype = DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype)
-        if not into.is_nested and into.dtype is dtype and into.shape == entry.shape:
+        if into.shape == entry.shape and DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype) is into.dtype:
             self._offer(node, into, is_row_major=True)
         else:
             self._note_mismatch(entry.name, into, torch_name_of(entry.dtype), entry.shape)
@@ -257,14 +259,24 @@ class Matcher:
     def _consider_layout(self, node: LayoutNode, into: torch.Tensor) -> None:
         if node.index >= len(self._manifest.tensors):
             return
-        if not into.is_nested and into.shape == node.shape and name_of(into.dtype) == node.dtype:
+        if into.shape == node.shape and name_of(into.dtype) == node.dtype:
             self._offer(node, into, is_row_major=False)
         else:
             self._note_mismatch(self._manifest.tensors[node.index].name, into, node.dtype, node.shape)
 
+    def _note_nested(self, node: Node) -> None:
+        """A nested tensor takes nothing; one of the old layout raises where it is asked for its shape."""
+        while isinstance(node, (LeafNode, DTensorNode)):
+            node = node.value if isinstance(node, LeafNode) else node.local
+        if isinstance(node, (TensorNode, LayoutNode)) and node.index < len(self._manifest.tensors):
+            entry = self._manifest.tensors[node.index]
+            dtype, shape = torch_name_of(entry.dtype), entry.shape
+            if isinstance(node, LayoutNode):
+                dtype, shape = node.dtype, node.shape
+            self._add_mismatch(Mismatch(entry.name, "a nested tensor", f"{dtype[:64]}{list(shape)}"))
+
     def _note_mismatch(self, path: str, into: torch.Tensor, dtype: str, shape: Sequence[int]) -> None:
-        # A nested tensor may raise where it is asked for its shape.
-        own = f"{name_of(into.dtype)}{list(into.shape)}" if not into.is_nested else "a nested tensor"
+        own = f"{name_of(into.dtype)}{list(into.shape)}"
         self._add_mismatch(Mismatch(path, own, f"{dtype[:64]}{list(shape)}"))
 
     def _add_mismatch(self, mismatch: Mismatch) -> None:

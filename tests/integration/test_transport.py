@@ -20,6 +20,8 @@ import pytest
 import safetensors.torch
 import torch
 from programs import run
+from sharded_tools import mesh_of, part_of
+from torch.distributed.tensor import Shard
 
 from ft_transport import (
     ConfigurationError,
@@ -32,6 +34,7 @@ from ft_transport import (
     UnsupportedLeafError,
     state_digest,
 )
+from ft_transport.errors import RestoreError
 from ft_transport.state import arena
 
 WORKERS = Path(__file__).parents[1] / "workers"
@@ -411,6 +414,16 @@ def test_a_nested_tensor_stays_as_it_is(
     assert torch.equal(state["a"], received)
     assert all(not part.any() for part in nested.unbind())
     assert any("a is a nested tensor here and float32" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_no_place_for_a_part_of_a_dtensor(sender: HTTPTransport[Any]) -> None:
+    part = part_of(torch.ones(4, 3), mesh_of((1,), 0, "x"), [Shard(0)])
+    sender.send_checkpoint([], 3, {"a": part}, TIMEOUT)
+    nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], layout=torch.strided)
+    with closing_transport(make()) as receiver, pytest.raises(RestoreError, match="expected a device mesh") as caught:
+        receiver.fetch(sender.metadata(), 3, into={"a": nested})
+    assert caught.value.path == "a"
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
