@@ -88,16 +88,14 @@ def test_a_fetch_that_ends_with_the_time_says_what_went_wrong_last() -> None:
 
 
 class _Watched(FetchMachine[int]):
-    """Counts how often it is asked, and tells who has nothing to do, and who pauses before a request."""
+    """Tells when a worker has nothing to do, and when one pauses before a request."""
 
     def __init__(self, work: Work[int], *, num_sources: int) -> None:
         super().__init__(work, sources=["source"] * num_sources, max_failures=3)
-        self.num_asked = 0
         self.idle = threading.Semaphore(0)
         self.has_pausing = threading.Event()
 
     def next(self, worker: WorkerIndex) -> Instruction[int]:
-        self.num_asked += 1
         instruction = super().next(worker)
         if isinstance(instruction, Wait):
             self.idle.release()
@@ -107,10 +105,10 @@ class _Watched(FetchMachine[int]):
 
 
 class _OneAfterTheOther(_NothingToTake):
-    """One request at a time, so that all workers but one have nothing to do."""
+    """Two units in two requests, the second one after the first."""
 
-    def __init__(self, num_units: int) -> None:
-        self.num_left = num_units
+    def __init__(self) -> None:
+        self.num_left = 2
 
     def take(self, _sources: object, under_way: Collection[object]) -> tuple[SourceIndex, range] | None:  # type: ignore[override]
         return (SourceIndex(0), range(1)) if not under_way else None
@@ -119,19 +117,43 @@ class _OneAfterTheOther(_NothingToTake):
         self.num_left -= 1
 
 
-class _Slow:
+class _CountingWhoLooks:
+    """The first unit comes when all others have nothing to do, the second when it is known how many look again."""
+
+    def __init__(self, machine: _Watched, *, num_others: int) -> None:
+        self._machine = machine
+        self._num_others = num_others
+        self._is_first = True
+        self.has_more_than_one_looked = False
+
     def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
-        time.sleep(0.002)  # of a transfer
-        yield from ((unit, 1) for unit in request.units)
+        idle = self._machine.idle
+        if self._is_first:
+            self._is_first = False
+            assert all(idle.acquire(timeout=10) for _ in range(self._num_others))
+        else:
+            assert idle.acquire(timeout=10)
+            self.has_more_than_one_looked = idle.acquire(timeout=0.5)
+        yield 0, 1
 
 
 def test_a_request_that_ends_does_not_wake_all_who_have_nothing_to_do() -> None:
-    num_requests, num_workers = 50, 16
-    machine = _Watched(_OneAfterTheOther(num_requests), num_sources=1)
-    pool = FetchPool([_PEER], machine, _Slow(), _settings(60), num_workers=num_workers, step=3, total_bytes=10)
-    pool.run()
-    # The one that has ended its own, and one that has waited; each at most once more.
-    assert num_requests <= machine.num_asked <= 4 * num_requests + 2 * num_workers
+    num_workers = 16
+    machine = _Watched(_OneAfterTheOther(), num_sources=1)
+    wire = _CountingWhoLooks(machine, num_others=num_workers - 1)
+    FetchPool([_PEER], machine, wire, _settings(60), num_workers=num_workers, step=3, total_bytes=10).run()
+    assert not wire.has_more_than_one_looked
+
+
+class _WhenOneIsIdle:
+    """A unit comes when another worker has looked once more, and has nothing to do."""
+
+    def __init__(self, machine: _Watched) -> None:
+        self._machine = machine
+
+    def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
+        assert self._machine.idle.acquire(timeout=10)
+        yield 0, 1
 
 
 class _MoreWhenTheTimeIsTold(_NothingToTake):
@@ -157,15 +179,6 @@ class _MoreWhenTheTimeIsTold(_NothingToTake):
         self._is_told = True
         self._num_now = 1
         return "may take"
-
-
-class _WhenOneIsIdle:
-    def __init__(self, machine: _Watched) -> None:
-        self._machine = machine
-
-    def receive(self, connection: Connection, request: Request[int]) -> Iterator[tuple[int, int]]:
-        assert self._machine.idle.acquire(timeout=10)
-        yield 0, 1
 
 
 def test_beside_relays_the_time_is_told_at_the_end_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
