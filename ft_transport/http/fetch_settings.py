@@ -53,7 +53,7 @@ class FetchSettings:
         unreachable_timeout: timedelta | None,
         progress_timeout: timedelta | None,
     ) -> FetchSettings:
-        """What a transport was told, for one fetch; its deadlines begin now.
+        """The settings of a transport as those of one fetch; the deadlines begin now.
 
         Raises:
             ConfigurationError: One of them is no duration, or there is to be progress in less than no time.

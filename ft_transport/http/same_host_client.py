@@ -36,10 +36,10 @@ _PIECE_BYTES: Final = 512 << 10
 
 
 def is_on_this_host(source: Connection) -> bool:
-    """Whether the source at the other end lends the memory of what it serves, and to this process.
+    """Whether a source is on this host, and lends this process the memory of its snapshot.
 
     Args:
-        source: Its manifest came over it.
+        source: The connection to it; its manifest came over it.
     """
     if source.same_host is None:
         return False

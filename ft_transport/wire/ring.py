@@ -109,7 +109,7 @@ class Ring:
 
     @property
     def is_settled(self) -> bool:
-        """Whether enough chunks of the own block have landed to judge the receiver before."""
+        """Whether this receiver has enough chunks of its own block to judge the receiver before it."""
         return self._num_own_landed >= self._num_settled
 
     def heard(self, num_landed: int) -> None:
@@ -136,7 +136,7 @@ class Ring:
         return self.has_left
 
     def _is_held_up(self) -> bool:
-        """Whether the ring delivers less than one request to a source while other receivers have more, or nothing.
+        """Whether the ring delivers nothing, or less than one request to a source while other receivers have more.
 
         At the beginning a source may serve one receiver before all others: then nobody has anything to pass on yet.
         """
