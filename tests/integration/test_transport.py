@@ -417,7 +417,11 @@ def test_a_nested_tensor_stays_as_it_is(
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_no_place_for_a_part_of_a_dtensor(sender: HTTPTransport[Any]) -> None:
+def test_a_nested_tensor_is_no_place_for_a_part_of_a_dtensor(
+    sender: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another test of this process may have made a group, out of which a mesh could be built.
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     part = part_of(torch.ones(4, 3), mesh_of((1,), 0, "x"), [Shard(0)])
     sender.send_checkpoint([], 3, {"a": part}, TIMEOUT)
     nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(4, 3)], layout=torch.strided)
