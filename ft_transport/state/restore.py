@@ -8,9 +8,8 @@ fails, ``poison`` overwrites what was touched, so that a part of a state cannot 
 from __future__ import annotations
 
 import ctypes
-import mmap
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, TypeAlias
 
 import torch
@@ -21,22 +20,24 @@ from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state import placements
 from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, carrier_of
+from ft_transport.state.fresh_memory import FreshMemory
 from ft_transport.state.matching import Incoming, Matcher
 from ft_transport.state.raw_memory import bytes_at
-from ft_transport.state.spare_memory import SpareMemory, new_block
+from ft_transport.state.spare_memory import SpareMemory
 from ft_transport.state.unflatten import Unflattener, as_plain
 from ft_transport.state.views import extent_bytes, has_own_memory, view_key
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import DTensorNode, LayoutNode, LeafNode, Node, TensorNode, ViewNode
 from ft_transport.wire.tree_codec import CheckTime, unbounded
 
-_ALIGN_BYTES: Final = 64
 _KEEP_SHARED_BYTES: Final = 16 << 10
 """A smaller fresh tensor gets memory of its own at the end, so that it alone does not keep the whole buffer alive."""
 _POISON_BYTE: Final = 0xFF
 """All bits set is a NaN in every IEEE floating-point type and -1 in every signed one."""
 
 
+Range: TypeAlias = tuple[int, int]
+"""Bytes of the data, half-open."""
 Piece: TypeAlias = tuple[int, int, int]
 """A part of a destination: its slot, where the part begins in it, and how many bytes it has."""
 
@@ -73,7 +74,8 @@ class Restore:
         manifest: What will be received.
         into: The receiver's own state, of any shape. A CPU tensor in it that stands at the same place as one in the
             snapshot, with the same dtype, shape and row-major layout, is received into directly. A tensor that fits
-            but is on a device or has another memory layout is copied to at the end. Everything else is ignored.
+            but is on a device or has another memory layout is copied to at the end, if bytes of it have been received.
+            Everything else is ignored.
         meshes: Meshes for DTensors that have no counterpart in ``into``.
         max_bytes: Refuse a snapshot larger than this.
         spare: Has memory that is resident already, perhaps.
@@ -118,22 +120,52 @@ class Restore:
         self._indirect = matcher.indirect
         self._destinations = matcher.destinations
         self.incoming = Incoming(step=manifest.step, mismatches=tuple(matcher.mismatches), _tree=manifest.tree)
-        self._fresh, self._fresh_offsets = _allocate_fresh(manifest, self._direct, spare)
-        self._fresh_view = memoryview(self._fresh) if self._fresh is not None else None
+        self._indirect_of: dict[int, list[tuple[TensorNode | LayoutNode, torch.Tensor]]] = {}
+        for node, target in self._indirect:
+            self._indirect_of.setdefault(node.index, []).append((node, target))
+        self._fresh = FreshMemory(manifest, self._direct, spare)
+        # Entries in fresh memory: bytes of them were received; or they were copied from a tensor, which needs no copy.
+        self._arrived: set[int] = set()
+        self._read_from: dict[int, torch.Tensor] = {}
         tensors = manifest.tensors
         self._slots = [index for index, entry in enumerate(tensors) if entry.end > entry.start]
         self._slots.sort(key=lambda index: tensors[index].start)
         self._plan = DestinationPlan([tensors[index].start for index in self._slots], manifest.data_bytes)
 
-    def own(self, index: int) -> torch.Tensor | None:
-        """The receiver's tensor whose memory takes entry ``index``; ``None`` if there is none."""
-        return self._direct.get(index)
+    def owns(self, index: int) -> list[torch.Tensor]:
+        """The receiver's tensors that get entry ``index``."""
+        direct = self._direct.get(index)
+        others = [target for _, target in self._indirect_of.get(index, ())]
+        return others if direct is None else [direct, *others]
 
-    def adopt(self, earlier: Restore) -> bool:
+    @property
+    def is_all_here(self) -> bool:
+        """Whether what has not been received, of tensors of the receiver's, can be read by `present`."""
+        return all(index in self._direct or self._is_here(index) for index in self._indirect_of)
+
+    def read_own(self, ranges: Iterable[Range]) -> None:
+        """Copies what tensors hold that are not received in place: so that it can be read, or received in part.
+
+        Called before anything is received there.
+
+        Args:
+            ranges: Of the data. Every tensor of which they have a part is copied whole, once.
+        """
+        for start, end in ranges:
+            for slot, _, _ in self._plan.pieces(start, end):
+                index = self._slots[slot]
+                if index in self._indirect_of and index not in self._direct:
+                    self._read_own(index)
+
+    def adopt(self, earlier: Restore, *, is_landed: bool) -> bool:
         """Takes over the memory of another restore of the same tensors, with what has landed there.
 
         Called before anything is received here, and after everything that received there has ended; the other one must
         not be used any more.
+
+        Args:
+            earlier: The other one.
+            is_landed: Whether anything has landed there that counts.
 
         Returns:
             Whether each tensor belongs to the same place as there. If not, nothing was taken over.
@@ -146,7 +178,10 @@ class Restore:
         )
         if not is_same:
             return False
-        self._fresh, self._fresh_offsets, self._fresh_view = earlier._fresh, earlier._fresh_offsets, earlier._fresh_view
+        self._fresh = earlier._fresh
+        if is_landed:
+            # What was read there may come from other tensors than this one's.
+            self._arrived = earlier._arrived | earlier._read_from.keys()
         self._is_copying = earlier._is_copying
         if earlier.destination_touched:
             self.destination_touched = True
@@ -160,14 +195,17 @@ class Restore:
         """
         if self._direct:
             self.destination_touched = True
-        return self.present(start, end)
+        return self._views(start, end, is_receiving=True)
 
     def present(self, start: int, end: int) -> list[memoryview]:
-        """The same as `buffers`, only to be read: what lies there before anything is received.
+        """The same as `buffers`, only to be read: what lies there, received or not (see `read_own`).
 
         Raises:
             RestoreError: As `buffers`.
         """
+        return self._views(start, end, is_receiving=False)
+
+    def _views(self, start: int, end: int, *, is_receiving: bool) -> list[memoryview]:
         views: list[memoryview] = []
         for slot, offset, num_bytes in self._plan.pieces(start, end):
             index = self._slots[slot]
@@ -181,9 +219,9 @@ class Restore:
                     )
                 views.append(bytes_at(tensor.data_ptr() + offset, num_bytes))
             else:
-                assert self._fresh_view is not None, "an entry with bytes has memory"
-                at = self._fresh_offsets[index] + offset
-                views.append(self._fresh_view[at : at + num_bytes])
+                if is_receiving:
+                    self._arrived.add(index)
+                views.append(self._fresh.view(index, offset, num_bytes))
         return views
 
     def finish(self) -> object:
@@ -209,11 +247,13 @@ class Restore:
         except RecursionError as error:
             raise ManifestError("expected a tree that Python's recursion limit lets through") from error
         # All that can be wrong with the snapshot is found before the first one is written.
-        sources = [self._source_of(node) for node, _ in self._indirect]
-        if self._indirect:
+        copies = [
+            (target, self._source_of(node)) for node, target in self._indirect if self._is_due(node.index, target)
+        ]
+        if copies:
             self.destination_touched = True
             self._is_copying = True
-        for (_, target), source in zip(self._indirect, sources, strict=True):
+        for target, source in copies:
             _copy_bits(target, source)
         return state
 
@@ -227,8 +267,8 @@ class Restore:
             # A bool of all bits set is no valid bool.
             value = 1 if tensor.dtype is torch.bool else _POISON_BYTE
             ctypes.memset(tensor.data_ptr(), value, tensor.nbytes)
-        for node, target in self._indirect if self._is_copying else ():
-            bits = torch.full((self._source_of(node).nbytes,), _POISON_BYTE, dtype=torch.uint8)
+        for _, target in self._indirect if self._is_copying else ():
+            bits = torch.full((target.nbytes,), _POISON_BYTE, dtype=torch.uint8)
             if target.dtype is torch.bool:
                 bits.fill_(1)
             _copy_bits(target, bits.view(target.dtype).view(target.shape))
@@ -254,16 +294,29 @@ class Restore:
                 return not has_own_memory(into) or any(
                     into.data_ptr() == base.data_ptr() + node.offset * base.dtype.itemsize
                     and into.stride() == node.stride
-                    for base in self._taking(node.index)
+                    for base in self.owns(node.index)
                 )
             case _:
                 return True
 
-    def _taking(self, index: int) -> list[torch.Tensor]:
-        """The receiver's tensors that take entry ``index``."""
-        direct = self._direct.get(index)
-        others = [offer.tensor for (taken, _), offer in self._destinations.items() if taken == index]
-        return others if direct is None else [direct, *others]
+    def _is_here(self, index: int) -> bool:
+        return index in self._arrived or index in self._read_from
+
+    def _is_due(self, index: int, target: torch.Tensor) -> bool:
+        """Whether a tensor that is not received in place has to be copied to: not if it has kept what it held."""
+        if index in self._direct or index in self._arrived:
+            return True
+        read_from = self._read_from.get(index)
+        return read_from is not None and read_from is not target
+
+    def _read_own(self, index: int) -> None:
+        if self._is_here(index):
+            return
+        self._check_time()
+        node, own = self._indirect_of[index][0]
+        stored = self._stored(index)
+        _copy_bits(Unflattener.reinterpret(stored, node) if isinstance(node, LayoutNode) else stored, own)
+        self._read_from[index] = own
 
     def _is_destination(self, index: int, tensor: torch.Tensor) -> bool:
         return self._direct.get(index) is tensor or (index, view_key(tensor)) in self._destinations
@@ -278,17 +331,20 @@ class Restore:
         if direct is not None:
             return direct
         entry = self._manifest.tensors[index]
+        if index in self._indirect_of:
+            self._read_own(index)
+        tensor = self._stored(index)
+        return tensor.clone() if 0 < entry.end - entry.start < _KEEP_SHARED_BYTES else tensor
+
+    def _stored(self, index: int) -> torch.Tensor:
+        """The same, of what is in fresh memory; shares it."""
+        entry = self._manifest.tensors[index]
         dtype = DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype)
         if dtype is None:
             raise ManifestError(f"expected a dtype that this torch has, got {entry.dtype}", path=entry.name)
         if entry.end == entry.start:
             return torch.empty(entry.shape, dtype=dtype)
-        assert self._fresh is not None
-        num_items = (entry.end - entry.start) // dtype.itemsize
-        tensor = torch.frombuffer(self._fresh, dtype=dtype, count=num_items, offset=self._fresh_offsets[index]).view(
-            entry.shape
-        )
-        return tensor.clone() if entry.end - entry.start < _KEEP_SHARED_BYTES else tensor
+        return self._fresh.tensor(index, dtype).view(entry.shape)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -297,28 +353,10 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return storage.nbytes() >= tensor.storage_offset() * tensor.dtype.itemsize + tensor.nbytes
 
 
-def _allocate_fresh(
-    manifest: Manifest, direct: Mapping[int, torch.Tensor], spare: SpareMemory | None
-) -> tuple[mmap.mmap | None, dict[int, int]]:
-    """One buffer for all entries that have no tensor of the receiver's."""
-    offsets = {}
-    end = 0
-    for index, entry in enumerate(manifest.tensors):
-        if index not in direct and entry.end > entry.start:
-            offsets[index] = end
-            end += -(-(entry.end - entry.start) // _ALIGN_BYTES) * _ALIGN_BYTES
-    if not end:
-        return None, offsets
-    try:
-        return (spare.take(end) if spare is not None else None) or new_block(end), offsets
-    except OSError as error:
-        raise RestoreError(f"expected {end} bytes of memory to receive into: {error}", step=manifest.step) from error
-
-
 def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies to a tensor of the same dtype and shape, whatever its device, strides or dtype."""
-    target = target.detach()
-    if not (target.is_conj() or target.is_neg()):
+    """Copies between tensors of the same dtype and shape, whatever their devices, strides or dtype."""
+    target, source = target.detach(), source.detach()
+    if not any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source)):
         # Of many small dtypes torch can copy the bits only.
         carrier = carrier_of(target.dtype)
         target, source = target.view(carrier), source.view(carrier)

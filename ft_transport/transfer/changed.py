@@ -57,7 +57,7 @@ def changing_ranges(
     ranges = _merged(
         (entry.start, entry.end)
         for index, entry in enumerate(manifest.tensors)
-        if entry.end > entry.start and ((own := restore.own(index)) is None or is_changing(own))
+        if entry.end > entry.start and (not (owns := restore.owns(index)) or any(map(is_changing, owns)))
     )
     num_bytes = sum(end - start for start, end in ranges)
     return ranges if num_bytes <= _MOST_CHANGING * manifest.data_bytes else None

@@ -235,6 +235,7 @@ class StateClient(Generic[T]):
                 fetch_ranges(agreed.connection.peer, manifest, ranges, restore, settings)
                 manifest = agreed.manifest_with_digests(settings)
                 chunks = differing_chunks(manifest, before.received._manifest, ranges)
+                restore.read_own(manifest.chunks.range_of(chunk, chunk + 1) for chunk in chunks)
             phase("plan")
             if request.only_changed:
                 candidates = list(range(manifest.chunks.num_chunks))
@@ -243,7 +244,8 @@ class StateClient(Generic[T]):
             partial.note_all_but(chunks)
             on_landed = partial.note if spool is None else spool.begin(manifest.chunks, restore, partial.note)
             settings.timeouts.note_progress()
-            if request.peers.receivers and relays is not None and not ranges:
+            can_pass_on = not ranges and (ranges is None or restore.is_all_here)
+            if request.peers.receivers and relays is not None and can_pass_on:
                 receivers = _pass_on(relays, agreed, request.peers, restore, chunks)
             phase("transfer")
             self._fetch(agreed, manifest, restore, settings, chunks=chunks, receivers=receivers, on_landed=on_landed)
@@ -385,6 +387,7 @@ def _look(
     if candidates or is_spooled:
         manifest = agreed.manifest_with_digests(settings)
     if candidates:
+        restore.read_own(manifest.chunks.range_of(chunk, chunk + 1) for chunk in candidates)
         chunks = find_missing(manifest, restore, candidates)
     if spool is not None and is_spooled:
         chunks = spool.fill(manifest, restore, chunks, settings.timeouts)

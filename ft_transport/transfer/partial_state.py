@@ -86,11 +86,14 @@ class PartialState:
         self.require_unused()
         earlier = self._restore
         assert earlier is not None, "it is unused"
-        if not restore.adopt(earlier):
+        candidates = list(self.landed())
+        if not restore.adopt(earlier, is_landed=bool(candidates)):
             self.discard()
             return []
         self._restore = None
-        return list(self.landed() if self.chunks == manifest.chunks else range(manifest.chunks.num_chunks))
+        if candidates and self.chunks != manifest.chunks:
+            return list(range(manifest.chunks.num_chunks))
+        return candidates
 
 
 @dataclass(slots=True)

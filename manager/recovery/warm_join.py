@@ -36,7 +36,7 @@ from manager.quorum.stall_watch import StallWatch
 from manager.recovery.peers import PeerRecovery
 from manager.recovery.values import PeerOptions
 from manager.snapshots.boundary_keeper import BoundaryKeeper
-from manager.state.guarded_memory import memory_at, memory_of_optimizers, tensors_in
+from manager.state.guarded_memory import Memory, memory_at, memory_of_optimizers, tensors_in
 from manager.state.replica_state import ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class WarmJoin:
             content = self._state.content()
             num_bytes, num_lasting_bytes = self._sizes(content)
         if num_lasting_bytes < _LEAST_LASTING_SHARE * num_bytes:
-            num_missing_bytes = missing_bytes(self._state.optimizers())
+            num_missing_bytes = missing_bytes(self._state.optimizers()) + copied_bytes(content)
             self._peers.prefault(num_missing_bytes)
             logger.info(
                 "%s: every step changes most of the state, which is received in the quorum; %d bytes are made ready",
@@ -151,8 +151,8 @@ class WarmJoin:
         """The bytes of the state, and of what neither a step of an optimizer nor ``forward`` changes."""
         stepped = memory_of_optimizers(self._state.optimizers())
         lasting = self._keeper.stable(content) - stepped
-        tensors = {memory_at(tensor): tensor.nbytes for tensor in tensors_in(content)}
-        return sum(tensors.values()), sum(num for memory, num in tensors.items() if memory in lasting)
+        memories = set(filter(None, map(memory_at, tensors_in(content))))
+        return sum(map(_length, memories)), sum(map(_length, memories & lasting))
 
     def _recover(self, sources: Sequence[str], num_bytes: int, name: str, deadline: Deadline) -> None:
         # Under DiLoCo a snapshot comes with the next sync.
@@ -201,8 +201,23 @@ def missing_bytes(optimizers: Iterable[Optimizer]) -> int:
         if optimizer.state or not type(optimizer).__module__.startswith("torch.optim"):
             continue
         for group in optimizer.param_groups:
-            num_bytes += _state_share(optimizer, group) * sum(each.nbytes for each in group["params"] if each.is_cpu)
+            num_bytes += _state_share(optimizer, group) * sum(map(_length, map(memory_at, group["params"])))
     return int(num_bytes)
+
+
+def copied_bytes(content: object) -> int:
+    """The bytes of tensors that are copied to, because nothing is received there: on a device, or not row-major."""
+    local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors_in(content))
+    memories = {
+        memory_at(tensor)
+        for tensor in local
+        if tensor.layout is torch.strided and not tensor.is_meta and not (tensor.is_cpu and tensor.is_contiguous())
+    }
+    return sum(map(_length, memories))
+
+
+def _length(memory: Memory | None) -> int:
+    return memory[2] if memory is not None else 0
 
 
 def _state_share(optimizer: Optimizer, group: Mapping[str, Any]) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_transports import TIMEOUT, port_of, transport
+from faulty_transports import CHUNK_BYTES, TIMEOUT, port_of, transport
 from proxy import Proxy, corrupt, cut, proxied
 
 from ft_transport import HTTPTransport, Received, ReceivedBefore
@@ -41,13 +41,20 @@ def holds(state: dict[str, Any], seed: int) -> bool:
     return all(torch.equal(a, b) for key in expected for a, b in zip(state[key], expected[key], strict=True))
 
 
+def laid_out_otherwise(state: dict[str, Any]) -> dict[str, Any]:
+    """The same values in tensors that nothing is received into in place: like those on a device, they are copied to."""
+    return {key: [tensor.t().contiguous().t() for tensor in tensors] for key, tensors in state.items()}
+
+
 class Joined:
     """A receiver that has step 1 of a source, which has step 2 now."""
 
-    def __init__(self, source: HTTPTransport[Any], receiver: HTTPTransport[Any], proxy: Proxy) -> None:
+    def __init__(
+        self, source: HTTPTransport[Any], receiver: HTTPTransport[Any], proxy: Proxy, is_in_place: bool
+    ) -> None:
         self._receiver = receiver
         self.proxy = proxy
-        self.into = layers(7)
+        self.into = layers(7) if is_in_place else laid_out_otherwise(layers(7))
         self.requests: list[bytes] = []
         source.send_checkpoint([], 1, layers(1), TIMEOUT)
         self._before = receiver.fetch(proxy.url, 1, into=self.into)
@@ -60,23 +67,64 @@ class Joined:
 
 
 @contextmanager
-def joined(**settings: Any) -> Iterator[Joined]:
+def joined(*, is_in_place: bool = True, **settings: Any) -> Iterator[Joined]:
     with (
         transport() as source,
         transport(NUM_CONNECTIONS, **settings) as receiver,
         proxied(port_of(source)) as proxy,
     ):
-        yield Joined(source, receiver, proxy)
+        yield Joined(source, receiver, proxy, is_in_place)
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_hundreds_of_ranges_come_in_a_few_requests(verify: bool) -> None:
-    with joined(verify=verify) as replica:
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_hundreds_of_ranges_come_in_a_few_requests(is_in_place: bool, verify: bool) -> None:
+    with joined(is_in_place=is_in_place, verify=verify) as replica:
         received = replica.fetch()
         assert holds(replica.into, 2)
         assert received.state["000"][1] is replica.into["000"][1]
         assert received.num_bytes_fetched == ADAPTER_BYTES
         assert len(replica.requests) < 10
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_of_the_rest_chunks_that_differ_come_and_what_is_beside_them_stays(is_in_place: bool) -> None:
+    num_rows = CHUNK_BYTES // 16  # a tensor of four chunks
+    state = {name: [torch.randn(num_rows, 16)] for name in "xyz"}
+    adapter = [torch.randn(num_rows, RANK)]
+    into = {name: [torch.zeros_like(tensor) for tensor in state[name]] for name in "xyz"}
+    into = into if is_in_place else laid_out_otherwise(into)
+    own_adapter = [torch.zeros_like(adapter[0])]
+    with transport() as source, transport() as receiver:
+        source.send_checkpoint([], 1, {**state, "adapter": adapter}, TIMEOUT)
+        whole: Received[Any] = receiver.fetch(source.metadata(), 1, into={**into, "adapter": own_adapter})
+        adapter[0] += 1
+        state["y"][0][num_rows // 2] += 1
+        source.send_checkpoint([], 2, {**state, "adapter": adapter}, TIMEOUT)
+        versions = {name: into[name][0]._version for name in "xyz"}
+        before = ReceivedBefore(received=whole, is_changing=is_adapter)
+        received = receiver.fetch(source.metadata(), 2, into={**into, "adapter": own_adapter}, before=before)
+        assert not received.differences({**into, "adapter": own_adapter})
+    assert received.num_bytes_fetched == adapter[0].nbytes + CHUNK_BYTES
+    assert all(torch.equal(into[name][0], state[name][0]) for name in "xyz")
+    assert [name for name in "xyz" if into[name][0]._version != versions[name]] == ([] if is_in_place else ["y"])
+
+
+def test_a_view_of_what_is_not_received_again_shows_what_is_there() -> None:
+    base = torch.arange(3.0 * CHUNK_BYTES).view(-1, 4)
+    with transport() as source, transport() as receiver:
+        into = {"base": torch.zeros(4, len(base)).t(), "view": torch.zeros(2, 4), "seed": torch.zeros(3)}
+        received: Received[Any] | None = None
+        for step in range(1, 4):
+            state = {"base": base, "view": base[1:3], "seed": torch.full((3,), float(step))}
+            source.send_checkpoint([], step, state, TIMEOUT)
+            before = received and ReceivedBefore(received=received, is_changing=lambda own: len(own) == 3)
+            received = receiver.fetch(source.metadata(), step, into=into, before=before)
+            assert torch.equal(received.state["view"], base[1:3])
+            assert torch.equal(into["base"], base)
+            assert into["seed"][0] == step
+        assert received is not None
+        assert received.num_bytes_fetched == 3 * 4
 
 
 def test_a_damaged_answer_is_noticed_and_asked_for_again() -> None:

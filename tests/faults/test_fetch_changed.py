@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from faulty_transports import CHUNK_BYTES, STATE_BYTES, blank, holds, is_poisoned, network, state_of
+import torch
+from faulty_transports import (
+    CHUNK_BYTES,
+    STATE_BYTES,
+    TIMEOUT,
+    blank,
+    holds,
+    is_poisoned,
+    network,
+    spread_out,
+    state_of,
+)
 from proxy import corrupt, cut
 
 from ft_transport import FetchFailedError
@@ -25,14 +36,35 @@ def changed_in(chunks: set[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("chunks", [set(), {0}, {5, 6, 7, 63}, set(range(0, 64, 2)), set(range(64))])
 @pytest.mark.parametrize("num_connections", [1, 4])
-def test_just_the_chunks_that_differ_are_fetched(num_connections: int, chunks: set[int]) -> None:
-    into = changed_in(chunks)
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_just_the_chunks_that_differ_are_fetched(is_in_place: bool, num_connections: int, chunks: set[int]) -> None:
+    into = changed_in(chunks) if is_in_place else spread_out(changed_in(chunks))
     with network(num_connections) as net:
         received = net.receiver.fetch(net.proxy.url, 1, into=into, only_changed=True)
         assert received.num_bytes_fetched == len(chunks) * CHUNK_BYTES
         assert net.proxy.num_bytes <= len(chunks) * CHUNK_BYTES + HEADS_BYTES
     assert received.state["a"] is into["a"]
     assert holds(into, 1)
+
+
+def test_a_tensor_that_is_copied_to_at_the_end_is_not_if_none_of_it_differs() -> None:
+    into = spread_out(changed_in({63}))
+    versions = {name: into[name]._version for name in "ab"}
+    with network() as net:
+        net.receiver.fetch(net.proxy.url, 1, into=into, only_changed=True)
+    assert holds(into, 1)
+    assert [into[name]._version - versions[name] for name in "ab"] == [0, 1]
+
+
+def test_of_two_tensors_that_were_one_at_the_sender_each_gets_it() -> None:
+    shared = state_of(1)["a"]
+    into = {**spread_out({"a": shared}), **spread_out({"b": shared + 1})}
+    with network() as net:
+        net.sender.send_checkpoint([], 2, {"a": shared, "b": shared}, TIMEOUT)
+        received = net.receiver.fetch(net.proxy.url, 2, into=into, only_changed=True)
+    assert not received.num_bytes_fetched
+    assert torch.equal(into["a"], shared)
+    assert torch.equal(into["b"], shared)
 
 
 def test_what_the_receiver_does_not_have_is_fetched() -> None:

@@ -26,6 +26,7 @@ from faulty_transports import (
     is_state,
     network,
     port_of,
+    spread_out,
     state_of,
     transport,
 )
@@ -111,6 +112,25 @@ def test_all_that_one_connection_brings_is_kept_but_the_chunk_it_broke_in() -> N
         assert net.proxy.num_bytes <= 21 * CHUNK_BYTES + HEADS_BYTES
         other.send_checkpoint([], 1, state_of(1), TIMEOUT)
         assert is_state(net.receiver.fetch(other.metadata(), 1, into=into, resume=error.partial).state, 1)
+
+
+@pytest.mark.parametrize("only_changed", [False, True])
+def test_what_landed_for_tensors_that_are_copied_to_at_the_end_is_kept_too(only_changed: bool) -> None:
+    own = state_of(1)
+    own["b"][-1] += 1
+    into = spread_out(own)
+    with network(**FAILING) as net, transport() as other:
+        error = failed_fetch(net, into, 20 * CHUNK_BYTES + CHUNK_BYTES // 2, keep_partial=True)
+        assert not error.destination_touched
+        assert error.partial.num_bytes == 20 * CHUNK_BYTES
+        other.send_checkpoint([], 1, state_of(1), TIMEOUT)
+        received = net.receiver.fetch(other.metadata(), 1, into=into, resume=error.partial, only_changed=only_changed)
+        num_left = NUM_CHUNKS - 20
+        if only_changed:  # what ``b`` holds is looked at, but for ``a`` something has landed
+            num_left = NUM_CHUNKS // 2 - 20 + 1
+        assert received.num_bytes_fetched == num_left * CHUNK_BYTES
+        assert is_state(received.state, 1)
+        assert holds(into, 1)
 
 
 def test_of_another_state_the_chunks_that_differ_are_fetched_too() -> None:

@@ -87,16 +87,15 @@ def test_a_need_that_shows_during_forward_gets_the_boundary(
         expected = on_host(training.manager.replica_state())
         loss = training.forward()
         training.snapshot_scheduler.request(share=True)
-        if step:
-            assert training.snapshot_scheduler.settle()
-        else:
-            # A fresh optimizer makes its states in the first step.
-            training.snapshot_scheduler.settle()
+        is_taken = training.snapshot_scheduler.settle()
+        # A fresh optimizer makes its states in the first step.
+        assert is_taken or not step
         training.optimizer.zero_grad()
         loss.backward()
         training.optimizer.step()
         torch.cuda._sleep(50_000_000)
-        if step:
+        # And waited for: none is begun while another is under way.
+        if is_taken:
             received = receiver.fetch(sender.metadata(), step, timeout=LONG)
             assert_equal(expected, received.state)
     training.manager.shutdown()

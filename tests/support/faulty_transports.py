@@ -37,6 +37,16 @@ def blank() -> dict[str, Any]:
     return {"a": torch.zeros(NUM_ITEMS), "b": torch.zeros(NUM_ITEMS), "seed": -1}
 
 
+def spread_out(state: dict[str, Any]) -> dict[str, Any]:
+    """The same values in tensors that nothing is received into in place: like those on a device, they are copied to."""
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        spaced: torch.Tensor = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype)[..., 0]
+        return spaced.copy_(tensor)
+
+    return {key: spread(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
 def holds(tensors: dict[str, Any], seed: int) -> bool:
     """Whether the tensors of a receiver are those of the state."""
     expected = state_of(seed)

@@ -1,4 +1,4 @@
-"""How much memory a newcomer makes ready for optimizers that have not stepped yet."""
+"""How much memory a newcomer makes ready: for optimizers that have not stepped yet, and for what is copied to."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from manager.recovery.warm_join import missing_bytes
+from manager.recovery.warm_join import copied_bytes, missing_bytes
 
 NUM = 10_000
 
@@ -41,3 +43,23 @@ class NeedsMore(torch.optim.SGD):
 
 def test_an_optimizer_of_the_users_is_not_tried() -> None:
     assert missing_bytes([NeedsMore([torch.nn.Parameter(torch.zeros(NUM))], lr=0.1, momentum=0.9)]) == 0
+
+
+def of_two_ranks(local: torch.Tensor) -> DTensor:
+    mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=0)
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+
+def test_of_a_sharded_parameter_the_part_of_this_rank_counts() -> None:
+    parameter = torch.nn.Parameter(of_two_ranks(torch.zeros(NUM, 1)))
+    assert missing_bytes([torch.optim.AdamW([parameter])]) == pytest.approx(2 * NUM * 4, rel=0.01)
+
+
+def test_what_is_not_received_in_place_takes_memory_as_well() -> None:
+    grid = torch.zeros(30, 40)
+    content = {
+        "in place": [grid, of_two_ranks(torch.zeros(30, 40))],
+        "copied to": [torch.zeros(30, 40).t(), {"again": grid.t()}, of_two_ranks(torch.zeros(40, 30).t())],
+        "nothing to copy": [torch.zeros(3, 3, device="meta").t(), torch.ones(3, 3).to_sparse(), 1],
+    }
+    assert copied_bytes(content) == 3 * grid.nbytes
