@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft_transport.errors import ManifestError, RestoreError
 from ft_transport.runtime.garbage_collector import collector_paused
 from ft_transport.state import placements
+from ft_transport.state.bit_copies import copy_bits
 from ft_transport.state.dtensors import is_dtensor
-from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, carrier_of
+from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME
 from ft_transport.state.fresh_memory import FreshMemory
 from ft_transport.state.matching import Incoming, Matcher
 from ft_transport.state.raw_memory import bytes_at
@@ -151,11 +152,19 @@ class Restore:
         Args:
             ranges: Of the data. Every tensor of which they have a part is copied whole, once.
         """
+        found: dict[int, torch.Tensor] = {}
+        copies = []
         for start, end in ranges:
             for slot, _, _ in self._plan.pieces(start, end):
                 index = self._slots[slot]
-                if index in self._indirect_of and index not in self._direct:
-                    self._read_own(index)
+                if index in self._direct or index in found or self._is_here(index):
+                    continue
+                for node, own in self._indirect_of.get(index, ())[:1]:
+                    found[index] = own
+                    copies.append((self._shaped(self._stored(index), node), own))
+        self._check_time()
+        copy_bits(copies)
+        self._read_from |= found
 
     def adopt(self, earlier: Restore, *, is_landed: bool) -> bool:
         """Takes over the memory of another restore of the same tensors, with what has landed there.
@@ -248,13 +257,14 @@ class Restore:
             raise ManifestError("expected a tree that Python's recursion limit lets through") from error
         # All that can be wrong with the snapshot is found before the first one is written.
         copies = [
-            (target, self._source_of(node)) for node, target in self._indirect if self._is_due(node.index, target)
+            (target, self._shaped(self._tensor(node.index), node))
+            for node, target in self._indirect
+            if self._is_due(node.index, target)
         ]
         if copies:
             self.destination_touched = True
             self._is_copying = True
-        for target, source in copies:
-            _copy_bits(target, source)
+        copy_bits(copies)
         return state
 
     def poison(self) -> None:
@@ -271,7 +281,7 @@ class Restore:
             bits = torch.full((target.nbytes,), _POISON_BYTE, dtype=torch.uint8)
             if target.dtype is torch.bool:
                 bits.fill_(1)
-            _copy_bits(target, bits.view(target.dtype).view(target.shape))
+            copy_bits([(target, bits.view(target.dtype).view(target.shape))])
 
     def fills(self, node: Node, into: torch.Tensor) -> bool:
         """Whether all of the receiver's tensor ``into``, which stands where ``node`` does, gets its bytes in place.
@@ -309,21 +319,12 @@ class Restore:
         read_from = self._read_from.get(index)
         return read_from is not None and read_from is not target
 
-    def _read_own(self, index: int) -> None:
-        if self._is_here(index):
-            return
-        self._check_time()
-        node, own = self._indirect_of[index][0]
-        stored = self._stored(index)
-        _copy_bits(Unflattener.reinterpret(stored, node) if isinstance(node, LayoutNode) else stored, own)
-        self._read_from[index] = own
-
     def _is_destination(self, index: int, tensor: torch.Tensor) -> bool:
         return self._direct.get(index) is tensor or (index, view_key(tensor)) in self._destinations
 
-    def _source_of(self, node: TensorNode | LayoutNode) -> torch.Tensor:
-        source = self._tensor(node.index)
-        return Unflattener.reinterpret(source, node) if isinstance(node, LayoutNode) else source
+    @staticmethod
+    def _shaped(stored: torch.Tensor, node: TensorNode | LayoutNode) -> torch.Tensor:
+        return Unflattener.reinterpret(stored, node) if isinstance(node, LayoutNode) else stored
 
     def _tensor(self, index: int) -> torch.Tensor:
         """The entry ``index`` as a tensor of its wire dtype: the receiver's own, or one in fresh memory."""
@@ -332,7 +333,7 @@ class Restore:
             return direct
         entry = self._manifest.tensors[index]
         if index in self._indirect_of:
-            self._read_own(index)
+            self.read_own([(entry.start, entry.end)])
         tensor = self._stored(index)
         return tensor.clone() if 0 < entry.end - entry.start < _KEEP_SHARED_BYTES else tensor
 
@@ -351,13 +352,3 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     """Whether its storage still reaches to its end: where that was freed, a view's address is its offset, not 0."""
     storage = tensor.untyped_storage()
     return storage.nbytes() >= tensor.storage_offset() * tensor.dtype.itemsize + tensor.nbytes
-
-
-def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies between tensors of the same dtype and shape, whatever their devices, strides or dtype."""
-    target, source = target.detach(), source.detach()
-    if not any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source)):
-        # Of many small dtypes torch can copy the bits only.
-        carrier = carrier_of(target.dtype)
-        target, source = target.view(carrier), source.view(carrier)
-    target.copy_(source)

@@ -147,6 +147,9 @@ def _differing_tensors(
     filled = [index for index in order if manifest.tensors[index].end > manifest.tensors[index].start]
     plan = DestinationPlan([manifest.tensors[index].start for index in filled], manifest.data_bytes)
     sources = [_flat(flat.blocks.sources[counterparts[index]]) for index in filled]
+    # The threads below copy on streams of their own.
+    for device in {source.device for source in sources if not source.is_cpu}:
+        torch.accelerator.current_stream(device).synchronize()
 
     digests = manifest.digests
     assert digests is not None, "whoever has received the data has asked for them"

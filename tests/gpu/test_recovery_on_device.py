@@ -140,7 +140,7 @@ class Replica:
         self.manager.start_quorum()
         for parameter in self.adapters:
             gradient = torch.full(parameter.shape, 0.1)
-            self.manager.allreduce(gradient)
+            self.manager.allreduce(gradient).wait()
             parameter.grad = gradient.cuda()
         if self.manager.should_commit():
             self.optimizer.step()

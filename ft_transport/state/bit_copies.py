@@ -1,0 +1,44 @@
+"""Copies between tensors of one dtype and shape, bit for bit, whatever their devices and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ft_transport.state.bounce_buffers import BounceBuffers, Pair
+from ft_transport.state.dtypes import carrier_of
+
+
+def copy_bits(pairs: Sequence[Pair]) -> None:
+    """Copies to each target from its source; returns when all have landed.
+
+    Queued on the calling thread's stream of each device, behind what it holds.
+
+    Args:
+        pairs: A target and a source of the same dtype and shape.
+    """
+    to_device: list[Pair] = []
+    to_host: list[Pair] = []
+    for target, source in pairs:
+        if target.is_cpu == source.is_cpu or not (_is_plain(target) and _is_plain(source)):
+            _copy_one(target, source)
+        else:
+            (to_host if target.is_cpu else to_device).append((target, source))
+    buffers = BounceBuffers()
+    buffers.to_device(to_device)
+    buffers.to_host(to_host)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie one behind the other, as they are read."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _copy_one(target: torch.Tensor, source: torch.Tensor) -> None:
+    target, source = target.detach(), source.detach()
+    if not any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source)):
+        # Of many small dtypes torch can copy the bits only.
+        carrier = carrier_of(target.dtype)
+        target, source = target.view(carrier), source.view(carrier)
+    target.copy_(source)

@@ -1,0 +1,178 @@
+"""Copies to and from a device go through two buffers, none of which is used again before the device is done with it.
+
+There is no device here. The stand-ins play one after the documentation of ``Tensor.copy_(non_blocking=True)`` and
+torch.Event: a copy is queued, and runs when somebody waits for an event behind it; here at the last moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ft_transport.state import bounce_buffers as module
+from ft_transport.state.bounce_buffers import BounceBuffers, Pair
+
+HALF_BYTES = 4096
+
+
+class StandInQueue:
+    """A stream. Each entry is a copy, or the end of an event."""
+
+    def __init__(self) -> None:
+        self.entries: list[Callable[[], object]] = []
+
+
+class StandInEvent:
+    def __init__(self) -> None:
+        self.stream: StandInQueue | None = None
+        self.is_done = False
+
+    def record(self, stream: StandInQueue) -> None:
+        self.stream = stream
+        stream.entries.append(lambda: setattr(self, "is_done", True))
+
+    def synchronize(self) -> None:
+        while not self.is_done:
+            assert self.stream is not None, "an event that was not recorded"
+            self.stream.entries.pop(0)()
+
+
+class StandInAccelerator:
+    def __init__(self) -> None:
+        self.streams: dict[torch.device, StandInQueue] = {}
+
+    def current_stream(self, device: torch.device) -> StandInQueue:
+        return self.streams.setdefault(device, StandInQueue())
+
+    def new_stream(self, device: torch.device) -> Any:
+        raise AssertionError("the copies are ordered behind the caller's own work")
+
+    def new_event(self, _device: torch.device) -> StandInEvent:
+        return StandInEvent()
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a device. Copies to and from it, or a part of it, are queued."""
+
+    is_cpu = False  # type: ignore[assignment]
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+    accelerator: StandInAccelerator
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.copy_:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        target, source = (each.as_subclass(torch.Tensor) for each in args)
+        if not (kwargs or {}).get("non_blocking"):
+            return target.copy_(source)
+        cls.accelerator.current_stream(cls.device).entries.append(lambda: target.copy_(source))
+        return args[0]
+
+
+class OnAnother(OnDevice):
+    device = torch.device("cuda", 1)  # type: ignore[assignment]
+
+
+@pytest.fixture
+def buffers(monkeypatch: pytest.MonkeyPatch) -> BounceBuffers:
+    empty: Any = torch.empty
+
+    def page_locked(num_bytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        made: torch.Tensor = empty(num_bytes, dtype=dtype)
+        return made
+
+    monkeypatch.setattr(module.torch, "empty", page_locked)
+    monkeypatch.setattr(module, "_LEAST_BYTES", HALF_BYTES)
+    OnDevice.accelerator = StandInAccelerator()
+    return BounceBuffers(OnDevice.accelerator, half_bytes=HALF_BYTES)  # type: ignore[arg-type]
+
+
+def tensors(kind: type[torch.Tensor]) -> list[torch.Tensor]:
+    """Of many sizes: below, at and above a buffer, and none."""
+    sizes = [1, 3, 1000, HALF_BYTES // 4, 5000, 0, 17, *([100] * 50), 3 * HALF_BYTES // 4]
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, generator=generator).as_subclass(kind) for size in sizes]
+
+
+def blank(sources: list[torch.Tensor], kind: type[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.zeros(source.shape).as_subclass(kind) for source in sources]
+
+
+def are_equal(pairs: list[Pair]) -> bool:
+    return all(torch.equal(*(each.as_subclass(torch.Tensor) for each in pair)) for pair in pairs)
+
+
+def test_tensors_of_all_sizes_arrive_on_the_device(buffers: BounceBuffers) -> None:
+    sources = tensors(torch.Tensor)
+    pairs = list(zip(blank(sources, OnDevice), sources, strict=True))
+    buffers.to_device(pairs)
+    assert are_equal(pairs)
+    assert not any(stream.entries for stream in OnDevice.accelerator.streams.values())
+
+
+def test_tensors_of_all_sizes_arrive_on_the_host(buffers: BounceBuffers) -> None:
+    sources = tensors(OnDevice)
+    pairs = list(zip(blank(sources, torch.Tensor), sources, strict=True))
+    buffers.to_host(pairs)
+    assert are_equal(pairs)
+    assert not any(stream.entries for stream in OnDevice.accelerator.streams.values())
+
+
+def test_each_device_has_its_own_stream(buffers: BounceBuffers) -> None:
+    sources = [*tensors(torch.Tensor), *tensors(torch.Tensor)]
+    num = len(sources) // 2
+    targets = [*blank(sources[:num], OnDevice), *blank(sources[num:], OnAnother)]
+    mixed = [pair for pairs in zip(range(num), range(num, 2 * num), strict=True) for pair in pairs]
+    pairs = [(targets[index], sources[index]) for index in mixed]
+    buffers.to_device(pairs)
+    assert are_equal(pairs)
+    assert set(OnDevice.accelerator.streams) == {OnDevice.device, OnAnother.device}
+    back = [(torch.zeros(target.shape), target) for target, _ in pairs]
+    buffers.to_host(back)
+    assert are_equal(back)
+
+
+def test_the_stand_in_shows_a_buffer_that_is_filled_too_early(
+    buffers: BounceBuffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StandInEvent, "synchronize", lambda self: None)
+    sources = tensors(torch.Tensor)
+    pairs = list(zip(blank(sources, OnDevice), sources, strict=True))
+    buffers.to_device(pairs)
+    for entry in OnDevice.accelerator.streams[OnDevice.device].entries:
+        entry()
+    assert not are_equal(pairs)
+
+
+@pytest.mark.parametrize("is_to_device", [True, False])
+def test_after_an_error_nothing_is_under_way(buffers: BounceBuffers, is_to_device: bool) -> None:
+    class Refusing(OnDevice):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.copy_:
+                raise RuntimeError("the device is gone")
+            return super().__torch_function__(func, types, args, kwargs)
+
+    on_device = [*tensors(OnDevice)[:5], torch.ones(7).as_subclass(Refusing)]
+    on_host = blank(on_device, torch.Tensor)
+    pairs = zip(on_device, on_host, strict=True) if is_to_device else zip(on_host, on_device, strict=True)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        (buffers.to_device if is_to_device else buffers.to_host)(list(pairs))
+    assert not any(stream.entries for stream in OnDevice.accelerator.streams.values())
+
+
+def test_where_nothing_can_be_page_locked_all_is_copied_nevertheless(
+    buffers: BounceBuffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(module.torch, "empty", refuse)
+    sources = tensors(torch.Tensor)
+    pairs = list(zip(blank(sources, OnDevice), sources, strict=True))
+    buffers.to_device(pairs)
+    assert are_equal(pairs)
