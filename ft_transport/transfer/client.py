@@ -226,7 +226,10 @@ class StateClient(Generic[T]):
             relays.end_all()
         partial, candidates = kept.continued_by(manifest, restore)
         before, ranges = request.before, None
-        if before is not None and not candidates:
+        if before is not None and kept.was_touched and not candidates:
+            # By now a part of it may be of neither state.
+            candidates = list(range(manifest.chunks.num_chunks))
+        elif before is not None and not candidates:
             ranges = changing_ranges(manifest, before.received._manifest, restore, before.is_changing)
         try:
             chunks: Sequence[int] = ()
@@ -301,7 +304,7 @@ class StateClient(Generic[T]):
             return manifest
         manifest = agreed.manifest_with_digests(settings)
         if settings.verify and request.verify_late:
-            damaged = find_damaged(manifest, restore.buffers, num_threads=default_num_threads())
+            damaged = find_damaged(manifest, restore.present, num_threads=default_num_threads())
             settings.timeouts.note_progress()
             fetch_data(agreed.files, manifest, restore, settings, chunks=damaged)
         return manifest
@@ -369,7 +372,7 @@ class StateClient(Generic[T]):
         self._warn_of_new_tensors(restore.incoming, ", ".join(map(str, request.sources)))
         try:
             if request.is_comparable:
-                digests = digest_chunks(manifest, restore.buffers, num_threads=default_num_threads())
+                digests = digest_chunks(manifest, restore.present, num_threads=default_num_threads())
                 manifest = dataclasses.replace(manifest, digests=tuple(digests))
             return Received(step=manifest.step, state=cast(T, restore.finish()), _manifest=manifest)
         except BaseException as error:

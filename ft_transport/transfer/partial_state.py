@@ -103,17 +103,18 @@ class Kept:
     Attributes:
         partial: Of the last attempt that came so far; ``None`` if none did.
         is_offered: Whether the caller wants it where the fetch fails.
+        was_touched: Whether bytes of an attempt may have landed in the receiver's own tensors.
     """
 
     partial: PartialState | None
     is_offered: bool
-    _was_touched: bool = False
+    was_touched: bool = False
 
     def continued_by(self, manifest: Manifest, restore: Restore) -> tuple[PartialState, list[int]]:
         """What takes the place of the present part, and the chunks that may be there already."""
         earlier = self.partial
         if earlier is not None and earlier.is_touched:
-            self._was_touched = True
+            self.was_touched = True
         candidates = earlier.continued_by(manifest, restore) if earlier is not None else []
         self.partial = PartialState(manifest, restore)
         return self.partial, candidates
@@ -123,7 +124,8 @@ class Kept:
         partial = self.partial
         if partial is None:
             return
-        if partial.is_touched or self._was_touched:
+        if partial.is_touched or self.was_touched:
+            self.was_touched = True
             # Errors that are not of this package, such as those of a device, have to say so as well.
             error.destination_touched = True  # type: ignore[attr-defined]
         if self.is_offered:

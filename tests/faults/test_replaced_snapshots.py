@@ -19,15 +19,17 @@ from faulty_transports import (
     is_poisoned,
     is_state,
     network,
+    spread_out,
     state_of,
     transport,
 )
-from proxy import cut, stall
+from proxy import Link, cut, stall
 
 from ft_transport import (
     DeadlineExceededError,
     FetchFailedError,
     FetchProgress,
+    ReceivedBefore,
     SnapshotLimitError,
     SnapshotReplacedError,
     StepNotServedError,
@@ -35,6 +37,17 @@ from ft_transport import (
 )
 
 ONE_PLACE = {"max_snapshots": 1, "lease": timedelta(0), "stall_timeout": timedelta(seconds=5)}
+
+
+def publish(net: Net, step: int, state: Any) -> None:
+    """Takes the one place, as soon as the snapshot in it is not being fetched any more."""
+    retry = threading.Event()
+    while True:
+        try:
+            net.sender.send_checkpoint([], step, state, TIMEOUT)
+            return
+        except SnapshotLimitError:
+            assert not retry.wait(0.01)
 
 
 class Publisher:
@@ -52,13 +65,7 @@ class Publisher:
         self.done.set()
         # Everything that the sender would wait for ends: all connections through the proxy are cut.
         self.net.proxy.cut_all()
-        retry = threading.Event()
-        while True:
-            try:
-                self.net.sender.send_checkpoint([], self._step, state_of(self._seed), TIMEOUT)
-                return
-            except SnapshotLimitError:
-                assert not retry.wait(0.01)
+        publish(self.net, self._step, state_of(self._seed))
 
 
 @pytest.mark.parametrize("num_connections", [1, 3])
@@ -66,23 +73,47 @@ class Publisher:
 def test_a_fetch_whose_snapshot_is_replaced_starts_again(num_connections: int, step: Any) -> None:
     into = blank()
     # The same step with other numbers: only the id of the snapshot tells them apart.
-    publish = Publisher(step=1, seed=2)
-    with network(num_connections, on_progress=publish, sender=ONE_PLACE) as net:
-        publish.net = net
+    publisher = Publisher(step=1, seed=2)
+    with network(num_connections, on_progress=publisher, sender=ONE_PLACE) as net:
+        publisher.net = net
         # The buffers on the way could hold everything that the first attempt asks for.
         net.proxy.inject(stall(STATE_BYTES * 3 // 8 // num_connections), times=num_connections)
         received = net.fetch(step, into=into)
-    assert publish.done.is_set()
+    assert publisher.done.is_set()
     assert received["seed"] == 2
     assert holds(into, 2)
+
+
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_what_came_before_is_not_relied_on_when_an_attempt_has_begun_to_overwrite_it(is_in_place: bool) -> None:
+    base = {"w": torch.randn(CHUNK_BYTES // 4)}
+    blank_one = {"w": torch.zeros(CHUNK_BYTES // 4)}
+    into = blank_one if is_in_place else spread_out(blank_one)
+    with network(1, sender=ONE_PLACE) as net:
+        publish(net, 2, base)
+        whole: Any = net.receiver.fetch(net.proxy.url, 2, into=into)
+        publish(net, 3, {"w": base["w"] + 1})
+
+        def replace(link: Link, data: bytes) -> bool:
+            link.send(data[: CHUNK_BYTES // 2])
+            net.proxy.cut_all()
+            publish(net, 3, base)
+            return False
+
+        net.proxy.inject(replace)
+        before = ReceivedBefore(received=whole, is_changing=lambda own: False)
+        received = net.receiver.fetch(net.proxy.url, 3, into=into, before=before)
+        assert net.proxy.num_faulty == 1
+    assert torch.equal(into["w"], base["w"])
+    assert not received.differences(into)
 
 
 def test_a_step_that_is_gone_leaves_poison_and_says_so() -> None:
     """The second attempt fails before a byte lands, and still the first one has touched the receiver's tensors."""
     into = blank()
-    publish = Publisher(step=2, seed=2)
-    with network(2, on_progress=publish, sender=ONE_PLACE) as net:
-        publish.net = net
+    publisher = Publisher(step=2, seed=2)
+    with network(2, on_progress=publisher, sender=ONE_PLACE) as net:
+        publisher.net = net
         net.proxy.inject(stall(STATE_BYTES * 3 // 16), times=2)
         with pytest.raises(StepNotServedError) as caught:
             net.fetch(1, into=into)
