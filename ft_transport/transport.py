@@ -240,8 +240,9 @@ class HTTPTransport(Generic[T]):
                 that a receiver can start before its source.
             progress_timeout: Give up where no data comes for so long, at the start or in the middle, however much of
                 ``timeout`` is left; by default only ``timeout`` ends it.
-            into: The receiver's own state to receive into; its tensors must not be used until this returns. One of
-                another dtype or shape than what comes is left alone, and a warning names it once.
+            into: The receiver's own state to receive into; its tensors must not be used until this returns, and what is
+                queued for them on a device is on this thread's stream, or has ended. One of another dtype or shape than
+                what comes is left alone, and a warning names it once.
             check: Called with what will come, before any of it does; what it raises ends the fetch with ``into``
                 untouched.
             verify_late: Whether digests that come after the data are compared. Turn it off for state that is compared
@@ -249,8 +250,8 @@ class HTTPTransport(Generic[T]):
             only_changed: Look at every byte of ``into`` first, and fetch only the chunks whose digests differ: for
                 weights of which little changes from version to version.
             before: What an earlier fetch brought into ``into``. What is expected to have changed since is fetched, and
-                of the rest chunks with other digests than before; ``into`` is not read. The result is unverified: the
-                caller compares it (`Received.differences`), and fetches without ``before`` where it differs.
+                of the rest chunks with other digests than before; ``into`` is not digested. The result is unverified:
+                the caller compares it (`Received.differences`), and fetches without ``before`` where it differs.
             max_bytes_per_s: Fetch no faster, so that the peer notices little of it.
             keep_partial: Whether what has landed is kept where the fetch fails, whatever raises: the exception's
                 ``partial`` has it then (`PartialState`), and ``into`` is not overwritten. Only for callers that use

@@ -20,14 +20,21 @@ def copy_bits(pairs: Sequence[Pair]) -> None:
     """
     to_device: list[Pair] = []
     to_host: list[Pair] = []
+    others: list[Pair] = []
     for target, source in pairs:
-        if target.is_cpu == source.is_cpu or not (_is_plain(target) and _is_plain(source)):
-            _copy_one(target, source)
-        else:
-            (to_host if target.is_cpu else to_device).append((target, source))
+        is_plain = target.is_cpu != source.is_cpu and _is_plain(target) and _is_plain(source)
+        kind = others if not is_plain else to_host if target.is_cpu else to_device
+        kind.append((target, source))
     buffers = BounceBuffers()
     buffers.to_device(to_device)
     buffers.to_host(to_host)
+    try:
+        for target, source in others:
+            _copy_one(target, source)
+    finally:
+        # To another layout, torch copies on the device what has arrived there, and waits for the arrival alone.
+        for device in {tensor.device for pair in others for tensor in pair if not tensor.is_cpu}:
+            torch.accelerator.current_stream(device).synchronize()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

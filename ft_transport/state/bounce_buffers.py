@@ -28,36 +28,32 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class BounceBuffers:
-    """Two buffers by turns: the host fills or empties one while the device copies the other. Not thread-safe.
+    """Two buffers by turns: the host fills or empties one while the device copies the other.
 
     Args:
         accelerator: Where streams and events come from.
-        half_bytes: The length of each buffer.
+        half_bytes: The length of each buffer, at most.
     """
 
     def __init__(self, accelerator: Accelerator | None = None, *, half_bytes: int = _HALF_BYTES) -> None:
         self._accelerator = accelerator if accelerator is not None else Accelerator()
         self._half_bytes = half_bytes
-        self._halves: list[torch.Tensor] = []
 
-    def to_device(self, copies: Sequence[Pair]) -> None:
-        """Copies each ``(target on a device, source on the host)``, all row-major; returns when they have landed.
+    def to_device(self, pairs: Sequence[Pair]) -> None:
+        """Copies to each target on a device from its source on the host, all row-major; returns when all have landed.
 
         Queued on the calling thread's stream of each device, behind what it holds.
         """
-        for device, pairs in _by_device(copies, [target for target, _ in copies]):
-            if not self._are_there(pairs):
-                for target, source in pairs:
-                    target.copy_(source)
-                continue
+        for device, own in _by_device(pairs, [target for target, _ in pairs]):
+            halves = self._page_locked(own)
             copied: list[Any] = []
             try:
-                for number, parts in enumerate(self._filled(pairs)):
-                    if number >= len(self._halves):
-                        copied[-len(self._halves)].synchronize()
+                for number, batch in enumerate(_batches(own, halves)):
+                    if number >= len(halves):
+                        copied[-len(halves)].synchronize()
                     event = self._accelerator.new_event(device)
                     try:
-                        for bounce, target, source in parts:
+                        for bounce, target, source in batch:
                             bounce.copy_(source)
                             target.copy_(bounce, non_blocking=True)
                     finally:
@@ -65,28 +61,25 @@ class BounceBuffers:
                         copied.append(event)
             finally:
                 # After an error too: whoever takes this memory next must not write into what is being read.
-                for event in copied[-len(self._halves) :]:
+                for event in copied[-len(halves) :]:
                     event.synchronize()
 
-    def to_host(self, copies: Sequence[Pair]) -> None:
-        """Copies each ``(target on the host, source on a device)``, all row-major; returns when they have landed.
+    def to_host(self, pairs: Sequence[Pair]) -> None:
+        """Copies to each target on the host from its source on a device, all row-major; returns when all have landed.
 
         Queued as in `to_device`.
         """
-        for device, pairs in _by_device(copies, [source for _, source in copies]):
-            if not self._are_there(pairs):
-                for target, source in pairs:
-                    target.copy_(source)
-                continue
+        for device, own in _by_device(pairs, [source for _, source in pairs]):
+            halves = self._page_locked(own)
             landing: list[tuple[Any, list[Pair]]] = []
             try:
-                for parts in self._filled(pairs):
-                    if len(landing) == len(self._halves):
+                for batch in _batches(own, halves):
+                    if len(landing) == len(halves):
                         _empty(*landing.pop(0))
                     event = self._accelerator.new_event(device)
-                    landing.append((event, [(target, bounce) for bounce, target, _ in parts]))
+                    landing.append((event, [(target, bounce) for bounce, target, _ in batch]))
                     try:
-                        for bounce, _, source in parts:
+                        for bounce, _, source in batch:
                             bounce.copy_(source, non_blocking=True)
                     finally:
                         event.record(self._accelerator.current_stream(device))
@@ -94,35 +87,38 @@ class BounceBuffers:
                 for event, emptied in landing:
                     _empty(event, emptied)
 
-    def _are_there(self, pairs: Sequence[Pair]) -> bool:
-        if sum(target.nbytes for target, _ in pairs) < _LEAST_BYTES:
-            return False
-        try:
-            while len(self._halves) < 2:
-                self._halves.append(torch.empty(self._half_bytes, dtype=torch.uint8, pin_memory=True))
-        except RuntimeError as error:
-            logger.debug("copies to and from the device are slow, nothing can be page-locked: %s", error)
-            return False
-        return True
+    def _page_locked(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
+        """The buffers; of ordinary memory where little is copied or nothing can be locked, which is slower."""
+        num_bytes = min(self._half_bytes, sum(target.nbytes + _ALIGN_BYTES for target, _ in pairs))
+        if num_bytes >= _LEAST_BYTES:
+            try:
+                return [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            except RuntimeError as error:
+                logger.debug("copies to and from the device are slow, nothing can be page-locked: %s", error)
+        return [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
 
-    def _filled(self, pairs: Sequence[Pair]) -> Iterator[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-        """Parts of the copies that fill a buffer together, each with its place there; the buffers by turns."""
-        number = at = 0
-        parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        for target, source in pairs:
-            to, from_ = as_bytes(target.detach()), as_bytes(source.detach())
-            start, end = 0, to.numel()
-            while start < end:
-                if at >= self._half_bytes:
-                    yield parts
-                    number, at, parts = number + 1, 0, []
-                taken = min(end - start, self._half_bytes - at)
-                bounce = self._halves[number % len(self._halves)][at : at + taken]
-                parts.append((bounce, to[start : start + taken], from_[start : start + taken]))
-                start += taken
-                at += -(-taken // _ALIGN_BYTES) * _ALIGN_BYTES
-        if parts:
-            yield parts
+
+def _batches(
+    pairs: Sequence[Pair], halves: Sequence[torch.Tensor]
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+    """Parts of the copies that go through a buffer together, each with its place there; the buffers by turns."""
+    half_bytes = len(halves[0])
+    number = at = 0
+    batch: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for target, source in pairs:
+        to, from_ = as_bytes(target.detach()), as_bytes(source.detach())
+        start, end = 0, to.numel()
+        while start < end:
+            if at >= half_bytes:
+                yield batch
+                number, at, batch = number + 1, 0, []
+            taken = min(end - start, half_bytes - at)
+            bounce = halves[number % len(halves)][at : at + taken]
+            batch.append((bounce, to[start : start + taken], from_[start : start + taken]))
+            start += taken
+            at += -(-taken // _ALIGN_BYTES) * _ALIGN_BYTES
+    if batch:
+        yield batch
 
 
 def _empty(event: Any, emptied: Sequence[Pair]) -> None:
@@ -131,8 +127,8 @@ def _empty(event: Any, emptied: Sequence[Pair]) -> None:
         target.copy_(bounce)
 
 
-def _by_device(copies: Sequence[Pair], on_device: Sequence[torch.Tensor]) -> list[tuple[torch.device, list[Pair]]]:
+def _by_device(pairs: Sequence[Pair], on_device: Sequence[torch.Tensor]) -> list[tuple[torch.device, list[Pair]]]:
     found: dict[torch.device, list[Pair]] = {}
-    for pair, tensor in zip(copies, on_device, strict=True):
+    for pair, tensor in zip(pairs, on_device, strict=True):
         found.setdefault(tensor.device, []).append(pair)
     return list(found.items())

@@ -75,8 +75,8 @@ class Restore:
         manifest: What will be received.
         into: The receiver's own state, of any shape. A CPU tensor in it that stands at the same place as one in the
             snapshot, with the same dtype, shape and row-major layout, is received into directly. A tensor that fits
-            but is on a device or has another memory layout is copied to at the end, if bytes of it have been received.
-            Everything else is ignored.
+            but is on a device or has another memory layout is copied to at the end, unless it has kept what belongs
+            there. Everything else is ignored.
         meshes: Meshes for DTensors that have no counterpart in ``into``.
         max_bytes: Refuse a snapshot larger than this.
         spare: Has memory that is resident already, perhaps.
@@ -116,25 +116,28 @@ class Restore:
                 matcher.match(manifest.tree, into)
         except RecursionError as error:
             raise ManifestError("expected a tree that Python's recursion limit lets through") from error
-        self._is_copying = False
         self._direct = matcher.direct
         self._indirect = matcher.indirect
         self._destinations = matcher.destinations
         self.incoming = Incoming(step=manifest.step, mismatches=tuple(matcher.mismatches), _tree=manifest.tree)
         self._indirect_of: dict[int, list[tuple[TensorNode | LayoutNode, torch.Tensor]]] = {}
-        for node, target in self._indirect:
-            self._indirect_of.setdefault(node.index, []).append((node, target))
-        self._fresh = FreshMemory(manifest, self._direct, spare)
-        # Entries in fresh memory: bytes of them were received; or they were copied from a tensor, which needs no copy.
-        self._arrived: set[int] = set()
-        self._read_from: dict[int, torch.Tensor] = {}
         tensors = manifest.tensors
+        for node, target in self._indirect:
+            if tensors[node.index].end > tensors[node.index].start:
+                self._indirect_of.setdefault(node.index, []).append((node, target))
+        self._fresh = FreshMemory(manifest, self._direct, spare)
+        # The entries in fresh memory of which bytes were received.
+        self._arrived: set[int] = set()
+        # The entries that were copied there from a tensor of the receiver's, and that tensor.
+        self._read_from: dict[int, torch.Tensor] = {}
+        # The tensors that are copied to: what is in them when that fails is anybody's guess.
+        self._written: list[torch.Tensor] = []
         self._slots = [index for index, entry in enumerate(tensors) if entry.end > entry.start]
         self._slots.sort(key=lambda index: tensors[index].start)
         self._plan = DestinationPlan([tensors[index].start for index in self._slots], manifest.data_bytes)
 
-    def owns(self, index: int) -> list[torch.Tensor]:
-        """The receiver's tensors that get entry ``index``."""
+    def tensors_for(self, index: int) -> list[torch.Tensor]:
+        """The receiver's tensors that get entry ``index``, which has bytes."""
         direct = self._direct.get(index)
         others = [target for _, target in self._indirect_of.get(index, ())]
         return others if direct is None else [direct, *others]
@@ -157,14 +160,15 @@ class Restore:
         for start, end in ranges:
             for slot, _, _ in self._plan.pieces(start, end):
                 index = self._slots[slot]
-                if index in self._direct or index in found or self._is_here(index):
-                    continue
-                for node, own in self._indirect_of.get(index, ())[:1]:
+                is_known = index in self._direct or index in found or self._is_here(index)
+                if index in self._indirect_of and not is_known:
+                    node, own = self._indirect_of[index][0]
                     found[index] = own
                     copies.append((self._shaped(self._stored(index), node), own))
-        self._check_time()
-        copy_bits(copies)
-        self._read_from |= found
+        if copies:
+            self._check_time()
+            copy_bits(copies)
+            self._read_from |= found
 
     def adopt(self, earlier: Restore, *, is_landed: bool) -> bool:
         """Takes over the memory of another restore of the same tensors, with what has landed there.
@@ -177,7 +181,8 @@ class Restore:
             is_landed: Whether anything has landed there that counts.
 
         Returns:
-            Whether each tensor belongs to the same place as there. If not, nothing was taken over.
+            Whether each tensor that is received in place belongs to the same place as there. If not, nothing was taken
+            over.
         """
         is_same = (
             self._manifest.tensors == earlier._manifest.tensors
@@ -191,7 +196,7 @@ class Restore:
         if is_landed:
             # What was read there may come from other tensors than this one's.
             self._arrived = earlier._arrived | earlier._read_from.keys()
-        self._is_copying = earlier._is_copying
+        self._written = earlier._written
         if earlier.destination_touched:
             self.destination_touched = True
         return True
@@ -241,6 +246,7 @@ class Restore:
         Raises:
             ManifestError: The tree does not agree with the tensor table or names what this process does not have.
             RestoreError: A DTensor needs a mesh that the receiver does not have.
+            DeadlineExceededError: ``check_time`` raised it.
         """
         unflattener = Unflattener(
             manifest=self._manifest,
@@ -263,7 +269,7 @@ class Restore:
         ]
         if copies:
             self.destination_touched = True
-            self._is_copying = True
+            self._written = [target for target, _ in copies]
         copy_bits(copies)
         return state
 
@@ -277,7 +283,7 @@ class Restore:
             # A bool of all bits set is no valid bool.
             value = 1 if tensor.dtype is torch.bool else _POISON_BYTE
             ctypes.memset(tensor.data_ptr(), value, tensor.nbytes)
-        for _, target in self._indirect if self._is_copying else ():
+        for target in self._written:
             bits = torch.full((target.nbytes,), _POISON_BYTE, dtype=torch.uint8)
             if target.dtype is torch.bool:
                 bits.fill_(1)
@@ -304,7 +310,7 @@ class Restore:
                 return not has_own_memory(into) or any(
                     into.data_ptr() == base.data_ptr() + node.offset * base.dtype.itemsize
                     and into.stride() == node.stride
-                    for base in self.owns(node.index)
+                    for base in self.tensors_for(node.index)
                 )
             case _:
                 return True

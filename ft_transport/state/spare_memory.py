@@ -44,14 +44,14 @@ class SpareMemory:
             self._block = block
 
     def take(self, num_bytes: int) -> mmap.mmap | None:
-        """The block, if it is large enough; the rest of it is given back to the system."""
+        """The block, once, if there is one; what it has too much is given back, and what it lacks is not resident."""
         with self._mutex:
             block, self._block = self._block, None
-        if block is None or len(block) < num_bytes:
+        if block is None:
             return None
-        with contextlib.suppress(OSError, SystemError, BufferError):  # Somewhere a mapping cannot shrink.
+        with contextlib.suppress(OSError, SystemError, BufferError):  # Somewhere a mapping has the length it has.
             block.resize(num_bytes)
-        return block
+        return block if len(block) >= num_bytes else None
 
     def free(self) -> None:
         """Gives it back."""

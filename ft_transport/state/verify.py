@@ -147,7 +147,7 @@ def _differing_tensors(
     filled = [index for index in order if manifest.tensors[index].end > manifest.tensors[index].start]
     plan = DestinationPlan([manifest.tensors[index].start for index in filled], manifest.data_bytes)
     sources = [_flat(flat.blocks.sources[counterparts[index]]) for index in filled]
-    # The threads below copy on streams of their own.
+    # The threads below copy on other streams.
     for device in {source.device for source in sources if not source.is_cpu}:
         torch.accelerator.current_stream(device).synchronize()
 

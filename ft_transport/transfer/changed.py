@@ -2,14 +2,14 @@
 
 What the receiver expects to change (what its optimizers step) is fetched: many byte ranges in one request, because
 adapters lie between the weights that they belong to, and a request for each would cost more than its bytes. Of the rest
-the digests of both manifests are compared, and chunks that differ are fetched whole. So own memory is not read here;
+the digests of both manifests are compared, and chunks that differ are fetched whole. Own memory is not looked through;
 who relies on the state compares it with the manifest afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 import torch
 
@@ -18,7 +18,7 @@ from ft_transport.http.fetch_pool import FetchPool
 from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.slice_frames import ask_for_frames, receive_frame
-from ft_transport.state.restore import Restore
+from ft_transport.state.restore import Range, Restore
 from ft_transport.wire.chunk_work import ChunkWork
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.fetch import FetchMachine, Request
@@ -30,9 +30,6 @@ _MOST_CHANGING: Final = 0.5
 
 _MAX_FRAMES_PER_REQUEST: Final = MAX_REQUEST_BYTES // CHUNK_BYTES
 _MAX_SLICES_PER_FRAME: Final = MAX_SLICES_PER_REQUEST // _MAX_FRAMES_PER_REQUEST
-
-Range: TypeAlias = tuple[int, int]
-"""Bytes of the data, half-open."""
 
 
 def changing_ranges(
@@ -57,7 +54,7 @@ def changing_ranges(
     ranges = _merged(
         (entry.start, entry.end)
         for index, entry in enumerate(manifest.tensors)
-        if entry.end > entry.start and (not (owns := restore.owns(index)) or any(map(is_changing, owns)))
+        if entry.end > entry.start and (not (own := restore.tensors_for(index)) or any(map(is_changing, own)))
     )
     num_bytes = sum(end - start for start, end in ranges)
     return ranges if num_bytes <= _MOST_CHANGING * manifest.data_bytes else None

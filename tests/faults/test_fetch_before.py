@@ -110,6 +110,25 @@ def test_of_the_rest_chunks_that_differ_come_and_what_is_beside_them_stays(is_in
     assert [name for name in "xyz" if into[name][0]._version != versions[name]] == ([] if is_in_place else ["y"])
 
 
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_what_came_before_is_passed_on_if_it_lies_in_the_hosts_memory(is_in_place: bool) -> None:
+    state = {"base": torch.randn(4 * CHUNK_BYTES // 16, 16), "none": torch.zeros(0, 2)}
+    into = {"base": torch.zeros_like(state["base"]), "none": torch.zeros(0, 2)}
+    if not is_in_place:
+        into["base"] = into["base"].t().contiguous().t()
+    with transport() as source, transport() as first, transport() as second:
+        source.send_checkpoint([], 1, state, TIMEOUT)
+        whole: Received[Any] = first.fetch(source.metadata(), 1, into=into)
+        source.send_checkpoint([], 2, state, TIMEOUT)
+        relays = [first.metadata(), second.metadata()]
+        before = ReceivedBefore(received=whole, is_changing=lambda own: False)
+        assert not first.fetch(source.metadata(), 2, into=into, relays=relays, before=before).num_bytes_fetched
+        assert first._server.http.relays.num_open == is_in_place
+        received: Received[Any] = second.fetch(source.metadata(), 2, relays=relays)
+        assert torch.equal(received.state["base"], state["base"])
+    assert torch.equal(into["base"], state["base"])
+
+
 def test_a_view_of_what_is_not_received_again_shows_what_is_there() -> None:
     base = torch.arange(3.0 * CHUNK_BYTES).view(-1, 4)
     with transport() as source, transport() as receiver:

@@ -16,6 +16,7 @@ from quorum_threads import LONG_S, Gate, lighthouse, loopback_transport, make_ma
 from state_equality import exact
 
 from ft_transport import HTTPTransport, Received, ReceivedBefore
+from manager.recovery.warm_join import copied_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -188,14 +189,17 @@ def test_a_newcomer_on_the_device_fetches_no_more_in_the_quorum_than_what_steps_
     assert 3 * ADAPTER_BYTES <= num_in_quorum <= 1.02 * 3 * ADAPTER_BYTES
 
 
-def test_memory_for_what_goes_to_the_device_is_made_ready() -> None:
-    from manager.recovery.warm_join import copied_bytes
-
+def test_memory_for_what_goes_to_the_device_is_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     state = layers(1)
     assert copied_bytes(state) == BASE_BYTES + ADAPTER_BYTES
     with transport() as source, transport(4) as receiver:
         source.send_checkpoint([], 1, state, TIMEOUT)
-        receiver.prefault_receive(copied_bytes(state) + (1 << 20))
+        receiver.prefault_receive(copied_bytes(state))
+        taken: list[object] = []
+        take = receiver._client.spare.take
+        monkeypatch.setattr(receiver._client.spare, "take", lambda num: (taken.append(found := take(num)), found)[1])
         into = layers(7)
         receiver.fetch(source.metadata(), 1, into=into, timeout=timedelta(seconds=LONG_S))
     assert is_same(into, state)
+    assert None not in taken
+    assert len(taken) == 1

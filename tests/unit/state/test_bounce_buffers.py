@@ -16,6 +16,7 @@ from ft_transport.state import bounce_buffers as module
 from ft_transport.state.bounce_buffers import BounceBuffers, Pair
 
 HALF_BYTES = 4096
+EMPTY: Any = torch.empty
 
 
 class StandInQueue:
@@ -78,11 +79,9 @@ class OnAnother(OnDevice):
 
 @pytest.fixture
 def buffers(monkeypatch: pytest.MonkeyPatch) -> BounceBuffers:
-    empty: Any = torch.empty
-
     def page_locked(num_bytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
         assert pin_memory
-        made: torch.Tensor = empty(num_bytes, dtype=dtype)
+        made: torch.Tensor = EMPTY(num_bytes, dtype=dtype)
         return made
 
     monkeypatch.setattr(module.torch, "empty", page_locked)
@@ -168,8 +167,11 @@ def test_after_an_error_nothing_is_under_way(buffers: BounceBuffers, is_to_devic
 def test_where_nothing_can_be_page_locked_all_is_copied_nevertheless(
     buffers: BounceBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA error: out of memory")
+    def refuse(*sizes: int, pin_memory: bool = False, **keywords: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        made: torch.Tensor = EMPTY(*sizes, **keywords)
+        return made
 
     monkeypatch.setattr(module.torch, "empty", refuse)
     sources = tensors(torch.Tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +37,23 @@ def test_memory_that_the_machine_needs_is_left_alone(monkeypatch: pytest.MonkeyP
     assert spare.take(1) is None
 
 
-def test_too_little_of_it_is_given_back() -> None:
+def test_too_little_of_it_is_better_than_none() -> None:
+    spare = SpareMemory()
+    before = _resident_bytes()
+    spare.prepare(64 * MIB)
+    block = spare.take(66 * MIB)
+    assert block is not None
+    assert len(block) == 66 * MIB
+    assert _resident_bytes() - before > 48 * MIB
+    assert spare.take(1) is None
+
+
+def test_where_a_mapping_cannot_grow_too_little_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rigid(mmap.mmap):
+        def resize(self, newsize: int) -> None:
+            raise SystemError("mmap: resizing not available--no mremap()")
+
+    monkeypatch.setattr(spare_memory, "new_block", lambda num_bytes: Rigid(-1, num_bytes))
     spare = SpareMemory()
     spare.prepare(MIB)
     assert spare.take(2 * MIB) is None
