@@ -117,6 +117,18 @@ def processor_wait_s() -> float:
         return 0.0
 
 
+def stolen_s() -> float:
+    """For how long all processors of this machine were taken away by its host so far; 0 where that is not told.
+
+    Source: ``steal`` of ``/proc/stat`` (Linux, Documentation/filesystems/proc.rst), in ticks.
+    """
+    try:
+        fields = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=9)
+        return int(fields[8]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def wait_until_quiet(limit_s: float) -> None:
     """Sleeps until others leave the cores alone for a second, at most ``limit_s`` (0: returns at once)."""
     give_up_s = time.monotonic() + limit_s

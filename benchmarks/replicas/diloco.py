@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.machine import back_free_memory, processor_wait_s
+from benchmarks.machine import back_free_memory, processor_wait_s, stolen_s
 from benchmarks.processes import Channel
 from benchmarks.replicas.healing import WARM
 from benchmarks.replicas.steps import READY
@@ -29,12 +29,14 @@ class Iteration:
         began_s: On the monotonic clock.
         took_s: All of it.
         waited_s: For how much of that it had no processor.
+        stolen_s: For how much of it the machine's host took processors away.
         is_sync: Whether a sync followed.
     """
 
     began_s: float
     took_s: float
     waited_s: float
+    stolen_s: float
     is_sync: bool
 
     @property
@@ -87,14 +89,18 @@ class _Replica:
             self.step()
 
     def step(self) -> None:
-        began_s, before, waited_s = time.monotonic(), self._diloco._local_step, processor_wait_s()
+        before, stolen_before_s = self._diloco._local_step, stolen_s()
+        began_s, waited_s = time.monotonic(), processor_wait_s()
         self._inner.zero_grad()
         self._backward()
         self._inner.step()
         is_sync = self._diloco._local_step <= before
         self._num_syncs += is_sync
         took_s, waited_s = time.monotonic() - began_s, processor_wait_s() - waited_s
-        self.iterations.append(Iteration(began_s=began_s, took_s=took_s, waited_s=waited_s, is_sync=is_sync))
+        taken_s = stolen_s() - stolen_before_s
+        self.iterations.append(
+            Iteration(began_s=began_s, took_s=took_s, waited_s=waited_s, stolen_s=taken_s, is_sync=is_sync)
+        )
 
     def _backward(self) -> None:
         self._model(self._batch).square().mean().backward()

@@ -2,7 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.join import JOINED, NORMAL, RATIO, RUNNING_RATIO, quantities, ratios
+from benchmarks.join import (
+    JOINED,
+    NORMAL,
+    RATIO,
+    RUNNING_RATIO,
+    UNDISTURBED_RATIO,
+    quantities,
+    quantities_of_diloco,
+    ratios,
+)
+from benchmarks.replicas.diloco import Iteration
 from benchmarks.replicas.healing import Report, Step
 from benchmarks.replicas.steps import StepTimes
 
@@ -33,3 +43,22 @@ def test_somebody_who_joins_another_job_has_other_steps() -> None:
 
 def test_the_first_common_step_counts_from_its_beginning_at_the_other() -> None:
     assert quantities(TRAINED, report(step(2.5, 4, 3.5)))[JOINED] == pytest.approx(3000.0)
+
+
+def iteration(began_s: float, took_s: float, *, is_sync: bool = False, stolen_s: float = 0.0) -> Iteration:
+    return Iteration(began_s=began_s, took_s=took_s, waited_s=0.0, stolen_s=stolen_s, is_sync=is_sync)
+
+
+def test_of_diloco_the_steps_that_the_host_disturbed_are_left_out_of_one_figure_alone() -> None:
+    trained = [
+        iteration(0.0, 1.0),
+        iteration(1.0, 1.6, stolen_s=0.1),
+        iteration(2.6, 1.2, stolen_s=0.01),
+        iteration(3.8, 4.0, is_sync=True),
+        iteration(7.8, 1.0),
+        iteration(8.8, 1.0),
+        iteration(9.8, 4.0, is_sync=True),
+    ]
+    found = quantities_of_diloco(trained, [iteration(0.5, 1.0), iteration(1.5, 6.3, is_sync=True)])
+    assert found[RATIO] == pytest.approx(1.6)
+    assert found[UNDISTURBED_RATIO] == pytest.approx(1.2)
