@@ -38,7 +38,7 @@ def copy_bits(pairs: Sequence[Pair]) -> None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie one behind the other, as they are read."""
+    """Whether the memory of the tensor is its values in row-major order, with no conjugate or negative to be taken."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 

@@ -144,7 +144,7 @@ class Restore:
 
     @property
     def is_all_here(self) -> bool:
-        """Whether what has not been received, of tensors of the receiver's, can be read by `present`."""
+        """Whether `present` reads the content also of those tensors of the receiver that nothing is received for."""
         return all(index in self._direct or self._is_here(index) for index in self._indirect_of)
 
     def read_own(self, ranges: Iterable[Range]) -> None:
@@ -319,7 +319,7 @@ class Restore:
         return index in self._arrived or index in self._read_from
 
     def _is_due(self, index: int, target: torch.Tensor) -> bool:
-        """Whether a tensor that is not received in place has to be copied to: not if it has kept what it held."""
+        """Whether ``target``, which nothing is received into in place, needs a copy: not if it has kept its content."""
         if index in self._direct or index in self._arrived:
             return True
         read_from = self._read_from.get(index)

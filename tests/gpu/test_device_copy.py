@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from state_equality import exact
-from state_tools import file_of, file_of_state, open_stager, receive, take
+from state_tools import file_of, file_of_state, on_host, open_stager, receive, take
 from torch import nn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -16,10 +14,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def _queue_work() -> None:
     """Keeps the training stream busy for a while after this returns."""
     torch.cuda._sleep(200_000_000)
-
-
-def _on_host(value: Any) -> Any:
-    return {name: tensor.cpu() for name, tensor in value.items()}
 
 
 def test_a_snapshot_shows_the_kernels_that_were_only_queued() -> None:
@@ -109,7 +103,7 @@ def test_every_dtype_and_layout_comes_back_from_the_device() -> None:
         "host": torch.ones(3),
     }
     # Copied to the host, what is expanded would be so no more.
-    expected = {**_on_host(state), "expanded": grid[0].cpu().expand(3, 6)}
+    expected = {**on_host(state), "expanded": grid[0].cpu().expand(3, 6)}
     assert exact(receive(file_of_state(state))) == exact(expected)
 
 
@@ -117,7 +111,7 @@ def test_a_receiver_on_the_device_gets_the_bits_into_its_own_tensors() -> None:
     state = {"a": torch.randn(100, 3), "b": torch.randn(3, 4).t(), "n": torch.tensor([float("nan"), -0.0])}
     own = {name: torch.zeros_like(tensor).cuda() for name, tensor in state.items()}
     received = receive(file_of_state({name: tensor.cuda() for name, tensor in state.items()}), into=own)
-    assert exact(_on_host(received)) == exact(state)
+    assert exact(on_host(received)) == exact(state)
     assert all(received[name] is own[name] for name in own)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from state_tools import on_host
 from torch import nn
 
 from ft_transport import HTTPTransport, TensorDigests, TransportSettings
@@ -17,17 +18,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 LONG_S = 60.0
 LONG = timedelta(seconds=LONG_S)
-
-
-def on_host(value: Any) -> Any:
-    """A copy that nothing changes any more."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {key: on_host(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(on_host(item) for item in value)
-    return value
 
 
 def assert_equal(first: Any, second: Any, path: str = "") -> None:

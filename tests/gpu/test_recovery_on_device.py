@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from faulty_transports import CHUNK_BYTES, TIMEOUT, transport
+from noted_fetches import Fetches
 from quorum_threads import LONG_S, Gate, lighthouse, loopback_transport, make_manager
 from state_equality import exact
+from state_tools import on_host
 
 from ft_transport import HTTPTransport, Received, ReceivedBefore
 from manager.recovery.warm_join import copied_bytes
@@ -37,16 +39,6 @@ def layers(seed: int, device: str = "cuda") -> dict[str, list[torch.Tensor]]:
         ]
         for number in range(NUM_LAYERS)
     }
-
-
-def on_host(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: on_host(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(on_host(each) for each in value)
-    return value
 
 
 def is_same(state: Any, expected: Any) -> bool:
@@ -123,15 +115,7 @@ class Replica:
         self.model = torch.nn.ParameterList([*self.base, *self.adapters])
         self.optimizer = torch.optim.AdamW(self.adapters, lr=1e-2, fused=True)
         self.transport = loopback_transport()
-        self.fetched: list[tuple[bool, int | None]] = []
-        fetch = self.transport.fetch
-
-        def noted(*arguments: Any, **keywords: Any) -> Received[Any]:
-            received = fetch(*arguments, **keywords)
-            self.fetched.append(("max_bytes_per_s" in keywords, received.num_bytes_fetched))
-            return received
-
-        self.transport.fetch = noted  # type: ignore[method-assign]
+        self.fetches = Fetches(self.transport)
         self.manager = make_manager(address, name, checkpoint_transport=self.transport)
         self.manager.register("model", self.model, is_stable=True)
         self.manager.register("optimizer", self.optimizer)
@@ -180,13 +164,12 @@ def test_a_newcomer_on_the_device_fetches_no_more_in_the_quorum_than_what_steps_
         finally:
             for replica in replicas:
                 replica.manager.shutdown(wait=False)
-    (is_before, num_before), (is_warm_in_quorum, num_in_quorum) = replicas[1].fetched
-    assert is_before
-    assert not is_warm_in_quorum
-    assert num_before is not None
-    assert num_before >= BASE_BYTES
-    assert num_in_quorum is not None
-    assert 3 * ADAPTER_BYTES <= num_in_quorum <= 1.02 * 3 * ADAPTER_BYTES
+    fetches = replicas[1].fetches
+    (before,), (healed,) = fetches.before, fetches.in_quorum
+    assert before.num_bytes_fetched is not None
+    assert before.num_bytes_fetched >= BASE_BYTES
+    assert healed.num_bytes_fetched is not None
+    assert 3 * ADAPTER_BYTES <= healed.num_bytes_fetched <= 1.02 * 3 * ADAPTER_BYTES
 
 
 def test_memory_for_what_goes_to_the_device_is_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:

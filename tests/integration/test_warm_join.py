@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from noted_fetches import Fetches
 from quorum_threads import LONG_S, TIMEOUT, Gate, lighthouse, loopback_transport, make_manager, run_replicas
 from state_equality import exact
 from torch.distributed import TCPStore
@@ -29,24 +30,6 @@ RANK = 8
 TOKEN = "a-token-of-the-job-long-enough-for-one"
 PLANTED_STEP = 10**9
 ADAPTER_BYTES = 2 * WIDTH * RANK * 4
-
-
-class Fetches:
-    """What a replica has fetched: before its first quorum, and in quorums."""
-
-    def __init__(self, transport: HTTPTransport[Any]) -> None:
-        self.before: list[Received[Any]] = []
-        self.in_quorum: list[Received[Any]] = []
-        self.relays: list[str] = []
-        fetch = transport.fetch
-
-        def noted(*arguments: Any, **keywords: Any) -> Received[Any]:
-            received = fetch(*arguments, **keywords)
-            self.relays += keywords.get("relays", ())
-            (self.before if "max_bytes_per_s" in keywords else self.in_quorum).append(received)
-            return received
-
-        transport.fetch = noted  # type: ignore[method-assign]
 
 
 class Replica:

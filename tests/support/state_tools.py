@@ -104,3 +104,14 @@ def manifest_with(
         layouts=layouts,
     )
     return decode_header(header[8:])
+
+
+def on_host(value: Any) -> Any:
+    """A copy in the memory of the host, which nothing changes any more."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: on_host(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(on_host(item) for item in value)
+    return value
