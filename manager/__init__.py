@@ -16,11 +16,13 @@ from manager.errors import (
     QuorumError,
     QuorumTimeoutError,
     RecoveryFailedError,
+    ReductionMismatchError,
     RegistryError,
     ReportedError,
     StateMismatchError,
     StatesDivergedError,
     StateTornError,
+    UnfinishedReductionError,
 )
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ __all__ = [
     "RandomState",
     "Recovery",
     "RecoveryFailedError",
+    "ReductionMismatchError",
     "RegistryError",
     "ReplicaProcessGroup",
     "ReportedError",
@@ -82,6 +85,7 @@ __all__ = [
     "StateMismatchError",
     "StateTornError",
     "StatesDivergedError",
+    "UnfinishedReductionError",
     "WorldSizeMode",
     "embedded_lighthouse",
     "guard_diloco",

@@ -9,7 +9,9 @@
     ├── StateTornError      the replica holds part of a state and must not step
     ├── QuorumError         the replicas could not be brought together
     │   ├── LighthouseUnavailableError   torchft is not installed, or the Lighthouse does not answer
-    │   └── StatesDivergedError          replicas hold different states of one step, and no majority agrees
+    │   ├── StatesDivergedError          replicas hold different states of one step, and no majority agrees
+    │   └── ReductionMismatchError       replicas began to reduce different tensors in one step
+    ├── UnfinishedReductionError   a tensor was changed, replaced or reduced again before its reduction ended
     ├── RecoveryFailedError no live peer and no checkpoint has a state to recover
     ├── HealFailedError     the replica could not be healed, however often it was tried
     ├── ReportedError       (never raised) what spoiled a step, as Manager.errored returns it
@@ -234,6 +236,49 @@ class StatesDivergedError(QuorumError):
             f"expected the same state of step {self.step} on {list(self.replicas)}, and no majority of them agrees: "
             f"{shown}{more} differ; load a durable checkpoint from before"
         )
+
+
+class ReductionMismatchError(QuorumError):
+    """Replicas began to reduce different tensors in one step, or in another order.
+
+    Attributes:
+        position: How many reductions of the step were the same.
+        reductions: What each replica reduced next, by its id.
+    """
+
+    def __init__(self, *, position: int, reductions: tuple[tuple[str, str], ...]) -> None:
+        """Keep the fields; see the class."""
+        super().__init__()
+        self.position = position
+        self.reductions = reductions
+
+    def __str__(self) -> str:
+        """Name both sides."""
+        sides = "; ".join(f"{what} on {', '.join(replicas)}" for what, replicas in self._sides().items())
+        return (
+            f"expected all replicas to reduce the same tensors in the same order, and after {self.position} equal ones "
+            f"they began different reductions: {sides}; reduce the same gradients on all replicas whatever their "
+            "batches, or call manager.average_gradients(model)"
+        )
+
+    def is_in_minority(self, replica_id: str) -> bool:
+        """Whether more than half of the replicas agree with each other, and not with this one."""
+        own = dict(self.reductions).get(replica_id)
+        return any(what != own and 2 * len(replicas) > len(self.reductions) for what, replicas in self._sides().items())
+
+    def has_majority(self) -> bool:
+        """Whether more than half of the replicas agree."""
+        return any(2 * len(replicas) > len(self.reductions) for replicas in self._sides().values())
+
+    def _sides(self) -> dict[str, list[str]]:
+        sides: dict[str, list[str]] = {}
+        for replica_id, what in self.reductions:
+            sides.setdefault(what, []).append(replica_id)
+        return sides
+
+
+class UnfinishedReductionError(ManagerError):
+    """A tensor was changed, replaced, freed or reduced again before its reduction ended."""
 
 
 class RecoveryFailedError(ManagerError):

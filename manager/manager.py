@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
+from torch import nn
 from torch.distributed import ReduceOp
+from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 import ft_transport
 from ft_transport import ConfigurationError
 from ft_transport.runtime.deadline import Deadline
 from manager.collectives.gloo import ReplicaProcessGroup
+from manager.collectives.gradients import named_parameters
 from manager.collectives.managed_work import ManagedWork, never_failing
 from manager.collectives.reconfigurable import Reconfigurable
 from manager.config import LIGHTHOUSE_ENV, ManagerConfig, TorchftKeywords, named_arguments
@@ -49,8 +52,7 @@ class Manager(StateManager):
         while manager.current_step() < num_steps:
             manager.start_quorum()
             loss(model).backward()
-            for parameter in model.parameters():
-                manager.allreduce(parameter.grad)
+            manager.average_gradients(model)
             if manager.should_commit():
                 optimizer.step()
 
@@ -181,6 +183,9 @@ class Manager(StateManager):
     ) -> ManagedWork:
         """Begin to reduce ``tensor`` in place over the participants. As in torchft.
 
+        It only begins: wait for the work before anything reads or changes the tensor. For gradients there is
+        `average_gradients`, which waits. All replicas reduce the same tensors in the same order.
+
         A replica that does not participate contributes zeros. What goes wrong does not raise: it is reported, the work
         is done, and the step will not be committed; the tensor's values mean nothing then.
 
@@ -197,6 +202,7 @@ class Manager(StateManager):
             QuorumError: There was no quorum.
             TypeError: It is no tensor.
             ValueError: The average of integers was asked for.
+            UnfinishedReductionError: The tensor is being reduced already.
         """
         del should_quantize
         if not isinstance(tensor, torch.Tensor):
@@ -207,6 +213,27 @@ class Manager(StateManager):
         if reduce_op == ReduceOp.AVG and not (torch.is_floating_point(tensor) or torch.is_complex(tensor)):
             raise ValueError(f"expected a floating-point tensor to average, got {tensor.dtype}")
         return self._joined().allreduce(tensor, reduce_op)
+
+    @spanned("average_gradients")
+    def average_gradients(self, trained: nn.Module | Optimizer | Iterable[torch.Tensor]) -> bool:
+        """Average the gradients over the replicas, and wait for that; after ``backward``, before anything reads them.
+
+        Small gradients travel together. A parameter without a gradient on this replica counts as zeros, and has the
+        average afterwards; one without a gradient on any replica keeps none. A sparse gradient is sent dense, and stays
+        sparse if no replica had a dense one; rows whose average is zero are left out.
+
+        Args:
+            trained: What gets gradients: the model, its optimizer, or the parameters; the same on all replicas.
+
+        Returns:
+            Whether they are averaged. If not, that was reported: the gradients mean nothing, and `should_commit` will
+            return ``False``.
+
+        Raises:
+            QuorumError: There was no quorum.
+            TypeError: ``trained`` has no parameters.
+        """
+        return self._joined().average_gradients(named_parameters(trained))
 
     @spanned("should_commit")
     def should_commit(self, timeout: timedelta | None = None) -> bool:
@@ -221,6 +248,10 @@ class Manager(StateManager):
         Raises:
             QuorumError: There was no quorum, or a rank of this replica did not answer.
             CommitFailedError: More than ``max_retries`` steps in a row were not committed.
+            UnfinishedReductionError: A tensor was changed or replaced before its reduction was waited for.
+            ReductionMismatchError: Three times in a row this replica did not reduce what most others did, or replicas
+                without a majority reduced different tensors. Before that, such a step is not committed.
+            ManagerError: There was no `start_quorum` since the call before.
         """
         deadline = Deadline.after(timeout)
         return self._joined().commit(deadline)

@@ -54,8 +54,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(features), (features[:, 0] > features[:, 1]).long())
         loss.backward()  # FSDP2 reduces inside the replica
-        for parameter in model.parameters():
-            manager.allreduce(parameter.grad)  # the local shard, over the replicas
+        manager.average_gradients(model)  # the local shards, over the replicas
         if manager.should_commit():
             optimizer.step()
         shards = {name: parameter.detach().to_local() for name, parameter in model.named_parameters()}

@@ -146,6 +146,17 @@ class GlooProcessGroup:
             raise RuntimeError("expected a process group, and it has been aborted")
         return WatchedWork(group.allreduce(tensors, opts), sockets, self._timeout)
 
+    def allgather(self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Begin to gather a tensor of each member; errors as for `allreduce`."""
+        if self._world_size == 1:
+            output_tensors[0][0].copy_(input_tensors[0])
+            return _Done(output_tensors[0])
+        with self._mutex:
+            group, sockets = self._group, self._sockets
+        if group is None or sockets is None:
+            raise RuntimeError("expected a process group, and it has been aborted")
+        return WatchedWork(group.allgather(output_tensors, input_tensors, opts), sockets, self._timeout)
+
     def abort(self) -> None:
         """Close the connections to the other members: their collectives fail, and so do this one's."""
         with self._mutex:

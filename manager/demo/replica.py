@@ -120,9 +120,7 @@ class Replica:
         num_before = (len(NAMES) * step + self._index) * self._num_ranks + self._rank
         loss = self._model.loss(*self._text.batch(num_before))
         loss.backward()  # type: ignore[no-untyped-call]
-        for parameter in self._model.parameters():
-            assert parameter.grad is not None, "every parameter takes part in the loss"
-            manager.allreduce(parameter.grad)
+        manager.average_gradients(self._model)
         committed = manager.should_commit()
         if committed:
             self._optimizer.step()

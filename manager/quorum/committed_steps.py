@@ -6,6 +6,7 @@ from torch.optim import Optimizer
 
 from manager.errors import ManagerError
 from manager.quorum.comparison import StateComparison
+from manager.quorum.divergence import Claim
 from manager.quorum.round import Participant, format_error
 from manager.state.replica_state import StateObserver
 
@@ -53,4 +54,5 @@ class CommittedSteps(StateObserver):
     def replaced(self) -> None:
         """Another state is loaded: nothing that was said of the one before counts."""
         self._participant.irregularity = ""
+        self._participant.reductions = Claim()
         self._comparison.forget()

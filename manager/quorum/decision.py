@@ -57,6 +57,7 @@ class Member:
         is_irregular: Its optimizers did not each make one step for the last commit.
         process: Its process and host; for messages.
         claim: What it says of the last state that was to be compared.
+        reductions: What it says of the reductions of its last step.
         structure: What its state looks like (``manager.quorum.structure``).
     """
 
@@ -74,6 +75,7 @@ class Member:
     is_irregular: bool = False
     process: str = ""
     claim: Claim = field(default_factory=Claim)
+    reductions: Claim = field(default_factory=Claim)
     structure: Structure = ()
 
 
@@ -219,12 +221,15 @@ def decide(
     """
     ordered = sorted(members, key=lambda member: member.replica_id)
     _check(ordered, own_id)
-    divergence = find_divergence({member.replica_id: member.claim for member in ordered})
+    divergence = find_divergence({member.replica_id: member.reductions for member in ordered})
+    tensors = ("the tensors that were averaged for it",) if divergence is not None else ()
+    divergence = divergence or find_divergence({member.replica_id: member.claim for member in ordered})
     if divergence is not None and not divergence.has_majority:
         raise StatesDivergedError(
             step=divergence.step,
             replicas=tuple(sorted(divergence.replicas)),
             store_address=next(each.store_address for each in ordered if each.replica_id in divergence.replicas),
+            tensors=tensors,
         )
     sound = [member for member in ordered if divergence is None or member.replica_id not in divergence.replicas]
     target, unfit = _choose_fitting_target(sound, ordered, rules)

@@ -225,6 +225,7 @@ class QuorumForming:
                 may_heal=request.may_heal and is_waiting,
                 is_irregular=bool(participant.irregularity),
                 claim=self._comparison.claim(request.deadline.cap(state.timeout)),
+                reductions=participant.reductions,
                 structure=self._structures.structure,
                 announced_to=participant.announced_to,
                 num_failed_heals=self._healer.num_failures,
@@ -259,6 +260,8 @@ class QuorumForming:
         try:
             yield
         except StatesDivergedError as error:
+            if error.tensors:
+                raise
             table = self._comparison.table(self._state.timeout)
             membership = self._participant.membership
             error.tensors = membership.differences.differing_tensors(

@@ -8,17 +8,21 @@ from datetime import timedelta
 from typing import Any, Final, cast
 
 import torch
-from torch.distributed import AllreduceOptions
 
 from ft_transport.coordination.rendezvous import rendezvous
 from ft_transport.coordination.store_connections import StoreConnections
 from ft_transport.runtime.deadline import Deadline
+from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.collectives.gloo import GlooProcessGroup, ReplicaProcessGroup
 from manager.collectives.reconfigurable import Reconfigurable, ReconfigurableGroup
+from manager.collectives.reduction_sequence import GatheringGroup, ReductionSequence
+from manager.collectives.reductions import Reduction, ReductionLog
 from manager.errors import QuorumError, quorum_errors
 from manager.quorum.decision import Decision
 
 _PREFIX: Final = "ft_transport"
+_TORCHFT_GLOO: Final = "torchft-gloo"
+"""torchft's name for its gloo group in this process; a difference ends only the child process of its other one."""
 
 
 class HeldProcessGroup:
@@ -64,9 +68,14 @@ class HeldProcessGroup:
         self._group_rank = group_rank
         self._world_size = world_size
         self._connect_timeout = connect_timeout
+        self._timeout = timeout
         self._mutex = threading.Lock()
         self._begun = ""
         self._is_closed = False
+        self._members: tuple[str, ...] = ()
+        self._reducing = SafeExecutor(1, "ft-transport-reduce")
+        self._sequence: ReductionSequence | None = None
+        self._log = ReductionLog()
 
     def configure(self, decision: Decision, deadline: Deadline, *, replica_id: str) -> float:
         """Meet the members of a process group, if this rank does not hold it already.
@@ -116,7 +125,7 @@ class HeldProcessGroup:
             None,
         )
         with self._mutex:
-            self.held = decision.group
+            self.held, self._members = decision.group, decision.group_members
         return time.monotonic() - start_s
 
     def _limit_connecting(self, deadline: Deadline) -> None:
@@ -128,6 +137,9 @@ class HeldProcessGroup:
         """End the process group at once, so that whoever waits for this replica in it does not wait for long."""
         with self._mutex:
             was_held, self.held = self.held, ""
+            sequence, self._sequence = self._sequence, None
+        if sequence is not None:
+            sequence.fail(RuntimeError("expected a process group, and it has been aborted"))
         if was_held:
             self.wrapped.abort()
 
@@ -135,18 +147,70 @@ class HeldProcessGroup:
         """Return an error that the process group noticed by itself."""
         return self.wrapped.errored()
 
-    def allreduce(self, tensor: torch.Tensor, reduce_op: Any) -> Any:
-        """Begin an allreduce in place over the members."""
-        options = AllreduceOptions()
-        options.reduceOp = reduce_op
-        return self.wrapped.allreduce([tensor], options)
+    def allreduce(self, tensor: torch.Tensor, reduction: Reduction) -> Any:
+        """Begin an allreduce in place over the members.
+
+        Over gloo nothing is sent before all members have begun the same one (`ReductionSequence`).
+
+        Args:
+            tensor: Of a DTensor its local part.
+            reduction: What is reduced, and how.
+        """
+        sequence = self._present_sequence()
+        if sequence is not None:
+            return sequence.add(reduction, tensor)
+        self._log.add(reduction, tensor)
+        return self.wrapped.allreduce([tensor], reduction.options)
+
+    def end_step(self) -> None:
+        """Announce that this rank has begun all reductions of the step."""
+        sequence = self._present_sequence()
+        if sequence is not None:
+            sequence.end()
+
+    def compare_step(self, timeout: timedelta | None) -> str:
+        """After `end_step`, make sure that the members have made the same reductions.
+
+        Args:
+            timeout: For the others to end the step.
+
+        Returns:
+            A digest of the reductions, for the next quorum to compare; empty if they are compared.
+
+        Raises:
+            ReductionMismatchError: They have not.
+            Exception: What the process group raised.
+        """
+        sequence, self._sequence = self._sequence, None
+        if sequence is not None:
+            sequence.wait_for_end(timeout)
+            return ""
+        log, self._log = self._log, ReductionLog()
+        return log.digest(len(log)).encode().hex() if len(self._members) > 1 else ""
 
     def close(self) -> None:
         """Leave it for good."""
         with self._mutex:
             self._is_closed = True
             self.held = ""
+            sequence, self._sequence = self._sequence, None
+        if sequence is not None:
+            sequence.fail(RuntimeError("expected a process group, and it has been shut down"))
         self.wrapped.shutdown()
+        self._reducing.shutdown(wait=False)
+
+    def _present_sequence(self) -> ReductionSequence | None:
+        """The reductions of the present step; ``None`` where they are not compared before they are sent."""
+        if self._sequence is None and self.held and len(self._members) > 1 and _is_gloo(self.wrapped):
+            group = cast("GatheringGroup", self.wrapped)
+            self._sequence = ReductionSequence(group, self._members, timeout=self._timeout, executor=self._reducing)
+        return self._sequence
+
+
+def _is_gloo(group: Any) -> bool:
+    """Whether a different reduction on another member would end this process."""
+    name = getattr(group, "getBackendName", str)()
+    return isinstance(group, GlooProcessGroup) or name == _TORCHFT_GLOO
 
 
 def group_number(group: str) -> int:

@@ -11,20 +11,29 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch.distributed import ReduceOp
 
 from ft_transport import is_dtensor
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.collectives.gloo import ReplicaProcessGroup
+from manager.collectives.gradients import NamedParameters, average_gradients, gradients_of
 from manager.collectives.managed_work import ManagedWork, forget_frames, wait_all
 from manager.collectives.reconfigurable import Reconfigurable
+from manager.collectives.reductions import ReducedTensor, Reduction
 from manager.config import ManagerConfig
-from manager.errors import CommitFailedError, ManagerError, QuorumTimeoutError, ReportedError
+from manager.errors import (
+    CommitFailedError,
+    ManagerError,
+    QuorumTimeoutError,
+    ReductionMismatchError,
+    ReportedError,
+    UnfinishedReductionError,
+)
 from manager.quorum import telemetry
 from manager.quorum.committed_steps import CommittedSteps
 from manager.quorum.comparison import StateComparison
 from manager.quorum.decision import Decision, Rules, commit_refusals, next_lineage
+from manager.quorum.divergence import Claim
 from manager.quorum.forming import QuorumForming
 from manager.quorum.group_ranks import Exchange
 from manager.quorum.job_members import finding_job
@@ -39,10 +48,13 @@ from manager.recovery.healing import Healer
 from manager.recovery.replica import Replica
 from manager.recovery.warm_join import WarmJoin
 from manager.state.guard_marks import warn_of_unguarded
+from manager.state.guarded_memory import parameters_of
 
 logger = logging.getLogger(__name__)
 
 _NO_DEADLINE: Final = Deadline()
+_MAX_MISMATCHES: Final = 3
+"""A branch that depends on the batch is taken differently now and then; one that depends on the replica, always."""
 
 
 class QuorumLoop:
@@ -106,6 +118,7 @@ class QuorumLoop:
         transport.watch.metrics.collect(member_readings(self.membership))
         self._participated_last_round = False
         self._num_refused_commits = 0
+        self._num_mismatches = 0
         self._errors = transport.watch.errors
         transport.watch.tell("manager", telling_loop(self._participant))
         transport.watch.find_job = finding_job(self.membership)
@@ -118,6 +131,7 @@ class QuorumLoop:
         participant, state = self._participant, self._state
         state.steps.begin()
         if participant.round is not None:
+            participant.round.is_left = True
             self._leave(participant.round, deadline)
         warn_of_unguarded(state.optimizers())
         participant.note_irregular_steps()
@@ -160,23 +174,34 @@ class QuorumLoop:
 
     def allreduce(self, tensor: torch.Tensor, reduce_op: Any) -> ManagedWork:
         """See `Manager.allreduce`."""
-        is_average = reduce_op == ReduceOp.AVG
+        current = self._current_round()
+        if current.gradients is None:
+            current.gradients = gradients_of(parameters_of(self._state.optimizers()))
+        number, parameter = current.gradients.get(id(tensor), (None, None))
+        name = f"parameter {number}" if number is not None else ""
+        return self._reduce(tensor, Reduction(name, reduce_op), parameter)
+
+    def average_gradients(self, parameters: NamedParameters) -> bool:
+        """See `Manager.average_gradients`."""
+        return average_gradients(parameters, self._reduce)
+
+    def _reduce(self, tensor: torch.Tensor, reduction: Reduction, parameter: torch.Tensor | None = None) -> ManagedWork:
         current = self._current_round()
         self._wait_for(current)
+        local = tensor.to_local() if is_dtensor(tensor) else tensor
+        current.refuse_twice(tensor, local)
         # Appended before it begins, so that `commit` finds an interrupted reduction and refuses the step.
         managed = ManagedWork(tensor, self._participant.report_error)
         current.works.append(managed)
         if current.error is not None:
             return managed
-        num_participants = self.num_participants()
-        local = tensor.to_local() if is_dtensor(tensor) else tensor
         if not self.is_participating():
             local.zero_()
-
-        finish = partial(_average, local, num_participants) if is_average and num_participants > 1 else None
+        current.note_reducing(local, managed)
+        divisor = self.num_participants() if reduction.is_average else 1
+        finish = partial(_finish, ReducedTensor(tensor, local, parameter), divisor)
         try:
-            summed_by = ReduceOp.SUM if is_average else reduce_op
-            managed.begin(self.membership.process_group.allreduce(local, summed_by), finish)
+            managed.begin(self.membership.process_group.allreduce(local, reduction), finish)
         except Exception as error:
             self._participant.report_error(error)
             forget_frames(error)
@@ -185,14 +210,22 @@ class QuorumLoop:
     def commit(self, deadline: Deadline) -> bool:
         """See `Manager.should_commit`."""
         participant, state, current = self._participant, self._state, self._current_round()
+        if current.is_over or current.is_left:
+            raise ManagerError(
+                f"{participant.name}: expected start_quorum before should_commit, and this step is over already; call "
+                "both once for each step, and start_quorum again where it raised"
+            )
         self._wait_for(current, deadline)
+        if current.error is None:
+            self.membership.process_group.end_step()
         with self._stall_watch.waiting(f"{participant.name}: waiting for {len(current.works)} collectives"):
             if not wait_all(current.works, deadline) and current.error is None:
                 participant.report_error(
                     ManagerError("expected every collective to be waited for, one was interrupted")
                 )
-        current.works.clear()
+        current.forget_works()
         current.is_over = True
+        self._compare_reductions(current, deadline)
         if torch.accelerator.is_available():
             with span("should_commit::current_stream::synchronize"):
                 torch.accelerator.synchronize()
@@ -217,6 +250,7 @@ class QuorumLoop:
             if participant.healing is not None:
                 participant.healing.retry(f"the first step was not committed: {'; '.join(refusals)}")
             self._refuse_commit(current, refusals)
+            self._raise_own_fault(current.error)
             return False
         # First: if a handler raises below, the ledger still expects this step of every optimizer, so the lineage will
         # differ from the others', and this replica heals.
@@ -230,7 +264,10 @@ class QuorumLoop:
         state.batches_committed += decision.num_participants
         state.is_past_step = True
         participant.irregularity = ""
-        self._num_refused_commits = 0
+        participant.reductions = (
+            Claim(step=state.step, lineage=state.lineage, digest=current.reductions) if current.reductions else Claim()
+        )
+        self._num_refused_commits = self._num_mismatches = 0
         current.is_committed = True
         self._metrics.committed.add()
         state.steps.end(state.step - 1, num_participants=decision.num_participants)
@@ -374,11 +411,43 @@ class QuorumLoop:
         if max_retries is not None and self._num_refused_commits > max_retries:
             raise CommitFailedError(step=self._state.step, num_failures=self._num_refused_commits, reasons=refusals)
 
+    def _compare_reductions(self, current: QuorumRound, deadline: Deadline) -> None:
+        if current.error is not None:
+            return
+        try:
+            with self._stall_watch.waiting(f"{self._participant.name}: waiting for the other replicas' reductions"):
+                current.reductions = self.membership.process_group.compare_step(deadline.left())
+        except ReductionMismatchError as error:
+            self._participant.report_error(error)
+            forget_frames(error)
+        except Exception as error:
+            # A member that fails after its last reduction does not commit, and heals: this replica has all it needs.
+            logger.info("%s: another replica does not end the step: %s", self._participant.name, error)
+            self.membership.process_group.abort()
+
+    def _raise_own_fault(self, reported: ReportedError | None) -> None:
+        """Raise what the same loop would meet again in each step.
+
+        Raises:
+            UnfinishedReductionError: A tensor was changed before its reduction ended.
+            ReductionMismatchError: For the third time in a row this replica did not reduce what most replicas did.
+        """
+        match reported.original_exception if reported is not None else None:
+            case UnfinishedReductionError() as error:
+                raise error
+            case ReductionMismatchError() as error:
+                self._num_mismatches += 1
+                is_alone = error.is_in_minority(self.membership.replica_id) or not error.has_majority()
+                if is_alone and self._num_mismatches >= _MAX_MISMATCHES:
+                    raise error
+            case _:
+                self._num_mismatches = 0
+
 
 def _do_nothing() -> None:
     """Comes after all that was submitted before."""
 
 
-def _average(total: torch.Tensor, num_participants: int) -> None:
+def _finish(reduced: ReducedTensor, num_participants: int) -> None:
     with span("allreduce::callback"):
-        total.div_(num_participants)
+        reduced.finish(num_participants)

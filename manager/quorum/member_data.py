@@ -48,6 +48,7 @@ class _MemberData(msgspec.Struct, frozen=True):
     rules: tuple[str, ...]
     is_irregular: bool
     claim: Claim
+    reductions: Claim = msgspec.field(default_factory=Claim)
     structure: Structure = ()
     process: str = ""
     number: int = 0
@@ -86,6 +87,7 @@ class MemberTelling:
             is_irregular=member.is_irregular,
             process=f"{os.getpid()} on {socket.gethostname()}",
             claim=member.claim,
+            reductions=member.reductions,
             structure=member.structure,
             number=next(_numbers),
         )
@@ -178,6 +180,7 @@ class MemberTelling:
             is_irregular=data.is_irregular,
             process=data.process,
             claim=data.claim,
+            reductions=data.reductions,
             structure=data.structure,
         )
 

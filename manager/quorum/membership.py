@@ -167,6 +167,7 @@ class Membership:
         may_heal: bool,
         is_irregular: bool,
         claim: Claim,
+        reductions: Claim,
         structure: Structure,
         announced_to: frozenset[str],
         num_failed_heals: int,
@@ -183,6 +184,7 @@ class Membership:
             may_heal: See ``quorum.decision.Member``; the replica heals only if all of its ranks may.
             is_irregular: See ``quorum.decision.Member``.
             claim: See ``quorum.decision.Member``.
+            reductions: See ``quorum.decision.Member``.
             structure: See ``quorum.decision.Member``.
             announced_to: See ``quorum.decision.Member``.
             num_failed_heals: See ``quorum.decision.decide``.
@@ -202,6 +204,7 @@ class Membership:
             may_heal=may_heal,
             is_irregular=is_irregular,
             claim=claim,
+            reductions=reductions,
             structure=structure,
         )
         # A rank that is just leaving a failed collective comes later by as much.

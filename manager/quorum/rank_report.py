@@ -25,6 +25,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
         may_heal: Whether it waits for the quorum, and heals if the replica is behind.
         is_irregular: Its optimizers did not each make one step for the last commit.
         claim: What it says of the last state that was to be compared.
+        reductions: What it says of the reductions of its last step.
         refusals: Why it does not want to commit.
         structure: What its part of the state looks like.
     """
@@ -38,6 +39,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     may_heal: bool = True
     is_irregular: bool = False
     claim: Claim = msgspec.field(default_factory=Claim)
+    reductions: Claim = msgspec.field(default_factory=Claim)
     refusals: tuple[str, ...] = ()
     structure: Structure = ()
 
@@ -81,6 +83,7 @@ def member_of(
         rules=rules,
         is_irregular=is_irregular,
         claim=_claim_of_group([report.claim for report in reports]),
+        reductions=_claim_of_group([report.reductions for report in reports]),
         structure=_structure_of_group([report.structure for report in reports]),
     )
 

@@ -8,13 +8,16 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import torch
+
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeFuture
 from ft_transport.telemetry.recorder import Recording
 from manager.collectives.managed_work import ManagedWork
-from manager.errors import ReportedError
+from manager.errors import ReportedError, UnfinishedReductionError
 from manager.quorum import telemetry
 from manager.quorum.decision import Decision, Rules, next_lineage
+from manager.quorum.divergence import Claim
 from manager.quorum.held_process_group import group_number
 from manager.quorum.membership import Membership
 from manager.state.replica_state import ReplicaState
@@ -32,6 +35,9 @@ class QuorumRound:
         quorum: Done when it has and the process group is set up.
         error: The first thing that went wrong.
         works: The collectives begun.
+        gradients: The parameters that have gradients (``gradients_of``), as the first `Manager.allreduce` found them.
+        reductions: A digest of what was reduced, where only the next quorum can compare it.
+        is_left: Whether `Manager.start_quorum` was called again.
         is_over: Whether `Manager.should_commit` has been called.
         is_voted: Whether the ranks of the replica have agreed on the commit.
         is_committed: Whether they committed.
@@ -42,9 +48,37 @@ class QuorumRound:
     quorum: Future[None] = field(default_factory=SafeFuture)
     error: ReportedError | None = None
     works: list[ManagedWork] = field(default_factory=list)
+    gradients: dict[int, tuple[int, torch.Tensor]] | None = None
+    reductions: str = ""
+    is_left: bool = False
     is_over: bool = False
     is_voted: bool = False
     is_committed: bool = False
+    _reducing: dict[int, ManagedWork] = field(default_factory=dict)
+
+    def note_reducing(self, local: torch.Tensor, work: ManagedWork) -> None:
+        """Note that a tensor is reduced until ``work`` is waited for."""
+        if local.numel():
+            self._reducing[local.data_ptr()] = work
+
+    def refuse_twice(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
+        """Make sure that a tensor is not being reduced already.
+
+        Raises:
+            UnfinishedReductionError: It is.
+        """
+        earlier = self._reducing.get(local.data_ptr()) if local.numel() else None
+        if earlier is not None and not earlier.is_completed():
+            raise UnfinishedReductionError(
+                f"expected a tensor that is not being reduced, got one of shape {list(tensor.shape)} for the second "
+                "time in this step; call .wait() on what the first allreduce returned before you reduce it again"
+            )
+
+    def forget_works(self) -> None:
+        """Let the collectives go, and the gradients with them: all have been waited for."""
+        self.works.clear()
+        self._reducing.clear()
+        self.gradients = None
 
     def end_quorum(self, error: BaseException | None) -> None:
         """Let those who wait for the quorum go on, once; a handler may have raised after it had ended."""
@@ -89,6 +123,7 @@ class Participant:
         is_settled: Whether the state is known to be what all have committed.
         irregularity: Why the state goes by a name of its own; empty if it does not.
         announced_to: Replicas that have promised this one a snapshot.
+        reductions: A digest of what was reduced for the present step, where no member compared it before.
         healing: The record of a heal, from the quorum that orders it to the first step that is committed after it.
     """
 
@@ -99,6 +134,7 @@ class Participant:
         self.is_settled = False
         self.irregularity = ""
         self.announced_to: frozenset[str] = frozenset()
+        self.reductions = Claim()
         self.healing: Recording | None = None
         self._error_mutex = threading.Lock()
 

@@ -36,6 +36,7 @@ def test_ranks_that_agree_are_one_member_with_all_their_addresses() -> None:
         announced_to=frozenset({"other"}),
         rules=("rule",),
         claim=Claim(tensors="-", digest="-"),
+        reductions=Claim(tensors="-", digest="-"),
     )
 
 

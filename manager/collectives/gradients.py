@@ -1,0 +1,160 @@
+"""The gradients of a model, averaged over the replicas as one.
+
+Replicas have to reduce the same tensors, whatever their batches touched. So each parameter that is trained counts,
+with zeros where a replica has no gradient for it; flags that are reduced beside the gradients say which parameters
+had one anywhere. A parameter that had none on any replica keeps none, so that its optimizer leaves it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed import ReduceOp
+from torch.optim import Optimizer
+
+from ft_transport import is_dtensor
+from manager.collectives.managed_work import ManagedWork, wait_all
+from manager.collectives.reductions import Reduction
+
+_MIN_DIRECT_BYTES: Final = 1 << 20
+"""Larger gradients are reduced where they lie; a copy into a bucket costs more than a collective of their own."""
+_MAX_BUCKET_BYTES: Final = 32 << 20
+
+NamedParameters: TypeAlias = Sequence[tuple[str, torch.Tensor]]
+Allreduce: TypeAlias = Callable[[torch.Tensor, Reduction], ManagedWork]
+"""Begins to reduce a tensor in place."""
+
+
+def named_parameters(trained: nn.Module | Optimizer | Iterable[torch.Tensor]) -> NamedParameters:
+    """Return what of a model or an optimizer gets gradients, with names.
+
+    Args:
+        trained: A module, an optimizer, or the parameters themselves. The order is that of the object, and the same on
+            all replicas.
+
+    Raises:
+        TypeError: It is none of these.
+    """
+    if isinstance(trained, nn.Module):
+        return [(name, each) for name, each in trained.named_parameters() if each.requires_grad]
+    if isinstance(trained, Optimizer):
+        trained = [each for group in trained.param_groups for each in group["params"]]
+    if isinstance(trained, torch.Tensor) or not isinstance(trained, Iterable):
+        raise TypeError(
+            f"expected a module, an optimizer or parameters to average the gradients of, got {type(trained).__name__}"
+        )
+    parameters = list(trained)
+    for each in parameters:
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(f"expected parameters to average the gradients of, got {type(each).__name__} among them")
+    return [(f"parameter {index}", each) for index, each in enumerate(parameters) if each.requires_grad]
+
+
+def gradients_of(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[int, torch.Tensor]]:
+    """Return each parameter and its number, by the ``id`` of its gradient; valid until a gradient is replaced."""
+    return {id(each.grad): (number, each) for number, each in enumerate(parameters) if each.grad is not None}
+
+
+@dataclass(slots=True)
+class _Gradient:
+    """One parameter's part.
+
+    Attributes:
+        name: Of the parameter.
+        parameter: The parameter.
+        local: What is reduced: dense, of a DTensor the local part.
+        num_own: Dense and sparse gradients that this replica has: (1, 0), (0, 1) or (0, 0).
+    """
+
+    name: str
+    parameter: torch.Tensor
+    local: torch.Tensor
+    num_own: tuple[int, int]
+
+    @classmethod
+    def of(cls, name: str, parameter: torch.Tensor) -> _Gradient:
+        gradient = parameter.grad
+        if gradient is None:
+            like = parameter.detach()
+            local = torch.zeros_like(like.to_local() if is_dtensor(like) else like)
+            return cls(name, parameter, local, (0, 0))
+        if gradient.layout is not torch.strided:
+            return cls(name, parameter, gradient.detach().to_dense(), (0, 1))
+        gradient = gradient.detach()
+        return cls(name, parameter, gradient.to_local() if is_dtensor(gradient) else gradient, (1, 0))
+
+    def settle(self, num_dense: float, num_sparse: float) -> None:
+        """Give the parameter the average, in the form in which the replicas had it."""
+        if num_dense == num_sparse == 0:
+            self.parameter.grad = None
+        elif num_dense == 0:
+            self.parameter.grad = self.local.to_sparse(1)
+        elif self.num_own != (1, 0):
+            self.parameter.grad = _like(self.parameter, self.local)
+
+
+def average_gradients(parameters: NamedParameters, allreduce: Allreduce) -> bool:
+    """Average the gradients of the parameters over the replicas, and wait for that.
+
+    Args:
+        parameters: The same on all replicas.
+        allreduce: Begins to average, or to sum.
+
+    Returns:
+        Whether they are averaged. Where they are not, they mean nothing; that has been reported.
+    """
+    gradients = [_Gradient.of(name, parameter) for name, parameter in parameters]
+    if not gradients:
+        return True
+    works: list[ManagedWork] = []
+    small: dict[tuple[torch.dtype, torch.device], list[_Gradient]] = {}
+    for each in gradients:
+        if each.local.nbytes >= _MIN_DIRECT_BYTES and each.local.is_contiguous():
+            works.append(allreduce(each.local, Reduction(each.name, ReduceOp.AVG)))
+        else:
+            small.setdefault((each.local.dtype, each.local.device), []).append(each)
+    buckets = [bucket for group in small.values() for bucket in _buckets(group)]
+    flat = [torch.cat([each.local.reshape(-1) for each in bucket]) for bucket in buckets]
+    for bucket, whole in zip(buckets, flat, strict=True):
+        parts = tuple((each.name, each.local.shape) for each in bucket)
+        works.append(allreduce(whole, Reduction(f"bucket of {len(bucket)}", ReduceOp.AVG, parts)))
+    # Last, so that a parameter which is missing on a replica is named before the number of them differs.
+    flags = torch.tensor([each.num_own for each in gradients], dtype=torch.int32, device=gradients[0].local.device)
+    works.append(allreduce(flags, Reduction("which gradients exist", ReduceOp.SUM)))
+    if not wait_all(works):
+        return False
+    with torch.no_grad():
+        for bucket, whole in zip(buckets, flat, strict=True):
+            averaged = torch.split(whole, [each.local.numel() for each in bucket])
+            torch._foreach_copy_(
+                [each.local for each in bucket],
+                [part.view(each.local.shape) for part, each in zip(averaged, bucket, strict=True)],
+            )
+        for each, (num_dense, num_sparse) in zip(gradients, flags.tolist(), strict=True):
+            each.settle(num_dense, num_sparse)
+    return True
+
+
+def _buckets(gradients: Sequence[_Gradient]) -> Iterable[list[_Gradient]]:
+    bucket: list[_Gradient] = []
+    num_bytes = 0
+    for each in gradients:
+        if bucket and num_bytes + each.local.nbytes > _MAX_BUCKET_BYTES:
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(each)
+        num_bytes += each.local.nbytes
+    yield bucket
+
+
+def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    if not is_dtensor(parameter):
+        return local
+    whole: Any = parameter
+    return type(whole).from_local(  # type: ignore[no-any-return]
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )

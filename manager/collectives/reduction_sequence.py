@@ -1,0 +1,301 @@
+"""The reductions of one replica, compared with the other members' before their bytes are sent.
+
+Replicas that reduce different tensors average what does not belong together; where the sizes differ, gloo ends the
+process (an unexpected length is a failed check on a thread of its own). So nothing is sent before all members have
+announced the same reductions.
+
+Rules. A member announces how many reductions it has begun, a digest of these, and whether they are the step's last.
+All members gather the announcements, and reduce what all of them have; the next round begins when there is more.
+Members that got to different places first compare the digests of the shortest list. Every member sees the same
+announcements, so all of them take the same turn without a word: reduce, compare, or find the first reduction that
+differs and fail alike. A round costs one gather of a few bytes, however many reductions it covers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import AllreduceOptions, ReduceOp
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined] # exported, undeclared
+
+from ft_transport.runtime.handler_safety import SafeCondition, SafeExecutor
+from manager.collectives.reductions import (
+    Announcement,
+    Digest,
+    Reduction,
+    ReductionLog,
+    is_cut_short,
+    shortest,
+)
+from manager.errors import ReductionMismatchError
+
+_DESCRIPTION_BYTES: Final = 256
+_LOOK_AFTER_S: Final = 0.05
+"""A signal handler may prevent a wake-up: whoever waits looks again after so long."""
+_NO_NAME: Final = -(1 << 31)
+"""Below every name, and below the negative of every name."""
+
+
+class GatheringGroup(Protocol):
+    """What is called of a process group; gloo's and torchft's have it."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Begins an allreduce in place."""
+
+    def allgather(self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Begins to gather a tensor of each member."""
+
+    def abort(self) -> None:
+        """Ends its collectives at once."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A reduction that is begun, and how many entries the log has with it."""
+
+    tensor: torch.Tensor | None
+    options: AllreduceOptions
+    num_entries: int
+
+
+class ReductionSequence:
+    """The reductions of one step over one process group. See the module.
+
+    The training thread calls the public methods; a job on ``executor`` gathers and reduces, and ends whenever nothing
+    is left to do.
+
+    Args:
+        group: Runs the collectives. Nothing else may use it meanwhile.
+        members: The members' names, in the order of their ranks.
+        timeout: The longest wait for one collective.
+        executor: One thread.
+    """
+
+    def __init__(
+        self, group: GatheringGroup, members: tuple[str, ...], *, timeout: timedelta, executor: SafeExecutor
+    ) -> None:
+        self._group = group
+        self._members = members
+        self._timeout_s = timeout.total_seconds()
+        self._executor = executor
+        self._progress = SafeCondition()
+        self._log = ReductionLog()
+        self._pending: list[_Pending] = []
+        self._num_done = 0
+        self._num_compared = 0
+        self._is_ended = False
+        self._is_over = False
+        self._is_started = False
+        self._error: BaseException | None = None
+        _living.add(self)
+
+    def add(self, reduction: Reduction, tensor: torch.Tensor) -> QueuedReduction:
+        """Begin a reduction, in place; ``tensor`` must not change before it is waited for."""
+        with self._progress:
+            number = len(self._pending)
+            self._log.add(reduction, tensor)
+            self._pending.append(_Pending(tensor, reduction.options, len(self._log)))
+        self._start()
+        return QueuedReduction(self, number)
+
+    def end(self) -> None:
+        """Announce that the step has no further reduction."""
+        with self._progress:
+            self._is_ended = True
+        self._start()
+
+    def wait_for_end(self, timeout: timedelta | None = None) -> None:
+        """After `end`: wait until all members have made the same reductions, and no more.
+
+        Raises:
+            ReductionMismatchError: They have not.
+            Exception: What a collective raised.
+        """
+        self._wait(lambda: self._is_over, "the other replicas to end their reductions", timeout)
+
+    def wait_for(self, number: int, timeout: timedelta | None = None) -> None:
+        """Wait until a reduction is made; errors as for `wait_for_end`."""
+        self._wait(lambda: self._num_done > number, f"reduction {number}", timeout)
+
+    def fail(self, error: BaseException) -> None:
+        """Let all that waits raise ``error``. Thread-safe; the first one counts."""
+        with self._progress:
+            if self._error is None:
+                self._error = error
+            for pending in self._pending:
+                pending.tensor = None
+            self._progress.notify_all()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the job gathers or reduces at present."""
+        return self._is_started
+
+    def abort(self) -> None:
+        """End the process group, and with it what this waits for. Thread-safe."""
+        self.fail(RuntimeError("expected a process group, and it has been aborted"))
+        self._group.abort()
+
+    def _start(self) -> None:
+        if self._is_started:
+            return
+        try:
+            self._is_started = True
+            self._executor.submit(self._run)
+        except BaseException:
+            # Another job finds nothing to do, if this one was submitted.
+            self._is_started = False
+            raise
+
+    def _wait(self, is_done: Callable[[], bool], what: str, timeout: timedelta | None) -> None:
+        # Twice the group's own timeout: a gather and a reduction come one after the other.
+        timeout_s = timeout.total_seconds() if timeout is not None else 2 * self._timeout_s
+        end_s = time.monotonic() + timeout_s
+        while True:
+            with self._progress:
+                if is_done():
+                    return
+                if self._error is not None:
+                    raise self._error
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"expected {what} within {timeout_s:g} s")
+                if self._progress.wait(min(left_s, _LOOK_AFTER_S)):
+                    continue
+            # A signal handler may have raised before the job was submitted.
+            self._start()
+
+    # --------------------------------------------------------------------------------------- on the executor's thread
+
+    def _run(self) -> None:
+        try:
+            while self._advance():
+                pass
+        except BaseException as error:
+            self.fail(error)
+
+    def _advance(self) -> bool:
+        """Make one round; return whether there was something to do."""
+        with self._progress:
+            num, is_last = len(self._log), self._is_ended
+            if self._error is not None or self._is_over or (num == self._num_compared and not is_last):
+                self._is_started = False
+                return False
+        own = Announcement(num, is_last, self._log.digest(num))
+        announced = [Announcement.decode(each) for each in self._gather(own.encode())]
+        num = shortest(announced)
+        digests = [each.digest for each in announced]
+        if any(each.num != num for each in announced):
+            digests = [Digest.decode(each) for each in self._gather(self._log.digest(num).encode())]
+        same_forms = num
+        if len({each.forms for each in digests}) > 1:
+            same_forms = self._first_other_form(num)
+        if len({each.names for each in digests}) > 1 and (index := self._first_other_name(same_forms)) is not None:
+            raise self._mismatch(index)
+        if same_forms < num:
+            raise self._mismatch(same_forms)
+        if is_cut_short(announced):
+            raise self._mismatch(num)
+        self._reduce(num)
+        if all(each.is_last and each.num == num for each in announced):
+            with self._progress:
+                self._is_over = True
+                self._progress.notify_all()
+        return True
+
+    def _reduce(self, num: int) -> None:
+        """Make the reductions up to the entry ``num``, which all members have."""
+        begun = []
+        for pending in itertools.islice(self._pending, self._num_done, None):
+            if pending.num_entries > num:
+                break
+            assert pending.tensor is not None, "it has not been reduced"
+            begun.append(self._group.allreduce([pending.tensor], pending.options))
+            pending.tensor = None
+        self._num_compared = num
+        while begun:
+            begun.pop(0).wait()
+            with self._progress:
+                self._num_done += 1
+                self._progress.notify_all()
+
+    def _first_other_form(self, num: int) -> int:
+        """Return the first entry that differs: up to ``_num_compared`` they agree, up to ``num`` they do not."""
+        same, differing = self._num_compared, num
+        while differing - same > 1:
+            middle = (same + differing) // 2
+            if len(set(self._gather(self._log.digest(middle).forms))) > 1:
+                differing = middle
+            else:
+                same = middle
+        return same
+
+    def _first_other_name(self, num: int) -> int | None:
+        """Return the first entry that has different names; one without a name on a replica may stand for any."""
+        if num == self._num_compared:
+            return None
+        own = self._log.names(self._num_compared, num)
+        highest = torch.tensor([name or _NO_NAME for name in own] + [-name or _NO_NAME for name in own])
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp.MAX  # type: ignore[assignment] # declared as another type
+        self._group.allreduce([highest], options).wait()
+        largest, smallest = highest.view(2, -1)
+        differing = ((largest != -smallest) & (largest != _NO_NAME)).nonzero()
+        return self._num_compared + int(differing[0]) if len(differing) else None
+
+    def _mismatch(self, index: int) -> ReductionMismatchError:
+        own = self._log.describe(index).encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES, b"\0")
+        described = [each.rstrip(b"\0").decode(errors="replace") for each in self._gather(own)]
+        # The fastest member ends the connections: not before all have what was described.
+        with contextlib.suppress(Exception):
+            self._gather(b"over")
+        return ReductionMismatchError(position=index, reductions=tuple(zip(self._members, described, strict=True)))
+
+    def _gather(self, own: bytes) -> list[bytes]:
+        sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        gathered = [torch.empty_like(sent) for _ in self._members]
+        self._group.allgather([gathered], [sent], AllgatherOptions()).wait()
+        return [bytes(each.numpy()) for each in gathered]
+
+
+class QueuedReduction(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
+    """One reduction of a `ReductionSequence`."""
+
+    def __init__(self, sequence: ReductionSequence, number: int) -> None:
+        super().__init__()
+        self._sequence = sequence
+        self._number = number
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until it is made.
+
+        Raises:
+            ReductionMismatchError: The members do not reduce the same.
+            TimeoutError: It was not made in time.
+            Exception: What the collective raised.
+        """
+        self._sequence.wait_for(self._number, timeout)
+        return True
+
+
+_living: Final[weakref.WeakSet[ReductionSequence]] = weakref.WeakSet()
+
+
+def _abort_living() -> None:
+    """End what replicas without `shutdown` wait for: the interpreter joins the executor's thread before it ends."""
+    for sequence in list(_living):
+        if sequence.is_running:
+            sequence.abort()
+
+
+threading._register_atexit(_abort_living)  # type: ignore[attr-defined] # as in ``handler_safety``

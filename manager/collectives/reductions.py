@@ -1,0 +1,219 @@
+"""What a replica reduces in a step: how it is described for the others to compare, and how it is finished."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.distributed import AllreduceOptions, ReduceOp
+
+from manager.errors import UnfinishedReductionError
+
+_HALF_BYTES: Final = 8
+_ANNOUNCEMENT: Final = struct.Struct(f"<q?{2 * _HALF_BYTES}s")
+_MAX_NAME: Final = (1 << 31) - 1
+_NOTHING: Final = "nothing further"
+_PART: Final = "in a bucket"
+_ADVICE: Final = (
+    " before its reduction had ended; allreduce only begins it: call .wait() on what it returns before you clip, "
+    "unscale or read gradients, or call manager.average_gradients(model), which waits"
+)
+
+_Entry: TypeAlias = "tuple[torch.dtype, torch.Size, str]"
+"""The form of a reduction: dtype, shape and operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What is reduced, as all replicas have to begin it.
+
+    Attributes:
+        name: Of the parameter whose gradient it is, and of a bucket what it holds; empty for another tensor.
+        reduce_op: The operation of torch.
+        parts: Name and shape of each gradient in a bucket.
+    """
+
+    name: str
+    reduce_op: Any
+    parts: tuple[tuple[str, torch.Size], ...] = ()
+
+    @property
+    def is_average(self) -> bool:
+        """Whether the sum is divided by the number of participants afterwards; gloo has no average of its own."""
+        return bool(self.reduce_op == ReduceOp.AVG)
+
+    @property
+    def operation(self) -> str:
+        """The name of the operation, as messages have it."""
+        if isinstance(self.reduce_op, ReduceOp.RedOpType):
+            return self.reduce_op.name.lower()
+        # An instance of ReduceOp, as torch's functions make it, has no name.
+        named = [name.lower() for name, each in ReduceOp.RedOpType.__members__.items() if self.reduce_op == each]
+        return named[0] if named else "another operation"
+
+    @property
+    def options(self) -> AllreduceOptions:
+        """What the process group is asked for."""
+        options = AllreduceOptions()
+        chosen: Any = ReduceOp.SUM if self.is_average else self.reduce_op
+        options.reduceOp = chosen
+        return options
+
+
+class ReducedTensor:
+    """Makes sure that nothing changes a tensor before its reduction is waited for.
+
+    Args:
+        tensor: The tensor; of a DTensor the DTensor, because its local part counts no changes.
+        local: Its local part.
+        parameter: The parameter whose gradient it is; ``None`` for another tensor.
+    """
+
+    __slots__ = ("_address", "_local", "_parameter", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, local: torch.Tensor, parameter: torch.Tensor | None) -> None:
+        self._tensor = tensor
+        self._local = local
+        self._parameter = parameter
+        self._address = local.data_ptr()
+        self._version = _version_of(tensor)
+
+    def finish(self, num_participants: int) -> None:
+        """Check the tensor, and divide the sum by ``num_participants``.
+
+        Raises:
+            UnfinishedReductionError: Something has changed, freed or replaced it.
+        """
+        if _version_of(self._tensor) != self._version:
+            raise UnfinishedReductionError(f"expected {self._name} to stay as it is, and it was changed{_ADVICE}")
+        if self._parameter is not None and self._parameter.grad is not self._tensor:
+            raise UnfinishedReductionError(f"expected {self._name} to stay in .grad, and it was replaced{_ADVICE}")
+        if self._local.data_ptr() != self._address:
+            raise UnfinishedReductionError(f"expected {self._name} to stay as it is, and it was freed{_ADVICE}")
+        if num_participants > 1:
+            self._local.div_(num_participants)
+
+    @property
+    def _name(self) -> str:
+        what = "a tensor" if self._parameter is None else "a gradient"
+        return f"{what} {list(self._tensor.shape)}"
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    # Inference tensors count no changes.
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class ReductionLog:
+    """What one replica reduced in a step, in order. For one thread that adds, and one that reads at a time.
+
+    Each part of a bucket has an entry of its own before that of the bucket: the first part that differs can be named.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._entries: list[_Entry] = []
+        self._names: list[str] = []
+        self._forms_hash = hashlib.blake2b(digest_size=_HALF_BYTES)
+        self._names_hash = hashlib.blake2b(digest_size=_HALF_BYTES)
+        self._num_hashed = 0
+
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return len(self._entries)
+
+    def add(self, reduction: Reduction, tensor: torch.Tensor) -> None:
+        """Append a reduction of ``tensor``, the local part of a DTensor."""
+        dtype = tensor.dtype
+        self._names += [name for name, _ in reduction.parts]
+        self._names.append(reduction.name)
+        self._entries += [(dtype, shape, _PART) for _, shape in reduction.parts]
+        self._entries.append((dtype, tensor.shape, reduction.operation))
+
+    def digest(self, num: int) -> Digest:
+        """Return a digest of the first ``num`` entries."""
+        if num < self._num_hashed:
+            self._forms_hash = hashlib.blake2b(digest_size=_HALF_BYTES)
+            self._names_hash = hashlib.blake2b(digest_size=_HALF_BYTES)
+            self._num_hashed = 0
+        if num > self._num_hashed:
+            added = slice(self._num_hashed, num)
+            self._forms_hash.update("".join(map(_form_of, self._entries[added])).encode())
+            self._names_hash.update("".join(f"{name}\n" for name in self._names[added]).encode())
+        self._num_hashed = num
+        return Digest(self._forms_hash.digest(), self._names_hash.digest())
+
+    def names(self, start: int, end: int) -> list[int]:
+        """Return a number from 1 for the name of each entry from ``start`` to ``end``; 0 where it has none."""
+        return [zlib.crc32(name.encode()) & _MAX_NAME | 1 if name else 0 for name in self._names[start:end]]
+
+    def describe(self, index: int) -> str:
+        """Return what the entry says, for people."""
+        if index >= len(self._entries):
+            return _NOTHING
+        return f"{self._names[index]} {_form_of(self._entries[index])}".strip()
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _form_of(entry: _Entry) -> str:
+    dtype, shape, operation = entry
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} {operation}\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """Of reductions: of dtypes, shapes and operations, and of the names beside them; 8 bytes each."""
+
+    forms: bytes
+    names: bytes
+
+    def encode(self) -> bytes:
+        """Return the bytes that are gathered."""
+        return self.forms + self.names
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Digest:
+        """Read what `encode` returned."""
+        return cls(encoded[:_HALF_BYTES], encoded[_HALF_BYTES:])
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a member says of its reductions.
+
+    Attributes:
+        num: How many entries its `ReductionLog` has.
+        is_last: Whether the step has no further one.
+        digest: Of these.
+    """
+
+    num: int
+    is_last: bool
+    digest: Digest
+
+    def encode(self) -> bytes:
+        """Return the bytes that are gathered; as many for every announcement."""
+        return _ANNOUNCEMENT.pack(self.num, self.is_last, self.digest.encode())
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Announcement:
+        """Read what `encode` returned."""
+        num, is_last, digest = _ANNOUNCEMENT.unpack(encoded)
+        return cls(num, is_last, Digest.decode(digest))
+
+
+def shortest(announced: Sequence[Announcement]) -> int:
+    """Return how many entries all members have."""
+    return min(each.num for each in announced)
+
+
+def is_cut_short(announced: Sequence[Announcement]) -> bool:
+    """Whether a member has ended its step, and another one has begun more reductions."""
+    num = shortest(announced)
+    return any(each.is_last and each.num == num for each in announced) and any(each.num > num for each in announced)
