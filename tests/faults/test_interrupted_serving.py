@@ -48,4 +48,5 @@ def test_a_wait_ends_at_once_wherever_a_handler_raises() -> None:
     finally:
         replica.close(wait=True)
     assert place > 50
+    assert interruption.num_passed > 50
     assert longest_s < TIMEOUT.total_seconds() / 2

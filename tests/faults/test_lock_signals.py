@@ -304,6 +304,7 @@ def test_finalizer_may_release_another_section_at_every_place(is_interrupted_fir
                     break
             if not interruption.has_raised["first"]:
                 break
+        assert first > 20
 
 
 def test_interrupted_section_is_closed_while_the_error_is_handled() -> None:
@@ -322,6 +323,7 @@ def test_interrupted_section_is_closed_while_the_error_is_handled() -> None:
                 assert lock.holders() == (), where
         if not interruption.has_raised["first"]:
             break
+    assert first > 20
 
 
 def test_wait_is_interrupted_at_once_and_leaves_the_others_waiting(alarm: _Alarm) -> None:

@@ -324,10 +324,11 @@ def test_wherever_it_is_interrupted_it_can_go_on(at: int) -> None:
     into, partial = blank(), None
     with network(2) as net:
         try:
-            with Interruption(at, modules=("ft_transport.",)):
+            with Interruption(at, modules=("ft_transport.",)) as interruption:
                 net.receiver.fetch(net.proxy.url, 1, into=into, keep_partial=True)
         except (HandlerError, TransportError) as error:
             partial = getattr(error, "partial", None)
+        assert interruption.num_passed >= min(at, 2000)
         assert fetching_threads() == []
         assert partial is not None or not into["a"].any() or holds(into, 1)
         received = net.receiver.fetch(net.proxy.url, 1, into=into, resume=partial)
