@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 import weakref
 from concurrent.futures import Future
@@ -23,6 +22,7 @@ from ft_transport.coordination.consensus import Agreement, RankGroup
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import CheckpointError, DeadlineExceededError, WriterFailedError
 from ft_transport.runtime.at_exit import at_exit
+from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
 from ft_transport.settings import check_duration
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class SaveHandle:
     def __init__(self, step: int, *, is_skipped: bool = False) -> None:
         self.step = step
         self.is_skipped = is_skipped
-        self.future: Future[None] = Future()
+        self.future: Future[None] = SafeFuture()
         self.future.set_running_or_notify_cancel()
         if is_skipped:
             self.future.set_result(None)
@@ -147,7 +147,7 @@ class BackgroundSaver:
         self._seen_writer = 0
         self._fatal: BaseException | None = None
         self._jobs: queue.SimpleQueue[tuple[SaveRequest, SaveHandle] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: SafeThread | None = None
         _savers.add(self)
 
     def start_writer(self) -> None:
@@ -161,7 +161,7 @@ class BackgroundSaver:
     def start(self) -> None:
         """Starts the thread."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ft-transport-save", daemon=True)
+            self._thread = SafeThread(target=self._run, name="ft-transport-save", daemon=True)
             self._thread.start()
 
     def submit(self, request: SaveRequest) -> SaveHandle:

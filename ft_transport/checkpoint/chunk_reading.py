@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry
 from ft_transport.checkpoint.patience import Patience
 from ft_transport.checkpoint.stored_file import CHUNK_IS_GOOD, StoredFile, damaged
 from ft_transport.coordination.exchange import Exchange
+from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.wire.slices import Slice
 from ft_transport.wire.strided import Memory, copy_out, put
 
@@ -109,7 +110,7 @@ class ChunkReader:
         self._chunks = iter(chunks)
         self._patience = patience
         self._open: dict[int, StoredFile] = {}
-        self._pool = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="ft-transport-read")
+        self._pool = SafeExecutor(_NUM_READERS, "ft-transport-read")
         self._reading: deque[tuple[int, Future[bytearray]]] = deque()
         for _ in range(_AHEAD):
             self._read_ahead()

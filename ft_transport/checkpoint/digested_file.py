@@ -6,12 +6,13 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from ft_transport.checkpoint.hashing import CHECKSUM, HashName, hash_of, new_hash
 from ft_transport.checkpoint.manifest import CHUNK_BYTES, FileEntry, file_entry
+from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.runtime.regular_files import create_file, open_regular
 
 Buffer: TypeAlias = bytes | memoryview
@@ -43,7 +44,7 @@ class DigestedFile:
         self._name = path.name
         self._check = check
         self._descriptor = create_file(path, is_private=is_private)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ft-transport-digest")
+        self._pool = SafeExecutor(1, "ft-transport-digest")
         self._digesting: Future[None] | None = None
         self._pending: list[Buffer] = []
         self._pending_bytes = 0

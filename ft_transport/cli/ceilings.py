@@ -10,12 +10,12 @@ import ctypes
 import os
 import socket
 import struct
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import torch
+
+from ft_transport.runtime.handler_safety import SafeExecutor, SafeThread
 
 NUM_CONNECTIONS: Final = 4
 READ_BYTES: Final = 1 << 20
@@ -42,7 +42,7 @@ class MemoryCopy:
             for target, source in zip(self._targets, self._sources, strict=True)
         ]
         self._shares = _equal_shares(pairs, self._num_threads)
-        self._pool = ThreadPoolExecutor(self._num_threads)
+        self._pool = SafeExecutor(self._num_threads, "ft-transport-ceiling")
 
     @property
     def memory(self) -> memoryview:
@@ -101,9 +101,9 @@ def bare_sender(num_bytes: int, *, host: str = "127.0.0.1") -> Iterator[int]:
             with contextlib.suppress(OSError):  # The listener was closed.
                 while True:
                     connected, _ = listener.accept()
-                    threading.Thread(target=_send_ranges, args=(connected, descriptor), daemon=True).start()
+                    SafeThread(target=_send_ranges, args=(connected, descriptor), daemon=True).start()
 
-        acceptor = threading.Thread(target=accept, daemon=True)
+        acceptor = SafeThread(target=accept, daemon=True)
         acceptor.start()
         yield listener.getsockname()[1]
         # close() alone does not wake the thread that is in accept().
@@ -143,7 +143,7 @@ def bare_receiver(port: int, destination: memoryview, *, host: str = "127.0.0.1"
                 position += got
 
     def fetch() -> None:
-        with ThreadPoolExecutor(NUM_CONNECTIONS) as threads:
+        with SafeExecutor(NUM_CONNECTIONS, "ft-transport-ceiling") as threads:
             list(threads.map(receive, range(NUM_CONNECTIONS)))
 
     return fetch

@@ -7,13 +7,13 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
 from ft_transport.cli.contents import UnreadableError
 from ft_transport.cli.coverage import Box, intersections
 from ft_transport.cli.stored_state import StoredPiece, StoredTensor
+from ft_transport.runtime.handler_safety import SafeExecutor
 
 BLOCK_BYTES: Final = 1 << 20
 """Of each side, read and compared at once."""
@@ -98,7 +98,7 @@ def compare(pairs: Sequence[Pair]) -> dict[str, Tally]:
                 with lock:
                     found.setdefault(span.pair.name, Tally()).add(tally)
 
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="ft-transport-compare") as pool:
+    with SafeExecutor(_NUM_THREADS, "ft-transport-compare") as pool:
         for done in [pool.submit(work) for _ in range(_NUM_THREADS)]:
             done.result()
     return found

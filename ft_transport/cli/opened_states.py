@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from ft_transport.cli.differences import UnequalChunks
 from ft_transport.cli.inspect import checkpoint_at, is_url, open_thing
 from ft_transport.cli.stored_state import StoredFile, StoredState, open_state
 from ft_transport.cli.wholeness import DIGESTS, read_manifest
+from ft_transport.runtime.handler_safety import SafeExecutor
 
 if TYPE_CHECKING:
     from ft_transport.cli.snapshot_files import SnapshotFiles
@@ -77,7 +77,7 @@ def opened_states(
             chunks = UnequalChunks(known, twin)
         paths = files.paths if files is not None else {}
         # DCP's metadata are read in a process each.
-        with ThreadPoolExecutor(2, thread_name_prefix="ft-transport-open") as pool:
+        with SafeExecutor(2, "ft-transport-open") as pool:
             opening = [pool.submit(_open, thing, paths.get(thing)) for thing in (one, other)]
         for each in opening:
             if each.exception() is None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Final
 
 from ft_transport.errors import DeadlineExceededError, StepNotServedError
@@ -15,6 +16,7 @@ from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.late_digests import fetch_digests
 from ft_transport.http.manifest_client import fetch_manifest
 from ft_transport.http.peer_address import PeerAddress
+from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import LATEST, StepSelector
 
@@ -117,12 +119,14 @@ class _Asking:
                 return manifest
             return replace(manifest, digests=fetch_digests(connection, manifest, max_failures=settings.max_failures))
 
-        with ThreadPoolExecutor(2, thread_name_prefix="ft-transport-ask") as pool:
+        answered: SimpleQueue[Future[Manifest]] = SimpleQueue()
+        with SafeExecutor(2, "ft-transport-ask") as pool:
             try:
                 asked = [pool.submit(ask, connection) for connection in connections]
-                done, _ = wait(asked, return_when=FIRST_EXCEPTION)
-                for each in done:
-                    each.result()
+                for each in asked:
+                    each.add_done_callback(answered.put)
+                for _ in asked:
+                    answered.get().result()
             except BaseException:
                 # Nobody waits for the other answer, and the pool ends when it does.
                 for connection in connections:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
@@ -10,6 +9,7 @@ import typer
 
 from ft_transport.cli.failures import message_of, remedy_for
 from ft_transport.errors import ConfigurationError, TransportError, escape_peer_text
+from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.telemetry.explain import megabytes
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def status_command(
 
     settings = TransportSettings()
     connect = connecting(settings.keys(), settings.certificates())
-    with ThreadPoolExecutor(min(_MAX_AT_ONCE, len(urls))) as pool:
+    with SafeExecutor(min(_MAX_AT_ONCE, len(urls)), "ft-transport-ask") as pool:
         answers = list(pool.map(lambda url: _ask(url, connect), urls))
     if as_json:
         told = [_as_object(url, answer) for url, answer in zip(urls, answers, strict=True)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +41,7 @@ from ft_transport.coordination.votes import (
 )
 from ft_transport.errors import ConfigurationError, PeerProtocolError, RankGoneError, TransportError
 from ft_transport.keys import Keys
+from ft_transport.runtime.handler_safety import SafeEvent, SafeThread
 
 T = TypeVar("T")
 
@@ -230,7 +230,7 @@ class Agreement:
         """Runs ``action``, and shows the others that this rank is at work, for ``timeout_s`` at most."""
         if self._channel is None:
             return action()
-        is_over = threading.Event()
+        is_over = SafeEvent()
         deadline_s = time.monotonic() + timeout_s
 
         def beat() -> None:
@@ -238,7 +238,7 @@ class Agreement:
                 with suppress(RankGoneError):
                     self._beat()
 
-        thread = threading.Thread(target=beat, name="ft-transport-alive", daemon=True)
+        thread = SafeThread(target=beat, name="ft-transport-alive", daemon=True)
         thread.start()
         try:
             return action()

@@ -25,7 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported, undecl
 
 from ft_transport.coordination.store_channel import StoreChannel
 from ft_transport.errors import DeadlineExceededError, RankGoneError
-from ft_transport.runtime.handler_safety import SafeFuture
+from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
 
 T = TypeVar("T")
 _Job: TypeAlias = tuple["Future[Any]", Callable[[Any], Any]]
@@ -178,7 +178,7 @@ class _Worker:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._current: Future[Any] | None = None
         # A daemon: where the store's process is stopped, its call does not return.
-        self._thread = threading.Thread(
+        self._thread = SafeThread(
             target=self._run, args=(host, port, timeout_s, [store]), name="ft-transport-store", daemon=True
         )
         self._thread.start()

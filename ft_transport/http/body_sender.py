@@ -14,7 +14,6 @@ import os
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
@@ -27,6 +26,7 @@ from ft_transport.http.slice_sender import send_frames
 from ft_transport.http.tls_channel import TLSChannel
 from ft_transport.http.tls_protocol import TLSTransport
 from ft_transport.http.tls_sender import EncryptedSocket
+from ft_transport.runtime.handler_safety import SafeThread
 from ft_transport.wire.chunks import CHUNK_BYTES
 from ft_transport.wire.served import MemoryFile, ServedMemory, SharedFile, Snapshot
 from ft_transport.wire.slices import SliceFrame, answer_bytes
@@ -293,7 +293,7 @@ async def _send_on_thread(request: web.Request, body: _Body, stall_timeout_s: fl
             loop.call_soon_threadsafe(ended.set_result, error)
 
     remaining, waited_s = body.remaining_bytes(), 0.0
-    threading.Thread(target=run, name="ft-transport-send", daemon=True).start()
+    SafeThread(target=run, name="ft-transport-send", daemon=True).start()
     try:
         while not (await asyncio.wait({ended}, timeout=stall_timeout_s))[0]:
             before, remaining = remaining, body.remaining_bytes()

@@ -7,7 +7,6 @@ as the kernel hands them out.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
@@ -19,7 +18,7 @@ from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.kept_connections import KeptConnections
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.transfer_log import TransferLog
-from ft_transport.runtime.handler_safety import SafeCondition
+from ft_transport.runtime.handler_safety import SafeCondition, SafeThread
 from ft_transport.runtime.threads import start
 from ft_transport.settings import FetchProgress
 from ft_transport.telemetry.record import Transfer
@@ -118,7 +117,7 @@ class FetchPool(Generic[Unit]):
         Returns or raises only when no thread writes to the destination any more, whatever signals come meanwhile.
         """
         threads = [
-            threading.Thread(
+            SafeThread(
                 target=self._work_on_thread, args=(WorkerIndex(index),), name=f"ft-transport-fetch-{index}", daemon=True
             )
             for index in range(1, self._num_workers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Final, NamedTuple
@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 from ft_transport.errors import PeerProtocolError, TransportError
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.rate_probe import Connect
+from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.telemetry.encoding import encode_told
 from ft_transport.telemetry.job import (
     FindJob,
@@ -152,11 +153,10 @@ class JobWatch:
         self._num_looks += 1
         first = self._num_looks * _MAX_AT_ONCE % len(keys)
         until_s = self._clock() + _ROUND_S
-        with ThreadPoolExecutor(min(_MAX_AT_ONCE, len(keys)), thread_name_prefix="ft-transport-watch") as pool:
+        with SafeExecutor(min(_MAX_AT_ONCE, len(keys)), "ft-transport-watch") as pool:
             asking: dict[_Key, Future[_Asked]] = {
                 key: pool.submit(self._ask, self._seen[key].address, until_s) for key in keys[first:] + keys[:first]
             }
-            wait(asking.values())
         return {key: future.result() for key, future in asking.items()}
 
     def _ask(self, address: str, until_s: float) -> _Asked:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeAlias
 
 from ft_transport.errors import MessageDamagedError, PeerUnreachableError
 from ft_transport.http.connection import Connection
+from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.wire.chunks import DIGEST_HEX_DIGITS
 from ft_transport.wire.manifest import Manifest, decode_digests
 from ft_transport.wire.routes import DIGESTS_ROUTE, bound_path
@@ -87,5 +87,5 @@ def digest_chunks(
     def digest(chunk: int) -> int:
         return manifest.digester.digest_of(views(*manifest.chunks.range_of(chunk, chunk + 1)))
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-verify") as pool:
+    with SafeExecutor(num_threads, "ft-transport-verify") as pool:
         return list(pool.map(digest, chunks if chunks is not None else range(manifest.chunks.num_chunks)))

@@ -8,12 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
 from ft_transport.errors import ConfigurationError, PeerUnreachableError, UnknownHostError
+from ft_transport.runtime.handler_safety import SafeFuture, SafeThread, ThreadRefusedError
 
 _TICK_S: Final = 0.1
 _UNKNOWN: Final = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
@@ -69,7 +69,7 @@ def peer_addresses(urls: Sequence[str]) -> list[PeerAddress]:
 
 
 _lock = threading.Lock()
-_under_way: dict[PeerAddress, Future[list[AddressInfo]]] = {}
+_under_way: dict[PeerAddress, SafeFuture[list[AddressInfo]]] = {}
 
 
 def look_up(peer: PeerAddress, *, timeout_s: float, is_given_up: Callable[[], bool]) -> list[AddressInfo]:
@@ -98,7 +98,7 @@ def look_up(peer: PeerAddress, *, timeout_s: float, is_given_up: Callable[[], bo
         remaining_s = give_up_s - time.monotonic()
         if remaining_s <= 0:
             raise PeerUnreachableError(f"the address of {peer.host!r} was not found in time", peer=str(peer))
-        wait([found], timeout=min(_TICK_S, remaining_s))
+        found.wait(min(_TICK_S, remaining_s))
     return found.result()
 
 
@@ -117,13 +117,13 @@ def _ask(peer: PeerAddress) -> list[AddressInfo]:
         raise PeerUnreachableError(f"expected a host name: {error}", peer=str(peer)) from error
 
 
-def _look_up_on_thread(peer: PeerAddress) -> Future[list[AddressInfo]]:
+def _look_up_on_thread(peer: PeerAddress) -> SafeFuture[list[AddressInfo]]:
     """The look-up of this peer that is under way, or a new one: those that hang must not become many."""
     with _lock:
         under_way = _under_way.get(peer)
         if under_way is not None:
             return under_way
-        found: Future[list[AddressInfo]] = Future()
+        found: SafeFuture[list[AddressInfo]] = SafeFuture()
 
         def run() -> None:
             try:
@@ -133,12 +133,12 @@ def _look_up_on_thread(peer: PeerAddress) -> Future[list[AddressInfo]]:
             else:
                 outcome = functools.partial(found.set_result, addresses)
             with _lock:
-                del _under_way[peer]
+                _under_way.pop(peer, None)
             outcome()
 
         try:
-            threading.Thread(target=run, name="ft-transport-look-up", daemon=True).start()
-        except RuntimeError as error:
+            SafeThread(target=run, name="ft-transport-look-up", daemon=True).start()
+        except ThreadRefusedError as error:
             raise PeerUnreachableError(
                 f"expected a thread to look up {peer.host!r}: {error}", peer=str(peer)
             ) from error

@@ -18,6 +18,7 @@ from ft_transport.errors import DeadlineExceededError, PeerProtocolError, Transp
 from ft_transport.http.connection import Connection
 from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.lent_memory import LentMemory
+from ft_transport.runtime.handler_safety import SafeThread, ThreadRefusedError
 from ft_transport.settings import FetchProgress
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.routes import MEMORY_ROUTE, bound_path
@@ -162,12 +163,12 @@ class _Copying:
     def run(self, num_threads: int) -> None:
         """Copies on this thread and others; returns or raises when none of them writes any more."""
         threads = [
-            threading.Thread(target=self._work_on_thread, args=(index,), name=f"ft-transport-copy-{index}", daemon=True)
+            SafeThread(target=self._work_on_thread, args=(index,), name=f"ft-transport-copy-{index}", daemon=True)
             for index in range(1, min(num_threads, len(self._chunks)))
         ]
         try:
             for thread in threads:
-                with contextlib.suppress(RuntimeError):  # There is no further thread: the others do its part.
+                with contextlib.suppress(ThreadRefusedError):  # There is no further thread: the others do its part.
                     thread.start()
             self._work()
         except BaseException as error:

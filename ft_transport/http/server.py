@@ -14,7 +14,6 @@ import ipaddress
 import logging
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -49,6 +48,7 @@ from ft_transport.http.tls_protocol import TLSAcceptor, TLSProtocol
 from ft_transport.http.trouble_log import TroubleLog, describe_failure
 from ft_transport.http.watch_routes import WatchRoutes
 from ft_transport.keys import Keys
+from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
 from ft_transport.telemetry.watch import Watch
 from ft_transport.tls import Certificates
 from ft_transport.wire.slices import MAX_REQUEST_BODY_BYTES
@@ -173,9 +173,9 @@ class SnapshotServer:
             self._watch_routes = WatchRoutes(
                 watch, connect=connecting(keys, certificates), address=f"{self.address}/checkpoint/", name=replica
             )
-            started: Future[None] = Future()
+            started: Future[None] = SafeFuture()
             watch.metrics.collect(self._routes.sent.readings)
-            self._thread = threading.Thread(target=self._run, args=(started,), name="ft-transport-server", daemon=True)
+            self._thread = SafeThread(target=self._run, args=(started,), name="ft-transport-server", daemon=True)
             self._thread.start()
             started.result(_START_TIMEOUT_S)
         except BaseException:

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from ft_transport.runtime.at_exit import at_exit
+from ft_transport.runtime.handler_safety import SafeThread
 
 T = TypeVar("T")
 
 _EXIT_S: Final = 10.0
 """How long a process that ends waits for what is under way, and may only be slow."""
 
-_running: set[threading.Thread] = set()
+_running: set[SafeThread] = set()
 _mutex = threading.Lock()
 
 
@@ -57,7 +58,7 @@ async def in_daemon_thread(function: Callable[..., T], *arguments: object) -> T:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(settle, result, failure)
 
-    thread = threading.Thread(target=run, name="ft-transport-deltas", daemon=True)
+    thread = SafeThread(target=run, name="ft-transport-deltas", daemon=True)
     with _mutex:
         _running.add(thread)
     thread.start()

@@ -18,6 +18,7 @@ from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, Engine, P
 from ft_transport.publish.known_engine import KnownEngine, Link
 from ft_transport.publish.polling import EnginePoller
 from ft_transport.publish.report import EngineReport, EngineState, Policy, PublishReport, judge
+from ft_transport.runtime.handler_safety import SafeThread
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class EngineNotifier:
         self._newest: Delivery | None = None
         self._is_polling = True
         self._is_closed = False
-        self._thread: threading.Thread | None = None
+        self._thread: SafeThread | None = None
         self._session: aiohttp.ClientSession | None = None
         self._under_way: set[asyncio.Task[Any]] = set()
         self._poller: EnginePoller | None = None
@@ -182,7 +183,7 @@ class EngineNotifier:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ft-transport-publish", daemon=True)
+            self._thread = SafeThread(target=self._run, name="ft-transport-publish", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
@@ -25,6 +24,7 @@ from ft_transport.http.strangers import Strangers
 from ft_transport.http.trouble_log import TroubleLog, describe_failure
 from ft_transport.publish.engines.pull_order import MAX_VERSION_DIGITS, MEANING, ROUTE, STATUS, Reason
 from ft_transport.runtime.decode_errors import DECODE_ERRORS
+from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class OrderServer:
         self._strangers = Strangers(time.monotonic)
         self._trouble = TroubleLog(logger, time.monotonic)
         self._loop = asyncio.new_event_loop()
-        started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="ft-transport-weights", daemon=True)
+        started: Future[None] = SafeFuture()
+        self._thread = SafeThread(target=self._run, args=(started,), name="ft-transport-weights", daemon=True)
         self._thread.start()
         started.result(_START_TIMEOUT_S)
 

@@ -6,7 +6,6 @@ shows heartbeats, so that no rank waits for one that is gone.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +18,7 @@ from ft_transport.coordination.plain_values import from_json
 from ft_transport.coordination.store_channel import AT_ONCE, Pacing, StoreChannel
 from ft_transport.errors import DeadlineExceededError, RankGoneError
 from ft_transport.publish.report import PublishReport
+from ft_transport.runtime.handler_safety import SafeCondition
 
 _LONGEST_PAUSE_S: Final = 0.25
 """A thousand ranks may wait, and one process holds the store."""
@@ -47,7 +47,7 @@ class ReportStore:
         )
         self._here: dict[int, PublishReport] = {}
         self._posted: list[int] = []
-        self._changed = threading.Condition()
+        self._changed = SafeCondition()
 
     def post(self, report: PublishReport) -> None:
         """Makes a report known; a later one of the same version replaces it."""

@@ -1,4 +1,4 @@
-"""Conditions, events, futures and executors for threads on which a signal handler may raise.
+"""Conditions, events, futures, threads and executors for threads on which a signal handler may raise.
 
 CPython runs handlers between any two calls of the main thread, also inside the standard library's classes that are
 written in Python. ``Condition.__enter__`` is one: a handler that raises there, after the lock was taken, leaves it
@@ -9,12 +9,14 @@ the lock is taken by its own method, which is C and no place for a handler.
 from __future__ import annotations
 
 import _thread
+import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from operator import attrgetter
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -35,8 +37,18 @@ class SafeCondition(threading.Condition):
 
     def __init__(self, beside: SafeCondition | None = None) -> None:
         """Make a lock of its own, if it shares none."""
-        self._mutex: threading.RLock = beside._mutex if beside is not None else threading.RLock()
+        self._mutex: Any = beside._mutex if beside is not None else threading.RLock()
         super().__init__(self._mutex)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for a notification. The calling thread has taken the lock once."""
+        try:
+            return super().wait(timeout)
+        except BaseException:
+            # A handler raised between the release of the lock and the ``try`` that takes the lock back.
+            if not self._mutex._is_owned():
+                self._mutex.acquire()
+            raise
 
 
 class SafeEvent(threading.Event):
@@ -56,6 +68,78 @@ class SafeFuture(Future[T]):
         super().__init__()
         self._condition = SafeCondition()
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the future is done, in the manner of ``concurrent.futures.wait``; whether it is."""
+        with self._condition:
+            return self._condition.wait_for(self.done, timeout_s)
+
+
+class ThreadRefusedError(RuntimeError):
+    """The system has no further thread, or the interpreter is about to end."""
+
+
+class SafeThread(threading.Thread):
+    """As ``threading.Thread``.
+
+    A handler that raises in ``threading.Thread.start`` may leave a thread that waits for ever as it begins. In
+    ``threading.Thread.join`` such a handler may make a running thread count as one that ended.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See ``threading.Thread``."""
+        super().__init__(*args, **kwargs)
+        # Taken while the thread runs: waiting for a lock is a call in C, and no place for a handler.
+        self._running = threading.Lock()
+        self._pid = 0
+
+    def start(self) -> None:
+        """Start the thread. Where a handler raises, the thread has begun, begins soon, or never begins.
+
+        Raises:
+            ThreadRefusedError: The thread cannot be started.
+        """
+        if self.ident is not None:
+            raise RuntimeError("threads can only be started once")
+        self._pid = os.getpid()
+        begun: SimpleQueue[ThreadRefusedError | None] = SimpleQueue()
+        if threading.current_thread() is threading.main_thread():
+            try:
+                _thread.start_new_thread(self._begin, (begun,))
+            except _thread.error as error:
+                raise ThreadRefusedError(*error.args) from error
+        else:
+            self._begin(begun)
+        refusal = begun.get()
+        if refusal is not None:
+            raise refusal
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread has ended; return at once if it has not begun, or runs in the parent process."""
+        if timeout is not None:
+            super().join(timeout)
+        elif self._pid == os.getpid():
+            with self._running:
+                pass
+            if self.is_alive():
+                super().join()
+
+    def run(self) -> None:
+        """Call the target."""
+        try:
+            super().run()
+        finally:
+            self._running.release()
+
+    def _begin(self, begun: SimpleQueue[ThreadRefusedError | None]) -> None:
+        self._running.acquire()
+        try:
+            super().start()
+        except BaseException as error:
+            self._running.release()
+            begun.put(ThreadRefusedError(*error.args))
+        else:
+            begun.put(None)
+
 
 def outcome_of(function: Callable[[], T]) -> T | Exception:
     """Call what waits outside of Python, and takes what a handler raises meanwhile for an error of its own.
@@ -72,7 +156,7 @@ def outcome_of(function: Callable[[], T]) -> T | Exception:
     jobs.put((future, lambda: _outcome(function)))
     jobs.put(None)
     # A daemon: nobody waits for a call that was left, not even the interpreter when it ends.
-    threading.Thread(target=_work, args=(jobs,), name="ft-transport-call", daemon=True).start()
+    SafeThread(target=_work, args=(jobs,), name="ft-transport-call", daemon=True).start()
     return future.result()
 
 
@@ -110,7 +194,6 @@ class SafeEnd:
         """
         if not self._is_made:
             try:
-                # A call in C: a handler can interrupt Thread.start such that the thread waits for ever as it begins.
                 _thread.start_new_thread(self._start, (end,))
             except RuntimeError:  # The interpreter is about to end, or there is no thread left.
                 self._run(end)
@@ -144,7 +227,8 @@ class SafeExecutor(Executor):
     """A few threads, started with the first job, that do one job after the other.
 
     They end with `shutdown`, with the last reference to the executor, or with the interpreter, after the jobs that they
-    have been given.
+    have been given. As a context manager the executor waits for its jobs, and an exception cancels the jobs that have
+    not begun.
 
     Args:
         num_threads: How many.
@@ -153,29 +237,33 @@ class SafeExecutor(Executor):
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_threads = num_threads
+        self._num_started = 0
         self._name = name
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._mutex = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[SafeThread] = []
         self._is_closed = False
-        weakref.finalize(self, _end, self._jobs, num_threads)
+        weakref.finalize(self, self._jobs.put, None)
         _living.add(self)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Let a thread call ``fn``.
 
         Raises:
-            RuntimeError: After `shutdown`, or where the system has no further thread.
+            RuntimeError: After `shutdown`.
+            ThreadRefusedError: The system has no further thread.
         """
         future: Future[T] = SafeFuture()
         with self._mutex:
             if self._is_closed:
                 raise RuntimeError("cannot take another job after the shutdown")
-            while len(self._threads) < self._num_threads:
-                number = len(self._threads)
-                thread = threading.Thread(target=_work, args=(self._jobs,), name=f"{self._name}_{number}")
+            # A thread that a handler interrupted as it was started may run or not: it does not count, and another
+            # thread is started in the next call.
+            while self._num_started < self._num_threads:
+                thread = SafeThread(target=_work, args=(self._jobs,), name=f"{self._name}_{self._num_started}")
                 self._threads.append(thread)
                 thread.start()
+                self._num_started += 1
             self._jobs.put((future, lambda: fn(*args, **kwargs)))
         return future
 
@@ -188,23 +276,21 @@ class SafeExecutor(Executor):
         """
         self._is_closed = True
         if cancel_futures:
-            while not self._jobs.empty():
-                if (job := self._jobs.get()) is not None:
-                    job[0].cancel()
-        # Once more in a further call: a signal handler may have raised in this one. A thread ends with the first.
-        _end(self._jobs, self._num_threads)
+            with contextlib.suppress(Empty):
+                while True:
+                    if (job := self._jobs.get_nowait()) is not None:
+                        job[0].cancel()
+        # Also in a further call: a signal handler may have raised in the first one.
+        self._jobs.put(None)
         if wait:
             for thread in self._threads:
-                if thread.ident is not None:
-                    thread.join()
+                thread.join()
+
+    def __exit__(self, kind: type[BaseException] | None, *_exc_info: object) -> None:
+        self.shutdown(wait=True, cancel_futures=kind is not None)
 
 
 _living: Final[weakref.WeakSet[SafeExecutor]] = weakref.WeakSet()
-
-
-def _end(jobs: SimpleQueue[_Job | None], num_threads: int) -> None:
-    for _ in range(num_threads):
-        jobs.put(None)
 
 
 def _work(jobs: SimpleQueue[_Job | None]) -> None:
@@ -220,6 +306,8 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
                 del result
         # What waits for the next job refers to nothing of the last one.
         del job, future, call
+    # For the other threads, and for a thread that begins only now.
+    jobs.put(None)
 
 
 def _end_all() -> None:

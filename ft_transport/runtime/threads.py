@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 from ft_transport.errors import TransportError
+from ft_transport.runtime.handler_safety import SafeThread, ThreadRefusedError
 
 
-def start(thread: threading.Thread) -> None:
+def start(thread: SafeThread) -> None:
     """Starts a thread.
 
     Raises:
@@ -15,5 +14,5 @@ def start(thread: threading.Thread) -> None:
     """
     try:
         thread.start()
-    except RuntimeError as error:
+    except ThreadRefusedError as error:
         raise TransportError(f"expected a further thread ({thread.name}): {error}") from error

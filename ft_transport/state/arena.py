@@ -14,14 +14,13 @@ import mmap
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from typing import Final
 
 import torch
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
-from ft_transport.runtime.handler_safety import SafeCondition
+from ft_transport.runtime.handler_safety import SafeCondition, SafeThread, ThreadRefusedError
 from ft_transport.state.host_memory import available_bytes
 from ft_transport.state.resident_memory import make_resident, map_file
 from ft_transport.wire.manifest import MAX_HEADER_BYTES
@@ -117,7 +116,7 @@ class ArenaPool:
         self._free: list[Arena] = []
         self._num_taken = 0
         self._num_waiting = 0
-        self._preparing: threading.Thread | None = None
+        self._preparing: SafeThread | None = None
         self._prepared_bytes = 0
         self._closed = False
 
@@ -133,13 +132,11 @@ class ArenaPool:
         with self._changed:
             if self._closed or self._preparing is not None or not self._is_one_missing(data_bytes):
                 return
-            preparing = threading.Thread(
-                target=self._prepare, args=(data_bytes,), name="ft-transport-arena", daemon=True
-            )
+            preparing = SafeThread(target=self._prepare, args=(data_bytes,), name="ft-transport-arena", daemon=True)
             self._preparing, self._prepared_bytes = preparing, data_bytes
             try:
                 preparing.start()
-            except RuntimeError as error:
+            except ThreadRefusedError as error:
                 self._preparing = None
                 raise SnapshotError(f"expected a thread that prepares memory for snapshots: {error}") from error
 

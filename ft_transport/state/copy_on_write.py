@@ -34,7 +34,7 @@ from ft_transport.wire.manifest import encode_digests
 logger = logging.getLogger(__name__)
 
 _MAX_GATHERING: Final = 4
-_gathering: Final = threading.BoundedSemaphore(_MAX_GATHERING)
+_gathering: Final = threading.BoundedSemaphore(_MAX_GATHERING)  # noqa: TID251 # taken by threads of the server alone
 """Receivers in other layouts gather while they hold a pin; many at one time would keep the owner waiting."""
 _LONGEST_PIN_S: Final = 10.0
 """A reader waits for nothing while it holds a pin, so that this passes only where the machine itself stands still."""

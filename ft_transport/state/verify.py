@@ -7,13 +7,13 @@ reorder. The digests of the manifest's chunks are computed anew from the live te
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import msgspec
 import torch
 
 from ft_transport.runtime.garbage_collector import collector_paused
+from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.state.blocks import FlatState
 from ft_transport.state.dtypes import carrier_of, torch_name_of
 from ft_transport.state.flatten import flatten
@@ -159,7 +159,7 @@ def _differing_tensors(
         parts = (sources[slot][offset : offset + num_bytes] for slot, offset, num_bytes in pieces)
         return manifest.digester.digest_of(part.cpu().numpy().data for part in parts) == digests[chunk]
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="ft-transport-verify") as pool:
+    with SafeExecutor(num_threads, "ft-transport-verify") as pool:
         for chunk, is_equal in enumerate(pool.map(agrees, range(manifest.chunks.num_chunks))):
             if not is_equal:
                 pieces = plan.pieces(*manifest.chunks.range_of(chunk, chunk + 1))

@@ -15,7 +15,7 @@ from ft_transport.errors import SnapshotError, TransportError
 from ft_transport.http.server import SnapshotServer
 from ft_transport.http.snapshot_cache import Reader, SnapshotCache
 from ft_transport.keys import Keys
-from ft_transport.runtime.handler_safety import SafeEnd
+from ft_transport.runtime.handler_safety import SafeEnd, SafeEvent
 from ft_transport.settings import TransportSettings, check_number
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.snapshot import HeldState, PendingSnapshot
@@ -342,7 +342,7 @@ class StateServer:
         Raises:
             SnapshotError: There is none, or it is served from live memory.
         """
-        released = threading.Event()
+        released = SafeEvent()
         # A reader on this host has read everything when it releases the lease: nothing is on its way any more.
         reading = self._cache.read(step, reader=Reader(released.is_set))
         if reading is None:

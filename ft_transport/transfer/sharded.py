@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Final
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +26,7 @@ from ft_transport.http.fetch_settings import FetchSettings
 from ft_transport.http.manifest_client import fetch_manifest, fetch_server_id
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.slice_client import Source, fetch_slices
+from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.state.matching import Incoming
 from ft_transport.state.resharding import LikeFunction, reshard
 from ft_transport.state.restore import Restore
@@ -138,9 +140,7 @@ def _asked(
                 if peer in gone:
                     continue
                 connections[peer] = settings.connection_to(peer)
-            with ThreadPoolExecutor(
-                min(len(connections), _MAX_ASKED_AT_ONCE), thread_name_prefix="ft-transport-manifest"
-            ) as pool:
+            with SafeExecutor(min(len(connections), _MAX_ASKED_AT_ONCE), "ft-transport-manifest") as pool:
                 asking = {
                     peer: pool.submit(fetch_manifest, connection, step, settings)
                     for peer, connection in connections.items()
@@ -180,17 +180,23 @@ def _wait_for(asking: Mapping[PeerAddress, Future[Manifest]], settings: FetchSet
     Raises:
         TransportError: The first error that is another.
     """
+    answered: SimpleQueue[Future[Manifest]] = SimpleQueue()
+    for each in asking.values():
+        each.add_done_callback(answered.put)
     has_answer = False
     left = dict(asking)
     while left:
-        done, _ = wait(left.values(), timeout=_TICK_S if has_answer else None, return_when=FIRST_COMPLETED)
-        for each in done:
-            error = each.exception()
-            if error is not None and not isinstance(error, PeerUnreachableError):
-                raise error
-            has_answer = has_answer or error is None
-        # One that waits for its trainer's step boundary answers meanwhile; one that hangs does not.
-        left = {peer: each for peer, each in left.items() if each not in done and (done or _answers(peer, settings))}
+        try:
+            done = answered.get(timeout=_TICK_S if has_answer else None)
+        except Empty:
+            # One that waits for its trainer's step boundary answers meanwhile; one that hangs does not.
+            left = {peer: each for peer, each in left.items() if _answers(peer, settings)}
+            continue
+        error = done.exception()
+        if error is not None and not isinstance(error, PeerUnreachableError):
+            raise error
+        has_answer = has_answer or error is None
+        left = {peer: each for peer, each in left.items() if each is not done}
 
 
 def _answers(peer: PeerAddress, settings: FetchSettings) -> bool:

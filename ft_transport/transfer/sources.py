@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from ft_transport.http.late_digests import fetch_digests
 from ft_transport.http.manifest_client import fetch_manifest
 from ft_transport.http.peer_address import PeerAddress
 from ft_transport.http.same_host_client import is_on_this_host
+from ft_transport.runtime.handler_safety import SafeThread
 from ft_transport.runtime.threads import start
 from ft_transport.wire.content import ContentId, content_id
 from ft_transport.wire.manifest import Manifest
@@ -172,7 +172,7 @@ def _ask_all(connections: Sequence[Connection], step: StepSelector, settings: Fe
             answered.put((index, _Silent(connection=connections[index], error=error)))
 
     threads = [
-        threading.Thread(target=ask, args=(index,), name=f"ft-transport-ask-{index}", daemon=True)
+        SafeThread(target=ask, args=(index,), name=f"ft-transport-ask-{index}", daemon=True)
         for index in range(len(connections))
     ]
     answers: dict[int, _Answer] = {}

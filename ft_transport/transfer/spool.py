@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from typing import Final
 
 from ft_transport.errors import ConfigurationError, RestoreError
 from ft_transport.http.fetch_timeouts import Timeouts
-from ft_transport.runtime.handler_safety import SafeEvent, SafeExecutor
+from ft_transport.runtime.handler_safety import SafeEvent, SafeExecutor, SafeThread
 from ft_transport.runtime.locked_files import open_locked, unlink_open
 from ft_transport.runtime.threads import start
 from ft_transport.settings import default_num_threads
@@ -191,7 +190,7 @@ class _Writer:
         self._until_s = float("inf")
         self._ended = SafeEvent()
         try:
-            start(threading.Thread(target=self._run, name="ft-transport-spool", daemon=True))
+            start(SafeThread(target=self._run, name="ft-transport-spool", daemon=True))
         except BaseException:
             os.close(descriptor)
             raise

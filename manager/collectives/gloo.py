@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 
 from ft_transport import delaying_forks
 from ft_transport.coordination.store_connections import StoreConnections
+from ft_transport.runtime.handler_safety import SafeThread, ThreadRefusedError
 from manager.collectives.gloo_abort import GlooSockets
 from manager.errors import quorum_errors
 
@@ -238,8 +239,8 @@ def _let_go(held: list[Any]) -> None:
     The interpreter waits for that thread before it ends: a destructor that takes the GIL afterwards aborts the process.
     """
     try:
-        threading.Thread(target=held.clear, name="ft-transport-gloo-end", daemon=False).start()
-    except RuntimeError:  # The interpreter is about to end, or there is no thread left.
+        SafeThread(target=held.clear, name="ft-transport-gloo-end", daemon=False).start()
+    except ThreadRefusedError:  # The interpreter is about to end, or there is no thread left.
         held.clear()
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ft_transport.runtime.deadline import Deadline
+from ft_transport.runtime.handler_safety import SafeEvent, SafeThread
 from manager.errors import ManagerError
 
 T = TypeVar("T")
@@ -163,14 +164,17 @@ def never_failing(
     result: torch.futures.Future[T] = torch.futures.Future()
     stream = torch.accelerator.current_stream() if torch.accelerator.is_available() else None
     is_first = threading.Lock()
+    is_settled = SafeEvent()
 
     def expire() -> None:
+        if is_settled.wait(timeout.total_seconds()):
+            return
         if is_first.acquire(blocking=False):
             report_error(TimeoutError(f"expected a future to be done within {timeout.total_seconds():g} s"))
             result.set_result(default)
 
     def settle(done: torch.futures.Future[T]) -> None:
-        timer.cancel()
+        is_settled.set()
         if not is_first.acquire(blocking=False):
             return
         with stream if stream is not None else nullcontext():
@@ -181,9 +185,7 @@ def never_failing(
                 value = default
             result.set_result(value)
 
-    timer = threading.Timer(timeout.total_seconds(), expire)
-    timer.name, timer.daemon = "ft-transport-future", True
-    timer.start()
+    SafeThread(target=expire, name="ft-transport-future", daemon=True).start()
     future.add_done_callback(settle)
     return result
 

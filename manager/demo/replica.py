@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import sys
-import threading
 import time
 from datetime import timedelta
 from typing import Any, Final
@@ -19,6 +18,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from ft_transport import HTTPTransport, TransportSettings, state_digest
+from ft_transport.runtime.handler_safety import SafeEvent, SafeThread
 from ft_transport.telemetry.record import Record
 from manager import Manager, ManagerConfig, Recovery
 from manager.demo.language_model import LanguageModel, Text
@@ -56,9 +56,9 @@ class Parent:
     """What the parent says on standard input: at which step to stand still, and, by its end, to leave."""
 
     def __init__(self) -> None:
-        self.has_left = threading.Event()
+        self.has_left = SafeEvent()
         self._still_at: int | None = None
-        threading.Thread(target=self._listen, daemon=True).start()
+        SafeThread(target=self._listen, daemon=True).start()
 
     def wants_stillness(self, step: int) -> bool:
         """Whether no step is to be made after this one."""

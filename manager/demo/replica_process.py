@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import queue
 import subprocess
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
 from ft_transport.runtime.child_python import child_command, child_environment
+from ft_transport.runtime.handler_safety import SafeThread
 
 ENDED: Final = "ended"
 
@@ -103,7 +103,7 @@ class ReplicaProcess:
             text=True,
         )
         assert process.stdout is not None, "it was asked for a pipe"
-        threading.Thread(target=_read_events, args=(name, process.pid, process.stdout, events), daemon=True).start()
+        SafeThread(target=_read_events, args=(name, process.pid, process.stdout, events), daemon=True).start()
         return cls(name, launch.group_rank if launch is not None else 0, process)
 
     def note(self, event: Event) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from ft_transport.runtime.handler_safety import SafeEvent
+from ft_transport.runtime.handler_safety import SafeEvent, SafeThread
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ class Heartbeat:
         self.missed_heartbeats = MissedHeartbeats(
             timeout.total_seconds(), interval.total_seconds(), self._native.num_runs
         )
-        self._thread = threading.Thread(target=self._run, name="ft-transport-heartbeat", daemon=True)
+        self._thread = SafeThread(target=self._run, name="ft-transport-heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

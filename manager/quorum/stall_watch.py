@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from ft_transport.runtime.handler_safety import SafeEvent
+from ft_transport.runtime.handler_safety import SafeEvent, SafeThread
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class StallWatch:
         self._waits: dict[int, _Wait] = {}
         self._keys = itertools.count()
         self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread: SafeThread | None = None
         self._closed = SafeEvent()
 
     @contextmanager
@@ -73,7 +73,7 @@ class StallWatch:
     def _start(self) -> None:
         with self._starting:
             if self._thread is None and not self._closed.is_set():
-                thread = threading.Thread(target=self._run, name="ft-transport-stall-watch", daemon=True)
+                thread = SafeThread(target=self._run, name="ft-transport-stall-watch", daemon=True)
                 thread.start()
                 self._thread = thread
 

@@ -6,12 +6,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Final
 
 from ft_transport import PeerAuthenticationError, TransportError, UnknownHostError
 from ft_transport.coordination.rendezvous import nobody_listens
+from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.telemetry.recorder import current
 from manager.config import ManagerConfig
 from manager.errors import HealFailedError, ManagerError, QuorumError, StateMismatchError
@@ -44,7 +44,7 @@ def _tell_retry(error: Exception, address: str) -> None:
 
 def _listening(addresses: Sequence[str]) -> list[str]:
     """Those at which somebody listens: a source that died a moment ago would be waited for."""
-    with ThreadPoolExecutor(min(len(addresses), _MAX_PROBED_AT_ONCE), thread_name_prefix="ft-transport-probe") as pool:
+    with SafeExecutor(min(len(addresses), _MAX_PROBED_AT_ONCE), "ft-transport-probe") as pool:
         is_gone = list(pool.map(lambda address: nobody_listens(address, _PROBE_S), addresses))
     return [address for address, gone in zip(addresses, is_gone, strict=True) if not gone]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 
 # Not the builtin one before Python 3.11.
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -39,7 +38,7 @@ class Run:
     epoch: int
     num_before: int
     when_published: Callable[[], None] | None = None
-    future: Future[None] = field(default_factory=SafeFuture)
+    future: SafeFuture[None] = field(default_factory=SafeFuture)
 
     def __post_init__(self) -> None:
         self.future.set_running_or_notify_cancel()

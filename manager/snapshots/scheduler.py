@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -192,7 +192,7 @@ class SnapshotScheduler:
                 run = self._run
             if run is not None:
                 # The next boundary refuses a snapshot while one is under way; it is a copy in memory.
-                wait([run.future], timeout.total_seconds())
+                run.future.wait(timeout.total_seconds())
             # Who asks from here on gets the state of the next boundary, which may be that of another state.
             self.state_replaced()
 

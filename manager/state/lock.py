@@ -61,7 +61,7 @@ class _Entry:
     stepping: object = None
     asked_s: float = 0.0
     # An identifier would not do: the system gives those of ended threads to new ones.
-    thread: threading.Thread = field(default_factory=threading.current_thread)
+    thread: threading.Thread = field(default_factory=threading.current_thread)  # noqa: TID251 # any thread, started long ago
     hold: _Hold | None = None  # none while the thread waits
     opened_s: float = 0.0
     # Locked while the waiting thread has seen the latest change.
