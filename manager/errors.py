@@ -14,6 +14,7 @@
     ├── UnfinishedReductionError   a tensor was changed, replaced or reduced again before its reduction ended
     ├── RecoveryFailedError no live peer and no checkpoint has a state to recover
     ├── HealFailedError     the replica could not be healed, however often it was tried
+    ├── ManagerClosedError  the manager was shut down, or is one of the process that forked this one
     ├── ReportedError       (never raised) what spoiled a step, as Manager.errored returns it
     └── CommitFailedError   so many steps in a row were not committed that the run is given up
 
@@ -303,6 +304,10 @@ class HealFailedError(ManagerError):
         """List the reasons."""
         times = "once" if len(self.reasons) == 1 else f"{len(self.reasons)} times"
         return f"healing for step {self.step} failed {times}: " + "; ".join(self.reasons)
+
+
+class ManagerClosedError(ManagerError):
+    """The manager was shut down, or is one of the process that forked this one."""
 
 
 class ReportedError(ManagerError):

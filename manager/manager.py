@@ -59,7 +59,8 @@ class Manager(StateManager):
     torchft's ``DistributedDataParallel``, ``Optimizer``, ``LocalSGD`` and ``DiLoCo`` do these calls by themselves.
 
     The thread that calls ``start_quorum`` is the training thread; ``allreduce``, ``should_commit`` and all that changes
-    the state belong to it. ``report_error`` may be called from any thread.
+    the state belong to it. ``report_error`` may be called from any thread. After ``shutdown``, and in a forked child, a
+    call that would need the manager's threads raises ``ManagerClosedError``.
     """
 
     @ends_what_it_owns
@@ -297,11 +298,21 @@ class Manager(StateManager):
         return self._state.batches_committed
 
     def num_participants(self) -> int:
-        """How many replicas contribute to this step; waits for the quorum. As in torchft."""
+        """How many replicas contribute to this step; waits for the quorum. As in torchft.
+
+        Raises:
+            ManagerClosedError: This is a forked child of the manager's process.
+        """
+        self._usability.require_process()
         return self._loop.num_participants() if self._loop is not None else 0
 
     def participating_rank(self) -> int | None:
-        """Return this replica's rank among those that contribute, ``None`` if it does not. As in torchft."""
+        """Return this replica's rank among those that contribute, ``None`` if it does not. As in torchft.
+
+        Raises:
+            ManagerClosedError: This is a forked child of the manager's process.
+        """
+        self._usability.require_process()
         decision = self._loop.decision() if self._loop is not None else None
         return decision.participating_rank if decision is not None else None
 
@@ -318,11 +329,13 @@ class Manager(StateManager):
         Raises:
             QuorumError: It cannot join the job.
         """
-        return self._joined().membership.replica_id
+        loop = self._loop if self._loop is not None else self._joined()
+        return loop.membership.replica_id
 
     # ------------------------------------------------------------------------------------------------- joining, leaving
 
     def _joined(self) -> QuorumLoop:
+        self._usability.require()
         if self._loop is None:
             is_told = bool(self._config.lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV))
             if not is_told or self._replica.transport is None or self._state.training_thread is not None:
@@ -361,7 +374,10 @@ class Manager(StateManager):
     def _pg(self) -> Any:
         """The process group between replicas: ``ManagedProcessGroup``, and so HSDP, wraps it."""
         held = self._process_group
-        return held if held is not None else self._joined().membership.process_group.wrapped
+        if held is not None:
+            return held
+        loop = self._loop if self._loop is not None else self._joined()
+        return loop.membership.process_group.wrapped
 
     def _manager_state_dict(self) -> dict[str, object]:
         with self.reading("the state of the manager"):

@@ -16,7 +16,7 @@ from ft_transport.runtime.handler_safety import SafeEnd
 from manager.recovery.replica import Replica
 from manager.recovery.values import PeerOptions, Recovery
 from manager.state.optimizer_guard import OptimizerAttachment
-from manager.state.ownership import Unclosed, ends_what_it_owns, interrupts_own_call
+from manager.state.ownership import Unclosed, Usability, ends_what_it_owns, interrupts_own_call
 from manager.state.registry import Scope
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class StateManager:
         self._state = self._replica.state
         if load_state_dict is not None and state_dict is not None:
             self.register_state_dict_fn("default", load_state_dict, state_dict)
+        self._usability = Usability()
         self._unclosed = Unclosed(self, self._replica.closers())
         self._end = SafeEnd()
 
@@ -288,10 +289,12 @@ class StateManager:
             Done when the snapshot can be fetched.
 
         Raises:
-            ManagerError: There is no transport, it has been shut down, or which step the state shows is not known.
+            ManagerClosedError: The manager was shut down, or is the parent process's.
+            ManagerError: There is no transport, or which step the state shows is not known.
             LockTimeoutError: The snapshot before was not finished, or another thread was writing, until the deadline.
             TransportError: The state cannot be captured.
         """
+        self._usability.require()
         return self._replica.snapshot(step)
 
     def recover(
@@ -338,6 +341,7 @@ class StateManager:
             ManagerError: There is no transport, the address is this replica's own, a state function asked for the
                 training thread, or several ranks would each recover a latest step of their own.
         """
+        self._usability.require()
         options = PeerOptions(
             timeout=timeout if timeout is not None else self._state.timeout,
             unreachable_timeout=unreachable_timeout,
@@ -365,6 +369,7 @@ class StateManager:
             StateTornError: This replica holds part of a state.
             TransportError: As for ``CheckpointStore.save``.
         """
+        self._usability.require()
         return self._replica.save(wait=wait, overwrite=overwrite)
 
     def resume(self) -> Recovery | None:
@@ -379,17 +384,22 @@ class StateManager:
             StateTornError: After loading, the state is not the one that was saved.
             TransportError: All checkpoints are damaged, or loading failed; the same on all ranks.
         """
+        self._usability.require()
         return self._replica.resume()
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job, end the threads and the transport. May be called twice, and from a signal handler.
 
         In a handler that has interrupted another call of this package it returns at once, and the end is made when the
-        handler has returned: that call may hold locks that the end needs.
+        handler has returned: that call may hold locks that the end needs. A forked child leaves the manager to its
+        parent, and returns at once.
 
         Args:
             wait: Whether to return only when the server has ended.
         """
+        if self._usability.is_of_parent():
+            return
+        self._usability.is_shut_down = True
         self._end(lambda: self._shut_down(wait), wait=wait and not interrupts_own_call())
 
     def _shut_down(self, wait: bool) -> None:

@@ -74,6 +74,10 @@ class SafeFuture(Future[T]):
             return self._condition.wait_for(self.done, timeout_s)
 
 
+class ExecutorClosedError(RuntimeError):
+    """An executor takes no further job: it was shut down."""
+
+
 class ThreadRefusedError(RuntimeError):
     """The system has no further thread, or the interpreter is about to end."""
 
@@ -238,7 +242,7 @@ class SafeExecutor(Executor):
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_threads = num_threads
         self._num_started = 0
-        self._name = name
+        self.name = name
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._mutex = threading.Lock()
         self._threads: list[SafeThread] = []
@@ -250,17 +254,17 @@ class SafeExecutor(Executor):
         """Let a thread call ``fn``.
 
         Raises:
-            RuntimeError: After `shutdown`.
+            ExecutorClosedError: After `shutdown`.
             ThreadRefusedError: The system has no further thread.
         """
         future: Future[T] = SafeFuture()
         with self._mutex:
             if self._is_closed:
-                raise RuntimeError("cannot take another job after the shutdown")
+                raise ExecutorClosedError("cannot take another job after the shutdown")
             # A thread that a handler interrupted as it was started may run or not: it does not count, and another
             # thread is started in the next call.
             while self._num_started < self._num_threads:
-                thread = SafeThread(target=_work, args=(self._jobs,), name=f"{self._name}_{self._num_started}")
+                thread = SafeThread(target=_work, args=(self._jobs,), name=f"{self.name}_{self._num_started}")
                 self._threads.append(thread)
                 thread.start()
                 self._num_started += 1

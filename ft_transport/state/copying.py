@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ft_transport.errors import SnapshotError
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.handler_safety import ExecutorClosedError, SafeExecutor, ThreadRefusedError
 from ft_transport.wire.chunks import ChunkTable
 from ft_transport.wire.digester import PLAIN, Digester
 
@@ -77,8 +77,10 @@ class HostCopier:
     def _submit(self, function: Callable[[T], R], argument: T) -> Future[R]:
         try:
             return self._pool.submit(function, argument)
-        except RuntimeError as error:
+        except ExecutorClosedError as error:
             raise SnapshotError("expected an open transport, got one that was shut down") from error
+        except ThreadRefusedError as error:
+            raise SnapshotError(f"expected a further thread ({self._pool.name}): {error}") from error
 
     def close(self) -> None:
         """Ends the threads after the work that they have."""

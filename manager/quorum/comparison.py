@@ -17,13 +17,13 @@ from datetime import timedelta
 from torch.optim import Optimizer
 
 from ft_transport import TensorDigests, TransportError
-from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.errors import LockTimeoutError, ManagerError
 from manager.quorum.divergence import Claim
 from manager.snapshots.boundary_keeper import BoundaryKeeper
 from manager.snapshots.run import BOUNDARY_TIMEOUT
 from manager.state.guarded_memory import belongs_to, memory_at, parameters_of
 from manager.state.lock import Section, StateLock
+from manager.state.ownership import OwnedExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class StateComparison:
         self._lock = lock
         self._keeper = keeper
         self._state = state
-        self._pool: SafeExecutor | None = None
+        self._pool: OwnedExecutor | None = None
         self._pending: tuple[int, str, Future[dict[str, int]]] | None = None
         self.is_wanted = False
         """Whether the next boundary is to be compared whatever its number."""
@@ -59,7 +59,7 @@ class StateComparison:
             check = self._keeper.watch([each for each in parameters_of(optimizers) if memory_at(each) in guarded])
             digests = TensorDigests(state, belongs_to(guarded, at_least_bytes=0))
             if self._pool is None:
-                self._pool = SafeExecutor(1, "ft-transport-compare")
+                self._pool = OwnedExecutor(1, "ft-transport-compare")
             values = {f"{key} (values)": _digest_of_values(each) for key, each in self._keeper.values(state).items()}
             self._pending = step, lineage, self._pool.submit(_compute, digests, values, check, section)
             section = None

@@ -14,7 +14,6 @@ import torch
 
 from ft_transport import is_dtensor
 from ft_transport.runtime.deadline import Deadline
-from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.collectives.gloo import ReplicaProcessGroup
 from manager.collectives.gradients import NamedParameters, average_gradients, gradients_of
 from manager.collectives.managed_work import ManagedWork, forget_frames, wait_all
@@ -49,6 +48,7 @@ from manager.recovery.replica import Replica
 from manager.recovery.warm_join import WarmJoin
 from manager.state.guard_marks import warn_of_unguarded
 from manager.state.guarded_memory import parameters_of
+from manager.state.ownership import OwnedExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class QuorumLoop:
         self.membership = Membership(
             config, address=transport.metadata(), keys=transport.keys, process_group=process_group
         )
-        self._executor = SafeExecutor(1, "ft-transport-quorum")
+        self._executor = OwnedExecutor(1, "ft-transport-quorum")
         self._participant = Participant(self._state, self.membership)
         self._metrics = LoopMetrics()
         self._comparison = StateComparison(lock=self._state.lock, keeper=snapshots.keeper, state=self._state.content)

@@ -8,18 +8,25 @@ from __future__ import annotations
 import _thread
 import functools
 import logging
+import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from types import FrameType
-from typing import Any, Final, ParamSpec
+from typing import Any, Final, ParamSpec, TypeVar
+
+from ft_transport.runtime.handler_safety import ExecutorClosedError, SafeExecutor, ThreadRefusedError
+from manager.errors import ManagerClosedError, ManagerError
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 _OURS: Final = ("manager.", "ft_transport.")
+_SHUT_DOWN: Final = "expected a manager that runs, this one was shut down; make another one"
 _PROGRAMS: Final = ("manager.demo",)
 """Programs of ours that call the packages as a user does."""
 
@@ -52,6 +59,58 @@ def ends_what_it_owns(constructor: Callable[P, None]) -> Callable[P, None]:
     return construct
 
 
+class Usability:
+    """Says until when an object may be used: until its shutdown, in the process that made it."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self.is_shut_down = False
+
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked from the one that made the object: none of its threads runs here."""
+        return os.getpid() != self._pid
+
+    def require(self) -> None:
+        """Refuse a call that nothing would ever answer.
+
+        Raises:
+            ManagerClosedError: The object was shut down, or this is a forked child.
+        """
+        self.require_process()
+        if self.is_shut_down:
+            raise ManagerClosedError(_SHUT_DOWN)
+
+    def require_process(self) -> None:
+        """Refuse a call that would wait for a thread of the parent process.
+
+        Raises:
+            ManagerClosedError: This is a forked child.
+        """
+        if self.is_of_parent():
+            raise ManagerClosedError(
+                f"expected a manager of this process ({os.getpid()}), got one of process {self._pid}, which forked "
+                "this one: a manager works only in the process that made it; make another one here"
+            )
+
+
+class OwnedExecutor(SafeExecutor):
+    """A `SafeExecutor` that refuses jobs with the manager's errors."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Let a thread call ``fn``.
+
+        Raises:
+            ManagerClosedError: A signal handler has shut the manager down.
+            ManagerError: The system has no further thread.
+        """
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except ExecutorClosedError as error:
+            raise ManagerClosedError(_SHUT_DOWN) from error
+        except ThreadRefusedError as error:
+            raise ManagerError(f"expected a further thread ({self.name}): {error}") from error
+
+
 class Unclosed:
     """Ends what belongs to an object that was dropped without being shut down, and says so in the log.
 
@@ -62,7 +121,7 @@ class Unclosed:
 
     def __init__(self, owner: object, closers: Iterable[Callable[[], object]]) -> None:
         self._closers = list(closers)
-        self._finalizer = weakref.finalize(owner, _end, type(owner).__name__, self._closers)
+        self._finalizer = weakref.finalize(owner, _end, type(owner).__name__, self._closers, os.getpid())
         # A process that ends takes its threads with it.
         self._finalizer.atexit = False
 
@@ -92,7 +151,9 @@ def interrupts_own_call() -> bool:
     return False
 
 
-def _end(name: str, closers: list[Callable[[], object]]) -> None:
+def _end(name: str, closers: list[Callable[[], object]], pid: int) -> None:
+    if os.getpid() != pid:
+        return  # A forked child has a copy, without its threads.
     # The collector calls this anywhere, also where this very thread holds a lock of threading or logging.
     _thread.start_new_thread(_end_on_thread, (name, closers))
 
