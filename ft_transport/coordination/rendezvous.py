@@ -3,7 +3,7 @@
 The Lighthouse may count a replica that was killed a moment ago: its request for the quorum was still pending, and its
 last heartbeat is fresh. Configuring a process group with it waits for the whole timeout. So the members announce
 themselves in the store first, and each probes the address at which a missing member serves its state. Where no process
-listens any more, the replica is dead.
+listens any more, the replica is dead. A member that gives up before it comes says so (`decline`), which ends the wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
-from ft_transport.coordination.store_channel import StoreChannel
+from ft_transport.coordination.store_channel import AT_ONCE, StoreChannel
 from ft_transport.errors import DeadlineExceededError, RankGoneError, TransportError
 from ft_transport.http.peer_address import AddressInfo, PeerAddress, look_up
 from ft_transport.runtime.deadline import Deadline
@@ -43,7 +43,7 @@ def rendezvous(
         timeout: For everything.
 
     Raises:
-        RankGoneError: One of them is dead, or the store does not answer.
+        RankGoneError: One of them is dead or has given up, or the store does not answer.
         DeadlineExceededError: One of them did not come in time, or the store did not answer in time.
     """
     deadline = Deadline.after(timeout)
@@ -52,11 +52,16 @@ def rendezvous(
     # One of them may have the store.
     _refuse_dead(missing, names, addresses, deadline)
     store.set(f"{prefix}/{rank}", names[rank], deadline.cap(timeout))
+    given_up = _given_up_key(prefix)
     while missing and not store.get(
         [keys[other] for other in missing],
         deadline.cap(_PROBE_AFTER),
+        unless=[given_up],
         answer_timeout=max(_PROBE_AFTER, deadline.cap(timeout)),
     ):
+        reason = store.get([given_up], AT_ONCE, answer_timeout=deadline.cap(timeout))
+        if reason is not None:
+            raise RankGoneError(reason[0].decode(errors="replace"))
         unset = store.missing([keys[other] for other in missing], deadline.cap(timeout))
         missing = [other for other in missing if keys[other] in unset]
         _refuse_dead(missing, names, addresses, deadline)
@@ -64,6 +69,27 @@ def rendezvous(
             raise DeadlineExceededError(
                 f"expected {[names[other] for other in missing]} to come within {timeout.total_seconds():g} s"
             )
+
+
+def decline(*, store: StoreChannel, prefix: str, name: str, reason: str, timeout: timedelta) -> None:
+    """Ends the rendezvous of the other members: this one does not come.
+
+    Args:
+        store: See `rendezvous`, as for what follows.
+        prefix: See above.
+        name: Of this member.
+        reason: Why it does not come.
+        timeout: For the store to answer.
+
+    Raises:
+        RankGoneError: The store does not answer.
+        DeadlineExceededError: The store did not answer in time.
+    """
+    store.set(_given_up_key(prefix), f"{name} has given up before the members met: {reason}", timeout)
+
+
+def _given_up_key(prefix: str) -> str:
+    return f"{prefix}/given up"
 
 
 def _refuse_dead(others: Sequence[int], names: Sequence[str], addresses: Sequence[str], deadline: Deadline) -> None:

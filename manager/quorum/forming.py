@@ -292,6 +292,7 @@ class QuorumForming:
         current = participant.round
         if current is not None and current.error is not None:
             # What was aborted in this step is not configured again under the same key.
+            participant.membership.process_group.decline(decision, str(current.error))
             return
         try:
             with (

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, cast
 
 import torch
 
-from ft_transport.coordination.rendezvous import rendezvous
+from ft_transport.coordination.rendezvous import decline, rendezvous
 from ft_transport.coordination.store_connections import StoreConnections
+from ft_transport.errors import TransportError
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.collectives.gloo import GlooProcessGroup, ReplicaProcessGroup
@@ -23,6 +25,8 @@ from manager.quorum.decision import Decision
 _PREFIX: Final = "ft_transport"
 _TORCHFT_GLOO: Final = "torchft-gloo"
 """torchft's name for its gloo group in this process; a difference ends only the child process of its other one."""
+_MEETING: Final = "meeting"
+_DECLINING: Final = timedelta(seconds=1)
 
 
 class HeldProcessGroup:
@@ -102,12 +106,12 @@ class HeldProcessGroup:
             self._begun = decision.group
             self.held = ""
             self.num_begun += 1
-        prefix = f"{_PREFIX}/{decision.group}/{self._group_rank}"
+        prefix = self._prefix(decision)
         if len(decision.group_members) > 1:
             with quorum_errors():
                 rendezvous(
                     store=self._stores.at_address(decision.store_address),
-                    prefix=f"{prefix}/meeting",
+                    prefix=f"{prefix}/{_MEETING}",
                     rank=decision.rank,
                     names=decision.group_members,
                     addresses=decision.group_addresses,
@@ -127,6 +131,34 @@ class HeldProcessGroup:
         with self._mutex:
             self.held, self._members = decision.group, decision.group_members
         return time.monotonic() - start_s
+
+    def decline(self, decision: Decision, reason: str) -> None:
+        """Let no member wait for this rank in a process group that it has given up before it was set up.
+
+        Args:
+            decision: Which group it is.
+            reason: Why, for the others.
+        """
+        if decision.rank is None or len(decision.group_members) <= 1:
+            return
+        with self._mutex:
+            if self._is_closed or decision.group == self._begun:
+                return
+            # The next attempt has another key: under this one the others find the refusal.
+            self._begun = decision.group
+            self.held = ""
+            self.num_begun += 1
+        with suppress(TransportError):
+            decline(
+                store=self._stores.at_address(decision.store_address),
+                prefix=f"{self._prefix(decision)}/{_MEETING}",
+                name=decision.group_members[decision.rank],
+                reason=reason,
+                timeout=_DECLINING,
+            )
+
+    def _prefix(self, decision: Decision) -> str:
+        return f"{_PREFIX}/{decision.group}/{self._group_rank}"
 
     def _limit_connecting(self, deadline: Deadline) -> None:
         """``configure`` of torchft takes no timeout; process groups of this package are told beforehand."""

@@ -13,7 +13,7 @@ import pytest
 from ranks_on_threads import run_ranks
 from torch.distributed import HashStore
 
-from ft_transport.coordination.rendezvous import nobody_listens, rendezvous
+from ft_transport.coordination.rendezvous import decline, nobody_listens, rendezvous
 from ft_transport.coordination.store_channel import DirectStore, StoreChannel
 from ft_transport.errors import DeadlineExceededError, RankGoneError
 
@@ -84,6 +84,23 @@ def test_a_member_that_dies_on_the_way_is_noticed(store: HashStore, listening: s
 def test_one_that_lives_and_does_not_come_is_named_at_the_deadline(store: HashStore, listening: str) -> None:
     with pytest.raises(DeadlineExceededError, match=r"\['replica_1'\] to come within 0\.3 s"):
         arrive(store, 0, [listening, listening], timedelta(seconds=0.3))
+
+
+def test_a_member_that_gives_up_ends_the_wait_of_all(store: HashStore, listening: str) -> None:
+    def give_up() -> None:
+        channel = StoreChannel(DirectStore(store))
+        decline(store=channel, prefix="here", name="replica_1", reason="no snapshot", timeout=LONG)
+
+    def come() -> None:
+        # The third never comes.
+        with pytest.raises(RankGoneError, match="replica_1 has given up before the members met: no snapshot"):
+            arrive(store, 0, [listening] * 3)
+
+    started_s = time.monotonic()
+    run_ranks(come, give_up)
+    with pytest.raises(RankGoneError, match="no snapshot"):
+        arrive(store, 2, [listening] * 3)
+    assert time.monotonic() - started_s < AT_ONCE_S
 
 
 def test_a_store_that_is_gone_is_an_error_of_ours(listening: str) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
+from ft_transport.coordination.store_channel import DirectStore, StoreChannel
 from ft_transport.coordination.store_connections import StoreConnections
 from ft_transport.runtime.deadline import Deadline
 from manager import QuorumError
@@ -39,9 +44,32 @@ class Upstream:
         self.calls.append(("shutdown",))
 
 
-def held(upstream: Upstream) -> HeldProcessGroup:
+class OneStore(StoreConnections):
+    """Stands in for the stores of all replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._channel = StoreChannel(DirectStore(HashStore()))
+
+    def at_address(self, address: str) -> StoreChannel:
+        del address
+        return self._channel
+
+
+@pytest.fixture
+def listening() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/checkpoint/"
+
+
+def held(upstream: Upstream, stores: StoreConnections | None = None) -> HeldProcessGroup:
     return HeldProcessGroup(
-        upstream, stores=StoreConnections(), group_rank=1, world_size=2, timeout=TIMEOUT, connect_timeout=TIMEOUT
+        upstream,
+        stores=stores or StoreConnections(),
+        group_rank=1,
+        world_size=2,
+        timeout=TIMEOUT,
+        connect_timeout=TIMEOUT,
     )
 
 
@@ -90,6 +118,26 @@ def test_a_group_that_was_given_up_is_not_set_up_again() -> None:
     assert (group.held, upstream.calls[-1]) == ("", ("abort",))
     with pytest.raises(QuorumError, match=f"the process group {FIRST} was given up in this step"):
         group.configure(alone_in(FIRST), Deadline(), replica_id="own")
+
+
+def test_a_group_that_was_declined_is_not_set_up_under_its_key(listening: str) -> None:
+    """The next attempt has another number, and so another key: under this one the others find the refusal."""
+    both = replace(alone_in(FIRST), group_members=("own", "other"), group_addresses=(listening, listening))
+    stores = OneStore()
+    group, other = held(Upstream(), stores), held(Upstream(), stores)
+    group.decline(both, "no snapshot")
+    assert group.num_begun == 1
+    with pytest.raises(QuorumError, match="was given up in this step"):
+        group.configure(both, Deadline(), replica_id="own")
+    with pytest.raises(QuorumError, match="own has given up before the members met: no snapshot"):
+        other.configure(replace(both, rank=1), Deadline(), replica_id="other")
+
+
+def test_a_group_that_has_been_met_is_not_declined() -> None:
+    group = held(Upstream())
+    group.configure(alone_in(FIRST), Deadline(), replica_id="own")
+    group.decline(replace(alone_in(FIRST), group_members=("own", "other")), "a reason")
+    assert (group.held, group.num_begun) == (FIRST, 1)
 
 
 def test_nothing_is_set_up_after_the_end() -> None:
