@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from manager.state.guarded_memory import Memory, memory_at, storage_of
+from manager.state.guarded_memory import Memory, memory_at, memory_of, storage_of, tensors_in
 from manager.state.registry import StateEntry
 
 MAX_COPIED_BYTES: Final = 16 << 20
 """The most that is copied at every boundary for a snapshot that perhaps nobody needs: about 2 ms."""
 _MAX_CALLED_TENSORS: Final = 64
 """The most tensors that a function may return which is called at every boundary."""
+_MAX_SHOWN: Final = 5
+_NUM_LOSSES: Final = 2
 _ATOMS: Final = (bool, int, float, complex, str, bytes, type(None))
 
 Location: TypeAlias = tuple[dict[str, Any], str]
@@ -58,6 +63,61 @@ class CalledPart:
 
 
 Part: TypeAlias = ModulePart | OptimizerPart | CalledPart
+
+
+class ReplacedTensors:
+    """Knows the parts of a state whose tensors steps replace, instead of changing them in place.
+
+    Of an optimizer, one state is looked at in every boundary; everything else shows when a boundary could not be kept.
+    """
+
+    def __init__(self) -> None:
+        self._keys: set[str] = set()
+        self._samples: dict[str, list[weakref.ref[torch.Tensor]]] = {}
+        self._num_losses: Counter[str] = Counter()
+
+    def found(self, key: str) -> None:
+        """Note that a step has replaced tensors of a part."""
+        self._keys.add(key)
+
+    def is_in_module(self, parts: Sequence[Part]) -> bool:
+        """Whether steps give parameters other memory (``parameter.data = …``): each boundary needs a new plan then."""
+        return any(isinstance(part, ModulePart) and part.entry.key in self._keys for part in parts)
+
+    def references(self, parts: Sequence[Part]) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors in the states of optimizers that replace them; they are what they are while they are held.
+
+        Args:
+            parts: Of the state.
+        """
+        found: dict[str, list[torch.Tensor]] = {}
+        for part in parts:
+            if isinstance(part, OptimizerPart):
+                key, state = part.entry.key, part.optimizer.state
+                if key in self._keys or self._shows_loss(key, state):
+                    found[key] = _tensors_of_states(state.values())
+        return found
+
+    def _shows_loss(self, key: str, state: Mapping[Any, object]) -> bool:
+        """Whether the first state lost tensors at this boundary and at the one before. Loading does so, but once."""
+        before = self._samples.get(key, [])
+        self._samples[key] = [weakref.ref(tensor) for tensor in _tensors_of_states(islice(state.values(), 1))]
+        is_lost = any(reference() is None for reference in before)
+        self._num_losses[key] = self._num_losses[key] + 1 if is_lost else 0
+        if self._num_losses[key] >= _NUM_LOSSES:
+            self._keys.add(key)
+        return key in self._keys
+
+
+def _tensors_of_states(states: Iterable[object]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for values in states:
+        for value in values.values() if type(values) is dict else (values,):
+            if type(value) is torch.Tensor:
+                found.append(value)
+            else:
+                found.extend(tensors_in(value))
+    return found
 
 
 @dataclass(slots=True)
@@ -127,6 +187,33 @@ def tensors_of_stable_modules(entries: Iterable[StateEntry]) -> list[torch.Tenso
         if entry.is_stable and isinstance(holder := entry.holder, nn.Module)
         for _, location in tensors_of_module(holder)
     ]
+
+
+def renormalised_memory(entries: Iterable[StateEntry]) -> set[Memory]:
+    """Return where weights lie that torch's own modules change in ``forward``."""
+    weights = [
+        module.weight
+        for entry in entries
+        if isinstance(holder := entry.holder, nn.Module)
+        for module in holder.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+    ]
+    return memory_of(weights)
+
+
+def names_of(entries: Iterable[StateEntry], tensors: Sequence[torch.Tensor]) -> str:
+    """Name tensors by their places in registered modules, for a message."""
+    wanted = {id(tensor) for tensor in tensors}
+    names = [
+        f"{entry.key}.{name}"
+        for entry in entries
+        if isinstance(holder := entry.holder, nn.Module)
+        for name, tensor in [*holder.named_parameters(), *holder.named_buffers()]
+        if id(tensor) in wanted
+    ]
+    unnamed = len(tensors) - len(names)
+    shown = names[:_MAX_SHOWN] + ([f"{len(names) - _MAX_SHOWN} more"] if len(names) > _MAX_SHOWN else [])
+    return ", ".join(shown + ([f"{unnamed} without a name"] if unnamed > 0 else []))
 
 
 def check_copyable(key: str, tensors: Sequence[torch.Tensor], module: nn.Module) -> None:

@@ -1,0 +1,189 @@
+"""A join beside replicas that train with an asynchronous quorum costs them no standstill, and as a rule no step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from quorum_threads import LONG_S, Gate, lighthouse, make_manager, run_replicas
+from state_equality import exact
+
+pytest.importorskip("torchft")
+
+pytestmark = pytest.mark.usefixtures("quorum_ready")
+
+STANDSTILL_S = 5.0
+"""Half of the time that members of a process group wait for each other."""
+WIDTH = 300
+"""So that one weight is not copied at the boundary."""
+
+
+class OutOfPlace(torch.optim.Optimizer):
+    """Its states are other tensors after each step, in a list as well."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                earlier = state.get("momentum", torch.zeros_like(parameter))
+                state["momentum"] = earlier * 0.9 + parameter.grad
+                state["powers"] = [state["momentum"] ** 2]
+                parameter.sub_(group["lr"] * state["momentum"])
+
+
+class Swapping(OutOfPlace):
+    """Gives its parameters other memory, as sharpness-aware minimisation does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        before = [parameter.data.clone() for group in self.param_groups for parameter in group["params"]]
+        for parameter, kept in zip(self.param_groups[0]["params"], before, strict=True):
+            parameter.data = kept
+        super().step(closure)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse() as at:
+        yield at
+
+
+@dataclass
+class Trainer:
+    """Notes each step: how long it took and whether it was committed."""
+
+    address: str
+    name: str
+    kind: Callable[[Any], torch.optim.Optimizer]
+    steps: list[tuple[float, bool]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model = torch.nn.Linear(WIDTH, WIDTH)
+        self.optimizer = self.kind(self.model.parameters())
+        self.manager = make_manager(self.address, self.name)
+        self.manager.register("model", self.model)
+        self.manager.register("optimizer", self.optimizer)
+        self.manager.attach(self.optimizer)
+
+    def step(self) -> bool:
+        began_s = time.monotonic()
+        self.manager.start_quorum()
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, WIDTH)).square().mean().backward()
+        for parameter in self.model.parameters():
+            self.manager.allreduce(parameter.grad).wait()
+        is_committed = self.manager.should_commit()
+        if is_committed:
+            self.optimizer.step()
+        self.steps.append((time.monotonic() - began_s, is_committed))
+        return is_committed
+
+    def state(self) -> Any:
+        return exact([self.model.state_dict(), self.optimizer.state_dict()])
+
+
+def _join(address: str, kind: Callable[[Any], torch.optim.Optimizer], num_joins: int) -> tuple[Trainer, list[bool]]:
+    """Let one newcomer after the other join a replica that trains; returns that, and whether the states were equal."""
+    gate = Gate()
+    healthy = Trainer(address, "healthy", kind)
+    kept: dict[int, Any] = {}
+    is_over = threading.Event()
+
+    def train() -> None:
+        try:
+            while not is_over.is_set():
+                healthy.step()
+                kept[healthy.manager.current_step()] = healthy.state()
+                if healthy.manager.current_step() > 5:
+                    gate.open("trains")
+        finally:
+            healthy.manager.shutdown()
+
+    def join() -> list[bool]:
+        gate.wait("trains")
+        try:
+            return [_equals(Trainer(address, f"newcomer {number}", kind), kept) for number in range(num_joins)]
+        finally:
+            is_over.set()
+
+    _, are_equal = run_replicas(train, join)
+    return healthy, are_equal or []
+
+
+def _equals(newcomer: Trainer, kept: dict[int, Any]) -> bool:
+    try:
+        while not newcomer.step():
+            pass
+        step, own = newcomer.manager.current_step(), newcomer.state()
+        # One more, so that the other replica has made the step by then.
+        newcomer.step()
+        until_s = time.monotonic() + LONG_S
+        while step not in kept and time.monotonic() < until_s:
+            newcomer.step()
+        return bool(kept[step] == own)
+    finally:
+        newcomer.manager.shutdown()
+
+
+def test_a_join_costs_no_step_where_steps_replace_the_tensors_of_optimizer_states(address: str) -> None:
+    healthy, are_equal = _join(address, OutOfPlace, 1)
+    assert are_equal == [True]
+    assert all(is_committed for _, is_committed in healthy.steps)
+    assert max(length_s for length_s, _ in healthy.steps) < STANDSTILL_S
+
+
+def test_a_join_costs_one_step_once_where_steps_give_parameters_other_memory(address: str) -> None:
+    healthy, are_equal = _join(address, Swapping, 2)
+    assert are_equal == [True, True]
+    assert sum(not is_committed for _, is_committed in healthy.steps) <= 1
+    assert max(length_s for length_s, _ in healthy.steps) < STANDSTILL_S
+
+
+def test_nobody_waits_for_a_source_that_gives_the_step_up(address: str) -> None:
+    """Before the members of the process group have met: the newcomer waits for it there."""
+    gate = Gate()
+    healthy = Trainer(address, "healthy", torch.optim.SGD)
+
+    def give_up(*_: object, **__: object) -> None:
+        raise RuntimeError("no memory")
+
+    def train() -> None:
+        try:
+            for _ in range(3):
+                healthy.step()
+            snapshots = healthy.manager._replica.snapshots
+            assert snapshots is not None
+            hold_kept = snapshots.scheduler._taking.hold_kept
+            snapshots.scheduler._taking.hold_kept = give_up  # type: ignore[method-assign, assignment]
+            gate.open("trains")
+            while healthy.step():
+                pass
+            snapshots.scheduler._taking.hold_kept = hold_kept  # type: ignore[method-assign]
+            while not gate.is_open("over"):
+                healthy.step()
+        finally:
+            healthy.manager.shutdown()
+
+    def join() -> None:
+        gate.wait("trains")
+        newcomer = Trainer(address, "newcomer", torch.optim.SGD)
+        try:
+            while not newcomer.step():
+                pass
+        finally:
+            gate.open("over")
+            newcomer.manager.shutdown()
+
+    run_replicas(train, join)
+    assert sum(not is_committed for _, is_committed in healthy.steps) == 1
+    assert max(length_s for length_s, _ in healthy.steps) < STANDSTILL_S
