@@ -17,6 +17,7 @@
     ├── ManagerClosedError  the manager was shut down, or is one of the process that forked this one
     ├── ReportedError       (never raised) what spoiled a step, as Manager.errored returns it
     └── CommitFailedError   so many steps in a row were not committed that the run is given up
+        └── ReplicaFaultError   this replica's own errors did so, and the others go on without it
 
 A setting that cannot work is a ``ConfigurationError`` of ``ft_transport``, here as there; ``ConfigError`` is its older
 name. The fields are attributes, the sentence is made by ``str()``, and every error survives pickling, so that one can
@@ -262,14 +263,10 @@ class ReductionMismatchError(QuorumError):
             "batches, or call manager.average_gradients(model)"
         )
 
-    def is_in_minority(self, replica_id: str) -> bool:
-        """Whether more than half of the replicas agree with each other, and not with this one."""
-        own = dict(self.reductions).get(replica_id)
-        return any(what != own and 2 * len(replicas) > len(self.reductions) for what, replicas in self._sides().items())
-
-    def has_majority(self) -> bool:
-        """Whether more than half of the replicas agree."""
-        return any(2 * len(replicas) > len(self.reductions) for replicas in self._sides().values())
+    def differs_from_most(self, replica_id: str) -> bool:
+        """Whether no more than half of the replicas reduced the same as this one."""
+        own = dict(self.reductions).get(replica_id, "")
+        return 2 * len(self._sides().get(own, ())) <= len(self.reductions)
 
     def _sides(self) -> dict[str, list[str]]:
         sides: dict[str, list[str]] = {}
@@ -349,3 +346,21 @@ class CommitFailedError(ManagerError, RuntimeError):
         """Say how often, and why the last time."""
         why = "; ".join(self.reasons) or "another rank of this replica refused"
         return f"the step after {self.step} was not committed {self.num_failures} times in a row; the last time: {why}"
+
+
+class ReplicaFaultError(CommitFailedError):
+    """This replica failed steps by errors of its own, one after the other: it leaves, so that the others can go on.
+
+    Attributes:
+        step: The last committed step.
+        num_failures: How many attempts since then failed for its own errors.
+        reasons: The last errors.
+    """
+
+    def __str__(self) -> str:
+        """Say how often, and list the errors."""
+        return (
+            f"errors of this replica's own failed the step after {self.step} {self.num_failures} times; it leaves, so "
+            f"that the others can go on; end this process, and start it again when this is mended: "
+            f"{'; '.join(self.reasons)}"
+        )

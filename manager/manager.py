@@ -250,9 +250,8 @@ class Manager(StateManager):
             QuorumError: There was no quorum, or a rank of this replica did not answer.
             CommitFailedError: More than ``max_retries`` steps in a row were not committed.
             UnfinishedReductionError: A tensor was changed or replaced before its reduction was waited for.
-            ReductionMismatchError: Three times in a row this replica did not reduce what most others did, or replicas
-                without a majority reduced different tensors. Before that, such a step is not committed.
             ManagerError: There was no `start_quorum` since the call before.
+            ReplicaFaultError: Errors of this replica's own failed three steps, and the others could have gone on.
         """
         deadline = Deadline.after(timeout)
         return self._joined().commit(deadline)
@@ -260,10 +259,11 @@ class Manager(StateManager):
     def report_error(self, e: Exception) -> None:
         """Report what spoils this step: it will not be committed. As in torchft; from any thread.
 
-        The process group is ended, so that the other replicas need not wait for this one.
+        The process group is ended, so that the other replicas need not wait for this one. A replica that spoils three
+        steps by errors of its own, without a commit between them, leaves: `should_commit` raises ``ReplicaFaultError``.
         """
         if self._loop is not None:
-            self._loop.report_error(e)
+            self._loop.report_error(e, is_own=True)
 
     def errored(self) -> ReportedError | None:
         """Return the first thing that went wrong in this step, with its ``original_exception``. As in torchft."""
@@ -280,7 +280,7 @@ class Manager(StateManager):
             timeout: How long to wait for it. Default: ``timeout`` of the configuration.
         """
         timeout = timeout if timeout is not None else self._config.timeout
-        return never_failing(fut, default, timeout, self.report_error)
+        return never_failing(fut, default, timeout, self._report_failed_collective)
 
     def compare_replicas(self) -> None:
         """Compare the states of all replicas at the next step boundary, once; as with ``compare_every``.
@@ -333,6 +333,10 @@ class Manager(StateManager):
         return loop.membership.replica_id
 
     # ------------------------------------------------------------------------------------------------- joining, leaving
+
+    def _report_failed_collective(self, error: Exception) -> None:
+        if self._loop is not None:
+            self._loop.report_error(error, is_own=False)
 
     def _joined(self) -> QuorumLoop:
         self._usability.require()

@@ -6,6 +6,7 @@ torchft (``torchft.process_group.ProcessGroup``) has them too, so its NCCL group
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from datetime import timedelta
@@ -23,6 +24,8 @@ from manager.errors import quorum_errors
 
 _LOOK_AFTER_S: Final = 1.0
 """How long gloo is trusted to notice the end of a connection by itself."""
+_SPARE_DESCRIPTORS: Final = 8
+"""A member has one for each other member and four more (torch 2.13); connections to stores come besides."""
 _GLOO_CONTEXT: Final = 0
 """What precedes the ranks in the keys of a process group's first (and only) gloo context."""
 
@@ -132,6 +135,30 @@ class GlooProcessGroup:
             sockets = GlooSockets(own, said)
         with self._mutex:
             self._group, self._sockets = group, sockets
+
+    @staticmethod
+    def check_descriptors(world_size: int) -> None:
+        """Make sure that `configure` finds the descriptors that it needs. gloo ends the process where it accepts none.
+
+        Args:
+            world_size: Number of members.
+
+        Raises:
+            OSError: There are too few.
+        """
+        opened: list[int] = []
+        try:
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            opened.extend(os.dup(opened[0]) for _ in range(world_size + _SPARE_DESCRIPTORS))
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
+
+    def have_members_left(self) -> bool:
+        """Whether a connection to another member has ended. Thread-safe."""
+        with self._mutex:
+            sockets = self._sockets
+        return sockets is not None and sockets.have_ended()
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Begin an allreduce in place.

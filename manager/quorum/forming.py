@@ -18,7 +18,7 @@ from manager.quorum.comparison import StateComparison
 from manager.quorum.decision import NO_WHOLE_STATE, Decision, DoesNotFit, Heals, StandsBy, UpToDate
 from manager.quorum.group_ranks import Exchange
 from manager.quorum.loop_metrics import LoopMetrics
-from manager.quorum.round import Participant, QuorumRequest, QuorumRound
+from manager.quorum.round import Participant, QuorumRequest, QuorumRound, is_own_shortage
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.structure_watch import StructureWatch
 from manager.quorum.telemetry import span, spanned
@@ -305,7 +305,7 @@ class QuorumForming:
                 membership = participant.membership
                 seconds = membership.process_group.configure(decision, deadline, replica_id=membership.replica_id)
         except Exception as error:
-            participant.report_error(error)
+            participant.report_error(error, is_own=is_own_shortage(error))
             return
         if seconds:
             self._metrics.configured.observe(seconds)

@@ -93,6 +93,7 @@ class HeldProcessGroup:
             Seconds that it took; 0 if there was nothing to do.
 
         Raises:
+            OSError: This process has too few descriptors left.
             Exception: Whatever the process group raises if the others do not come.
         """
         if decision.rank is None or decision.group == self.held:
@@ -108,6 +109,12 @@ class HeldProcessGroup:
             self.num_begun += 1
         prefix = self._prefix(decision)
         if len(decision.group_members) > 1:
+            if isinstance(self.wrapped, GlooProcessGroup):
+                try:
+                    self.wrapped.check_descriptors(len(decision.group_members))
+                except OSError as error:
+                    self._tell_refusal(decision, str(error))
+                    raise
             with quorum_errors():
                 rendezvous(
                     store=self._stores.at_address(decision.store_address),
@@ -148,6 +155,10 @@ class HeldProcessGroup:
             self._begun = decision.group
             self.held = ""
             self.num_begun += 1
+        self._tell_refusal(decision, reason)
+
+    def _tell_refusal(self, decision: Decision, reason: str) -> None:
+        assert decision.rank is not None, "a replica that stands by is waited for by nobody"
         with suppress(TransportError):
             decline(
                 store=self._stores.at_address(decision.store_address),
@@ -174,6 +185,12 @@ class HeldProcessGroup:
             sequence.fail(RuntimeError("expected a process group, and it has been aborted"))
         if was_held:
             self.wrapped.abort()
+
+    def have_members_left(self) -> bool:
+        """Whether another member has ended the group, as far as the process group shows it. Thread-safe."""
+        if isinstance(self.wrapped, GlooProcessGroup):
+            return self.wrapped.have_members_left()
+        return self.wrapped.errored() is not None
 
     def error(self) -> Exception | None:
         """Return an error that the process group noticed by itself."""

@@ -203,6 +203,12 @@ class LighthouseSession:
         """How often so far the Lighthouse may have taken this replica for dead, because it was silent for too long."""
         return self._heartbeat.missed_heartbeats.count() if self._heartbeat is not None else 0
 
+    def fall_silent(self) -> None:
+        """End the heartbeats until the next request."""
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            heartbeat.close()
+
     def close(self) -> None:
         """End the heartbeats, so that the others need not wait for this replica any longer than they must."""
         self._closed.set()

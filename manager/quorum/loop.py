@@ -25,6 +25,7 @@ from manager.errors import (
     ManagerError,
     QuorumTimeoutError,
     ReductionMismatchError,
+    ReplicaFaultError,
     ReportedError,
     UnfinishedReductionError,
 )
@@ -38,7 +39,7 @@ from manager.quorum.group_ranks import Exchange
 from manager.quorum.job_members import finding_job
 from manager.quorum.loop_metrics import ABANDONED, LoopMetrics, member_readings, refusal_cause
 from manager.quorum.membership import Membership
-from manager.quorum.round import Participant, QuorumRequest, QuorumRound
+from manager.quorum.round import OwnErrors, Participant, QuorumRequest, QuorumRound
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.structure_watch import StructureWatch
 from manager.quorum.telemetry import span
@@ -53,8 +54,6 @@ from manager.state.ownership import OwnedExecutor
 logger = logging.getLogger(__name__)
 
 _NO_DEADLINE: Final = Deadline()
-_MAX_MISMATCHES: Final = 3
-"""A branch that depends on the batch is taken differently now and then; one that depends on the replica, always."""
 
 
 class QuorumLoop:
@@ -118,7 +117,7 @@ class QuorumLoop:
         transport.watch.metrics.collect(member_readings(self.membership))
         self._participated_last_round = False
         self._num_refused_commits = 0
-        self._num_mismatches = 0
+        self._own_errors = OwnErrors()
         self._errors = transport.watch.errors
         transport.watch.tell("manager", telling_loop(self._participant))
         transport.watch.find_job = finding_job(self.membership)
@@ -216,26 +215,11 @@ class QuorumLoop:
                 "both once for each step, and start_quorum again where it raised"
             )
         self._wait_for(current, deadline)
-        if current.error is None:
-            self.membership.process_group.end_step()
-        with self._stall_watch.waiting(f"{participant.name}: waiting for {len(current.works)} collectives"):
-            if not wait_all(current.works, deadline) and current.error is None:
-                participant.report_error(
-                    ManagerError("expected every collective to be waited for, one was interrupted")
-                )
-        current.forget_works()
-        current.is_over = True
-        self._compare_reductions(current, deadline)
-        if torch.accelerator.is_available():
-            with span("should_commit::current_stream::synchronize"):
-                torch.accelerator.synchronize()
-        error = self.membership.process_group.error()
-        if error is not None:
-            participant.report_error(error)
+        self._end_collectives(current, deadline)
         refusals = commit_refusals(
             num_participants=self.num_participants(),
             min_replica_size=self._config.min_replica_size,
-            errors=[str(current.error)] if current.error is not None else [],
+            errors=current.refusals(),
             has_missed_heartbeats=self.membership.num_missed_heartbeats() != current.num_missed_heartbeats,
         )
         with self._stall_watch.waiting(f"{participant.name}: waiting for the other ranks of this replica to agree"):
@@ -250,7 +234,9 @@ class QuorumLoop:
             if participant.healing is not None:
                 participant.healing.retry(f"the first step was not committed: {'; '.join(refusals)}")
             self._refuse_commit(current, refusals)
-            self._raise_own_fault(current.error)
+            if current.error is not None and isinstance(current.error.original_exception, UnfinishedReductionError):
+                # The loop would do the same in each step.
+                raise current.error.original_exception
             return False
         # First: if a handler raises below, the ledger still expects this step of every optimizer, so the lineage will
         # differ from the others', and this replica heals.
@@ -267,7 +253,8 @@ class QuorumLoop:
         participant.reductions = (
             Claim(step=state.step, lineage=state.lineage, digest=current.reductions) if current.reductions else Claim()
         )
-        self._num_refused_commits = self._num_mismatches = 0
+        self._num_refused_commits = 0
+        self._own_errors.committed()
         current.is_committed = True
         self._metrics.committed.add()
         state.steps.end(state.step - 1, num_participants=decision.num_participants)
@@ -290,9 +277,9 @@ class QuorumLoop:
 
     # -------------------------------------------------------------------------------------------------- what is known
 
-    def report_error(self, error: Exception) -> None:
-        """See `Manager.report_error`."""
-        self._participant.report_error(error)
+    def report_error(self, error: Exception, *, is_own: bool) -> None:
+        """See `Manager.report_error`; ``is_own`` as in `Participant.report_error`."""
+        self._participant.report_error(error, is_own=is_own)
 
     def errored(self) -> ReportedError | None:
         """See `Manager.errored`."""
@@ -407,9 +394,34 @@ class QuorumLoop:
         )
         if current.error is not None:
             self.membership.process_group.abort()
+        try:
+            self._own_errors.refused(self._state.step, refusals)
+        except ReplicaFaultError:
+            self.membership.fall_silent()
+            raise
         max_retries = self._config.max_retries
         if max_retries is not None and self._num_refused_commits > max_retries:
             raise CommitFailedError(step=self._state.step, num_failures=self._num_refused_commits, reasons=refusals)
+
+    def _end_collectives(self, current: QuorumRound, deadline: Deadline) -> None:
+        """Wait for the collectives of the step, and for the other replicas to end theirs."""
+        participant = self._participant
+        if current.error is None:
+            self.membership.process_group.end_step()
+        with self._stall_watch.waiting(f"{participant.name}: waiting for {len(current.works)} collectives"):
+            if not wait_all(current.works, deadline) and current.error is None:
+                participant.report_error(
+                    ManagerError("expected every collective to be waited for, one was interrupted")
+                )
+        current.forget_works()
+        current.is_over = True
+        self._compare_reductions(current, deadline)
+        if torch.accelerator.is_available():
+            with span("should_commit::current_stream::synchronize"):
+                torch.accelerator.synchronize()
+        error = self.membership.process_group.error()
+        if error is not None:
+            participant.report_error(error)
 
     def _compare_reductions(self, current: QuorumRound, deadline: Deadline) -> None:
         if current.error is not None:
@@ -424,24 +436,6 @@ class QuorumLoop:
             # A member that fails after its last reduction does not commit, and heals: this replica has all it needs.
             logger.info("%s: another replica does not end the step: %s", self._participant.name, error)
             self.membership.process_group.abort()
-
-    def _raise_own_fault(self, reported: ReportedError | None) -> None:
-        """Raise what the same loop would meet again in each step.
-
-        Raises:
-            UnfinishedReductionError: A tensor was changed before its reduction ended.
-            ReductionMismatchError: For the third time in a row this replica did not reduce what most replicas did.
-        """
-        match reported.original_exception if reported is not None else None:
-            case UnfinishedReductionError() as error:
-                raise error
-            case ReductionMismatchError() as error:
-                self._num_mismatches += 1
-                is_alone = error.is_in_minority(self.membership.replica_id) or not error.has_majority()
-                if is_alone and self._num_mismatches >= _MAX_MISMATCHES:
-                    raise error
-            case _:
-                self._num_mismatches = 0
 
 
 def _do_nothing() -> None:

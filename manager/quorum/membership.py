@@ -317,6 +317,11 @@ class Membership:
         """How often the Lighthouse may have taken this replica for dead. Its rank 0 alone knows."""
         return self._session.num_missed_heartbeats() if self._session is not None else 0
 
+    def fall_silent(self) -> None:
+        """End the heartbeats until the next request, so that the others need not wait for this replica."""
+        if self._session is not None:
+            self._session.fall_silent()
+
     def close(self) -> None:
         """Leave: end the heartbeats and the process group."""
         self._group.close()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
+from torch.distributed import DistError
 
 from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeFuture
 from ft_transport.telemetry.recorder import Recording
 from manager.collectives.managed_work import ManagedWork
-from manager.errors import ReportedError, UnfinishedReductionError
+from manager.errors import ReductionMismatchError, ReplicaFaultError, ReportedError, UnfinishedReductionError
 from manager.quorum import telemetry
 from manager.quorum.decision import Decision, Rules, next_lineage
 from manager.quorum.divergence import Claim
@@ -23,6 +27,12 @@ from manager.quorum.membership import Membership
 from manager.state.replica_state import ReplicaState
 
 logger = logging.getLogger(__name__)
+
+_OWN: Final = "this replica's own error: "
+_MAX_OWN_ERRORS: Final = 3
+_SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+_GLOO: Final = "gloo/transport"
+"""In the messages of gloo's errors."""
 
 
 @dataclass(slots=True)
@@ -34,6 +44,7 @@ class QuorumRound:
         decision: What the quorum decided; ``None`` until then.
         quorum: Done when it has and the process group is set up.
         error: The first thing that went wrong.
+        is_own_error: Whether it came from this replica itself, beside others that could have gone on.
         works: The collectives begun.
         gradients: The parameters that have gradients (``gradients_of``), as the first `Manager.allreduce` found them.
         reductions: A digest of what was reduced, where only the next quorum can compare it.
@@ -47,6 +58,7 @@ class QuorumRound:
     decision: Decision | None = None
     quorum: Future[None] = field(default_factory=SafeFuture)
     error: ReportedError | None = None
+    is_own_error: bool = False
     works: list[ManagedWork] = field(default_factory=list)
     gradients: dict[int, tuple[int, torch.Tensor]] | None = None
     reductions: str = ""
@@ -79,6 +91,13 @@ class QuorumRound:
         self.works.clear()
         self._reducing.clear()
         self.gradients = None
+
+    def refusals(self) -> list[str]:
+        """Why the step is not committed; ranks tell each other as text whose error it is (`OwnErrors`)."""
+        if self.error is None:
+            return []
+        has_others = self.decision is not None and len(self.decision.group_members) > 1
+        return [f"{_OWN}{self.error}" if self.is_own_error and has_others else str(self.error)]
 
     def end_quorum(self, error: BaseException | None) -> None:
         """Let those who wait for the quorum go on, once; a handler may have raised after it had ended."""
@@ -143,12 +162,23 @@ class Participant:
         """The replica and its step, for logs."""
         return f"replica {self.membership.replica_id} step {self.state.step}"
 
-    def report_error(self, error: Exception) -> None:
-        """See `Manager.report_error`."""
+    def report_error(self, error: Exception, *, is_own: bool = False) -> None:
+        """See `Manager.report_error`.
+
+        Args:
+            error: What spoils the step.
+            is_own: Whether it came from this replica. It counts as others' all the same where a member of the process
+                group has left, or where it is one of collectives.
+        """
         current = self.round
         with self._error_mutex:
             if current is None or current.error is not None:
                 return
+            group = self.membership.process_group
+            if isinstance(error, ReductionMismatchError):
+                current.is_own_error = error.differs_from_most(self.membership.replica_id)
+            else:
+                current.is_own_error = is_own and not (_is_of_collectives(error) or group.have_members_left())
             current.error = ReportedError(error)
         logger.warning("%s: this step will not be committed: %s", self.name, format_error(error))
         self.membership.process_group.abort()
@@ -189,6 +219,47 @@ class Participant:
         self.irregularity = irregularity
         self.state.lineage = next_lineage(self.state.lineage, irregularity, self.state.step)
         self.is_settled = False
+
+
+class OwnErrors:
+    """Counts the steps since the last commit that errors of this replica's own failed: the same on all of its ranks.
+
+    A replica that fails at every step keeps all others from committing for as long as it lives. After a few it leaves.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: list[str] = []
+
+    def committed(self) -> None:
+        """Forget them."""
+        self._reasons.clear()
+
+    def refused(self, step: int, refusals: Sequence[str]) -> None:
+        """Count a step that was not committed.
+
+        Args:
+            step: The last committed one.
+            refusals: What all ranks of the replica have agreed on.
+
+        Raises:
+            ReplicaFaultError: It was one too many.
+        """
+        own = [refusal.replace(_OWN, "", 1) for refusal in refusals if _OWN in refusal]
+        self._reasons += own[:1]
+        if own and len(self._reasons) >= _MAX_OWN_ERRORS:
+            raise ReplicaFaultError(
+                step=step, num_failures=len(self._reasons), reasons=tuple(self._reasons[-_MAX_OWN_ERRORS:])
+            )
+
+
+def is_own_shortage(error: Exception) -> bool:
+    """Whether this process, and no other replica, lacks what a process group needs."""
+    return isinstance(error, OSError) and error.errno in _SHORTAGES
+
+
+def _is_of_collectives(error: Exception) -> bool:
+    """Whether it may come from another replica, by way of a collective that this one has made by itself."""
+    return isinstance(error, (DistError, TimeoutError)) or _GLOO in str(error)
 
 
 def format_error(error: BaseException) -> str:

@@ -10,7 +10,14 @@ import torch
 from quorum_threads import Gate, lighthouse, make_manager, run_replicas
 from torch import nn
 
-from manager import GlooProcessGroup, Manager, ManagerError, ReductionMismatchError, StatesDivergedError
+from manager import (
+    GlooProcessGroup,
+    Manager,
+    ManagerError,
+    ReductionMismatchError,
+    ReplicaFaultError,
+    StatesDivergedError,
+)
 from manager.errors import UnfinishedReductionError
 
 pytestmark = pytest.mark.usefixtures("quorum_ready")
@@ -108,7 +115,7 @@ def test_two_replicas_that_never_agree_end_with_the_reason(trainers: Callable[..
 
     def train(trainer: Trainer, order: list[int]) -> str:
         assert [trainer.step(order) for _ in range(2)] == [False, False]
-        with pytest.raises(ReductionMismatchError) as raised:
+        with pytest.raises(ReplicaFaultError) as raised:
             trainer.step(order)
         return str(raised.value)
 
@@ -130,7 +137,7 @@ def test_the_one_that_differs_from_most_leaves_and_the_others_train_on(
         trainer = three[2]
         meet(trainer)
         assert [trainer.step([2, 1, 0]) for _ in range(2)] == [False, False]
-        with pytest.raises(ReductionMismatchError, match="parameter 2"):
+        with pytest.raises(ReplicaFaultError, match="parameter 2"):
             trainer.step([2, 1, 0])
         trainer.manager.shutdown()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import struct
 import subprocess
@@ -112,6 +113,21 @@ def test_a_collective_of_ones_own_is_given_up_too(met: Callable[[int], list[Gloo
     assert outcome
     with pytest.raises(RuntimeError, match="has been aborted"):
         reduce(first)
+
+
+def test_too_few_descriptors_are_found_before_gloo_ends_the_process() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The lowest numbers that are free, up to the limit, are what is left.
+    unused = [os.dup(0) for _ in range(4)]
+    for descriptor in unused:
+        os.close(descriptor)
+    GlooProcessGroup.check_descriptors(2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (unused[-1] + 1, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            GlooProcessGroup.check_descriptors(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_member_may_come_late(met: Callable[[int], list[GlooProcessGroup]]) -> None:
