@@ -238,37 +238,7 @@ class QuorumLoop:
                 # The loop would do the same in each step.
                 raise current.error.original_exception
             return False
-        # First: if a handler raises below, the ledger still expects this step of every optimizer, so the lineage will
-        # differ from the others', and this replica heals.
-        state.ledger.committed()
-        # From here on the caller may change what a newcomer is being served, also where no lock is taken for it.
-        state.before_change(is_optimizer_step=True)
-        decision = current.decision
-        assert decision is not None, "a replica without a decision has an error"
-        state.lineage = next_lineage(state.lineage, decision.group, state.step + 1)
-        state.step += 1
-        state.batches_committed += decision.num_participants
-        state.is_past_step = True
-        participant.irregularity = ""
-        participant.reductions = (
-            Claim(step=state.step, lineage=state.lineage, digest=current.reductions) if current.reductions else Claim()
-        )
-        self._num_refused_commits = 0
-        self._own_errors.committed()
-        current.is_committed = True
-        self._metrics.committed.add()
-        state.steps.end(state.step - 1, num_participants=decision.num_participants)
-        participant.is_settled = True
-        if participant.healing is not None:
-            participant.healing.tell(step=state.step)
-            participant.healing.end()
-            participant.healing = None
-        logger.info(
-            "%s: committed with %d participants, lineage %s",
-            participant.name,
-            decision.num_participants,
-            state.lineage,
-        )
+        self._accept(current)
         return True
 
     def compare_at_next_boundary(self) -> None:
@@ -402,6 +372,40 @@ class QuorumLoop:
         max_retries = self._config.max_retries
         if max_retries is not None and self._num_refused_commits > max_retries:
             raise CommitFailedError(step=self._state.step, num_failures=self._num_refused_commits, reasons=refusals)
+
+    def _accept(self, current: QuorumRound) -> None:
+        """Count the step as committed."""
+        participant, state, decision = self._participant, self._state, current.decision
+        # First: if a handler raises below, the ledger still expects this step of every optimizer, so the lineage will
+        # differ from the others', and this replica heals.
+        state.ledger.committed()
+        # From here on the caller may change what a newcomer is being served, also where no lock is taken for it.
+        state.before_change(is_optimizer_step=True)
+        assert decision is not None, "a replica without a decision has an error"
+        state.lineage = next_lineage(state.lineage, decision.group, state.step + 1)
+        state.step += 1
+        state.batches_committed += decision.num_participants
+        state.is_past_step = True
+        participant.irregularity = ""
+        participant.reductions = (
+            Claim(step=state.step, lineage=state.lineage, digest=current.reductions) if current.reductions else Claim()
+        )
+        self._num_refused_commits = 0
+        self._own_errors.committed()
+        current.is_committed = True
+        self._metrics.committed.add()
+        state.steps.end(state.step - 1, num_participants=decision.num_participants)
+        participant.is_settled = True
+        if participant.healing is not None:
+            participant.healing.tell(step=state.step)
+            participant.healing.end()
+            participant.healing = None
+        logger.info(
+            "%s: committed with %d participants, lineage %s",
+            participant.name,
+            decision.num_participants,
+            state.lineage,
+        )
 
     def _end_collectives(self, current: QuorumRound, deadline: Deadline) -> None:
         """Wait for the collectives of the step, and for the other replicas to end theirs."""
