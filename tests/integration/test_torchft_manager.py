@@ -204,13 +204,17 @@ def test_what_is_left_of_a_gradient_when_a_replica_heals_is_not_averaged_in(hold
         model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(model.weight, float(index))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        if holder == "attached optimizer":
+        if holder == "module":
+            manager.register("model", model)
+            del optimizer
+        else:
             # Which parameters belong to this function is not to be seen.
             load = lambda state: model.load_state_dict(state)  # noqa: E731, PLW0108
             manager.register_state_dict_fn("model", load, model.state_dict)
-            manager.attach(optimizer)
-        else:
-            manager.register(holder, {"module": model, "optimizer": optimizer}[holder])
+            if holder == "optimizer":
+                manager.register("optimizer", optimizer)
+            else:
+                manager.attach(optimizer)
         # Computed from the weights that healing replaces, as a loop does that accumulates gradients.
         model.weight.grad = torch.full((1, 1), 1000.0 * index)
         manager.start_quorum()
