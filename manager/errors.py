@@ -9,8 +9,9 @@
     ├── StateTornError      the replica holds part of a state and must not step
     ├── QuorumError         the replicas could not be brought together
     │   ├── LighthouseUnavailableError   torchft is not installed, or the Lighthouse does not answer
-    │   ├── StatesDivergedError          replicas hold different states of one step, and no majority agrees
-    │   └── ReductionMismatchError       replicas began to reduce different tensors in one step
+    │   ├── ReductionMismatchError       replicas began to reduce different tensors in one step
+    │   └── StatesDivergedError          replicas hold different states of one step, and no majority agrees
+    │       └── HyperparametersDivergedError   their optimizers have different hyperparameters after one step
     ├── UnfinishedReductionError   a tensor was changed, replaced or reduced again before its reduction ended
     ├── RecoveryFailedError no live peer and no checkpoint has a state to recover
     ├── HealFailedError     the replica could not be healed, however often it was tried
@@ -277,6 +278,24 @@ class ReductionMismatchError(QuorumError):
 
 class UnfinishedReductionError(ManagerError):
     """A tensor was changed, replaced, freed or reduced again before its reduction ended."""
+
+
+class HyperparametersDivergedError(StatesDivergedError):
+    """Optimizers have different hyperparameters after one step, and no majority agrees, or healing did not mend it.
+
+    Attributes:
+        tensors: Each hyperparameter that differs, with its value on each replica.
+    """
+
+    def __str__(self) -> str:
+        """Name the values, and the usual causes."""
+        shown = "; ".join(self.tensors[:_MAX_SHOWN]) or "which ones is not known"
+        more = f"; and {len(self.tensors) - _MAX_SHOWN} more" if len(self.tensors) > _MAX_SHOWN else ""
+        return (
+            f"expected the same hyperparameters of optimizers after step {self.step} on {list(self.replicas)}, got "
+            f"others: {shown}{more}; give all replicas the same settings, register every learning rate scheduler "
+            "(manager.register('scheduler', scheduler)), and step it after each commit on all of them"
+        )
 
 
 class RecoveryFailedError(ManagerError):

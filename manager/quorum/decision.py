@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, TypeAlias
 
-from manager.errors import QuorumError, StatesDivergedError
+from manager.errors import HyperparametersDivergedError, QuorumError, StatesDivergedError
 from manager.quorum.divergence import Claim, Divergence, find_divergence
 from manager.quorum.structure import Structure, misfits, usual_structure
 
 NO_WHOLE_STATE: Final = -1
 """The step of a member that holds part of a state: behind everybody."""
+_AVERAGED: Final = "the tensors that were averaged for it"
 
 
 class WorldSizeMode(Enum):
@@ -58,6 +59,7 @@ class Member:
         process: Its process and host; for messages.
         claim: What it says of the last state that was to be compared.
         reductions: What it says of the reductions of its last step.
+        hyperparameters: What it says of its optimizers' hyperparameters, if its last step was committed.
         structure: What its state looks like (``manager.quorum.structure``).
     """
 
@@ -76,6 +78,7 @@ class Member:
     process: str = ""
     claim: Claim = field(default_factory=Claim)
     reductions: Claim = field(default_factory=Claim)
+    hyperparameters: Claim = field(default_factory=Claim)
     structure: Structure = ()
 
 
@@ -221,15 +224,15 @@ def decide(
     """
     ordered = sorted(members, key=lambda member: member.replica_id)
     _check(ordered, own_id)
-    divergence = find_divergence({member.replica_id: member.reductions for member in ordered})
-    tensors = ("the tensors that were averaged for it",) if divergence is not None else ()
-    divergence = divergence or find_divergence({member.replica_id: member.claim for member in ordered})
+    divergence = _find_divergence(ordered)
     if divergence is not None and not divergence.has_majority:
-        raise StatesDivergedError(
+        is_of_hyperparameters = divergence.compared == "hyperparameters"
+        kind = HyperparametersDivergedError if is_of_hyperparameters else StatesDivergedError
+        raise kind(
             step=divergence.step,
             replicas=tuple(sorted(divergence.replicas)),
             store_address=next(each.store_address for each in ordered if each.replica_id in divergence.replicas),
-            tensors=tensors,
+            tensors=(_AVERAGED,) if divergence.compared == "reductions" else (),
         )
     sound = [member for member in ordered if divergence is None or member.replica_id not in divergence.replicas]
     target, unfit = _choose_fitting_target(sound, ordered, rules)
@@ -304,6 +307,15 @@ def commit_refusals(
     if has_missed_heartbeats:
         refusals.append("this replica was silent for so long that the others may have gone on without it")
     return tuple(refusals)
+
+
+def _find_divergence(ordered: Sequence[Member]) -> Divergence | None:
+    """Compare what the members say of one step; what made their states differ comes before the states."""
+    return (
+        find_divergence("reductions", {member.replica_id: member.reductions for member in ordered})
+        or find_divergence("state", {member.replica_id: member.claim for member in ordered})
+        or find_divergence("hyperparameters", {member.replica_id: member.hyperparameters for member in ordered})
+    )
 
 
 def _check(ordered: Sequence[Member], own_id: str) -> None:

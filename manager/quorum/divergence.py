@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import msgspec
+
+Compared: TypeAlias = Literal["state", "reductions", "hyperparameters"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +47,22 @@ class Divergence:
         step: Whose states were compared.
         replicas: Those that differ from the majority; all that were compared, if there is no majority.
         has_majority: Whether most agree.
+        majority: Those that do.
+        compared: What was compared.
     """
 
     step: int
     replicas: frozenset[str]
     has_majority: bool
+    majority: frozenset[str] = frozenset()
+    compared: Compared = "state"
 
 
-def find_divergence(claims: Mapping[str, Claim]) -> Divergence | None:
+def find_divergence(compared: Compared, claims: Mapping[str, Claim]) -> Divergence | None:
     """Compare the newest claims that belong together.
 
     Args:
+        compared: What they are about.
         claims: By replica.
 
     Returns:
@@ -74,6 +81,12 @@ def find_divergence(claims: Mapping[str, Claim]) -> Divergence | None:
         return None
     digest, number = numbers.most_common(1)[0]
     if 2 * number <= len(digests):
-        return Divergence(step=newest, replicas=frozenset(digests), has_majority=False)
+        return Divergence(step=newest, replicas=frozenset(digests), has_majority=False, compared=compared)
     differing = frozenset(replica for replica, each in digests.items() if each != digest)
-    return Divergence(step=newest, replicas=differing, has_majority=True)
+    return Divergence(
+        step=newest,
+        replicas=differing,
+        has_majority=True,
+        majority=frozenset(digests.keys() - differing),
+        compared=compared,
+    )

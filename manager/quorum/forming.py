@@ -12,11 +12,12 @@ from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.telemetry.recorder import phase
 from manager.config import ManagerConfig
-from manager.errors import QuorumError, StatesDivergedError
+from manager.errors import HyperparametersDivergedError, QuorumError, StatesDivergedError
 from manager.quorum import telemetry
 from manager.quorum.comparison import StateComparison
 from manager.quorum.decision import NO_WHOLE_STATE, Decision, DoesNotFit, Heals, StandsBy, UpToDate
 from manager.quorum.group_ranks import Exchange
+from manager.quorum.hyperparameters import Hyperparameters
 from manager.quorum.loop_metrics import LoopMetrics
 from manager.quorum.round import Participant, QuorumRequest, QuorumRound, is_own_shortage
 from manager.quorum.stall_watch import StallWatch
@@ -46,6 +47,7 @@ class QuorumForming:
         executor: The quorum thread.
         structures: Compares what states look like.
         comparison: Digests the state at boundaries that are compared.
+        hyperparameters: Digests the hyperparameters after each commit.
         healer: Receives the state of others.
         warm_join: Gets a newcomer ready before its first quorum.
         metrics: Counts quorums.
@@ -62,6 +64,7 @@ class QuorumForming:
         executor: SafeExecutor,
         structures: StructureWatch,
         comparison: StateComparison,
+        hyperparameters: Hyperparameters,
         healer: Healer,
         warm_join: WarmJoin,
         metrics: LoopMetrics,
@@ -75,6 +78,7 @@ class QuorumForming:
         self._executor = executor
         self._structures = structures
         self._comparison = comparison
+        self._hyperparameters = hyperparameters
         self._healer = healer
         self._warm_join = warm_join
         self._metrics = metrics
@@ -226,6 +230,7 @@ class QuorumForming:
                 is_irregular=bool(participant.irregularity),
                 claim=self._comparison.claim(request.deadline.cap(state.timeout)),
                 reductions=participant.reductions,
+                hyperparameters=self._hyperparameters.claim,
                 structure=self._structures.structure,
                 announced_to=participant.announced_to,
                 num_failed_heals=self._healer.num_failures,
@@ -236,6 +241,7 @@ class QuorumForming:
         self._metrics.quorums.observe(time.monotonic() - start_s)
         self._metrics.num_participants = decision.num_participants
         self._tell_divergence(decision)
+        self._hyperparameters.note(decision)
         self._structures.note(decision)
         logger.debug(
             "%s: quorum of %d for step %d after %.1f ms: %s",
@@ -260,19 +266,20 @@ class QuorumForming:
         try:
             yield
         except StatesDivergedError as error:
-            if error.tensors:
-                raise
-            table = self._comparison.table(self._state.timeout)
-            membership = self._participant.membership
-            error.tensors = membership.differences.differing_tensors(
-                error, table or {}, replica_id=membership.replica_id, timeout=self._config.connect_timeout
-            )
+            if isinstance(error, HyperparametersDivergedError):
+                self._hyperparameters.name(error)
+            elif not error.tensors:
+                table = self._comparison.table(self._state.timeout)
+                membership = self._participant.membership
+                error.tensors = membership.differences.differing_tensors(
+                    error, table or {}, replica_id=membership.replica_id, timeout=self._config.connect_timeout
+                )
             logger.error("%s: %s", self._participant.name, error)
             raise
 
     def _tell_divergence(self, decision: Decision) -> None:
         divergence = decision.divergence
-        if divergence is None:
+        if divergence is None or divergence.compared == "hyperparameters":
             return
         is_own = self._participant.membership.replica_id in divergence.replicas
         if is_own:

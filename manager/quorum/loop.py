@@ -36,6 +36,7 @@ from manager.quorum.decision import Decision, Rules, commit_refusals, next_linea
 from manager.quorum.divergence import Claim
 from manager.quorum.forming import QuorumForming
 from manager.quorum.group_ranks import Exchange
+from manager.quorum.hyperparameters import Hyperparameters
 from manager.quorum.job_members import finding_job
 from manager.quorum.loop_metrics import ABANDONED, LoopMetrics, member_readings, refusal_cause
 from manager.quorum.membership import Membership
@@ -99,6 +100,7 @@ class QuorumLoop:
         self._metrics = LoopMetrics()
         self._comparison = StateComparison(lock=self._state.lock, keeper=snapshots.keeper, state=self._state.content)
         self._structures = StructureWatch(self._participant, self._executor)
+        self._hyperparameters = Hyperparameters(self._participant)
         healer = Healer(config, state=replica.state, peers=peers, watch=stall_watch)
         self._forming = QuorumForming(
             config,
@@ -108,6 +110,7 @@ class QuorumLoop:
             executor=self._executor,
             structures=self._structures,
             comparison=self._comparison,
+            hyperparameters=self._hyperparameters,
             healer=healer,
             warm_join=WarmJoin(config, state=replica.state, peers=peers, keeper=snapshots.keeper, watch=stall_watch),
             metrics=self._metrics,
@@ -135,6 +138,7 @@ class QuorumLoop:
         warn_of_unguarded(state.optimizers())
         participant.note_irregular_steps()
         self._structures.check_registered()
+        self._hyperparameters.look(is_after_commit=participant.round is not None and participant.round.is_committed)
         self._participated_last_round = self.is_participating()
         state.note_training_thread()
         config = self._config

@@ -49,6 +49,7 @@ class _MemberData(msgspec.Struct, frozen=True):
     is_irregular: bool
     claim: Claim
     reductions: Claim = msgspec.field(default_factory=Claim)
+    hyperparameters: Claim = Claim()
     structure: Structure = ()
     process: str = ""
     number: int = 0
@@ -88,6 +89,7 @@ class MemberTelling:
             process=f"{os.getpid()} on {socket.gethostname()}",
             claim=member.claim,
             reductions=member.reductions,
+            hyperparameters=member.hyperparameters,
             structure=member.structure,
             number=next(_numbers),
         )
@@ -181,6 +183,7 @@ class MemberTelling:
             process=data.process,
             claim=data.claim,
             reductions=data.reductions,
+            hyperparameters=data.hyperparameters,
             structure=data.structure,
         )
 

@@ -168,6 +168,7 @@ class Membership:
         is_irregular: bool,
         claim: Claim,
         reductions: Claim,
+        hyperparameters: Claim,
         structure: Structure,
         announced_to: frozenset[str],
         num_failed_heals: int,
@@ -185,6 +186,7 @@ class Membership:
             is_irregular: See ``quorum.decision.Member``.
             claim: See ``quorum.decision.Member``.
             reductions: See ``quorum.decision.Member``.
+            hyperparameters: See ``quorum.decision.Member``.
             structure: See ``quorum.decision.Member``.
             announced_to: See ``quorum.decision.Member``.
             num_failed_heals: See ``quorum.decision.decide``.
@@ -205,6 +207,7 @@ class Membership:
             is_irregular=is_irregular,
             claim=claim,
             reductions=reductions,
+            hyperparameters=hyperparameters,
             structure=structure,
         )
         # A rank that is just leaving a failed collective comes later by as much.

@@ -26,6 +26,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
         is_irregular: Its optimizers did not each make one step for the last commit.
         claim: What it says of the last state that was to be compared.
         reductions: What it says of the reductions of its last step.
+        hyperparameters: What it says of its optimizers' hyperparameters.
         refusals: Why it does not want to commit.
         structure: What its part of the state looks like.
     """
@@ -40,6 +41,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     is_irregular: bool = False
     claim: Claim = msgspec.field(default_factory=Claim)
     reductions: Claim = msgspec.field(default_factory=Claim)
+    hyperparameters: Claim = msgspec.field(default_factory=Claim)
     refusals: tuple[str, ...] = ()
     structure: Structure = ()
 
@@ -84,6 +86,7 @@ def member_of(
         is_irregular=is_irregular,
         claim=_claim_of_group([report.claim for report in reports]),
         reductions=_claim_of_group([report.reductions for report in reports]),
+        hyperparameters=_claim_of_group([report.hyperparameters for report in reports]),
         structure=_structure_of_group([report.structure for report in reports]),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Final
@@ -23,6 +24,7 @@ _ASKING: Final = timedelta(milliseconds=200)
 
 _tables_decoder: Final = msgspec.json.Decoder(dict[str, dict[str, str]])
 _digests_decoder: Final = msgspec.json.Decoder(dict[str, int])
+_values_decoder: Final = msgspec.json.Decoder(dict[str, str])
 
 
 class ToldDifferences:
@@ -61,17 +63,49 @@ class ToldDifferences:
             replica_id: Of this replica.
             timeout: For telling, and for the others.
         """
-        prefix = f"{_PREFIX}/diverged/{error.step}/{self._group_rank}"
         try:
-            store = self._stores.at_address(error.store_address)
-            store.set(f"{prefix}/{replica_id}", msgspec.json.encode(table), timeout)
-            told = store.get([f"{prefix}/{replica}" for replica in error.replicas], timeout)
-            tables = [from_json(each, _digests_decoder) for each in told or ()]
+            told = self._exchange(error, f"diverged/{error.step}", table, replica_id=replica_id, timeout=timeout)
+            tables = [from_json(each, _digests_decoder) for each in told]
         except TransportError as unanswered:
             logger.warning("replica %s: which tensors differ is not known: %s", replica_id, unanswered)
             return ()
         paths = dict.fromkeys(path for each in tables for path in each)
         return tuple(path for path in paths if len({each.get(path) for each in tables}) > 1)
+
+    def differing_values(
+        self, error: StatesDivergedError, table: dict[str, str], *, replica_id: str, timeout: timedelta
+    ) -> tuple[str, ...]:
+        """Tell the other replicas each hyperparameter, and return those that differ with all values.
+
+        Args:
+            error: As in `differing_tensors`, as for what follows.
+            table: Values by path, of this rank.
+            replica_id: See above.
+            timeout: See above.
+        """
+        try:
+            told = self._exchange(error, f"settings/{error.step}", table, replica_id=replica_id, timeout=timeout)
+            tables = [from_json(each, _values_decoder) for each in told]
+        except TransportError as unanswered:
+            logger.warning("replica %s: which hyperparameters differ is not known: %s", replica_id, unanswered)
+            return ()
+        differing = []
+        for path in dict.fromkeys(path for each in tables for path in each):
+            replicas: dict[str, list[str]] = {}
+            for replica, each in zip(error.replicas, tables, strict=False):
+                replicas.setdefault(each.get(path, "missing"), []).append(replica)
+            if len(replicas) > 1:
+                values = [f"{value} on {', '.join(having)}" for value, having in replicas.items()]
+                differing.append(f"{path} is {' and '.join(values)}")
+        return tuple(differing)
+
+    def _exchange(
+        self, error: StatesDivergedError, name: str, table: Mapping[str, object], *, replica_id: str, timeout: timedelta
+    ) -> list[bytes]:
+        prefix = f"{_PREFIX}/{name}/{self._group_rank}"
+        store = self._stores.at_address(error.store_address)
+        store.set(f"{prefix}/{replica_id}", msgspec.json.encode(table), timeout)
+        return store.get([f"{prefix}/{replica}" for replica in error.replicas], timeout) or []
 
     def _tables_key(self) -> str:
         return f"{_PREFIX}/structure/{self._group_rank}"

@@ -118,18 +118,21 @@ def test_one_flipped_bit_is_found_named_and_healed(address: str, caplog: pytest.
 def test_a_value_that_no_tensor_shows_yet_is_found_named_and_healed(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As after an interruption between the optimizer's step and the scheduler's."""
+    """Of a scheduler: what it has set in the optimizer is compared in each quorum."""
     ends: list[object] = []
+    schedulers: dict[str, Any] = {}
     beginning = threading.Barrier(3)
 
     def change(trainer: Trainer, step: int) -> None:
         if step == 5:
-            trainer.optimizer.param_groups[0]["own"] = 1.0
-        ends[:] = [trainer.optimizer.param_groups[0]["own"]]
+            schedulers["replica_2"].own = 1.0
+        ends[:] = [schedulers["replica_2"].own]
 
     def run(name: str, before_step: Callable[[Trainer, int], None]) -> None:
         trainer = Trainer(address, name, beginning, min_replica_size=2, compare_every=EVERY)
-        trainer.optimizer.param_groups[0]["own"] = 0.0
+        schedulers[name] = scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1000)
+        scheduler.own = 0.0
+        trainer.manager.register("scheduler", scheduler)
         trainer.run(before_step)
 
     run_replicas(

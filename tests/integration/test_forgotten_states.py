@@ -1,20 +1,23 @@
-"""The first quorum refuses by name what a loop forgot to register."""
+"""What a loop forgets to register, or sets on one replica alone, is refused or found by name before replicas differ."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from quorum_threads import lighthouse, make_manager
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
+from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR, StepLR
 
-from manager import Manager, RegistryError
+from manager import HyperparametersDivergedError, Manager, RegistryError
 
 pytest.importorskip("torchft")
 
 pytestmark = pytest.mark.usefixtures("quorum_ready")
+
+NUM_STEPS = 10
 
 
 @pytest.fixture
@@ -165,3 +168,163 @@ def test_what_is_not_forgotten_is_not_missed(
     parts.manager.start_quorum()
     assert parts.manager.should_commit()
     assert not [record for record in caplog.records if "registered" in record.getMessage()]
+
+
+# --------------------------------------------------------------------------- found in the quorum after the first step
+
+
+class Trainer:
+    """A replica with a schedule that it may make another use of than the others."""
+
+    def __init__(
+        self, address: str, name: str, beginning: threading.Barrier | None = None, *, lr: float = 0.1, **flags: Any
+    ) -> None:
+        torch.manual_seed(3)
+        self.model = torch.nn.Linear(4, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, **flags)
+        self.scheduler: LRScheduler = StepLR(self.optimizer, 1, gamma=0.5)
+        self.manager = make_manager(address, name, min_replica_size=2)
+        self.manager.register("model", self.model)
+        self.manager.register("optimizer", self.optimizer)
+        self.manager.register("scheduler", self.scheduler)
+        self.manager.attach(self.optimizer)
+        self.beginning = beginning
+        self.at_boundary: Callable[[int], None] = lambda step: None
+        self.after_start: Callable[[int], None] = lambda step: None
+        self.after_step: Callable[[int], None] = lambda step: self.scheduler.step()
+        self.states: dict[int, tuple[torch.Tensor, float]] = {}
+
+    def run(self) -> dict[int, tuple[torch.Tensor, float]]:
+        """Train to the end; returns the weights and the learning rate at each step."""
+        manager = self.manager
+        try:
+            if self.beginning is not None:
+                self.beginning.wait(LONG_S)
+            while (step := manager.current_step()) < NUM_STEPS:
+                self.at_boundary(step)
+                manager.start_quorum()
+                manager.wait_quorum()
+                step = manager.current_step()
+                if manager.is_participating():
+                    self.states[step] = self.model.weight.detach().clone(), self.optimizer.param_groups[0]["lr"]
+                self.after_start(step)
+                self.optimizer.zero_grad()
+                self.model(torch.randn(8, 4)).square().mean().backward()
+                for parameter in self.model.parameters():
+                    manager.allreduce(parameter.grad)
+                if manager.should_commit():
+                    self.optimizer.step()
+                    self.after_step(step)
+            return self.states
+        finally:
+            manager.shutdown()
+
+
+def assert_equal(states: list[dict[int, tuple[torch.Tensor, float]]], steps: range = range(NUM_STEPS)) -> None:
+    for step in steps:
+        (weights, lr), *others = [each[step] for each in states if step in each]
+        assert others
+        assert all(torch.equal(weights, other) and lr == other_lr for other, other_lr in others), f"step {step}"
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "WARNING")]
+
+
+def test_without_a_majority_all_stop_before_they_step_and_name_both_values(address: str) -> None:
+    beginning = threading.Barrier(2)
+
+    def run(name: str, *, forgets: bool) -> tuple[str, dict[int, tuple[torch.Tensor, float]]]:
+        trainer = Trainer(address, name, beginning)
+        if forgets:
+            trainer.after_step = lambda step: None
+        with pytest.raises(HyperparametersDivergedError) as caught:
+            trainer.run()
+        assert caught.value.step == 1
+        return str(caught.value), trainer.states
+
+    (first, states), (second, others) = run_replicas(
+        lambda: run("replica_0", forgets=False), lambda: run("replica_1", forgets=True)
+    )
+    assert first == second
+    assert "optimizer.param_groups.0.lr is 0.05 on replica_0:" in first
+    assert "and 0.1 on replica_1:" in first
+    assert set(states) == set(others) == {0}, "no step was made with them"
+
+
+def test_the_minority_is_named_and_heals(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As after an interruption between the optimizer's step and the scheduler's."""
+    beginning = threading.Barrier(3)
+    trainers = [Trainer(address, f"replica_{index}", beginning) for index in range(3)]
+    trainers[2].after_step = lambda step: None if step == 4 else trainers[2].scheduler.step()
+    assert_equal(run_replicas(*(trainer.run for trainer in trainers)))
+    told = errors(caplog)
+    assert any("['replica_2:" in each and "lr is 0.003125 on replica_0:" in each for each in told)
+    assert any("0.00625 on replica_2:" in each and each.endswith("and this replica heals") for each in told)
+
+
+def test_a_replica_that_goes_on_to_differ_leaves_and_the_others_go_on(address: str) -> None:
+    beginning = threading.Barrier(3)
+    trainers = [Trainer(address, f"replica_{index}", beginning) for index in range(3)]
+    trainers[2].after_step = lambda step: None
+
+    def leave() -> dict[int, tuple[torch.Tensor, float]]:
+        with pytest.raises(
+            HyperparametersDivergedError, match=r"param_groups\.0\.lr is .* on replica_0.* on replica_2"
+        ):
+            trainers[2].run()
+        return trainers[2].states
+
+    states = run_replicas(trainers[0].run, trainers[1].run, leave)
+    assert_equal(states[:2])
+    assert max(states[2]) < NUM_STEPS - 1
+
+
+def test_what_may_differ_is_not_compared(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Kernels, and rates that a loop sets from the step, also where an attempt failed before it set them."""
+    beginning = threading.Barrier(2)
+    trainers = [
+        Trainer(address, "replica_0", beginning, foreach=True),
+        Trainer(address, "replica_1", beginning, foreach=False),
+    ]
+    failed: list[int] = []
+    for index, trainer in enumerate(trainers):
+        trainer.after_step = lambda step: None
+
+        def set_rate(step: int, trainer: Trainer = trainer, index: int = index) -> None:
+            if index == 1 and step == 4 and not failed:
+                failed.append(step)
+                # An interruption before the rate is set for this attempt.
+                trainer.manager.report_error(RuntimeError("spoilt"))
+                return
+            trainer.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+
+        trainer.after_start = set_rate
+    states = run_replicas(*(trainer.run for trainer in trainers))
+    assert all(torch.equal(states[0][step][0], states[1][step][0]) for step in range(5))
+    assert failed
+    assert not [each for each in errors(caplog) if "hyperparameters" in each]
+
+
+def test_a_newcomer_takes_over_the_schedule(caplog: pytest.LogCaptureFixture) -> None:
+    with lighthouse(min_replicas=2) as address:
+        trainers = [Trainer(address, f"replica_{index}") for index in range(2)]
+        is_begun, has_joined = threading.Event(), threading.Event()
+
+        def wait_for_the_newcomer(step: int) -> None:
+            if step == 4:
+                is_begun.set()
+                assert has_joined.wait(LONG_S)
+
+        def join() -> dict[int, tuple[torch.Tensor, float]]:
+            assert is_begun.wait(LONG_S)
+            late = Trainer(address, "replica_2")
+            has_joined.set()
+            return late.run()
+
+        for trainer in trainers:
+            trainer.at_boundary = wait_for_the_newcomer
+        states = run_replicas(*(trainer.run for trainer in trainers), join)
+    assert_equal(states)
+    assert states[2]
+    assert not [each for each in errors(caplog) if "hyperparameters" in each]

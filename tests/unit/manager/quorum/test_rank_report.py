@@ -37,6 +37,7 @@ def test_ranks_that_agree_are_one_member_with_all_their_addresses() -> None:
         rules=("rule",),
         claim=Claim(tensors="-", digest="-"),
         reductions=Claim(tensors="-", digest="-"),
+        hyperparameters=Claim(tensors="-", digest="-"),
     )
 
 
