@@ -25,7 +25,7 @@ class CommittedSteps(StateObserver):
         self._comparison = comparison
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step that no commit allows."""
+        """Refuse a step that no commit allows, or by a scaler that nobody registered."""
         current, ledger = self._participant.round, self._state.ledger
         if current is None or self._state.registry.is_calling() or not ledger.steps_with_commits(optimizer):
             return
@@ -36,6 +36,7 @@ class CommittedSteps(StateObserver):
                 "call step only `if manager.should_commit():`. Optimizers that do not step with each commit: "
                 "attach(..., every_commit=False)"
             )
+        self._state.scalers.check_stepping(optimizer)
         if ledger.num_steps(optimizer):
             raise ManagerError(
                 f"expected one step of {type(optimizer).__name__} for each should_commit(), got another one; "

@@ -240,6 +240,7 @@ class QuorumForming:
         participant.announced_to = frozenset()
         self._metrics.quorums.observe(time.monotonic() - start_s)
         self._metrics.num_participants = decision.num_participants
+        participant.tell_irregular_steps()
         self._tell_divergence(decision)
         self._hyperparameters.note(decision)
         self._structures.note(decision)
@@ -365,6 +366,7 @@ class QuorumForming:
         )
         if not refusals:
             healer.succeeded()
+            healer.warn_of_damage(decision, name=participant.name)
             self._state.forget_gradients()
             self.begin_step()
             return True

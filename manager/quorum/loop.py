@@ -193,6 +193,7 @@ class QuorumLoop:
         self._wait_for(current)
         local = tensor.to_local() if is_dtensor(tensor) else tensor
         current.refuse_twice(tensor, local)
+        self._state.scalers.refuse_unscaled(tensor, self._state.optimizers(), is_first=not current.works)
         # Appended before it begins, so that `commit` finds an interrupted reduction and refuses the step.
         managed = ManagedWork(tensor, self._participant.report_error)
         current.works.append(managed)

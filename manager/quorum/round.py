@@ -141,6 +141,7 @@ class Participant:
         round: The present round; ``None`` before the first.
         is_settled: Whether the state is known to be what all have committed.
         irregularity: Why the state goes by a name of its own; empty if it does not.
+        is_irregularity_new: Whether no quorum has shown yet if the others did the same.
         announced_to: Replicas that have promised this one a snapshot.
         reductions: A digest of what was reduced for the present step, where no member compared it before.
         healing: The record of a heal, from the quorum that orders it to the first step that is committed after it.
@@ -152,9 +153,11 @@ class Participant:
         self.round: QuorumRound | None = None
         self.is_settled = False
         self.irregularity = ""
+        self.is_irregularity_new = False
         self.announced_to: frozenset[str] = frozenset()
         self.reductions = Claim()
         self.healing: Recording | None = None
+        self._has_hinted = False
         self._error_mutex = threading.Lock()
 
     @property
@@ -204,15 +207,30 @@ class Participant:
         # First the name: where a handler raises below, the state gets another one once more, and not its old one back.
         self.state.lineage = next_lineage(self.state.lineage, f"stepped {irregularity}", self.state.step)
         self.state.ledger.replaced()
-        if irregularity != self.irregularity:
-            logger.warning(
-                "%s: expected each attached optimizer to make one step for the commit, got %s; unless all replicas did "
-                "the same, this one heals now. Optimizers that do not step with each commit: attach(..., "
-                "every_commit=False)",
-                self.name,
-                irregularity,
-            )
         self.irregularity = irregularity
+        self.is_irregularity_new = True
+
+    def tell_irregular_steps(self) -> None:
+        """Warn of a state that was not stepped as it was committed, unless all replicas did the same.
+
+        Without a scaler, a warning says so once: these may be optimizers that do not step with each commit.
+        """
+        if not self.irregularity or not self.is_irregularity_new:
+            return
+        self.is_irregularity_new = False
+        step, lineage = self.state.step, self.state.lineage
+        others = [each for each in self.membership.members if each.replica_id != self.membership.replica_id]
+        differing = [each.replica_id for each in others if each.step == step and each.lineage != lineage]
+        is_hint = not differing and not self.state.scalers.known() and not self._has_hinted
+        self._has_hinted = self._has_hinted or is_hint
+        logger.log(
+            logging.WARNING if differing or is_hint else logging.DEBUG,
+            "%s: expected each attached optimizer to make one step for the commit, got %s; %s. Optimizers that do not "
+            "step with each commit: attach(..., every_commit=False)",
+            self.name,
+            self.irregularity,
+            f"{differing} did something else, and the fewer heal" if differing else "all replicas did the same",
+        )
 
     def disown_state(self, irregularity: str) -> None:
         """Give the state a name of its own, so that this replica heals: the others hold another one."""

@@ -19,6 +19,7 @@ from manager.quorum.decision import Decision, Heals
 from manager.quorum.stall_watch import StallWatch
 from manager.recovery.peers import PeerRecovery
 from manager.recovery.values import PeerOptions
+from manager.state.overflows import nonfinite_parameters
 from manager.state.replica_state import ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ _SHARE_WITHOUT_PROGRESS: Final = 0.25
 """Of the time that is left: a source that sends nothing for as long is given up for the next one. One that sends keeps
 all of the time, or else more sources would leave each too little."""
 
+_MAX_SHOWN: Final = 5
 _MAX_PROBED_AT_ONCE: Final = 16
 _PROBE_S: Final = 0.5
 """How long a host may take to say that nobody listens there."""
@@ -68,6 +70,7 @@ class Healer:
         self._peers = peers
         self._watch = watch
         self._reasons: list[str] = []
+        self._source = ""
         self.num_failures = 0
 
     def receive(self, decision: Decision, role: Heals, *, group_rank: int, name: str) -> tuple[str, ...]:
@@ -122,6 +125,7 @@ class Healer:
                 _tell_retry(error, address)
                 logger.warning("%s: healing from %s failed: %s", name, source.replica_id, reason)
                 continue
+            self._source = source.replica_id
             logger.info(
                 "%s: healed to step %d from %s in %.1f ms",
                 name,
@@ -138,6 +142,26 @@ class Healer:
         """Forget the failures: all ranks of the replica are healed."""
         self._reasons.clear()
         self.num_failures = 0
+
+    def warn_of_damage(self, decision: Decision, *, name: str) -> None:
+        """Name parameters of the received state that are not finite: the source's were not either.
+
+        Args:
+            decision: In which this replica healed.
+            name: Who is healing, for the log.
+        """
+        damaged = nonfinite_parameters(self._state.registry, self._state.optimizers())
+        if damaged:
+            more = f" and {len(damaged) - _MAX_SHOWN} more" if len(damaged) > _MAX_SHOWN else ""
+            logger.error(
+                "%s: the state of step %d that %s served holds NaN or infinity in %s%s, and training does not mend it; "
+                "load a durable checkpoint from before",
+                name,
+                decision.step,
+                self._source,
+                ", ".join(damaged[:_MAX_SHOWN]),
+                more,
+            )
 
     def failed(self, step: int, reasons: tuple[str, ...], *, agreed: tuple[str, ...]) -> None:
         """Count a failure of any rank of the replica.
@@ -187,6 +211,7 @@ class Healer:
                 error,
             )
             return False
+        self._source = ", ".join(source.replica_id for source in role.sources)
         logger.info(
             "%s: healed to step %d from %d sources, %d replicas together, in %.1f ms",
             name,

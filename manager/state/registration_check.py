@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+PLAIN: Final = (nn.Module, Optimizer, LRScheduler, GradScaler)
+"""What these classes return as their state is known."""
 _MAX_SHOWN = 5
 
 
@@ -85,7 +87,7 @@ def refuse_unregistered(registry: StateRegistry, missing: Sequence[str]) -> None
         f"expected everything that takes part in training to be registered, and this is not: {shown}; without "
         "manager.register(key, object) replicas train on with different values"
     )
-    if all(isinstance(entry.holder, (nn.Module, Optimizer, LRScheduler, GradScaler)) for entry in entries):
+    if all(isinstance(entry.holder, PLAIN) for entry in entries):
         raise RegistryError(told, keys=tuple(entry.key for entry in entries))
     logger.warning("%s (a registered function may return it as a copy)", told)
 
@@ -176,8 +178,7 @@ def _schedules(scheduler: LRScheduler, optimizer: Optimizer) -> bool:
 
 def _of_functions(registry: StateRegistry, state: Mapping[str, object]) -> list[object]:
     """What functions of one's own return, and objects of other classes."""
-    plain = (nn.Module, Optimizer, LRScheduler, GradScaler)
-    return [state[entry.key] for entry in registry.entries() if not isinstance(entry.holder, plain)]
+    return [state[entry.key] for entry in registry.entries() if not isinstance(entry.holder, PLAIN)]
 
 
 def _holds_scheduler(value: object) -> bool:

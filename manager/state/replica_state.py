@@ -15,6 +15,7 @@ from manager.errors import ManagerError, RegistryError, StateTornError
 from manager.state.compatibility import MANAGER_KEY, USER_KEY
 from manager.state.lock import StateLock
 from manager.state.optimizer_guard import OptimizerAttachment, attach_optimizers
+from manager.state.overflows import Scalers
 from manager.state.registry import StateRegistry
 from manager.state.step_ledger import StepLedger
 from manager.state.step_log import StepLog
@@ -49,6 +50,7 @@ class ReplicaState:
         lock: The lock around the state.
         registry: The functions that give and take its parts.
         ledger: Counts the optimizers' steps since the last commit.
+        scalers: The gradient scalers.
         steps: The last ones, for who watches.
         step: The committed step that the state shows.
         batches_committed: How many batches went into it, over all replicas.
@@ -63,6 +65,7 @@ class ReplicaState:
         self.lock = StateLock(timeout=timeout, before_change=self.before_change)
         self.registry = StateRegistry()
         self.ledger = StepLedger()
+        self.scalers = Scalers(self.registry)
         self.steps = StepLog()
         self.step = 0
         self.batches_committed = 0

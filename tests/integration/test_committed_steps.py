@@ -115,17 +115,27 @@ def _raise(*_arguments: object) -> None:
 
 
 @pytest.mark.parametrize("misstep", [skip_everything, skip_one, step_one_twice, fail_in_the_middle])
-def test_a_replica_that_did_not_make_the_committed_step_heals(address: str, misstep: Callable[[Trainer], None]) -> None:
+def test_a_replica_that_did_not_make_the_committed_step_heals(
+    address: str, misstep: Callable[[Trainer], None], caplog: pytest.LogCaptureFixture
+) -> None:
     states = run_replicas(
         Trainer(address, "replica_0", min_replica_size=2).run,
         lambda: Trainer(address, "replica_1", min_replica_size=2).run(misstep),
     )
     assert_equal(states, from_step=5)
     assert all(states[0][step].isfinite().all() for step in states[0])
+    (told,) = [each for each in map(str, _messages(caplog)) if "expected each attached optimizer" in each]
+    assert "replica_1:" in told.split()[1]
+    assert "['replica_0:" in told
+    assert "did something else, and the fewer heal" in told
 
 
-def test_a_step_that_all_replicas_skip_alike_costs_nothing(address: str) -> None:
-    # As a gradient scaler does that has found an infinity.
+def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_step_that_all_replicas_skip_alike_costs_nothing(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    # As a gradient scaler does that has found an infinity. Nothing shows that this is one.
     states = run_replicas(
         *(
             lambda name=name: Trainer(address, name, min_replica_size=2).run(skip_everything)  # type: ignore[misc]
@@ -135,6 +145,9 @@ def test_a_step_that_all_replicas_skip_alike_costs_nothing(address: str) -> None
     assert_equal(states, from_step=1)
     assert torch.equal(states[0][4], states[0][3])
     assert not torch.equal(states[0][5], states[0][4])
+    told = [each for each in _messages(caplog) if "expected each attached optimizer" in each]
+    assert len(told) == 2
+    assert all("all replicas did the same" in each and "every_commit=False" in each for each in told)
 
 
 def test_a_step_that_calls_its_superclass_counts_once(address: str, caplog: pytest.LogCaptureFixture) -> None:

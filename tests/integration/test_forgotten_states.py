@@ -177,13 +177,19 @@ class Trainer:
     """A replica with a schedule that it may make another use of than the others."""
 
     def __init__(
-        self, address: str, name: str, beginning: threading.Barrier | None = None, *, lr: float = 0.1, **flags: Any
+        self,
+        address: str,
+        name: str,
+        beginning: threading.Barrier | None = None,
+        *,
+        warm_join: bool = True,
+        **flags: Any,
     ) -> None:
         torch.manual_seed(3)
         self.model = torch.nn.Linear(4, 2)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, **flags)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, **flags)
         self.scheduler: LRScheduler = StepLR(self.optimizer, 1, gamma=0.5)
-        self.manager = make_manager(address, name, min_replica_size=2)
+        self.manager = make_manager(address, name, min_replica_size=2, warm_join=warm_join)
         self.manager.register("model", self.model)
         self.manager.register("optimizer", self.optimizer)
         self.manager.register("scheduler", self.scheduler)
@@ -318,7 +324,8 @@ def test_a_newcomer_takes_over_the_schedule(caplog: pytest.LogCaptureFixture) ->
 
         def join() -> dict[int, tuple[torch.Tensor, float]]:
             assert is_begun.wait(LONG_S)
-            late = Trainer(address, "replica_2")
+            # The others wait for it from here on.
+            late = Trainer(address, "replica_2", warm_join=False)
             has_joined.set()
             return late.run()
 

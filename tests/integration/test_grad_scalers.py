@@ -1,0 +1,216 @@
+"""An overflow on one replica: all skip the step alike, and a loop in which they would not is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
+
+from manager import Manager, ManagerError, RegistryError
+
+pytest.importorskip("torchft")
+
+pytestmark = pytest.mark.usefixtures("quorum_ready")
+
+NUM_STEPS = 8
+OVERFLOW = 4
+SCALE = 1024.0
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse(min_replicas=2) as at:
+        yield at
+
+
+def _register(trainer: Trainer) -> None:
+    trainer.manager.register("scaler", trainer.scaler)
+
+
+class Trainer:
+    """A replica with a scaler, whose gradients may overflow at one step."""
+
+    def __init__(
+        self, address: str, name: str, *, register: Callable[[Trainer], None] = _register, **keywords: Any
+    ) -> None:
+        torch.manual_seed(ord(name[-1]))
+        self.model = torch.nn.Linear(4, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        self.manager: Manager = make_manager(address, name, min_replica_size=2, **keywords)
+        self.manager.register("model", self.model)
+        self.manager.register("optimizer", self.optimizer)
+        register(self)
+        self.manager.attach(self.optimizer)
+        self.at_boundary: Callable[[int], None] = lambda step: None
+        self.states: dict[int, tuple[torch.Tensor, float]] = {}
+
+    def run(self, *, overflows: bool = False, is_late: bool = True) -> dict[int, tuple[torch.Tensor, float]]:
+        """Train; return weights and scale at each step.
+
+        Args:
+            overflows: Whether a gradient is infinite at one step.
+            is_late: Whether gradients are unscaled after they are averaged, as they should be.
+        """
+        manager, scaler, optimizer, model = self.manager, self.scaler, self.optimizer, self.model
+        try:
+            while manager.current_step() < NUM_STEPS:
+                self.at_boundary(manager.current_step())
+                manager.start_quorum()
+                manager.wait_quorum()
+                step = manager.current_step()
+                if manager.is_participating():
+                    self.states[step] = model.weight.detach().clone(), scaler.get_scale()
+                optimizer.zero_grad()
+                loss = model(torch.randn(8, 4)).square().mean()
+                scaler.scale(loss * (torch.inf if overflows and step == OVERFLOW else 1.0)).backward()
+                if not is_late:
+                    scaler.unscale_(optimizer)
+                for parameter in model.parameters():
+                    manager.allreduce(parameter.grad)
+                if manager.should_commit():
+                    if is_late:
+                        scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    scaler.step(optimizer)
+                    scaler.update()
+            return self.states
+        finally:
+            manager.shutdown()
+
+
+def assert_equal(*states: dict[int, tuple[torch.Tensor, float]]) -> None:
+    for step in range(NUM_STEPS):
+        (weights, scale), *others = [each[step] for each in states if step in each]
+        assert others
+        assert weights.isfinite().all()
+        assert all(torch.equal(weights, other) and scale == other_scale for other, other_scale in others), step
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelname in ("WARNING", "ERROR")]
+
+
+def test_an_overflow_on_one_replica_skips_the_step_on_all_without_a_warning(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    states = run_replicas(
+        lambda: Trainer(address, "replica_0").run(), lambda: Trainer(address, "replica_1").run(overflows=True)
+    )
+    assert_equal(*states)
+    before, skipped, after = (states[0][step] for step in (OVERFLOW, OVERFLOW + 1, OVERFLOW + 2))
+    assert torch.equal(before[0], skipped[0])
+    assert not torch.equal(skipped[0], after[0])
+    assert (before[1], skipped[1], after[1]) == (SCALE, SCALE / 2, SCALE / 2)
+    assert not [each for each in told(caplog) if "step" in each and "Lighthouse" not in each]
+
+
+def test_gradients_that_are_unscaled_before_they_are_averaged_are_refused(address: str) -> None:
+    def run(name: str, *, overflows: bool) -> dict[int, tuple[torch.Tensor, float]]:
+        trainer = Trainer(address, name)
+        with pytest.raises(ManagerError, match=r"still scaled.*call allreduce first, and scaler\.unscale_"):
+            trainer.run(overflows=overflows, is_late=False)
+        return trainer.states
+
+    states = run_replicas(lambda: run("replica_0", overflows=False), lambda: run("replica_1", overflows=True))
+    assert all(set(each) == {0} for each in states)
+
+
+def test_other_tensors_may_be_reduced_after_the_gradients_are_unscaled(address: str) -> None:
+    def run(name: str) -> int:
+        trainer = Trainer(address, name)
+        manager, scaler = trainer.manager, trainer.scaler
+        try:
+            manager.start_quorum()
+            scaler.scale(trainer.model(torch.randn(8, 4)).square().mean()).backward()
+            for parameter in trainer.model.parameters():
+                assert manager.allreduce(parameter.grad).wait()
+            scaler.unscale_(trainer.optimizer)
+            manager.allreduce(torch.zeros(1))
+            with pytest.raises(ManagerError, match="still scaled"):
+                manager.allreduce(trainer.model.weight.grad)
+            assert manager.should_commit()
+            scaler.step(trainer.optimizer)
+            scaler.update()
+            return manager.current_step()
+        finally:
+            leaving.wait(LONG_S)
+            manager.shutdown()
+
+    leaving = threading.Barrier(2)
+    assert run_replicas(lambda: run("replica_0"), lambda: run("replica_1")) == [1, 1]
+
+
+def _nothing(trainer: Trainer) -> None: ...
+
+
+def _as_local(trainer: Trainer) -> None:
+    trainer.manager.register("scaler", trainer.scaler, scope="local")
+
+
+def _in_a_function(trainer: Trainer) -> None:
+    scaler = trainer.scaler
+    trainer.manager.register_state_dict_fn(
+        "rest", lambda state: scaler.load_state_dict(state["scaler"]), lambda: {"scaler": scaler.state_dict()}
+    )
+
+
+@pytest.mark.parametrize("register", [_nothing, _as_local])
+def test_a_scaler_that_nobody_registered_is_refused_at_its_first_step(
+    address: str, register: Callable[[Trainer], None]
+) -> None:
+    def run(name: str) -> Any:
+        trainer = Trainer(address, name, register=register)
+        with pytest.raises(RegistryError, match=r"GradScaler, which steps AdamW: register\('scaler', scaler\)"):
+            trainer.run()
+        return trainer.states
+
+    states = run_replicas(lambda: run("replica_0"), lambda: run("replica_1"))
+    assert all(set(each) == {0} for each in states)
+
+
+def test_a_scaler_in_a_function_is_known(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    states = run_replicas(
+        lambda: Trainer(address, "replica_0", register=_in_a_function).run(),
+        lambda: Trainer(address, "replica_1", register=_in_a_function).run(overflows=True),
+    )
+    assert_equal(*states)
+    assert not [each for each in told(caplog) if "step" in each and "Lighthouse" not in each]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_newcomer_has_the_scale_and_names_a_source_that_is_not_finite(
+    address: str, is_damaged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = Trainer(address, "replica_0"), Trainer(address, "replica_1")
+    is_begun, has_joined = threading.Event(), threading.Event()
+
+    def wait_for_the_newcomer(step: int, trainer: Trainer) -> None:
+        if step == OVERFLOW + 2:
+            if is_damaged:
+                with torch.no_grad(), trainer.manager.writing():
+                    trainer.model.bias[0] = torch.nan
+            is_begun.set()
+            assert has_joined.wait(LONG_S)
+
+    def join() -> dict[int, tuple[torch.Tensor, float]]:
+        assert is_begun.wait(LONG_S)
+        # The others wait for it from here on.
+        late = Trainer(address, "replica_2", warm_join=False)
+        has_joined.set()
+        return late.run()
+
+    for trainer in (first, second):
+        trainer.at_boundary = lambda step, trainer=trainer: wait_for_the_newcomer(step, trainer)  # type: ignore[misc]
+    states = run_replicas(first.run, lambda: second.run(overflows=True), join)
+    named = [each for each in told(caplog) if "holds NaN or infinity in model.bias" in each]
+    if is_damaged:
+        assert any("that replica_" in each and "replica_2:" in each for each in named)
+    else:
+        assert_equal(*states)
+        assert all(scale == SCALE / 2 for _, scale in states[2].values())
+        assert not named
