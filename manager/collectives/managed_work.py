@@ -102,6 +102,11 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
         """
         self._collective.begin(work, finish)
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What is reduced in place."""
+        return self._value
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Finish the collective. Returns whether the tensor is reduced."""
         return self._collective.wait(timeout)

@@ -186,6 +186,7 @@ class QuorumLoop:
 
     def average_gradients(self, parameters: NamedParameters) -> bool:
         """See `Manager.average_gradients`."""
+        self._structures.check_averaged([each.grad for _, each in parameters if each.grad is not None])
         return average_gradients(parameters, self._reduce)
 
     def _reduce(self, tensor: torch.Tensor, reduction: Reduction, parameter: torch.Tensor | None = None) -> ManagedWork:
@@ -422,6 +423,7 @@ class QuorumLoop:
                 participant.report_error(
                     ManagerError("expected every collective to be waited for, one was interrupted")
                 )
+        self._structures.check_averaged([work.tensor for work in current.works])
         current.forget_works()
         current.is_over = True
         self._compare_reductions(current, deadline)

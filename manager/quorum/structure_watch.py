@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+
+import torch
 
 from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.errors import HealFailedError
@@ -10,7 +13,7 @@ from manager.quorum.decision import Decision, DoesNotFit
 from manager.quorum.round import Participant
 from manager.quorum.structure import Structure, Tables, describe, structure_of
 from manager.state.compatibility import tables_of
-from manager.state.registration_check import check_registered
+from manager.state.registration_check import check_averaged, check_registered
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,7 @@ class StructureWatch:
         self._participant = participant
         self._executor = executor
         self._checked: tuple[int, ...] = ()
+        self._averaged_checked: tuple[int, ...] = ()
         self._tables: Tables = {}
         self._known_unfit: set[str] = set()
         self._unfit_decision: Decision | None = None
@@ -56,6 +60,20 @@ class StructureWatch:
             differences = self._participant.membership.differences
             self._executor.submit(differences.tell_tables, decision.store_address, self._tables)
             self._unfit_decision = None
+
+    def check_averaged(self, tensors: Sequence[torch.Tensor]) -> None:
+        """In the first step, and after each change, make sure that averaged gradients belong to what is registered.
+
+        Args:
+            tensors: Those that are averaged; not all of them need be gradients.
+
+        Raises:
+            RegistryError: They do not.
+        """
+        if self._averaged_checked != self._checked and tensors:
+            self._averaged_checked = self._checked
+            state = self._participant.state
+            check_averaged(state.registry, state.optimizers(), tensors)
 
     def look(self) -> None:
         """Describe the state as it is now."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
+import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -65,6 +66,32 @@ def check_registered(registry: StateRegistry, optimizers: Sequence[Optimizer]) -
             *_forgotten_schedulers(registry, state, known),
         ],
     )
+
+
+def check_averaged(registry: StateRegistry, optimizers: Sequence[Optimizer], tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse gradients of parameters that are neither registered nor an attached optimizer's.
+
+    Other tensors may be reduced: only what a living parameter has as its gradient counts. The search for parameters
+    runs only where a tensor is no known parameter's gradient.
+
+    Args:
+        registry: What is registered.
+        optimizers: Those that are attached.
+        tensors: What was reduced.
+
+    Raises:
+        RegistryError: A gradient is of none; the message names the shapes of the parameters.
+    """
+    known = {id(each.grad) for each in [*registry.parameters(), *parameters_of(optimizers)]}
+    unknown = {id(each) for each in tensors} - known
+    if not unknown:
+        return
+    # A parameter's gradient is one object for as long as it lives. Other tensors warn when they are asked for theirs.
+    found = [each for each in _living(torch.Tensor) if each.requires_grad and each.is_leaf and id(each.grad) in unknown]
+    if found:
+        held = {storage_of(tensor) for tensor in tensors_in(registry.state_dict("replicated"))}
+        missing = [f"a parameter {list(each.shape)}" for each in found if storage_of(each) not in held]
+        refuse_unregistered(registry, [f"{each}, whose gradient is averaged" for each in missing])
 
 
 def refuse_unregistered(registry: StateRegistry, missing: Sequence[str]) -> None:

@@ -43,13 +43,6 @@ class Parts:
             self.manager.register(key, value)
         self.manager.attach(self.optimizer)
 
-    def step(self) -> None:
-        self.manager.start_quorum()
-        self.model(torch.randn(4, 3)).square().mean().backward()
-        for parameter in self.model.parameters():
-            self.manager.allreduce(parameter.grad)
-        assert self.manager.should_commit()
-
 
 @pytest.fixture
 def parts(address: str) -> Iterator[Parts]:
@@ -166,6 +159,30 @@ def test_what_is_not_forgotten_is_not_missed(
 ) -> None:
     set_up(parts)
     parts.manager.start_quorum()
+    assert parts.manager.should_commit()
+    assert not [record for record in caplog.records if "registered" in record.getMessage()]
+
+
+def test_averaged_gradients_belong_to_what_is_registered(parts: Parts) -> None:
+    parts.register()
+    forgotten = torch.nn.Linear(3, 7)
+    parts.manager.start_quorum()
+    parts.model(torch.randn(4, 3)).square().mean().backward()
+    forgotten(torch.randn(4, 3)).square().mean().backward()
+    for parameter in [*parts.model.parameters(), *forgotten.parameters()]:
+        parts.manager.allreduce(parameter.grad)
+    with pytest.raises(RegistryError, match=r"a parameter \[7, 3\], whose gradient is averaged; a parameter \[7\]"):
+        parts.manager.should_commit()
+
+
+def test_other_tensors_may_be_reduced(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
+    parts.register()
+    held_by_a_function = torch.nn.Linear(3, 7)
+    parts.manager.register_state_dict_fn("rest", lambda state: None, held_by_a_function.state_dict)
+    parts.manager.start_quorum()
+    held_by_a_function(torch.randn(4, 3)).square().mean().backward()
+    for tensor in [torch.zeros(2), held_by_a_function.weight.grad, held_by_a_function.bias.grad.clone()]:
+        parts.manager.allreduce(tensor)
     assert parts.manager.should_commit()
     assert not [record for record in caplog.records if "registered" in record.getMessage()]
 
