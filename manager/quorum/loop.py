@@ -7,24 +7,20 @@ import traceback
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
-from functools import partial
 from typing import Any, Final
 
 import torch
 
-from ft_transport import is_dtensor
 from ft_transport.runtime.deadline import Deadline
 from manager.collectives.gloo import ReplicaProcessGroup
-from manager.collectives.gradients import NamedParameters, average_gradients, gradients_of
-from manager.collectives.managed_work import ManagedWork, forget_frames, wait_all
+from manager.collectives.gradients import NamedParameters
+from manager.collectives.managed_work import ManagedWork
 from manager.collectives.reconfigurable import Reconfigurable
-from manager.collectives.reductions import ReducedTensor, Reduction
 from manager.config import ManagerConfig
 from manager.errors import (
     CommitFailedError,
     ManagerError,
     QuorumTimeoutError,
-    ReductionMismatchError,
     ReplicaFaultError,
     ReportedError,
     UnfinishedReductionError,
@@ -42,14 +38,13 @@ from manager.quorum.loop_metrics import ABANDONED, LoopMetrics, member_readings,
 from manager.quorum.membership import Membership
 from manager.quorum.round import OwnErrors, Participant, QuorumRequest, QuorumRound
 from manager.quorum.stall_watch import StallWatch
+from manager.quorum.step_reductions import StepReductions
 from manager.quorum.structure_watch import StructureWatch
-from manager.quorum.telemetry import span
 from manager.quorum.telling import telling_loop
 from manager.recovery.healing import Healer
 from manager.recovery.replica import Replica
 from manager.recovery.warm_join import WarmJoin
 from manager.state.guard_marks import warn_of_unguarded
-from manager.state.guarded_memory import parameters_of
 from manager.state.ownership import OwnedExecutor
 
 logger = logging.getLogger(__name__)
@@ -101,6 +96,7 @@ class QuorumLoop:
         self._comparison = StateComparison(lock=self._state.lock, keeper=snapshots.keeper, state=self._state.content)
         self._structures = StructureWatch(self._participant, self._executor)
         self._hyperparameters = Hyperparameters(self._participant)
+        self._reductions = StepReductions(self._participant, self._structures, stall_watch)
         healer = Healer(config, state=replica.state, peers=peers, watch=stall_watch)
         self._forming = QuorumForming(
             config,
@@ -178,39 +174,14 @@ class QuorumLoop:
     def allreduce(self, tensor: torch.Tensor, reduce_op: Any) -> ManagedWork:
         """See `Manager.allreduce`."""
         current = self._current_round()
-        if current.gradients is None:
-            current.gradients = gradients_of(parameters_of(self._state.optimizers()))
-        number, parameter = current.gradients.get(id(tensor), (None, None))
-        name = f"parameter {number}" if number is not None else ""
-        return self._reduce(tensor, Reduction(name, reduce_op), parameter)
+        self._wait_for(current)
+        return self._reductions.begin(current, tensor, reduce_op)
 
     def average_gradients(self, parameters: NamedParameters) -> bool:
         """See `Manager.average_gradients`."""
-        self._structures.check_averaged([each.grad for _, each in parameters if each.grad is not None])
-        return average_gradients(parameters, self._reduce)
-
-    def _reduce(self, tensor: torch.Tensor, reduction: Reduction, parameter: torch.Tensor | None = None) -> ManagedWork:
         current = self._current_round()
         self._wait_for(current)
-        local = tensor.to_local() if is_dtensor(tensor) else tensor
-        current.refuse_twice(tensor, local)
-        self._state.scalers.refuse_unscaled(tensor, self._state.optimizers(), is_first=not current.works)
-        # Appended before it begins, so that `commit` finds an interrupted reduction and refuses the step.
-        managed = ManagedWork(tensor, self._participant.report_error)
-        current.works.append(managed)
-        if current.error is not None:
-            return managed
-        if not self.is_participating():
-            local.zero_()
-        current.note_reducing(local, managed)
-        divisor = self.num_participants() if reduction.is_average else 1
-        finish = partial(_finish, ReducedTensor(tensor, local, parameter), divisor)
-        try:
-            managed.begin(self.membership.process_group.allreduce(local, reduction), finish)
-        except Exception as error:
-            self._participant.report_error(error)
-            forget_frames(error)
-        return managed
+        return self._reductions.average_gradients(current, parameters)
 
     def commit(self, deadline: Deadline) -> bool:
         """See `Manager.should_commit`."""
@@ -221,7 +192,7 @@ class QuorumLoop:
                 "both once for each step, and start_quorum again where it raised"
             )
         self._wait_for(current, deadline)
-        self._end_collectives(current, deadline)
+        self._reductions.end(current, deadline)
         refusals = commit_refusals(
             num_participants=self.num_participants(),
             min_replica_size=self._config.min_replica_size,
@@ -413,46 +384,6 @@ class QuorumLoop:
             state.lineage,
         )
 
-    def _end_collectives(self, current: QuorumRound, deadline: Deadline) -> None:
-        """Wait for the collectives of the step, and for the other replicas to end theirs."""
-        participant = self._participant
-        if current.error is None:
-            self.membership.process_group.end_step()
-        with self._stall_watch.waiting(f"{participant.name}: waiting for {len(current.works)} collectives"):
-            if not wait_all(current.works, deadline) and current.error is None:
-                participant.report_error(
-                    ManagerError("expected every collective to be waited for, one was interrupted")
-                )
-        self._structures.check_averaged([work.tensor for work in current.works])
-        current.forget_works()
-        current.is_over = True
-        self._compare_reductions(current, deadline)
-        if torch.accelerator.is_available():
-            with span("should_commit::current_stream::synchronize"):
-                torch.accelerator.synchronize()
-        error = self.membership.process_group.error()
-        if error is not None:
-            participant.report_error(error)
-
-    def _compare_reductions(self, current: QuorumRound, deadline: Deadline) -> None:
-        if current.error is not None:
-            return
-        try:
-            with self._stall_watch.waiting(f"{self._participant.name}: waiting for the other replicas' reductions"):
-                current.reductions = self.membership.process_group.compare_step(deadline.left())
-        except ReductionMismatchError as error:
-            self._participant.report_error(error)
-            forget_frames(error)
-        except Exception as error:
-            # A member that fails after its last reduction does not commit, and heals: this replica has all it needs.
-            logger.info("%s: another replica does not end the step: %s", self._participant.name, error)
-            self.membership.process_group.abort()
-
 
 def _do_nothing() -> None:
     """Comes after all that was submitted before."""
-
-
-def _finish(reduced: ReducedTensor, num_participants: int) -> None:
-    with span("allreduce::callback"):
-        reduced.finish(num_participants)

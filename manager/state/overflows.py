@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any, Final
 
@@ -37,6 +37,7 @@ class Scalers:
     def __init__(self, registry: StateRegistry) -> None:
         self._registry = registry
         self._seen: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+        self._known_in_step: list[GradScaler] = []
 
     def known(self) -> list[GradScaler]:
         """Return them."""
@@ -57,23 +58,28 @@ class Scalers:
             missing = f"{type(scaler).__name__}, which steps {type(optimizer).__name__}: register('scaler', scaler)"
             refuse_unregistered(self._registry, [missing])
 
-    def refuse_unscaled(self, tensor: torch.Tensor, optimizers: Iterable[Optimizer], *, is_first: bool) -> None:
+    def refuse_unscaled(
+        self, tensor: torch.Tensor, optimizers: Callable[[], Iterable[Optimizer]], *, is_first: bool
+    ) -> None:
         """Make sure that gradients are averaged before they are unscaled.
 
         Args:
             tensor: Is about to be averaged.
-            optimizers: Those that are attached.
+            optimizers: Returns those that are attached.
             is_first: Whether it is the first of its step. Later ones may be no gradients.
 
         Raises:
             ManagerError: A scaler has unscaled it, or at the beginning of a step any gradients.
         """
-        for scaler in self.known():
+        if is_first:
+            # A step may reduce a thousand tensors, one by one.
+            self._known_in_step = self.known()
+        for scaler in self._known_in_step:
             # A disabled scaler has no such attribute.
             for key, state in getattr(scaler, "_per_optimizer_states", {}).items():
                 if state["stage"] is not OptState.UNSCALED:
                     continue
-                optimizer = next((each for each in optimizers if id(each) == key), None)
+                optimizer = next((each for each in optimizers() if id(each) == key), None)
                 parameters = parameters_of([optimizer] if optimizer is not None else [])
                 if is_first or any(parameter.grad is tensor for parameter in parameters):
                     raise ManagerError(

@@ -1,0 +1,122 @@
+"""The reductions of the steps of one replica: none raises what another replica did, all end before a commit."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+
+from ft_transport import is_dtensor
+from ft_transport.runtime.deadline import Deadline
+from manager.collectives.gradients import NamedParameters, average_gradients, gradients_of
+from manager.collectives.managed_work import ManagedWork, forget_frames, wait_all
+from manager.collectives.reductions import ReducedTensor, Reduction
+from manager.errors import ManagerError, ReductionMismatchError
+from manager.quorum.round import Participant, QuorumRound
+from manager.quorum.stall_watch import StallWatch
+from manager.quorum.structure_watch import StructureWatch
+from manager.quorum.telemetry import span
+from manager.state.guarded_memory import parameters_of
+
+logger = logging.getLogger(__name__)
+
+
+class StepReductions:
+    """Begins the reductions of a step, and ends them. Belongs to the training thread; the quorum is formed.
+
+    Args:
+        participant: This replica among the others.
+        structures: Knows what is registered.
+        stall_watch: Looks after the waits.
+    """
+
+    def __init__(self, participant: Participant, structures: StructureWatch, stall_watch: StallWatch) -> None:
+        self._participant = participant
+        self._state = participant.state
+        self._structures = structures
+        self._stall_watch = stall_watch
+
+    def begin(self, current: QuorumRound, tensor: torch.Tensor, reduce_op: Any) -> ManagedWork:
+        """See `Manager.allreduce`."""
+        if current.gradients is None:
+            current.gradients = gradients_of(parameters_of(self._state.optimizers()))
+        number, parameter = current.gradients.get(id(tensor), (None, None))
+        name = f"parameter {number}" if number is not None else ""
+        return self._reduce(current, parameter, tensor, Reduction(name, reduce_op))
+
+    def average_gradients(self, current: QuorumRound, parameters: NamedParameters) -> bool:
+        """See `Manager.average_gradients`."""
+        self._structures.check_averaged([each.grad for _, each in parameters if each.grad is not None])
+        return average_gradients(parameters, partial(self._reduce, current, None))
+
+    def end(self, current: QuorumRound, deadline: Deadline) -> None:
+        """Wait for the reductions of the step, and make sure that the other replicas made the same ones.
+
+        Args:
+            current: The step.
+            deadline: Of the caller.
+        """
+        participant, group = self._participant, self._participant.membership.process_group
+        if current.error is None:
+            group.end_step()
+        with self._stall_watch.waiting(f"{participant.name}: waiting for {len(current.works)} collectives"):
+            if not wait_all(current.works, deadline) and current.error is None:
+                participant.report_error(
+                    ManagerError("expected every collective to be waited for, one was interrupted")
+                )
+        self._structures.check_averaged([work.tensor for work in current.works])
+        current.forget_works()
+        current.is_over = True
+        if current.error is None:
+            self._compare(current, deadline)
+        if torch.accelerator.is_available():
+            with span("should_commit::current_stream::synchronize"):
+                torch.accelerator.synchronize()
+        error = group.error()
+        if error is not None:
+            participant.report_error(error)
+
+    def _reduce(
+        self, current: QuorumRound, parameter: torch.Tensor | None, tensor: torch.Tensor, reduction: Reduction
+    ) -> ManagedWork:
+        local = tensor.to_local() if is_dtensor(tensor) else tensor
+        current.refuse_twice(tensor, local)
+        self._state.scalers.refuse_unscaled(tensor, self._state.optimizers, is_first=not current.works)
+        # Appended before it begins, so that `end` finds an interrupted reduction and refuses the step.
+        managed = ManagedWork(tensor, self._participant.report_error)
+        current.works.append(managed)
+        if current.error is not None:
+            return managed
+        decision = current.decision
+        assert decision is not None, "a replica without a decision has an error"
+        if decision.participating_rank is None:
+            local.zero_()
+        current.note_reducing(local, managed)
+        divisor = decision.num_participants if reduction.is_average else 1
+        finish = partial(_finish, ReducedTensor(tensor, local, parameter), divisor)
+        try:
+            managed.begin(self._participant.membership.process_group.allreduce(local, reduction), finish)
+        except Exception as error:
+            self._participant.report_error(error)
+            forget_frames(error)
+        return managed
+
+    def _compare(self, current: QuorumRound, deadline: Deadline) -> None:
+        participant, group = self._participant, self._participant.membership.process_group
+        try:
+            with self._stall_watch.waiting(f"{participant.name}: waiting for the other replicas' reductions"):
+                current.reductions = group.compare_step(deadline.left())
+        except ReductionMismatchError as error:
+            participant.report_error(error)
+            forget_frames(error)
+        except Exception as error:
+            # A member that fails after its last reduction does not commit, and heals: this replica has all it needs.
+            logger.info("%s: another replica does not end the step: %s", participant.name, error)
+            group.abort()
+
+
+def _finish(reduced: ReducedTensor, num_participants: int) -> None:
+    with span("allreduce::callback"):
+        reduced.finish(num_participants)
