@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ft_transport import refusing_collectives
 from manager.errors import RegistryError
+from manager.state.exact_loading import exact_loading
 
 Scope = Literal["replicated", "local"]
 _SCOPES = ("replicated", "local")
@@ -272,8 +273,10 @@ class StateRegistry:
                 keys=missing + unexpected,
             )
 
-    def load_state_dict(self, state: Mapping[str, object], scope: Scope = "replicated") -> None:
-        """Hand each part of a received state to its load function.
+    def load_state_dict(
+        self, state: Mapping[str, object], scope: Scope = "replicated", *, optimizers: Collection[Optimizer] = ()
+    ) -> None:
+        """Hand each part of a received state to its load function. Optimizers load it bit for bit (`exact_loading`).
 
         The caller holds the state lock for writing. If a load function fails, the parts before it have been loaded
         and those after it have not.
@@ -281,6 +284,7 @@ class StateRegistry:
         Args:
             state: What `state_dict` of a replica with the same registrations returned.
             scope: Which entries to load; the state has to match their keys exactly.
+            optimizers: Optimizers that functions of the user's own load, beside those that are registered.
 
         Raises:
             RegistryError: The keys differ (nothing has been loaded then), or a load function failed (its exception
@@ -291,7 +295,7 @@ class StateRegistry:
         loaded: list[str] = []
         for entry in entries:
             try:
-                with self._noted():
+                with self._noted(), exact_loading(entry.load_state_dict, optimizers):
                     entry.load_state_dict(state[entry.key])
             except Exception as error:
                 raise RegistryError(

@@ -175,7 +175,7 @@ class ReplicaState:
         for observer in self._observers:
             observer.replaced()
         try:
-            self.registry.load_state_dict(parts[USER_KEY], "replicated")
+            self.registry.load_state_dict(parts[USER_KEY], "replicated", optimizers=self.optimizers())
         except RegistryError as error:
             self.partial = StateTornError(step=step, reason=str(error)) if error.__cause__ is not None else before
             raise

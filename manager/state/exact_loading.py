@@ -1,0 +1,118 @@
+"""Optimizers load their state bit for bit, where torch's own loader rounds it.
+
+``Optimizer.load_state_dict`` casts every tensor of a state to the dtype of its floating-point parameter, makes plain
+dicts of all mappings, drops the bound of a deque and turns a str into the text of a generator. An optimizer over
+bfloat16 parameters that keeps states in float32 or int8 could otherwise never take its own state back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from itertools import chain
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+_MAX_DEPTH: Final = 4
+"""How many objects and containers around an optimizer are searched."""
+_MAX_PARTS: Final = 1000
+
+
+@contextmanager
+def exact_loading(load_state_dict: Callable[[Any], object], optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Return a section in which torch's loader leaves in the optimizers exactly the state that it received.
+
+    Classes with a loader of their own that does not call torch's load in their own way. A user's hooks run before and
+    after this as they do without it.
+
+    Args:
+        load_state_dict: The function that is about to load. The optimizers are found that it belongs to or refers to.
+        optimizers: Other optimizers that it may load.
+    """
+    with ExitStack() as hooks:
+        found = {id(optimizer): optimizer for optimizer in (*optimizers, *_optimizers_of(load_state_dict))}
+        for optimizer in found.values():
+            # A wrapper may be an optimizer by its class alone.
+            if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
+                load = _ExactLoad()
+                hooks.callback(optimizer.register_load_state_dict_pre_hook(load.before).remove)
+                hooks.callback(optimizer.register_load_state_dict_post_hook(load.after, prepend=True).remove)
+        yield
+
+
+class _ExactLoad:
+    """Notes what torch's loader is about to take, and puts back whatever the loader has changed."""
+
+    def __init__(self) -> None:
+        self._given: Mapping[str, Any] = {}
+
+    def before(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._given = state_dict
+
+    def after(self, optimizer: Optimizer) -> None:
+        given, self._given = self._given, {}
+        indices = chain.from_iterable(group["params"] for group in given["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        for index, parameter in zip(indices, parameters, strict=True):
+            if index in given["state"]:
+                optimizer.state[parameter] = _as_given(given["state"][index], optimizer.state[parameter])
+
+
+def _as_given(given: Any, loaded: Any) -> Any:
+    """Return ``given`` where torch's loader has changed it, and ``loaded`` where the optimizer has made its own."""
+    match given:
+        case torch.Tensor() if isinstance(loaded, torch.Tensor) and type(given) is type(loaded):
+            is_cast = given.dtype != loaded.dtype and given.shape == loaded.shape
+            return given.to(loaded.device) if is_cast else loaded
+        case dict() if isinstance(loaded, dict):
+            # The copy has the class, and the default factory.
+            items = {key: _as_given(given[key], value) if key in given else value for key, value in loaded.items()}
+            same_kind = copy(given)
+            same_kind.clear()
+            same_kind.update(items)
+            return same_kind
+        case list() | tuple() | deque() if type(given) is type(loaded) and len(given) == len(loaded):
+            values = [_as_given(*pair) for pair in zip(given, loaded, strict=True)]
+            return deque(values, given.maxlen) if isinstance(given, deque) else type(given)(values)
+        case str() if isinstance(loaded, str):
+            return given
+        case _:
+            return loaded
+
+
+def _optimizers_of(function: Callable[[Any], object]) -> Iterator[Optimizer]:
+    """Yield the optimizers that a method's object is or has, or that a function refers to."""
+    try:
+        named = inspect.getclosurevars(function)
+        referred = [*named.nonlocals.values(), *named.globals.values()]
+    # No Python function, or a variable of it has no value yet.
+    except (TypeError, ValueError):
+        referred = []
+    for each in (getattr(function, "__self__", None), *referred):
+        yield from _optimizers_in(each, _MAX_DEPTH)
+
+
+def _optimizers_in(holder: object, depth: int) -> Iterator[Optimizer]:
+    if isinstance(holder, Optimizer):
+        yield holder
+    match holder:
+        case torch.nn.Module() | type() | ModuleType():
+            return
+        case dict():
+            parts = list(holder.values())
+        case list() | tuple():
+            parts = list(holder)
+        case _ if hasattr(holder, "load_state_dict"):
+            parts = list(getattr(holder, "__dict__", {}).values())
+        case _:
+            return
+    # A loader's list of samples has no optimizer.
+    if depth and len(parts) <= _MAX_PARTS:
+        for part in parts:
+            yield from _optimizers_in(part, depth - 1)

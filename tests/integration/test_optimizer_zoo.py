@@ -1,0 +1,105 @@
+"""The states of optimizers move to other replicas and through checkpoints bit for bit."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from optimizer_zoo import Kind, MakeOptimizer, travels
+from torch import Tensor
+from torch.optim import Optimizer
+
+_MAKERS: dict[str, MakeOptimizer] = {
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adagrad": torch.optim.Adagrad,
+    "Adam": torch.optim.Adam,
+    "Adam, amsgrad": partial(torch.optim.Adam, amsgrad=True),
+    "Adam, fused": partial(torch.optim.Adam, fused=True),
+    "Adam, lr as a tensor": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.01), foreach=False),
+    "AdamW": torch.optim.AdamW,
+    "AdamW, foreach": partial(torch.optim.AdamW, foreach=True),
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "LBFGS": partial(torch.optim.LBFGS, max_iter=4),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
+    "Rprop": torch.optim.Rprop,
+    "SGD": torch.optim.SGD,
+    "SGD, momentum": partial(torch.optim.SGD, momentum=0.9),
+}
+_OF_TORCH = {
+    f"{name} in {dtype}": Kind(make, dtype)
+    for dtype in (torch.float32, torch.bfloat16)
+    for name, make in _MAKERS.items()
+}
+_OF_TORCH |= {
+    f"Muon in {dtype}": Kind(torch.optim.Muon, dtype, has_vectors=False) for dtype in (torch.float32, torch.bfloat16)
+}
+_OF_TORCH["SparseAdam"] = Kind(torch.optim.SparseAdam, is_sparse=True)
+
+
+class Keeping(Optimizer):
+    """Keeps what torch's loader would change: other dtypes, texts, mappings and sequences that grow."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._update(parameter, self.state[parameter], group["lr"])
+
+    def _update(self, parameter: Tensor, state: dict[str, Any], lr: float) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        exact = state.setdefault("exact", torch.zeros_like(gradient, dtype=torch.float64))
+        exact.mul_(0.9).add_(gradient.double(), alpha=0.1)
+        scale = exact.abs().max() / 127 + 1e-12
+        state["rounded"] = (exact / scale).round().to(torch.int8)
+        state["scales"] = {"largest": scale, "signs": exact > 0}
+        state["kind"] = "8 bits"
+        state.setdefault("last", deque(maxlen=2)).append(exact.float())
+        state.setdefault("norms", []).append(exact.norm())
+        parameter.sub_((state["rounded"] * scale * lr).to(parameter.dtype))
+        parameter.sub_(torch.stack(state["norms"]).sum().to(parameter.dtype) * lr)
+        assert (state["kind"], state["last"].maxlen) == ("8 bits", 2)
+
+
+class Around(Optimizer):
+    """Is an optimizer by its class; another one has the state."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, inner.defaults)
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+
+
+def test_every_optimizer_of_torch_has_the_same_state_and_steps_elsewhere(tmp_path: Path) -> None:
+    classes = [each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, Optimizer)]
+    assert {each.__name__ for each in classes} - {"Optimizer"} == {re.split("[ ,]", kind)[0] for kind in _OF_TORCH}
+    assert {way: parts for way, parts in travels(_OF_TORCH, tmp_path) if parts} == {}
+
+
+def test_states_that_the_loader_of_torch_would_change_are_exact(tmp_path: Path) -> None:
+    kinds = {
+        f"{name} in {dtype}": Kind(make, dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+        for name, make in {"states of its own": Keeping, "around": lambda each: Around(Keeping(each))}.items()
+    }
+    assert {way: parts for way, parts in travels(kinds, tmp_path) if parts} == {}
