@@ -69,6 +69,12 @@ class Incoming:
         node = self._node(path)
         return len(node.items) if isinstance(node, SequenceNode) else None
 
+    def texts(self, *path: str | int) -> tuple[str, ...]:
+        """The items of the list or tuple at ``path``, each an empty str if it is no str; empty if there is none."""
+        node = self._node(path)
+        items = node.items if isinstance(node, SequenceNode) else []
+        return tuple(item if isinstance(item, str) else "" for item in items)
+
     def _node(self, path: tuple[str | int, ...]) -> Node:
         node: Node = self._tree
         for step in path:

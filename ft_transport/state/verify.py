@@ -21,10 +21,11 @@ from ft_transport.state.restore import DestinationPlan
 from ft_transport.state.views import as_bytes
 from ft_transport.wire.layouts import Layout
 from ft_transport.wire.manifest import Manifest
-from ft_transport.wire.nodes import LayoutNode, MappingNode, TensorNode
+from ft_transport.wire.nodes import DefaultDictNode, LayoutNode, MappingNode, TensorNode
 
 _ENDS: Final = ".[]"
 _Tagged = msgspec.Struct
+_MAPPINGS: Final = (MappingNode, DefaultDictNode)
 
 
 def find_differences(manifest: Manifest, state: object, *, num_threads: int) -> tuple[str, ...]:
@@ -32,7 +33,7 @@ def find_differences(manifest: Manifest, state: object, *, num_threads: int) -> 
 
     Args:
         manifest: Of the state that it shall be.
-        state: Live; nothing may change it meanwhile. The order of keys in dicts does not matter.
+        state: Live; nothing may change it meanwhile. The order of keys in mappings does not matter.
         num_threads: Threads that read it.
 
     Returns:
@@ -62,7 +63,7 @@ class _Walk:
         self.differences: list[str] = []
 
     def compare(self, path: str, expected: object, actual: object) -> None:
-        if isinstance(expected, MappingNode) and isinstance(actual, MappingNode) and expected.kind == "dict":
+        if isinstance(expected, _MAPPINGS) and isinstance(actual, _MAPPINGS):
             self._compare_mappings(path, expected, actual)
         elif isinstance(expected, (TensorNode, LayoutNode)) and isinstance(actual, (TensorNode, LayoutNode)):
             self._compare_tensors(path, expected, actual)
@@ -84,13 +85,19 @@ class _Walk:
         elif type(expected) is not type(actual) or expected != actual:
             self._note(path, _shown(expected), _shown(actual))
 
-    def _compare_mappings(self, path: str, expected: MappingNode, actual: MappingNode) -> None:
+    def _compare_mappings(
+        self, path: str, expected: MappingNode | DefaultDictNode, actual: MappingNode | DefaultDictNode
+    ) -> None:
+        if _kind(expected) != _kind(actual):
+            self._note(path, _kind(expected), _kind(actual))
         theirs, ours = _by_key(expected), _by_key(actual)
         if theirs.keys() != ours.keys():
-            self._note(path, f"the keys {_shown(sorted(theirs))}", _shown(sorted(ours)))
-            return
-        for key, value in theirs.items():
-            self.compare(f"{path}.{key}".lstrip(_ENDS), value, ours[key])
+            missing = sorted(label for key, (label, _) in theirs.items() if key not in ours)
+            unexpected = sorted(label for key, (label, _) in ours.items() if key not in theirs)
+            self._note(path, "the same keys", f"no {_shown(missing)}, and {_shown(unexpected)} besides")
+        for key, (label, value) in theirs.items():
+            if key in ours:
+                self.compare(f"{path}.{label}".lstrip(_ENDS), value, ours[key][1])
 
     def _compare_tensors(self, path: str, expected: TensorNode | LayoutNode, actual: TensorNode | LayoutNode) -> None:
         """Entries hold the elements in row-major order: how they lie in the receiver's memory is its own business."""
@@ -130,9 +137,15 @@ def _part(layout: Layout) -> list[object]:
     return [layout.placements, layout.global_shape, layout.local_offset]
 
 
-def _by_key(node: MappingNode) -> dict[str, object]:
+def _kind(node: MappingNode | DefaultDictNode) -> str:
+    kind = node.kind if isinstance(node, MappingNode) else f"default {node.factory}"
+    return f"a mapping of the kind {kind!r}"
+
+
+def _by_key(node: MappingNode | DefaultDictNode) -> dict[str, tuple[str, object]]:
+    """Return label and value by key. Of the keys 1, True and "1" each is another one."""
     pairs = zip(node.items[::2], node.items[1::2], strict=True)
-    return {key if isinstance(key, str) else repr(key): value for key, value in pairs}
+    return {repr(key): (key if isinstance(key, str) else repr(key), value) for key, value in pairs}
 
 
 def _shown(value: object) -> str:

@@ -165,7 +165,7 @@ class Checkpoints:
         try:
             state.load(loaded.state)
             state.mark_partial(loaded.step, "comparing it was interrupted")
-            differences = loaded.differences(state.content())
+            differences = loaded.differences(state.content_like(loaded.state))
             state.registry.load_state_dict(loaded.state.get(LOCAL_KEY, {}), "local")
         except RegistryError as error:
             state.mark_partial(loaded.step, str(error))

@@ -267,7 +267,7 @@ class PeerRecovery:
 
     def _refuse_differences(self, received: Received[Any], source: str) -> None:
         """Make sure that the load functions have not changed what was received."""
-        differences = received.differences(self._state.content())
+        differences = received.differences(self._state.content_like(received.state))
         if differences:
             self._state.mark_partial(
                 received.step,

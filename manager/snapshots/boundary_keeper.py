@@ -40,7 +40,7 @@ from manager.snapshots.state_parts import (
     tensors_of_module,
     tensors_of_stable_modules,
 )
-from manager.state.compatibility import MANAGER_KEY, USER_KEY
+from manager.state.compatibility import MANAGER_KEY, USER_KEY, own_part
 from manager.state.guarded_memory import (
     Memory,
     VersionWatch,
@@ -125,7 +125,7 @@ class KeptBoundary:
             self._keeper.forget()
             raise SnapshotError(f"expected the state of the step boundary, and {error}") from None
         self.check()
-        return {USER_KEY: user, MANAGER_KEY: self._notes.counters}
+        return {USER_KEY: user, MANAGER_KEY: self._keeper.own_part(self._notes.counters)}
 
     def let_go(self) -> None:
         """Nobody needs it: the next boundary may have its buffers."""
@@ -197,6 +197,10 @@ class BoundaryKeeper:
         self._num_steps_to_learn = 0
         self._lesson: Callable[[], None] | None = None
         self.replaced = ReplacedTensors()
+
+    def own_part(self, counters: Mapping[str, object]) -> dict[str, object]:
+        """Return the manager's own part of a state with these counters."""
+        return own_part(counters, self._registry)
 
     def guarded(self, optimizers: Iterable[Optimizer]) -> set[Memory]:
         """Memory that waits for a step of the optimizers: theirs, but for what is known to change without one."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 USER_KEY: Final = "user"
 MANAGER_KEY: Final = "manager"
+NAMES_KEY: Final = "parameter_names"
+"""Under this key the manager's part has what `StateRegistry.parameter_names` returns."""
 _MAX_SHOWN: Final = 5
 
 
@@ -46,8 +49,9 @@ def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[st
     registry.check_keys(incoming.keys(USER_KEY) or ())
     own_parts = own_state[USER_KEY]
     assert isinstance(own_parts, Mapping), "a replica's state has its parts by key"
+    refuse_other_order(registry.parameter_names(), _received_names(incoming))
     for entry in registry.entries("replicated"):
-        holder = getattr(entry.load_state_dict, "__self__", None)
+        holder = entry.holder
         own = own_parts.get(entry.key)
         if isinstance(holder, torch.nn.Module):
             _check_names(incoming, entry, holder, own)
@@ -64,9 +68,71 @@ def tables_of(registry: StateRegistry) -> dict[str, dict[str, str]]:
     """Return what each registered part looks like, for the others to compare before they heal anybody.
 
     What `check_fit` refuses in any case, and no more: tensors of modules, and parameter groups of optimizers, that load
-    as torch's do. Tensors are given by dtype, shape and, of a DTensor, the shape of this rank's part.
+    as torch's do, and the order of the optimizers' parameters. Tensors are given by dtype, shape and, of a DTensor, the
+    shape of this rank's part.
     """
-    return {entry.key: _table(entry) for entry in registry.entries("replicated")}
+    tables = {entry.key: _table(entry) for entry in registry.entries("replicated")}
+    names = registry.parameter_names()
+    for entry in registry.entries("replicated"):
+        if isinstance(entry.holder, Optimizer):
+            tables[f"{entry.key} (order of parameters)"] = {
+                f"param_groups.{group}.params.{position}": name
+                for group, names_of_group in enumerate(names.get(entry.key, []))
+                for position, name in enumerate(names_of_group)
+            }
+    return tables
+
+
+def own_part(counters: Mapping[str, object], registry: StateRegistry) -> dict[str, object]:
+    """Return the manager's own part of a replica's state: its counters, and the names of the optimizers' parameters."""
+    names = registry.parameter_names()
+    return {**counters, NAMES_KEY: names} if names else dict(counters)
+
+
+def names_in(part: Mapping[str, Any]) -> dict[str, list[list[str]]]:
+    """Return the names of parameters in a received manager's part; without any that is not as `own_part` makes it."""
+    names = part.get(NAMES_KEY)
+    if not isinstance(names, Mapping):
+        return {}
+    return {
+        key: [[name if isinstance(name, str) else "" for name in group] for group in groups]
+        for key, groups in names.items()
+        if isinstance(groups, list) and all(isinstance(group, list) for group in groups)
+    }
+
+
+def refuse_other_order(
+    own: Mapping[str, Sequence[Sequence[str]]], received: Mapping[str, Sequence[Sequence[str]]]
+) -> None:
+    """Refuse the state of optimizers whose parameters stand in another order, as states belong to positions.
+
+    Args:
+        own: What `StateRegistry.parameter_names` returns.
+        received: The same of the sender. Parameters that have a name on one side alone are not compared.
+
+    Raises:
+        RegistryError: The order differs; nothing has been loaded.
+    """
+    for key, groups in own.items():
+        for number, (mine, theirs) in enumerate(zip(groups, received.get(key, ()), strict=False)):
+            pairs = enumerate(zip(mine, theirs, strict=False))
+            first = next((at for at, (ours, other) in pairs if ours != other and ours and other), None)
+            if first is not None:
+                raise RegistryError(
+                    f"expected the parameters of the optimizer {key!r} in the same order; from position {first} of "
+                    f"group {number} on they are {_some(mine[first:])} here and {_some(theirs[first:])} there; give "
+                    "the optimizers of all replicas their parameters in one order, for example sorted by name; nothing "
+                    "was received",
+                    keys=(key,),
+                )
+
+
+def _received_names(incoming: Incoming) -> dict[str, list[tuple[str, ...]]]:
+    path = (MANAGER_KEY, NAMES_KEY)
+    return {
+        key: [incoming.texts(*path, key, group) for group in range(incoming.num_items(*path, key) or 0)]
+        for key in incoming.keys(*path) or ()
+    }
 
 
 def _table(entry: StateEntry) -> dict[str, str]:
@@ -123,6 +189,11 @@ def _check_groups(incoming: Incoming, entry: StateEntry, own: object) -> None:
         )
     for index, group in enumerate(groups):
         _check_parts(entry, group, incoming.keys(*path, index))
+    # Torch takes over the sender's names, which then say nothing of the order. Other names may be those of a wrapper.
+    own_names = [tuple(group.get("param_names", ())) for group in groups]
+    names = [incoming.texts(*path, index, "param_names") for index in range(len(groups))]
+    if sorted(chain.from_iterable(own_names)) == sorted(chain.from_iterable(names)):
+        refuse_other_order({entry.key: own_names}, {entry.key: names})
 
 
 def _check_parts(entry: StateEntry, own: Mapping[str, object], received: Collection[str] | None) -> None:
@@ -150,6 +221,6 @@ def _check_tensors(incoming: Incoming, entry: StateEntry, note: str) -> None:
         )
 
 
-def _some(texts: list[str]) -> str:
+def _some(texts: Sequence[str]) -> str:
     more = f" and {len(texts) - _MAX_SHOWN} more" if len(texts) > _MAX_SHOWN else ""
     return (", ".join(texts[:_MAX_SHOWN]) or "none") + more

@@ -247,6 +247,27 @@ class StateRegistry:
 
         return find
 
+    def parameter_names(self) -> dict[str, list[list[str]]]:
+        """Return how the registered modules name the parameters of each registered optimizer, group by group.
+
+        Returns:
+            Names by key, in the optimizer's order, each an empty str where no registered module has the parameter.
+            Without the optimizers of which no parameter has a name.
+        """
+        names: dict[int, str] = {}
+        for entry in self.entries("replicated"):
+            if isinstance(entry.holder, torch.nn.Module):
+                for name, parameter in entry.holder.named_parameters(remove_duplicate=False):
+                    full_name = f"{entry.key}.{name}"
+                    # Of a shared parameter's names, the first in the alphabet: the order of submodules may differ.
+                    names[id(parameter)] = min(names.get(id(parameter), full_name), full_name)
+        named = {
+            entry.key: [[names.get(id(each), "") for each in group["params"]] for group in entry.holder.param_groups]
+            for entry in self.entries("replicated")
+            if isinstance(entry.holder, Optimizer)
+        }
+        return {key: groups for key, groups in named.items() if any(map(any, groups))}
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters of the modules and optimizers that are registered; one may come several times."""
         for entry in self.entries():

@@ -12,7 +12,14 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from manager.errors import ManagerError, RegistryError, StateTornError
-from manager.state.compatibility import MANAGER_KEY, USER_KEY
+from manager.state.compatibility import (
+    MANAGER_KEY,
+    NAMES_KEY,
+    USER_KEY,
+    names_in,
+    own_part,
+    refuse_other_order,
+)
 from manager.state.lock import StateLock
 from manager.state.optimizer_guard import OptimizerAttachment, attach_optimizers
 from manager.state.overflows import Scalers
@@ -132,7 +139,15 @@ class ReplicaState:
             RegistryError: A state function failed.
         """
         self.require_training_thread()
-        return {USER_KEY: self.registry.state_dict("replicated"), MANAGER_KEY: self.counters()}
+        user = self.registry.state_dict("replicated")
+        return {USER_KEY: user, MANAGER_KEY: own_part(self.counters(), self.registry)}
+
+    def content_like(self, received: Mapping[str, Any]) -> dict[str, object]:
+        """Return `content` to be compared with a received state, which may come from before parameters had names."""
+        content = self.content()
+        if NAMES_KEY not in received[MANAGER_KEY]:
+            content[MANAGER_KEY] = self.counters()
+        return content
 
     def counters(self) -> dict[str, int | str]:
         """Return ``step``, ``batches_committed`` and ``lineage``."""
@@ -169,6 +184,7 @@ class ReplicaState:
                 "loaded",
                 keys=(MANAGER_KEY,),
             )
+        refuse_other_order(self.registry.parameter_names(), names_in(parts[MANAGER_KEY]))
         before = self.partial
         self.mark_partial(step, "loading it was interrupted")
         self.ledger.replaced()

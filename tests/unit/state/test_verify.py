@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,17 @@ def test_equal_states_do_not_differ_whatever_the_order_of_their_keys() -> None:
     assert differences({}, {}) == ()
 
 
+@pytest.mark.parametrize("kind", [OrderedDict, Counter, lambda items: defaultdict(int, items)])
+def test_mappings_of_all_kinds_are_compared_by_key(kind: Callable[[object], dict[str, Any]]) -> None:
+    items = {"a": 1, "b": torch.ones(3), 1: torch.zeros(3), "1": torch.full((3,), 2.0)}
+    backwards = dict(reversed(items.items()))
+    assert differences(kind(items), kind(backwards)) == ()
+    assert differences(kind(items), kind({**backwards, "a": 2})) == ("a: expected 1, got 2",)
+    # Keys of another type are other keys, also where they read the same.
+    assert differences(kind(items), kind({**items, 1: torch.ones(3)})) != ()
+    assert differences(kind(items), kind({**items, "1": torch.ones(3)})) != ()
+
+
 CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a bit": (lambda s: s["w"].view(torch.int32)[5999:].bitwise_xor_(1), "other bytes in .*w"),
     "a bit of a strided tensor": (lambda s: s["t"][2:, 1:].add_(1), "other bytes in .*t"),
@@ -63,7 +75,8 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a tie": (lambda s: s.update(view=s["view"].clone()), "view: expected ViewNode"),
     "a number": (lambda s: s["n"].__setitem__(0, 2), r"n\[0\]|n.*expected 1, got 2"),
     "a type of a number": (lambda s: s["n"].__setitem__(0, True), "expected 1, got True"),
-    "a key": (lambda s: s.update(w2=s.pop("w")), "expected the keys"),
+    "a key": (lambda s: s.update(w2=s.pop("w")), r"expected the same keys, got no \['w'\], and \['w2'\] besides"),
+    "a kind of mapping": (lambda s: s.update(deep=OrderedDict(s["deep"])), "deep: expected .*'dict', got .*'ordered'"),
     "a length": (lambda s: s["n"].append(None), "4 items, got 5"),
     "a container": (lambda s: s.update(n=tuple(s["n"])), "expected 'list', got 'tuple'"),
     "a parameter": (lambda s: s.update(half=nn.Parameter(s["half"])), "half: expected TensorNode"),
