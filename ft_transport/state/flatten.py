@@ -20,7 +20,7 @@ from ft_transport.state.dtensors import dtensor_type
 from ft_transport.state.dtypes import QUANTIZED, SAFETENSORS_NAMES, carrier_of, is_dense, name_of
 from ft_transport.state.fast_lane import FastLane, OffLaneError
 from ft_transport.state.placements import LayoutEncoder
-from ft_transport.state.views import Base, ViewKey, find_views, view_key
+from ft_transport.state.views import Base, ViewKey, find_views, is_lazy, view_key
 from ft_transport.wire.nodes import (
     MAX_DEPTH,
     BytesNode,
@@ -168,6 +168,12 @@ class _Flattener:
         constant = encodings.encode_constant(value)
         if constant is not None:
             return constant
+        if is_lazy(value):
+            raise UnsupportedLeafError(
+                "expected a tensor with a shape, got a parameter or buffer of a lazy module that has not run yet; call "
+                "its forward once before the first step",
+                path=path,
+            )
         raise UnsupportedLeafError(
             f"expected a leaf with a safe encoding, got {type_.__module__}.{type_.__qualname__}; leave it out of the "
             "state, or give its type an encoding with register_encoding",

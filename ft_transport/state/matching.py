@@ -13,7 +13,7 @@ from ft_transport.state import placements
 from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, name_of, overlaps_itself, torch_name_of
 from ft_transport.state.unflatten import as_plain
-from ft_transport.state.views import ViewKey, extent_bytes, has_own_memory, view_key
+from ft_transport.state.views import ViewKey, extent_bytes, has_own_memory, is_lazy, view_key
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import (
     DefaultDictNode,
@@ -36,12 +36,14 @@ if TYPE_CHECKING:
 class Mismatch(NamedTuple):
     """A tensor of the receiver's at whose place one of another dtype, shape or division comes.
 
-    Both are described, as ``float32[2, 3]`` where these differ.
+    Both are described, as ``float32[2, 3]`` where these differ. ``is_division`` where the same tensor is divided among
+    other ranks.
     """
 
     path: str
     own: str
     received: str
+    is_division: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +152,12 @@ class Matcher:
         self._num_seen += 1
         if self._num_seen % STRIDE == 0:
             self._check_time()
-        if isinstance(into, torch.Tensor) and into.is_nested:
-            self._note_nested(node)
-            return
+        if isinstance(into, torch.Tensor):
+            if is_lazy(into):  # Its module gives it shape and memory as it loads.
+                return
+            if into.is_nested:
+                self._note_nested(node)
+                return
         match node:
             case None | bool() | int() | float() | str():
                 return
@@ -165,8 +170,9 @@ class Matcher:
                 if isinstance(into, Mapping):
                     self._collect_values(node.items, into)
             case SequenceNode(kind="list" | "tuple") | NamedTupleNode() | DequeNode():
-                if isinstance(into, Sequence) and len(into) == len(node.items):
-                    for item, counterpart in zip(node.items, into, strict=True):
+                if isinstance(into, Sequence):
+                    # Of two lengths, as histories have, the common part is received in place.
+                    for item, counterpart in zip(node.items, into, strict=False):
                         self._collect(item, counterpart)
             case LeafNode():
                 if isinstance(into, torch.Tensor):
@@ -210,7 +216,7 @@ class Matcher:
                 mesh = into.device_mesh
                 at = mesh.get_coordinate()
                 own = f"the part of coordinate {tuple(at or ())} of {tuple(mesh.mesh.shape)} by {into.placements}"
-            self._add_mismatch(Mismatch(self._manifest.tensors[node.index].name, own, received))
+            self._add_mismatch(Mismatch(self._manifest.tensors[node.index].name, own, received, True))
 
     def _collect_values(self, items: Sequence[Node], into: Mapping[object, object]) -> None:
         for num_before, (key, value) in enumerate(zip(items[::2], items[1::2], strict=False)):

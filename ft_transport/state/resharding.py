@@ -25,6 +25,7 @@ from ft_transport.state.dtypes import (
     torch_name_of,
 )
 from ft_transport.state.placements import describe_mesh, encode_placements
+from ft_transport.state.views import is_lazy
 from ft_transport.wire.chunks import CHUNK_BYTES, ChunkTable
 from ft_transport.wire.layouts import Layout, LayoutTable, Mesh, Placement, Region, region_of, shape_of
 from ft_transport.wire.manifest import ITEM_BITS, Manifest, TensorEntry
@@ -270,7 +271,7 @@ class _Builder:
             return None
         if own is None and self._like is not None:
             own = self._like(tuple(step for step in path if isinstance(step, (str, int))))
-            if isinstance(own, torch.Tensor) and own.shape != shape:
+            if isinstance(own, torch.Tensor) and (is_lazy(own) or own.shape != shape):
                 own = None
         if is_dtensor(own):
             where = self._where_is(own, shape, path)

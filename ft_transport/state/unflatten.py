@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -17,7 +18,7 @@ from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import DTYPES_BY_NAME, QUANTIZED, WHOLE_BYTE_DTYPES_BY_NAME, carrier_of, is_dense
 from ft_transport.state.hostile_keys import HashWatch, distinct, set_of
 from ft_transport.state.placements import MeshResolver, matches, rebuild
-from ft_transport.state.views import as_bytes, has_own_memory, view_key
+from ft_transport.state.views import as_bytes, has_own_memory, is_lazy, view_key
 from ft_transport.wire.manifest import Manifest
 from ft_transport.wire.nodes import (
     MAX_DEPTH,
@@ -115,7 +116,7 @@ class Unflattener:
         try:
             if self._depth > _MAX_NODE_DEPTH:
                 raise ManifestError(f"expected at most {MAX_DEPTH} containers in each other, got more")
-            return self._build(node, into, path)
+            return self._build(node, None if is_lazy(into) else into, path)
         except TransportError as error:
             error.path = error.path or path or "(root)"
             raise
@@ -274,12 +275,10 @@ class Unflattener:
                 return Counter(distinct(dict(pairs), num_pairs, path))
 
     def _items(self, items: Sequence[Node], into: object, path: str) -> list[object]:
-        counterparts: Sequence[object] = (
-            into if isinstance(into, (list, tuple, deque)) and len(into) == len(items) else [None] * len(items)
-        )
+        counterparts = chain(into if isinstance(into, (list, tuple, deque)) else (), repeat(None))
         built: list[object] = []
         prefix, is_short = f"{path}." if path else "", len(path) < _MAX_PATH_CHARACTERS
-        for index, (item, counterpart) in enumerate(zip(items, counterparts, strict=True)):
+        for index, (item, counterpart) in enumerate(zip(items, counterparts, strict=False)):
             if index % STRIDE == 0:
                 self._check_time()
             built.append(

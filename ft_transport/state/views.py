@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -29,6 +29,11 @@ def has_own_memory(value: object) -> TypeGuard[torch.Tensor]:
         and not value.is_meta  # type: ignore[attr-defined]
         and not value.is_nested  # type: ignore[attr-defined]
     )
+
+
+def is_lazy(value: object) -> bool:
+    """Whether the value is a tensor whose module gives it shape and memory only when it loads or runs."""
+    return torch.nn.parameter.is_lazy(cast("torch.Tensor", value))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -53,15 +54,20 @@ def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[st
     for entry in registry.entries("replicated"):
         holder = entry.holder
         own = own_parts.get(entry.key)
+        is_free: Callable[[str], bool] = _nothing
         if isinstance(holder, torch.nn.Module):
-            _check_names(incoming, entry, holder, own)
+            is_free = names_loaded_freely(holder)
+            _check_names(incoming, entry, is_free, own)
         if isinstance(holder, LRScheduler) and isinstance(own, Mapping):
             _check_parts(entry, own, incoming.keys(USER_KEY, entry.key))
         # A class with a loading of its own may take what torch's does not.
         if isinstance(holder, Optimizer) and type(holder).load_state_dict is Optimizer.load_state_dict:
             _check_groups(incoming, entry, own)
+        # Each state of an optimizer is replaced whole: a history may be longer here, and the dtype is the sender's.
+        if isinstance(holder, Optimizer):
+            is_free = _everything
         if isinstance(holder, (torch.nn.Module, Optimizer)):
-            _check_tensors(incoming, entry, note)
+            _check_tensors(incoming, entry, is_free, note)
 
 
 def tables_of(registry: StateRegistry) -> dict[str, dict[str, str]]:
@@ -138,9 +144,13 @@ def _received_names(incoming: Incoming) -> dict[str, list[tuple[str, ...]]]:
 def _table(entry: StateEntry) -> dict[str, str]:
     holder = entry.holder
     try:
-        if isinstance(holder, torch.nn.Module) and type(holder).load_state_dict is torch.nn.Module.load_state_dict:
-            state: Any = entry.state_dict()
-            return {name: _looks(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+        if isinstance(holder, torch.nn.Module):
+            is_free, state = names_loaded_freely(holder), cast("Any", entry.state_dict())
+            # A module that has no shapes yet takes those of a peer.
+            if any(map(is_lazy, state.values())):
+                return {}
+            tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+            return {name: _looks(value) for name, value in tensors.items() if not is_free(name)}
         if isinstance(holder, Optimizer) and type(holder).load_state_dict is Optimizer.load_state_dict:
             return {
                 f"param_groups.{index}": f"{len(group['params'])} parameters"
@@ -158,14 +168,47 @@ def _looks(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{part}"
 
 
-def _check_names(incoming: Incoming, entry: StateEntry, module: torch.nn.Module, own: object) -> None:
-    names = incoming.keys(USER_KEY, entry.key)
-    # A class with a loading of its own may take what torch's does not.
-    if not isinstance(own, Mapping) or type(module).load_state_dict is not torch.nn.Module.load_state_dict:
+def names_loaded_freely(module: torch.nn.Module) -> Callable[[str], bool]:
+    """Return whether a name of the module's state belongs to a submodule with a loading of its own.
+
+    Such a submodule may take other shapes, dtypes and names than it has: observers of quantization, banks that grow,
+    extra states. Torch's own loading rounds to the module's dtype and refuses other shapes.
+    """
+    if not _is_of_torch(type(module).load_state_dict):
+        return _everything
+    prefixes: list[str] = []
+    for name, each in module.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        hooks = [*each._load_state_dict_pre_hooks.values(), *each._load_state_dict_post_hooks.values()]
+        if not all(map(_is_of_torch, (type(each)._load_from_state_dict, *hooks))):
+            prefixes.append(prefix)
+        if type(each).set_extra_state is not torch.nn.Module.set_extra_state:
+            prefixes.append(f"{prefix}_extra_state")
+    all_prefixes = tuple(prefixes)
+    return lambda name: name.startswith(all_prefixes)
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether torch's modules load with it: they take no other shapes, but for lazy ones."""
+    function = getattr(function, "hook", function)
+    origin = getattr(getattr(function, "func", function), "__module__", None) or ""
+    return origin.startswith(("torch.nn.", "torch.distributed.")) and origin != torch.nn.modules.lazy.__name__
+
+
+def _everything(_name: str) -> bool:
+    return True
+
+
+def _nothing(_name: str) -> bool:
+    return False
+
+
+def _check_names(incoming: Incoming, entry: StateEntry, is_free: Callable[[str], bool], own: object) -> None:
+    if not isinstance(own, Mapping):
         return
-    received = dict.fromkeys(names or ())
-    missing = [name for name in own if name not in received]
-    unexpected = [name for name in received if name not in own]
+    received = dict.fromkeys(incoming.keys(USER_KEY, entry.key) or ())
+    missing = [name for name in own if name not in received and not is_free(name)]
+    unexpected = [name for name in received if name not in own and not is_free(name)]
     if missing or unexpected:
         raise RegistryError(
             f"expected the state of the same module under {entry.key!r}; missing: {_some(missing)}, unexpected: "
@@ -206,12 +249,13 @@ def _check_parts(entry: StateEntry, own: Mapping[str, object], received: Collect
         )
 
 
-def _check_tensors(incoming: Incoming, entry: StateEntry, note: str) -> None:
+def _check_tensors(incoming: Incoming, entry: StateEntry, is_free: Callable[[str], bool], note: str) -> None:
     prefix = f"{USER_KEY}.{entry.key}."
+    found = [(each.path.removeprefix(prefix), each) for each in incoming.mismatches if each.path.startswith(prefix)]
     differing = [
-        f"{mismatch.path.removeprefix(prefix)} is {mismatch.own} here and {mismatch.received} there"
-        for mismatch in incoming.mismatches
-        if mismatch.path.startswith(prefix)
+        f"{name} is {mismatch.own} here and {mismatch.received} there"
+        for name, mismatch in found
+        if mismatch.is_division or not is_free(name)
     ]
     if differing:
         raise RegistryError(

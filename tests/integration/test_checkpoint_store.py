@@ -375,6 +375,21 @@ def test_a_process_that_ends_finishes_what_it_is_saving(tmp_path: Path) -> None:
         store.verify(1)
 
 
+@pytest.mark.parametrize("num_own", [1, 2])
+def test_a_list_that_was_longer_fills_the_one_that_is_here(store: CheckpointStore, num_own: int) -> None:
+    store.save(1, {"history": [torch.ones(2), torch.full((2,), 2.0)]}, wait=True)
+    own = [torch.zeros(2) for _ in range(num_own)]
+    loaded: Any = store.load(1, into={"history": own})
+    assert [each.tolist() for each in loaded.state["history"]] == [[1, 1], [2, 2]]
+    assert all(each is mine for each, mine in zip(loaded.state["history"], own, strict=False))
+
+
+def test_a_list_that_was_shorter_is_refused_by_what_it_lacks(store: CheckpointStore) -> None:
+    store.save(1, {"history": [torch.ones(2)]}, wait=True)
+    with pytest.raises(RestoreError, match=r"are here; history\.1: not there; nothing was loaded"):
+        store.load(1, into={"history": [torch.zeros(2), torch.zeros(2)]})
+
+
 class TestMemoryThatIsSharedInAnotherWay:
     """A destination that two tensors share cannot hold what is different there."""
 

@@ -113,6 +113,13 @@ def test_a_nested_tensor_is_refused_by_its_path(layout: torch.layout) -> None:
         flatten({"a": {"n": nested}})
 
 
+def test_a_lazy_module_that_has_not_run_is_named() -> None:
+    with pytest.raises(
+        UnsupportedLeafError, match=r"lazy module that has not run yet; call its forward .*at m\.weight"
+    ):
+        flatten({"m": torch.nn.LazyLinear(2).state_dict()})
+
+
 def test_an_open_file_is_refused_by_its_path(tmp_path: Any) -> None:
     with (tmp_path / "log").open("w") as log, pytest.raises(UnsupportedLeafError, match=r"TextIOWrapper.*at log"):
         flatten({"log": log})
