@@ -128,6 +128,10 @@ class Manager(StateManager):
             checkpoint_store=checkpoint_store,
             save_every=save_every,
         )
+        if self._replica.checkpoints is not None:
+            # A Lighthouse inside this process serves no other replica.
+            has_peers = bool(config.lighthouse_addr or os.environ.get(LIGHTHOUSE_ENV))
+            self._replica.checkpoints.replica_name = config.replica_id or ("" if has_peers else None)
         self._config = config
         self._process_group = pg
         # torchft's DiLoCo reads it under this name.

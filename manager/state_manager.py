@@ -375,6 +375,9 @@ class StateManager:
     def resume(self) -> Recovery | None:
         """Load the newest durable checkpoint that is what was written; all ranks call this, before the first step.
 
+        ``scope="local"`` state comes from a checkpoint of the same ``replica_id`` and number of ranks alone. Otherwise
+        the present local state stays, with a warning.
+
         Returns:
             What was loaded; ``None`` if there is no checkpoint.
 

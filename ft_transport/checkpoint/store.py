@@ -268,7 +268,8 @@ class CheckpointStore:
                 tensors come whole.
             like: See ``HTTPTransport.fetch_sharded``.
             check: Called with what will come, before any of it does; what it raises ends the load on all ranks. Without
-                one, a tensor of ``into`` that the checkpoint does not have, or has in another shape or dtype, does.
+                one, a tensor of ``into`` that the checkpoint does not have, or has in another shape or dtype, does, and
+                so does rank-local state of another number of ranks, which is not loaded otherwise.
             is_comparable: Whether `LoadedCheckpoint.differences` will be called. It costs another look at every byte.
 
         Raises:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOCAL_KEY: Final = "local"
-"""Under this key a checkpoint has what is registered with ``scope="local"``, for each rank its own."""
+"""Under this key a checkpoint has what is registered with ``scope="local"``, for each rank its own.
+
+In a quorum the name of the replica follows, after a colon: another replica that loads the checkpoint has no such key.
+"""
 
 
 class Checkpoints:
@@ -39,6 +42,8 @@ class Checkpoints:
     Attributes:
         store: See above.
         counts: States that were loaded.
+        replica_name: The configured name of this replica; empty in a quorum without one, ``None`` without a quorum.
+            Local state is loaded from a checkpoint of the same name, and of as many ranks, alone.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Checkpoints:
         self._lease = lease
         self._saved_step: int | None = None
         self.counts = resumes()
+        self.replica_name: str | None = None
 
     def boundary(self) -> None:
         """Look after the writer processes, and save if it is time to."""
@@ -106,7 +112,9 @@ class Checkpoints:
             def prepare() -> None:
                 state.require_training_thread()
                 held.enter_context(state.lock.write("loading a checkpoint"))
-                into.update({**state.content(), **self._local_part()})
+                into.update(state.content())
+                if self._is_known:
+                    into.update(self._local_part())
 
             def check(incoming: Incoming) -> None:
                 note = f"it is the checkpoint of step {incoming.step} in {store.root}"
@@ -147,9 +155,35 @@ class Checkpoints:
         logger.info("resumed step %d from %s", loaded.step, store.root)
         return Recovery(step=loaded.step, source=f"{store.root}, step {loaded.step}")
 
+    @property
+    def _is_known(self) -> bool:
+        """Whether the local state of a checkpoint may be this replica's: replicas without a name look alike."""
+        return self.replica_name != ""
+
     def _local_part(self) -> dict[str, object]:
         local = self._state.registry.state_dict("local")
-        return {LOCAL_KEY: local} if local else {}
+        return {_local_key(self.replica_name): local} if local else {}
+
+    def _load_local(self, state: Mapping[str, Any], step: int) -> None:
+        """Load the local state that this replica saved; without any, leave the present one and say so."""
+        registry = self._state.registry
+        keys = [entry.key for entry in registry.entries("local")]
+        if self._is_known and _local_key(self.replica_name) in state:
+            registry.load_state_dict(state[_local_key(self.replica_name)], "local")
+        elif keys:
+            saved = [key for key in state if key.partition(":")[0] == LOCAL_KEY]
+            reason = (
+                f"has that of {_saver(saved[0])}, and this replica {_owner(self.replica_name)}"
+                if saved
+                else "has none for as many ranks as this replica has"
+            )
+            logger.warning(
+                "step %d from %s: the local states %s stay as they are, the checkpoint %s",
+                step,
+                self.store.root,
+                keys,
+                reason,
+            )
 
     def _refuse_to_save(self) -> None:
         self._state.refuse_partial()
@@ -166,7 +200,7 @@ class Checkpoints:
             state.load(loaded.state)
             state.mark_partial(loaded.step, "comparing it was interrupted")
             differences = loaded.differences(state.content_like(loaded.state))
-            state.registry.load_state_dict(loaded.state.get(LOCAL_KEY, {}), "local")
+            self._load_local(loaded.state, loaded.step)
         except RegistryError as error:
             state.mark_partial(loaded.step, str(error))
             raise
@@ -196,6 +230,23 @@ def check_store(store: CheckpointStore | None, save_every: int | None) -> None:
         )
     if store is not None and not isinstance(store, ft_transport.CheckpointStore):
         raise TypeError(f"expected a CheckpointStore of ft_transport, got {type(store).__name__}")
+
+
+def _local_key(replica_name: str | None) -> str:
+    return LOCAL_KEY if replica_name is None else f"{LOCAL_KEY}:{replica_name}"
+
+
+def _saver(local_key: str) -> str:
+    _, is_of_quorum, name = local_key.partition(":")
+    if not is_of_quorum:
+        return "a replica without a quorum"
+    return f"replica {name!r}" if name else "a replica without a replica_id"
+
+
+def _owner(replica_name: str | None) -> str:
+    if replica_name is None:
+        return "has no quorum"
+    return f"is {replica_name!r}" if replica_name else "has no replica_id"
 
 
 def _raise(error: Exception) -> Mapping[str, object]:

@@ -263,6 +263,19 @@ def _flip(path: Path, position: int) -> None:
         file.write(bytes([byte ^ 16]))
 
 
-def test_ranks_of_a_replica_save_resume_and_recover_together(tmp_path: Path) -> None:
-    """By torchrun itself, as trainers are."""
+def test_ranks_of_a_replica_save_resume_and_recover_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By torchrun itself, as trainers are. One process then goes on without what each rank had for itself."""
     run_torchrun(manager_checkpoint_ranks.__file__, 2, str(tmp_path), timeout_s=110)
+
+    manager = StateManager(checkpoint_store=CheckpointStore(tmp_path / "a", read_only=True))
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 5))
+    loader = {"drawn": 3}
+    manager.register("model", model)
+    manager.register("optimizer", torch.optim.AdamW(model.parameters(), lr=0.01))
+    manager.register_state_dict_fn("loader", loader.update, lambda: dict(loader), scope="local")
+    recovery = manager.resume()
+    manager.shutdown()
+    assert recovery is not None
+    assert (recovery.step, loader) == (8, {"drawn": 3})
+    assert "the local states ['loader'] stay as they are" in caplog.text
+    assert "has none for as many ranks" in caplog.text
