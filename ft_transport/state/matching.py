@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from ft_transport.errors import RestoreError
 from ft_transport.state import placements
 from ft_transport.state.dtensors import is_dtensor
 from ft_transport.state.dtypes import DTYPES_BY_SAFETENSORS_NAME, name_of, overlaps_itself, torch_name_of
+from ft_transport.state.raw_memory import Column, read_only_positions
 from ft_transport.state.unflatten import as_plain
 from ft_transport.state.views import ViewKey, extent_bytes, has_own_memory, is_lazy, view_key
 from ft_transport.wire.manifest import Manifest
@@ -130,9 +132,15 @@ class Matcher:
         self.mismatches: list[Mismatch] = []
 
     def match(self, node: Node, into: object) -> None:
-        """Walks the tree and the receiver's state side by side."""
+        """Walks the tree and the receiver's state side by side.
+
+        Raises:
+            RestoreError: Memory of a tensor that fits cannot be written to.
+        """
         self._collect(node, into)
-        if self._overlap():
+        memory = self._memory()
+        self._refuse_read_only(*memory)
+        if _overlap(*memory):
             # Again, with every tensor looked at by itself, in the order of the tree.
             self._has_fast_lane = False
             self._plain.clear()
@@ -309,17 +317,30 @@ class Matcher:
             is_direct = is_row_major and is_contiguous and tensor.is_cpu and not (tensor.is_neg() or tensor.is_conj())
             self.destinations.setdefault((node.index, key), Offer(node, tensor, is_direct, key[0], key[0] + num_bytes))
 
-    def _overlap(self) -> bool:
-        """Whether any two of the receiver's tensors share memory, told without looking at any pair."""
+    def _memory(self) -> tuple[Column, Column]:
+        """The first addresses of the receiver's tensors, and their sizes: first the plain ones, then the offers."""
         table = self._manifest.tensors
         starts = [*self._plain_starts, *(offer.start for offer in self.destinations.values())]
         num_bytes = [
             *(table[index].end - table[index].start for index in self._plain),
             *(offer.end - offer.start for offer in self.destinations.values()),
         ]
-        columns = np.array([starts, num_bytes], dtype=np.int64)
-        columns = columns[:, np.argsort(columns[0], kind="stable")]
-        return bool((columns[0, 1:] < np.maximum.accumulate(columns[0] + columns[1])[:-1]).any())
+        return np.array(starts, dtype=np.int64), np.array(num_bytes, dtype=np.int64)
+
+    def _refuse_read_only(self, starts: Column, num_bytes: Column) -> None:
+        found = read_only_positions(starts, starts + num_bytes) if len(starts) else []
+        plain, offers = list(self._plain), list(self.destinations.values())
+        for position in found:
+            offer = offers[position - len(plain)] if position >= len(plain) else None
+            # Addresses on a device may lie in a mapping that the process may not use.
+            if offer is None or offer.tensor.is_cpu:
+                raise RestoreError(
+                    "expected a tensor in memory that can be written to, and this one is mapped for reading alone: map "
+                    "it privately (MAP_PRIVATE with PROT_WRITE, mmap.ACCESS_COPY), or leave it out of the state that "
+                    "is received into",
+                    path=self._manifest.tensors[offer.node.index if offer is not None else plain[position]].name,
+                    step=self._manifest.step,
+                )
 
     def _refuse_overlapping(self) -> None:
         """Of the receiver's tensors that share memory, keeps the first: each byte has one entry that writes it."""
@@ -332,3 +353,10 @@ class Matcher:
                 del self.destinations[key]
             else:
                 written[offer.tensor.device] = offer.end
+
+
+def _overlap(starts: Column, num_bytes: Column) -> bool:
+    """Whether any two ranges of memory share a byte, told without looking at any pair."""
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], starts[order] + num_bytes[order]
+    return bool((starts[1:] < np.maximum.accumulate(ends)[:-1]).any())

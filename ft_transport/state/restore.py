@@ -87,7 +87,7 @@ class Restore:
         destination_touched: Whether bytes may have landed in the receiver's own tensors.
 
     Raises:
-        RestoreError: The snapshot is larger than ``max_bytes``.
+        RestoreError: The snapshot is larger than ``max_bytes``, or memory of a tensor in ``into`` cannot be written to.
     """
 
     def __init__(
