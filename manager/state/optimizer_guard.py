@@ -19,6 +19,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from manager.errors import ManagerError
 from manager.state.lock import Section, StateLock
 
 # Enough for percentiles over a window of steps, and a bound for a run of a year.
@@ -45,14 +46,18 @@ class OptimizerAttachment:
         return tuple(guard.optimizer for guard in self._guards)
 
     def remove(self) -> None:
-        """Detach all optimizers; a second call does nothing. Not to be called while one of them steps.
+        """Detach all optimizers; a second call does nothing.
 
-        A reader at that moment relies on them being attached, so this waits for the reader.
+        A reader at that moment relies on them being attached, so this waits for the reader, and for a step that another
+        thread makes.
 
         Raises:
+            ManagerError: A hook or closure calls this inside a step of one of the optimizers; they stay attached.
             LockTimeoutError: Others held the lock until the deadline; the optimizers stay attached.
             LockOrderError: This thread holds the lock for reading; the optimizers stay attached.
         """
+        for guard in self._guards:
+            guard.refuse_inside_step()
         if self._guards:
             self._lock.acquire_write("detaching optimizers").release()
         while self._guards:
@@ -127,6 +132,7 @@ class _PerThread(threading.local):
     def __init__(self) -> None:
         self.sections: list[Section] = []
         self.num_begun = 0
+        self.num_inside = 0
 
 
 class _Guard:
@@ -160,6 +166,14 @@ class _Guard:
         self._method = self._wrap_step(optimizer)
         vars(optimizer)["step"] = self._method
 
+    def refuse_inside_step(self) -> None:
+        if self._per_thread.num_inside or self._per_thread.sections:
+            # The hook that gives the lock back would be removed as well, and readers would wait for ever.
+            raise ManagerError(
+                f"expected the optimizers to be detached between two steps, got remove() inside {self._what}, from a "
+                "hook or closure; call remove() when step() has returned"
+            )
+
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -183,7 +197,9 @@ class _Guard:
             lock = self._lock
             mark = lock.mark()
             num_begun = self._per_thread.num_begun
+            num_inside = self._per_thread.num_inside
             try:
+                self._per_thread.num_inside = num_inside + 1
                 return self._step_unguarded(stepping, args, kwargs)
             except BaseException as error:
                 if self._on_step_failed is not None and self._per_thread.num_begun > num_begun:
@@ -197,6 +213,8 @@ class _Guard:
                 finally:
                     self._forget_closed_sections()
                 raise
+            finally:
+                self._per_thread.num_inside = num_inside
 
         return MethodType(step, optimizer)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
-from manager.errors import LockOrderError, LockTimeoutError, StateTornError
+from manager.errors import LockOrderError, LockTimeoutError, ManagerError, StateTornError
 from manager.state.lock import StateLock
 from manager.state.optimizer_guard import attach_optimizers
 
@@ -296,6 +296,37 @@ def test_removal_restores_step_and_can_be_repeated(lock: StateLock) -> None:
     attachment.remove()
     optimizer.step()
     assert len(attachment.waits_s) == 1
+
+
+@pytest.mark.parametrize("place", ["pre hook", "earlier pre hook", "closure", "post hook"])
+def test_removal_inside_the_step_is_refused_and_holds_nothing(lock: StateLock, place: str) -> None:
+    optimizer = _optimizer()
+    refused: list[str] = []
+
+    def detach() -> float:
+        with pytest.raises(ManagerError, match=r"between two steps.*inside optimizer step of SGD") as error:
+            attachment.remove()
+        refused.append(str(error.value))
+        return 0.0
+
+    def hook(*_arguments: object) -> None:
+        detach()
+
+    if place == "earlier pre hook":
+        optimizer.register_step_pre_hook(hook)
+    attachment = attach_optimizers(lock, [optimizer])
+    if place == "pre hook":
+        optimizer.register_step_pre_hook(hook)
+    if place == "post hook":
+        optimizer.register_step_post_hook(hook)
+    optimizer.step(detach) if place == "closure" else optimizer.step()
+    assert len(refused) == 1
+    assert _value(optimizer) == pytest.approx(0.9)
+    assert attachment.optimizers == (optimizer,)
+    assert lock.holders() == ()
+    assert _is_free(lock)
+    attachment.remove()
+    assert attachment.optimizers == ()
 
 
 @pytest.mark.parametrize("removed_first", [0, 1])
