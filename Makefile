@@ -5,6 +5,7 @@ VENV ?= .venv
 ENGINES_VENV ?= .venv-engines
 SGLANG_VENV ?= .venv-sglang
 FLEET_VENV ?= .venv-fleet
+ZOO_VENV ?= .venv-zoo
 ARGS ?=
 
 # Most modules of what is installed are never imported: Python compiles those that are.
@@ -16,6 +17,8 @@ SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check insta
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 FLEET_PIP := $(FLEET_VENV)/bin/python -m pip --disable-pip-version-check install -qq
 FLEET_STAMP := $(FLEET_VENV)/.installed
+ZOO_PIP := $(ZOO_VENV)/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+ZOO_STAMP := $(ZOO_VENV)/.installed
 
 # One run of tests goes on where another one has failed; no test chosen is no failure.
 PYTEST := tests() { $(VENV)/bin/python -m pytest "$$@" || [ $$? -eq 5 ] || failed=1; }; failed=0; tests
@@ -29,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-slow test-long test-engines torchft-tests proxy-faults fuzz soak check format docs newcomer bench bench-quick bench-fleet clean
+.PHONY: help env demo test test-slow test-long test-engines optimizer-zoo torchft-tests proxy-faults fuzz soak check format docs newcomer bench bench-quick bench-fleet clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -84,6 +87,13 @@ $(FLEET_STAMP): constraints-fleet.txt
 	done
 	@touch $@
 
+# The packages whose optimizers are tried, one of which brings half a gigabyte.
+$(ZOO_STAMP): pyproject.toml constraints-zoo.txt
+	@$(PYTHON) -m venv $(ZOO_VENV)
+	@$(ZOO_PIP) torch
+	@$(ZOO_PIP) --constraint constraints-zoo.txt --requirement constraints-zoo.txt --editable .
+	@touch $@
+
 demo: $(STAMP) ## watch a replica recover while the others train
 	@$(VENV)/bin/python -m manager.demo $(ARGS)
 
@@ -101,6 +111,9 @@ test-long: $(STAMP) ## run the tests marked long, and the properties with all ex
 test-engines: $(ENGINES_STAMP) $(SGLANG_STAMP) ## publish to real engines under load (by hand: two environments of 6 GB, minutes)
 	@$(SGLANG_VENV)/bin/python -m pytest tests/engines $(ARGS) || [ $$? -eq 5 ]
 	@$(ENGINES_VENV)/bin/python -m pytest tests/engines $(ARGS) || [ $$? -eq 5 ]
+
+optimizer-zoo: $(ZOO_STAMP) ## move states of other packages' optimizers (by hand: minutes; ARGS="bfloat16 kron")
+	@PYTHONPATH=.:tests/support:tests/workers $(ZOO_VENV)/bin/python tests/workers/third_party_optimizers.py $(ARGS)
 
 torchft-tests: $(STAMP) ## time the tests that torchft ships with our Manager and with theirs (by hand: minutes)
 	@PYTHONPATH=tests/support:tests/workers $(VENV)/bin/python tests/workers/torchft_upstream.py compare $(ARGS)

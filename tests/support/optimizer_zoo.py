@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from state_equality import exact
 from torch.optim import Optimizer
@@ -27,6 +29,7 @@ class Kind:
 
     make: MakeOptimizer
     dtype: torch.dtype = torch.float32
+    width: int = 4
     has_vectors: bool = True
     is_sparse: bool = False
 
@@ -41,19 +44,27 @@ class Trained:
             torch.nn.Embedding(7, 4, sparse=True, dtype=kind.dtype)
             if kind.is_sparse
             else torch.nn.Sequential(
-                torch.nn.Linear(8, 6, bias=kind.has_vectors), torch.nn.Linear(6, 2, bias=kind.has_vectors)
+                torch.nn.Linear(kind.width, 2 * kind.width, bias=kind.has_vectors),
+                torch.nn.Linear(2 * kind.width, kind.width, bias=kind.has_vectors),
             ).to(kind.dtype)
         )
-        self.optimizer = kind.make(self.model.parameters())
+        self.optimizer: Any = kind.make(self.model.parameters())
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()  # Schedule-free optimizers have two modes.
 
     def step(self, seed: int) -> None:
+        # Some optimizers draw, too.
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
         draws = torch.Generator().manual_seed(seed)
         drawn = (
             torch.randint(0, 7, (5,), generator=draws)
             if self._kind.is_sparse
-            else torch.randn(5, 8, generator=draws).to(self._kind.dtype)
+            else torch.randn(5, self._kind.width, generator=draws).to(self._kind.dtype)
         )
 
+        @torch.enable_grad()  # type: ignore[untyped-decorator]
         def closure() -> Any:
             self.optimizer.zero_grad()
             loss = self.model(drawn).square().mean()
