@@ -6,6 +6,7 @@
     ├── LockNotHeldError    a section of the state lock was released twice
     ├── RegistryError       a key is taken, unknown or missing, or the function under a key failed
     │   └── StateMismatchError   a peer's state does not fit what is registered here
+    ├── LoaderOrderError    a data loader is ahead of the step boundary, or behind the state that was loaded
     ├── StateTornError      the replica holds part of a state and must not step
     ├── QuorumError         the replicas could not be brought together
     │   ├── LighthouseUnavailableError   torchft is not installed, or the Lighthouse does not answer
@@ -164,6 +165,19 @@ class RegistryError(ManagerError):
 
 class StateMismatchError(RegistryError):
     """What is registered here cannot hold the state of a peer: asking again does not help. Nothing was received."""
+
+
+class LoaderOrderError(ManagerError):
+    """The loop draws batches where the state of their loader does not show it.
+
+    Attributes:
+        key: Of the registered loader.
+    """
+
+    def __init__(self, message: str, *, key: str) -> None:
+        """Keep the fields; see the class."""
+        super().__init__(message)
+        self.key = key
 
 
 class StateTornError(ManagerError):

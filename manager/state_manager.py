@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -190,6 +190,17 @@ class StateManager:
             key, obj, scope=scope, on_training_thread=on_training_thread, is_stable=is_stable
         )
 
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Return the batches of a registered loader, one epoch after the other, for ``next`` after the step boundary.
+
+        The iterator follows the loader's state wherever that is loaded (healing, `recover`, `resume`); one that
+        ``iter(loader)`` made before goes on from where it was.
+
+        Raises:
+            RegistryError: The loader is not registered.
+        """
+        return self._state.registry.loaders.batches(loader)
+
     def replace_state_dict_fn(self, key: str, state_dict: Callable[[], object], *, is_stable: bool) -> None:
         """Give ``key`` another state function; the load function stays. ``RegistryError`` if nothing is registered."""
         self._state.registry.replace(key, state_dict, is_stable=is_stable)
@@ -271,6 +282,7 @@ class StateManager:
 
         Raises:
             StateTornError: This replica holds part of a state.
+            LoaderOrderError: A registered loader was drawn from before, or is not where it was loaded.
             ManagerError: The step is no whole number from 0, or below the one before; or a quorum is used.
             RegistryError: A state function runs a collective (found at the first step).
             TransportError: More checkpoints in a row could not be saved than the store allows.

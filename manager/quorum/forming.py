@@ -83,6 +83,7 @@ class QuorumForming:
         self._warm_join = warm_join
         self._metrics = metrics
         self._stall_watch = stall_watch
+        replica.state.registry.loaders.may_heal = True
 
     def begin_step(self, *, hold: bool = False) -> bool:
         """The step boundary; the state is digested there if it is to be compared."""
@@ -128,6 +129,8 @@ class QuorumForming:
         num_stand_bys = num_misfits = 0
         began_s = time.monotonic()
         membership = self._participant.membership
+        # Before the others wait for this replica.
+        self._replica.check_loaders()
         try:
             if request.may_heal:
                 self._warm_join.run(

@@ -105,11 +105,16 @@ class Replica:
                 f"expected start_step with a step from {self.state.step} on, which this replica shows, got {number}; "
                 "to go back, load an earlier state first (recover, resume, load or load_state_dict)"
             )
+        self.check_loaders()
         self.state.begin_step(number)
         is_kept = self.snapshots.boundary(hold=hold) if self.snapshots is not None else False
         if self.checkpoints is not None:
             self.checkpoints.boundary()
         return is_kept
+
+    def check_loaders(self) -> None:
+        """Refuse a loop that draws its batches in the wrong place; see `LoaderOrder`."""
+        self.state.registry.loaders.check(is_saved=self.checkpoints is not None)
 
     def snapshot(self, step: int | None = None) -> Future[None]:
         """See `StateManager.snapshot`."""

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from ft_transport import refusing_collectives
 from manager.errors import RegistryError
 from manager.state.exact_loading import exact_loading
+from manager.state.loader_order import LoaderOrder
 
 Scope = Literal["replicated", "local"]
 _SCOPES = ("replicated", "local")
@@ -69,6 +70,8 @@ class StateRegistry:
         self._calling: set[int] = set()
         self.num_changes = 0
         """How often something was registered or replaced."""
+        self.loaders = LoaderOrder()
+        """Watches the data loaders among what is registered."""
 
     def register(
         self,
@@ -119,6 +122,7 @@ class StateRegistry:
                 f"expected a new key, got {key!r}, which is registered already as {taken.scope} state", keys=(key,)
             )
         self.num_changes += 1
+        self.loaders.registered(key, entry.holder, is_replicated=scope == "replicated")
 
     def register_object(
         self,
@@ -317,7 +321,9 @@ class StateRegistry:
         for entry in entries:
             try:
                 with self._noted(), exact_loading(entry.load_state_dict, optimizers):
+                    self.loaders.before_load(entry.key)
                     entry.load_state_dict(state[entry.key])
+                    self.loaders.after_load(entry.key)
             except Exception as error:
                 raise RegistryError(
                     f"expected load_state_dict of {entry.key!r} to take the received state, got "

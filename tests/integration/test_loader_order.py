@@ -1,0 +1,234 @@
+"""Where a loop draws its batches: each step trains on the batch that its loader's state says, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quorum_threads import Gate, lighthouse, make_manager, run_replicas
+
+from ft_transport import CheckpointStore
+from manager import LoaderOrderError, Manager, RegistryError, StateManager
+
+pytest.importorskip("torchft")
+StatefulDataLoader: Any = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+pytestmark = [
+    pytest.mark.usefixtures("quorum_ready"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
+
+
+class Trainer:
+    """A model, and a loader that deals numbers in an order of its own."""
+
+    def __init__(self, manager: StateManager, *, scope: Any, num_batches: int = 64, shuffle: bool = True) -> None:
+        self.manager = manager
+        self.model = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.001)
+        self.loader = StatefulDataLoader(
+            torch.arange(float(num_batches))[:, None],
+            shuffle=shuffle,
+            generator=torch.Generator().manual_seed(7),
+        )
+        self.drawn: list[tuple[int, int]] = []
+        manager.register("model", self.model)
+        manager.register("optimizer", self.optimizer)
+        manager.register("loader", self.loader, scope=scope)
+        manager.attach(self.optimizer)
+
+    def backward(self, batch: torch.Tensor) -> None:
+        self.drawn.append((self.manager.current_step(), int(batch)))
+        self.optimizer.zero_grad()
+        self.model(batch).square().mean().backward()
+
+    def quorum_step(self, draw: Callable[[], torch.Tensor]) -> None:
+        assert isinstance(self.manager, Manager)
+        self.manager.start_quorum()
+        self.backward(draw())
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            self.manager.allreduce(parameter.grad).wait()
+        if self.manager.should_commit():
+            self.optimizer.step()
+
+
+def _alone(root: Path | None, **keywords: Any) -> StateManager:
+    if root is None:
+        return StateManager(**keywords)
+    return StateManager(checkpoint_store=CheckpointStore(root), save_every=5, **keywords)
+
+
+@pytest.mark.parametrize("num_batches", [8, 64])
+def test_a_resumed_run_draws_what_comes_next(tmp_path: Path, num_batches: int) -> None:
+    """Over the end of an epoch as well."""
+
+    def run(root: Path, until: int) -> list[tuple[int, int]]:
+        # torchdata itself shuffles the epoch after a load in another order.
+        trainer = Trainer(_alone(root), scope="local", num_batches=num_batches, shuffle=num_batches > 20)
+        manager = trainer.manager
+        batches = manager.batches(trainer.loader)
+        manager.resume()
+        for step in range(manager.current_step(), until):
+            manager.start_step(step)
+            trainer.backward(next(batches))
+            trainer.optimizer.step()
+        manager.start_step(until)
+        manager.shutdown()
+        return trainer.drawn
+
+    whole = run(tmp_path / "whole", 20)
+
+    first, second, third = (run(tmp_path / "cut", until) for until in (5, 15, 20))
+
+    assert first + second + third == whole
+    assert len({batch for _, batch in whole}) == min(num_batches, 20)
+
+
+def _loop_over(batches: Iterable[Any], manager: StateManager) -> None:
+    for step, _ in enumerate(batches, manager.current_step()):
+        manager.start_step(step)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_batch_before_the_boundary_is_refused_at_once(tmp_path: Path, is_resumed: bool) -> None:
+    """It was saved as if the step had trained on it: a resumed run began with the batch after the next."""
+    if is_resumed:
+        earlier = Trainer(_alone(tmp_path), scope="local")
+        batches = earlier.manager.batches(earlier.loader)
+        for step in range(5):
+            earlier.manager.start_step(step)
+            next(batches)
+        earlier.manager.start_step(5)
+        earlier.manager.shutdown()
+    trainer = Trainer(_alone(tmp_path), scope="local")
+    recovery = trainer.manager.resume()
+    assert (recovery is not None) == is_resumed
+
+    with pytest.raises(
+        LoaderOrderError, match=r"no batch from the loader 'loader' .* manager\.batches\(loader\)"
+    ) as got:
+        _loop_over(trainer.loader, trainer.manager)
+
+    trainer.manager.shutdown()
+    assert got.value.key == "loader"
+
+
+def test_what_nobody_saves_or_sends_may_be_drawn_anywhere() -> None:
+    trainer = Trainer(_alone(None), scope="local", num_batches=3)
+
+    for step, batch in enumerate(trainer.loader):
+        trainer.manager.start_step(step)
+        trainer.backward(batch)
+        trainer.optimizer.step()
+
+    assert len(trainer.drawn) == 3
+    trainer.manager.shutdown()
+
+
+def test_an_iterator_from_before_a_resume_is_refused(tmp_path: Path) -> None:
+    earlier = Trainer(_alone(tmp_path), scope="local")
+    earlier.manager.start_step(5)
+    earlier.manager.shutdown()
+    trainer = Trainer(_alone(tmp_path), scope="local")
+    batches = iter(trainer.loader)
+    trainer.manager.resume()
+
+    with pytest.raises(LoaderOrderError, match="one was made before a load"):
+        trainer.manager.start_step(5)
+    del batches
+    # One that nobody holds any more does no harm.
+    trainer.manager.resume()
+    trainer.manager.start_step(5)
+    trainer.manager.shutdown()
+
+
+def test_a_loader_of_ones_own_is_named_in_a_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    class Numbers:
+        position = 0
+
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                self.position += 1
+                yield self.position
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.position = state["position"]
+
+    manager, numbers = _alone(tmp_path), Numbers()
+    manager.register("model", torch.nn.Linear(1, 1))
+    manager.register("numbers", numbers, scope="local")
+    for step, _ in zip(range(3), numbers, strict=False):
+        manager.start_step(step)
+    manager.shutdown()
+
+    assert caplog.text.count("expected no batch from the loader 'numbers'") == 1
+
+
+def test_batches_are_those_of_a_registered_loader() -> None:
+    manager = _alone(None)
+    with pytest.raises(RegistryError, match=r"expected a registered loader, got list"):
+        manager.batches([1, 2])
+    manager.shutdown()
+
+
+def test_a_healed_replica_draws_the_batches_of_its_source() -> None:
+    gate = Gate()
+
+    def run(index: int, address: str) -> list[tuple[int, int]]:
+        if index:
+            gate.wait("four steps")
+        trainer = Trainer(make_manager(address, f"replica_{index}"), scope="replicated")
+        manager = trainer.manager
+        assert isinstance(manager, Manager)
+        batches = manager.batches(trainer.loader)
+
+        def step() -> None:
+            trainer.quorum_step(lambda: next(batches))
+
+        try:
+            while not index and manager.current_step() < 4:
+                step()
+            gate.open("four steps")
+            while manager.num_participants() < 2:
+                step()
+            for _ in range(4):
+                step()
+            gate.open(f"done {index}")
+            gate.wait(f"done {1 - index}")
+            return trainer.drawn
+        finally:
+            manager.shutdown()
+
+    with lighthouse() as address:
+        late, first = run_replicas(lambda: run(1, address), lambda: run(0, address))
+
+    assert late[0][0] >= 4
+    assert late == first[first.index(late[0]) :]
+
+
+def test_a_replicated_loader_needs_batches_that_follow_it() -> None:
+    """Said before the first quorum: otherwise the first newcomer would find out, and train on batch 0 and on."""
+    with lighthouse() as address:
+        trainer = Trainer(make_manager(address, "replica_0"), scope="replicated")
+        batches = iter(trainer.loader)
+        with pytest.raises(LoaderOrderError, match="one was made without the manager"):
+            trainer.quorum_step(lambda: next(batches))
+        trainer.manager.shutdown()
+
+
+@pytest.mark.parametrize("scope", ["local", "replicated"])
+def test_the_loop_over_the_loader_is_refused_before_its_first_quorum(tmp_path: Path, scope: str) -> None:
+    with lighthouse() as address:
+        trainer = Trainer(make_manager(address, "replica_0", checkpoint_store=CheckpointStore(tmp_path)), scope=scope)
+        batches = trainer.manager.batches(trainer.loader)
+        batch = next(iter(batches))
+        with pytest.raises(LoaderOrderError, match="before the step boundary"):
+            trainer.quorum_step(lambda: batch)
+        trainer.manager.shutdown()
