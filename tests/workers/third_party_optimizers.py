@@ -65,10 +65,11 @@ def kinds() -> Iterator[tuple[str, Kind]]:
         package = importlib.import_module("pytorch_optimizer")
         for name in package.get_supported_optimizers():
             make = partial(package.load_optimizer(name), **_KEYWORDS.get(name, {}))
-            if name in _OF_MATRICES:
-                yield f"pytorch_optimizer.{name}", Kind(_by_groups(make), width=_WIDTH, has_vectors=False)
-            else:
-                yield f"pytorch_optimizer.{name}", Kind(make, width=_WIDTH)
+            is_of_matrices = name in _OF_MATRICES
+            # A step of Kron over the wide matrices takes seconds.
+            width = 8 if name == "kron" else _WIDTH
+            kind = Kind(_by_groups(make) if is_of_matrices else make, width=width, has_vectors=not is_of_matrices)
+            yield f"pytorch_optimizer.{name}", kind
 
 
 def _by_groups(make: MakeOptimizer) -> MakeOptimizer:
