@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any, Final
 
 from ft_transport.runtime.handler_safety import SafeEvent, SafeThread
+from manager.errors import QuorumError
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +223,7 @@ class Heartbeat:
             sign = self.missed_heartbeats.now()
             try:
                 self._beat(self._timeout)
-            except (RuntimeError, TimeoutError) as error:
+            except (RuntimeError, OSError, QuorumError) as error:
                 self.missed_heartbeats.note_failure()
                 self.was_unreachable = self.was_unreachable or not isinstance(error, TimeoutError)
                 if not is_silenced:

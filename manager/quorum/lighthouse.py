@@ -14,7 +14,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
@@ -72,18 +73,34 @@ def embedded_lighthouse(
     with _embedded_mutex:
         if not _embedded:
             try:
-                server = coordination.LighthouseServer(
-                    bind="127.0.0.1:0",
-                    min_replicas=min_replicas,
-                    join_timeout_ms=round(join_timeout / timedelta(milliseconds=1)),
-                    quorum_tick_ms=20,
-                    heartbeat_timeout_ms=round(heartbeat_timeout / timedelta(milliseconds=1)),
-                )
-            except RuntimeError as error:
+                with _typed_panics():
+                    server = coordination.LighthouseServer(
+                        bind="127.0.0.1:0",
+                        min_replicas=min_replicas,
+                        join_timeout_ms=round(join_timeout / timedelta(milliseconds=1)),
+                        quorum_tick_ms=20,
+                        heartbeat_timeout_ms=round(heartbeat_timeout / timedelta(milliseconds=1)),
+                    )
+            except (RuntimeError, OSError) as error:
                 raise LighthouseUnavailableError(f"expected to start a Lighthouse on 127.0.0.1: {error}") from error
             _embedded.append(server)
         # What the server says of itself is this host's name, which need not lead to the loopback interface.
         return f"http://127.0.0.1:{urlsplit(_embedded[0].address()).port}"
+
+
+@contextmanager
+def _typed_panics() -> Iterator[None]:
+    """Raise a panic of torchft's Rust code, which is no ``Exception`` of Python, as an error of the manager's."""
+    try:
+        yield
+    except BaseException as error:
+        # PyO3 makes the class at run time, and lets nobody import it.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise QuorumError(
+            f"expected torchft to talk to the Lighthouse, its Rust code panicked: {error}; see whether this process "
+            "has descriptors, threads and memory left, and whether all timeouts are finite"
+        ) from error
 
 
 class _NoAnswerError(Exception):
@@ -228,30 +245,32 @@ class LighthouseSession:
 
     def _start_native_heartbeat(self) -> Any:
         try:
-            return _coordination().ManagerServer(
-                replica_id=self._replica_id,
-                lighthouse_addr=self._address,
-                # It serves torchft's managers besides, of which this replica has none.
-                hostname="127.0.0.1",
-                bind="127.0.0.1:0",
-                store_addr="",
-                world_size=1,
-                heartbeat_interval=self._heartbeat_interval,
-                connect_timeout=self._connect_timeout,
-                quorum_retries=0,
-            )
-        except (RuntimeError, TimeoutError) as error:
+            with _typed_panics():
+                return _coordination().ManagerServer(
+                    replica_id=self._replica_id,
+                    lighthouse_addr=self._address,
+                    # It serves torchft's managers besides, of which this replica has none.
+                    hostname="127.0.0.1",
+                    bind="127.0.0.1:0",
+                    store_addr="",
+                    world_size=1,
+                    heartbeat_interval=self._heartbeat_interval,
+                    connect_timeout=self._connect_timeout,
+                    quorum_retries=0,
+                )
+        except (RuntimeError, OSError) as error:
             raise LighthouseUnavailableError(
                 f"expected to send heartbeats to the Lighthouse at {self._address}: {error}"
             ) from error
 
     def _beat(self, timeout: timedelta) -> None:
-        self._heartbeat_client.heartbeat(self._replica_id, timeout=timeout)
+        with _typed_panics():
+            self._heartbeat_client.heartbeat(self._replica_id, timeout=timeout)
 
     def _connect(self, timeout: timedelta) -> Any:
         coordination = _coordination()
-        client = outcome_of(lambda: coordination.LighthouseClient(self._address, timeout))
-        if isinstance(client, (RuntimeError, TimeoutError)):
+        client = outcome_of(_typed_panics()(partial(coordination.LighthouseClient, self._address, timeout)))
+        if isinstance(client, (RuntimeError, OSError)):
             raise LighthouseUnavailableError(
                 f"expected a Lighthouse at {self._address} within {timeout.total_seconds():g} s: {client}"
             ) from client
@@ -297,13 +316,16 @@ class LighthouseSession:
             data=self._telling.data_of(member),
         )
         try:
-            quorum = outcome_of(request)
+            quorum = outcome_of(_typed_panics()(request))
         except BaseException:
             # It stays with the request that was left.
             self._client = None
             raise
         if isinstance(quorum, TimeoutError):
             raise _NoAnswerError(str(quorum))
+        if isinstance(quorum, QuorumError):
+            self._client = None
+            raise quorum
         if isinstance(quorum, Exception):
             raise LighthouseUnavailableError(str(quorum)) from quorum
         missed_heartbeats.note(sign)
