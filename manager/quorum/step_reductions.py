@@ -48,7 +48,11 @@ class StepReductions:
 
     def average_gradients(self, current: QuorumRound, parameters: NamedParameters) -> bool:
         """See `Manager.average_gradients`."""
-        self._structures.check_averaged([each.grad for _, each in parameters if each.grad is not None])
+        gradients = [each.grad for _, each in parameters if each.grad is not None]
+        self._structures.check_averaged(gradients)
+        for gradient in gradients[:1]:
+            # One that is unscaled may follow the reduction of something else.
+            self._state.scalers.refuse_unscaled(gradient, self._state.optimizers, is_first=True)
         return average_gradients(parameters, partial(self._reduce, current, None))
 
     def end(self, current: QuorumRound, deadline: Deadline) -> None:

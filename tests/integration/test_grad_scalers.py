@@ -47,6 +47,7 @@ class Trainer:
         register(self)
         self.manager.attach(self.optimizer)
         self.at_boundary: Callable[[int], None] = lambda step: None
+        self.is_bucketed = False
         self.states: dict[int, tuple[torch.Tensor, float]] = {}
 
     def run(self, *, overflows: bool = False, is_late: bool = True) -> dict[int, tuple[torch.Tensor, float]]:
@@ -68,10 +69,16 @@ class Trainer:
                 optimizer.zero_grad()
                 loss = model(torch.randn(8, 4)).square().mean()
                 scaler.scale(loss * (torch.inf if overflows and step == OVERFLOW else 1.0)).backward()
+                if self.is_bucketed:
+                    # Something else than a gradient comes first.
+                    manager.allreduce(loss.detach().clone()).wait()
                 if not is_late:
                     scaler.unscale_(optimizer)
-                for parameter in model.parameters():
-                    manager.allreduce(parameter.grad)
+                if self.is_bucketed:
+                    manager.average_gradients(model)
+                else:
+                    for parameter in model.parameters():
+                        manager.allreduce(parameter.grad)
                 if manager.should_commit():
                     if is_late:
                         scaler.unscale_(optimizer)
@@ -109,9 +116,11 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all_without_a_warning(
     assert not [each for each in told(caplog) if "step" in each and "Lighthouse" not in each]
 
 
-def test_gradients_that_are_unscaled_before_they_are_averaged_are_refused(address: str) -> None:
+@pytest.mark.parametrize("is_bucketed", [False, True], ids=["one by one", "in buckets"])
+def test_gradients_that_are_unscaled_before_they_are_averaged_are_refused(address: str, is_bucketed: bool) -> None:
     def run(name: str, *, overflows: bool) -> dict[int, tuple[torch.Tensor, float]]:
         trainer = Trainer(address, name)
+        trainer.is_bucketed = is_bucketed
         with pytest.raises(ManagerError, match=r"still scaled.*call allreduce first, and scaler\.unscale_"):
             trainer.run(overflows=overflows, is_late=False)
         return trainer.states
