@@ -49,6 +49,7 @@ pickle, so they can cross a process boundary; ``partial`` stays behind.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, ClassVar, Final, TypedDict
 
 from typing_extensions import Unpack
@@ -68,6 +69,13 @@ def escape_peer_text(text: str, *, max_characters: int) -> str:
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in text[:max_characters]
     )
     return shown[:max_characters] + "…" if max(len(text), len(shown)) > max_characters else shown
+
+
+def escape_controls(text: str) -> str:
+    """Text with the escapes of `escape_peer_text`, but of any length and with its line ends: for a whole message."""
+    if text.isprintable():
+        return text
+    return "\n".join(escape_peer_text(line, max_characters=sys.maxsize) for line in text.split("\n"))
 
 
 class _Where(TypedDict, total=False):
@@ -114,7 +122,9 @@ class TransportError(Exception):
             for name, value in (("at", self.path), ("peer", self.peer), ("step", self.step))
             if value is not None
         ]
-        text = f"{self.message} ({', '.join(where)})" if where else self.message
+        # A message may quote a peer, an engine or a file, and ends in a terminal.
+        message = escape_controls(self.message)
+        text = f"{message} ({', '.join(where)})" if where else message
         if self.partial is not None:
             text += "; what had landed is kept"
             if self.destination_touched:
@@ -390,7 +400,8 @@ class StaleVersionError(PublishError):
 class EngineRefusedError(PublishError):
     """An engine answered with an error, or uses another version than it was told to.
 
-    ``request`` is the method and URL, ``status`` and ``body`` are those of the answer, whatever its type.
+    ``request`` is the method and URL, ``status`` and ``body`` are those of the answer, whatever its type. The body is
+    as the engine sent it; in the message, and in reports, its control characters are escaped.
     """
 
     def __init__(

@@ -34,7 +34,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ft_transport.errors import ConfigurationError, DeadlineExceededError, PeerProtocolError, RankGoneError
+from ft_transport.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    PeerProtocolError,
+    RankGoneError,
+    escape_controls,
+)
 
 ConfigError: Final = ConfigurationError
 
@@ -70,6 +76,10 @@ class LockHolder:
 
 class ManagerError(Exception):
     """Root of everything that the manager raises on purpose."""
+
+    def __str__(self) -> str:
+        """Return the message; what it quotes of peers cannot move or hide other text of a terminal."""
+        return escape_controls(super().__str__())
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by fields: the constructors take keywords, which the default way of pickling cannot pass."""
@@ -160,7 +170,7 @@ class RegistryError(ManagerError):
 
     def __str__(self) -> str:
         """Return the reason."""
-        return self.reason
+        return escape_controls(self.reason)
 
 
 class StateMismatchError(RegistryError):

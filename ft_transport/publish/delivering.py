@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from ft_transport.errors import EngineRefusedError, EngineUnreachableError
+from ft_transport.errors import EngineRefusedError, EngineUnreachableError, escape_peer_text
 from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, EngineConnection
 from ft_transport.publish.known_engine import KnownEngine
 from ft_transport.publish.report import EngineReport
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 2.0
 _NUM_DOUBTFUL: Final = 4
+_MAX_SHOWN_CHARACTERS: Final = 3000
 """An engine that hangs for good must not keep every version on disk."""
 _GIVING_WAY_S: Final = 15.0
 
@@ -111,12 +112,17 @@ async def _outcome(
             return {
                 "outcome": "refused",
                 "status": error.status,
-                "body": error.body or str(error),
+                "body": _shown(error.body or str(error)),
                 "request": error.request,
             }
         case _:
             logger.error("version %d: %s could not be notified", attempt.delivery.version, known.url, exc_info=error)
-            return {"outcome": "failed", "body": f"{type(error).__name__}: {error}"}
+            return {"outcome": "failed", "body": _shown(f"{type(error).__name__}: {error}")}
+
+
+def _shown(text: str) -> str:
+    """What an engine said, as reports and logs show it."""
+    return escape_peer_text(text, max_characters=_MAX_SHOWN_CHARACTERS)
 
 
 @dataclass(slots=True)

@@ -347,6 +347,21 @@ class TestFailures:
             assert [each.outcome for each in caught.value.report.engines] == ["pending", "refused"]
             assert [each.outcome for each in handle.report(SOON).engines] == ["confirmed", "refused"]
 
+    def test_what_an_engine_answers_moves_and_hides_no_other_text(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        hostile = "no\x1b[2J\x1b]0;owned\x07\r\nERROR forged line \u202e \x9b31m"
+        with publishing(tmp_path, VLLMStandIn(refusal=(500, "text/plain", hostile))) as publisher:
+            handle = publisher.publish(1, adapter(1))
+            with pytest.raises(PublishError) as caught:
+                handle.result(SOON)
+            (engine,) = handle.report(SOON).engines
+            state = publisher.engines()[0]
+        logged = [record.getMessage() for record in caplog.records]
+        for text in [str(caught.value), engine.body, str(engine), str(state), *logged]:
+            assert text.replace("\n  ", "").isprintable(), text
+        assert r"no\x1b[2J\x1b]0;owned\x07\r\nERROR forged line \u202e \x9b31m" in engine.body
+
     def test_one_that_failed_is_left_out_until_it_is_caught_up(self, tmp_path: Path) -> None:
         good, bad = VLLMStandIn(), VLLMStandIn(refusal=(503, "text/plain", "loading"))
         with publishing(tmp_path, good, bad) as publisher:

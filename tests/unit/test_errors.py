@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import re
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,19 @@ from ft_transport.errors import (
     TransportError,
     WriterFailedError,
 )
+from manager.errors import ManagerError, QuorumError, RegistryError
+
+HOSTILE = "said \x1b[2J\x07\r\u202e\x9b\ud800"
+ESCAPED = r"said \x1b[2J\x07\r\u202e\x9b\ud800"
+
+
+@pytest.mark.parametrize("kind", [TransportError, ManagerError, QuorumError, RegistryError])
+def test_a_message_that_quotes_others_moves_and_hides_no_other_text(kind: Any) -> None:
+    error = kind(HOSTILE)
+    assert str(error) == ESCAPED
+    assert str(pickle.loads(pickle.dumps(error))) == ESCAPED
+    assert str(kind("one line\nanother one ×")) == "one line\nanother one ×"
+
 
 CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, TransportError)]
 

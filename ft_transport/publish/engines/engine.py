@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from ft_transport.errors import ConfigurationError, EngineRefusedError, EngineUnreachableError
+from ft_transport.errors import ConfigurationError, EngineRefusedError, EngineUnreachableError, escape_peer_text
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,8 @@ class Answer:
     def refusal(self, message: str) -> EngineRefusedError:
         """An error that says what was expected, and what this answer says instead."""
         return EngineRefusedError(
-            f"{message}; {self.request} answered {self.status}: {self.body[:_MAX_SHOWN_CHARACTERS]}",
+            f"{message}; {self.request} answered {self.status}: "
+            f"{escape_peer_text(self.body, max_characters=_MAX_SHOWN_CHARACTERS)}",
             status=self.status,
             body=self.body[:_MAX_SHOWN_CHARACTERS],
             request=self.request,
