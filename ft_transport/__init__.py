@@ -41,6 +41,7 @@ from ft_transport.errors import (
     SnapshotReplacedError,
     StaleVersionError,
     StateMovedError,
+    StateNotServedError,
     StepNotServedError,
     TransportError,
     UnknownHostError,
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from ft_transport.state.collectives import refusing_collectives
     from ft_transport.state.dtensors import is_dtensor
     from ft_transport.state.encodings import register_encoding
+    from ft_transport.state.flatten import check_encodable
     from ft_transport.state.matching import Incoming, Mismatch
     from ft_transport.state.placements import spans_ranks
     from ft_transport.state.snapshot import HeldState
@@ -118,6 +120,7 @@ else:
             "ft_transport.state.collectives": ("refusing_collectives",),
             "ft_transport.state.dtensors": ("is_dtensor",),
             "ft_transport.state.encodings": ("register_encoding",),
+            "ft_transport.state.flatten": ("check_encodable",),
             "ft_transport.state.matching": ("Incoming", "Mismatch"),
             "ft_transport.state.placements": ("spans_ranks",),
             "ft_transport.state.snapshot": ("HeldState",),
@@ -190,6 +193,7 @@ __all__ = [
     "SnapshotReplacedError",
     "StaleVersionError",
     "StateMovedError",
+    "StateNotServedError",
     "StepNotServedError",
     "StoreHealth",
     "StoreSettings",
@@ -203,6 +207,7 @@ __all__ = [
     "WeightFormat",
     "WeightReceiver",
     "WriterFailedError",
+    "check_encodable",
     "close_in_children",
     "delaying_forks",
     "is_dtensor",

@@ -19,6 +19,7 @@ TransportError
 │   │   └── MessageDamagedError a request, or the head of its answer, was damaged on its way
 │   ├── PeerAuthenticationError the job token or a certificate is missing or wrong
 │   ├── PeerNotReadyError       the peer has no snapshot yet
+│   ├── StateNotServedError     the peer cannot capture its state, whoever asks and however often
 │   ├── StepNotServedError      the peer serves other steps
 │   └── SnapshotReplacedError   the snapshot that a fetch was bound to is gone
 ├── FetchFailedError            every source failed; carries each failure
@@ -263,6 +264,12 @@ class PeerNotReadyError(PeerError):
         super().__init__(message, **where)
         self.retry_after_s = retry_after_s
         self.after = after
+
+
+class StateNotServedError(PeerError):
+    """The peer cannot capture its state: a leaf has no encoding, or a state function fails. Asking again is no help."""
+
+    http_status = 501
 
 
 class StepNotServedError(PeerError):

@@ -493,9 +493,9 @@ class HTTPTransport(Generic[T]):
         """The step of the newest snapshot, ``None`` before the first."""
         return self._server.newest_step()
 
-    def snapshot_failed(self, step: int, error: BaseException) -> None:
+    def snapshot_failed(self, step: int, error: BaseException, *, is_final: bool = False) -> None:
         """Tells receivers that wait for a snapshot why none has come; see `StateServer.snapshot_failed`."""
-        self._server.snapshot_failed(step, error)
+        self._server.snapshot_failed(step, error, is_final=is_final)
 
     def shutdown(self, wait: bool = True) -> None:
         """Stops serving and frees the snapshots; waits for the server's thread if told so. May be called twice."""

@@ -23,6 +23,11 @@ CONNECT_TIMEOUT_ENV: Final = "TORCHFT_CONNECT_TIMEOUT_SEC"
 QUORUM_RETRIES_ENV: Final = "TORCHFT_QUORUM_RETRIES"
 
 _DEFAULT_TIMEOUT: Final = timedelta(seconds=60)
+_DEFAULT_QUORUM_TIMEOUT: Final = timedelta(seconds=90)
+_QUORUM_SHARE: Final = 1.5
+_CONNECT_SHARE: Final = 1 / 3
+"""Where one follows from the other, ``quorum_timeout`` is so many times as long as ``timeout``, and ``connect_timeout``
+at most the share that is left."""
 _DEFAULT_CONNECT_TIMEOUT: Final = timedelta(seconds=10)
 _DURATIONS: Final = ("timeout", "quorum_timeout", "connect_timeout", "heartbeat_interval", "heartbeat_timeout")
 
@@ -116,7 +121,8 @@ class ManagerConfig:
         use_async_quorum: Whether the quorum is formed while ``forward`` runs. A replica that may be behind waits for
             it in any case.
         timeout: For a collective, a commit, a transfer and the lock. ``TORCHFT_TIMEOUT_SEC``.
-        quorum_timeout: For a quorum. It has to cover the others' slowest step. ``TORCHFT_QUORUM_TIMEOUT_SEC``.
+        quorum_timeout: For a quorum. It has to cover the others' slowest step, and a wait of theirs for a state that
+            does not come, which takes ``timeout``. ``TORCHFT_QUORUM_TIMEOUT_SEC``.
         connect_timeout: For finding a Lighthouse, a store or the members of a process group.
             ``TORCHFT_CONNECT_TIMEOUT_SEC``.
         rank: Rank within the replica. Default: ``RANK``, or 0.
@@ -149,7 +155,7 @@ class ManagerConfig:
     min_replica_size: int = 1
     use_async_quorum: bool = True
     timeout: timedelta = _DEFAULT_TIMEOUT
-    quorum_timeout: timedelta = _DEFAULT_TIMEOUT
+    quorum_timeout: timedelta = _DEFAULT_QUORUM_TIMEOUT
     connect_timeout: timedelta = _DEFAULT_CONNECT_TIMEOUT
     rank: int | None = None
     world_size: int | None = None
@@ -199,11 +205,11 @@ class ManagerConfig:
             _check_duration(name, keywords.get(name, _DEFAULT_TIMEOUT))
         _check_duration("timeout", timeout if timeout is not None else _DEFAULT_TIMEOUT)
         given: dict[str, Any] = {name: value for name, value in keywords.items() if name != "port"}
-        quorum_timeout = given.get("quorum_timeout", _DEFAULT_TIMEOUT)
+        quorum_timeout = given.get("quorum_timeout", _DEFAULT_QUORUM_TIMEOUT)
         if timeout is None:
-            timeout = min(_DEFAULT_TIMEOUT, quorum_timeout)
-        given.setdefault("quorum_timeout", max(_DEFAULT_TIMEOUT, timeout))
-        given.setdefault("connect_timeout", min(_DEFAULT_CONNECT_TIMEOUT, given["quorum_timeout"]))
+            timeout = min(_DEFAULT_TIMEOUT, quorum_timeout / _QUORUM_SHARE)
+        given.setdefault("quorum_timeout", max(_DEFAULT_QUORUM_TIMEOUT, timeout * _QUORUM_SHARE))
+        given.setdefault("connect_timeout", min(_DEFAULT_CONNECT_TIMEOUT, given["quorum_timeout"] * _CONNECT_SHARE))
         return cls(timeout=timeout, **given)
 
     def with_environment(self, environment: Mapping[str, str] = os.environ) -> ManagerConfig:
@@ -235,6 +241,14 @@ class ManagerConfig:
         if lighthouse_addr := changes.get("lighthouse_addr", self.lighthouse_addr):
             changes["lighthouse_addr"] = _with_scheme(lighthouse_addr)
         filled = replace(self, **changes)
+        if filled.timeout + filled.connect_timeout > filled.quorum_timeout:
+            logger.warning(
+                "expected a quorum_timeout of more than timeout and connect_timeout together, got %s, %s and %s: a "
+                "replica that waits for another's state for as long as timeout may let the others' quorum time out",
+                filled.quorum_timeout,
+                filled.timeout,
+                filled.connect_timeout,
+            )
         assert filled.rank is not None, "it has just been filled in"
         assert filled.world_size is not None, "it has just been filled in"
         if filled.rank >= filled.world_size:
@@ -258,10 +272,14 @@ class ManagerConfig:
         fitted: dict[str, timedelta] = {}
         quorum_timeout = environment.get("quorum_timeout")
         if quorum_timeout is None:
-            fitted["quorum_timeout"] = quorum_timeout = max(self.quorum_timeout, *environment.values())
-        for name in ("timeout", "connect_timeout"):
-            if name not in environment:
-                fitted[name] = min(getattr(self, name), quorum_timeout)
+            timeout = environment.get("timeout", timedelta(0))
+            fitted["quorum_timeout"] = quorum_timeout = max(
+                self.quorum_timeout, timeout * _QUORUM_SHARE, *environment.values()
+            )
+        if "timeout" not in environment and self.timeout > quorum_timeout:
+            fitted["timeout"] = quorum_timeout / _QUORUM_SHARE
+        if "connect_timeout" not in environment and self.connect_timeout > quorum_timeout:
+            fitted["connect_timeout"] = quorum_timeout * _CONNECT_SHARE
         changed = {name: value for name, value in fitted.items() if value != getattr(self, name)}
         for name, value in changed.items():
             logger.info("%s is set to %s, to fit the timeouts that the environment sets", name, value)

@@ -284,12 +284,12 @@ class StateManager:
             StateTornError: This replica holds part of a state.
             LoaderOrderError: A registered loader was drawn from before, or is not where it was loaded.
             ManagerError: The step is no whole number from 0, or below the one before; or a quorum is used.
-            RegistryError: A state function runs a collective (found at the first step).
+            RegistryError: A state function runs a collective, or a leaf has no encoding (found at the first steps).
             TransportError: More checkpoints in a row could not be saved than the store allows.
         """
         self._refuse_start_step()
         self._state.steps.boundary(self._state.step, step)
-        return self._replica.begin_step(step, hold=hold)
+        return self._replica.start_step(step, hold=hold)
 
     def snapshot(self, step: int | None = None) -> Future[None]:
         """Take a snapshot now; the training thread calls this between two steps.

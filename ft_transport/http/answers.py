@@ -14,6 +14,7 @@ from ft_transport.errors import (
     PeerNotReadyError,
     PeerProtocolError,
     SnapshotReplacedError,
+    StateNotServedError,
     StepNotServedError,
     escape_peer_text,
 )
@@ -60,6 +61,8 @@ def refusal_of(response: HTTPResponse, source: PeerAddress, *, in_session: bool,
             # This side names whom it asks as it was told to; another name was changed on its way.
             refusal = PeerProtocolError(f"the peer does not have the name in its address: {reason}", peer=peer)
             return MessageDamagedError(refusal.message, refusal=refusal, peer=peer)
+        case 501:
+            return StateNotServedError(f"the peer cannot serve its state: {reason}", peer=peer)
         case 503:
             retry_after_s = _seconds(response.headers.get("Retry-After"))
             after = parse_after(response.headers.get(AFTER_HEADER))

@@ -112,11 +112,13 @@ class SnapshotCache:
     _num_reserved: int = 0
     _sequence: int = 0
     _failure: str | None = None
+    _num_final_failures: int = 0
+    _final_failure_s: float | None = None
     _closed: bool = False
     _listeners: list[Callable[[], None]] = field(default_factory=list)
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Calls ``on_change`` after every arrival, on the thread that brought it. Set up before the first one."""
+        """Calls ``on_change`` after every arrival and final failure, on the thread of either. Set up early."""
         self._listeners.append(on_change)
 
     def reserve(self) -> None:
@@ -174,7 +176,7 @@ class SnapshotCache:
             closed = self._closed
             if not closed:
                 self._sequence += 1
-                self._failure = None
+                self._failure = self._final_failure_s = None
                 leases = self._awaited.come(snapshot.step, now_s=self.clock(), lease_s=self.lease_s)
                 self._entries.append(_Entry(snapshot, self._sequence, manifest_digest, leases=leases))
         if closed:
@@ -202,10 +204,26 @@ class SnapshotCache:
                     if leased_s == math.inf:
                         entry.leases[reader.is_closed] = reader, until_s
 
-    def note_failure(self, reason: str) -> None:
-        """Keeps why no snapshot has come, until one does."""
+    def note_failure(self, reason: str, *, is_final: bool = False) -> None:
+        """Keeps why no snapshot has come, until one does. A final reason is told to the listeners."""
         with self._lock:
             self._failure = reason
+            if is_final:
+                self._num_final_failures += 1
+                self._final_failure_s = self.clock()
+        if is_final:
+            for listener in self._listeners:
+                listener()
+
+    def num_final_failures(self) -> int:
+        """How many attempts at a snapshot have failed for a reason that stays."""
+        with self._lock:
+            return self._num_final_failures
+
+    def has_failed_finally(self, within_s: float) -> bool:
+        """Whether the last attempt at a snapshot failed for a reason that stays, not longer than ``within_s`` ago."""
+        with self._lock:
+            return self._final_failure_s is not None and self.clock() - self._final_failure_s < within_s
 
     def failure(self) -> str | None:
         """Why the last attempt at a snapshot failed, ``None`` if it did not."""

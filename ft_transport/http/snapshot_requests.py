@@ -10,7 +10,13 @@ from typing import Final
 
 from aiohttp import web
 
-from ft_transport.errors import ConfigurationError, PeerNotReadyError, SnapshotReplacedError, StepNotServedError
+from ft_transport.errors import (
+    ConfigurationError,
+    PeerNotReadyError,
+    SnapshotReplacedError,
+    StateNotServedError,
+    StepNotServedError,
+)
 from ft_transport.http.body_sender import drop_connection
 from ft_transport.http.snapshot_cache import Reader, Reading, SnapshotCache
 from ft_transport.wire.manifest import SnapshotId
@@ -28,6 +34,9 @@ from ft_transport.wire.routes import (
 )
 
 _TICK_S: Final = 0.1
+_RECENT_FAILURE_S: Final = 10.0
+_RETRY_S: Final = 1.0
+"""How long a request waits for another attempt, where the last one failed a moment ago for a reason that stays."""
 
 FreshSnapshot = Callable[[int | None], int | None]
 """Asks the owner of the state for a snapshot that is not older than now, or of the step that is given, without waiting
@@ -74,21 +83,32 @@ class SnapshotRequests:
                     f"expected snapshot {bound_to[:32]} of step {step}, which is no longer served; start again"
                 )
             return reading
+        num_failures = self._cache.num_final_failures()
         after = self._after(request) if step == LATEST else 0
         wait_s = asked_wait_s(request, self._max_wait_s)
         reading = self._cache.read(step, after_sequence=after, reader=reader)
         if reading is not None:
             return reading
         with contextlib.nullcontext() if step == LATEST else self._cache.waiting(step, reader):
-            return await self._wait_for(step, after, reader, wait_s)
+            return await self._wait_for(step, after, reader, wait_s, num_failures)
 
-    async def _wait_for(self, step: StepSelector, after: int, reader: Reader, wait_s: float) -> Reading:
-        deadline_s = time.monotonic() + wait_s
+    async def _wait_for(
+        self, step: StepSelector, after: int, reader: Reader, wait_s: float, num_failures: int
+    ) -> Reading:
+        began_s = time.monotonic()
+        deadline_s = began_s + wait_s
         while True:
             changed = self._changed
             reading = self._cache.read(step, after_sequence=after, reader=reader)
             if reading is not None:
                 return reading
+            has_failed = self._cache.has_failed_finally(_RECENT_FAILURE_S)
+            # The attempt may have failed just before this request came, and the owner may make no other one by now.
+            is_given_up = has_failed and time.monotonic() >= began_s + _RETRY_S
+            if is_given_up or self._cache.num_final_failures() > num_failures:
+                raise StateNotServedError(
+                    f"expected a snapshot, and none can be taken: {self._cache.failure()}", step=step
+                )
             remaining_s = deadline_s - time.monotonic()
             if step != LATEST and self._is_past(step):
                 served = self._cache.steps()
@@ -101,7 +121,8 @@ class SnapshotRequests:
                 return self._read_or_refuse(step, after, reader)
             with contextlib.suppress(asyncio.TimeoutError):
                 # Of a step that its owner passes without a snapshot nobody tells.
-                await asyncio.wait_for(changed.wait(), remaining_s if step == LATEST else min(remaining_s, _TICK_S))
+                is_awaiting_news = step == LATEST and not has_failed
+                await asyncio.wait_for(changed.wait(), remaining_s if is_awaiting_news else min(remaining_s, _TICK_S))
 
     def _after(self, request: web.Request) -> int:
         """The number behind which a snapshot is new enough for this request, or was for an earlier one like it."""

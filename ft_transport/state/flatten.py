@@ -73,6 +73,29 @@ def flatten(state: object) -> FlatState:
     return flat
 
 
+def check_encodable(state: object, *, with_tensors: bool = True) -> None:
+    """Makes sure that a snapshot of ``state`` could be taken. Copies no tensor.
+
+    Args:
+        state: Any nesting of supported kinds.
+        with_tensors: Whether tensors are looked at; without, they count as supported.
+
+    Raises:
+        UnsupportedLeafError: As `flatten`.
+        SnapshotError: As `flatten`.
+    """
+    flattener = _Flattener({}, None) if with_tensors else _StructureFlattener({}, None)
+    try:
+        flattener.encode_root(state)
+    except RecursionError as error:
+        raise SnapshotError(f"expected a state that Python's recursion limit lets through: {error}") from error
+    except SnapshotError as error:
+        error.path = error.path or "(root)"
+        raise
+    finally:
+        flattener.encoders.clear()
+
+
 def _flatten_in_lane(state: object) -> FlatState:
     """Flattens with the fast lane open for all tensors but those that turn out to be out of place there."""
     off_lane: frozenset[int] = frozenset()
@@ -396,6 +419,13 @@ class _Flattener:
 
     def _store_bytes(self, block: torch.Tensor, path: str) -> int:
         return self._lane.store(block, path, "U8", (block.numel(),), _host_address(block))
+
+
+class _StructureFlattener(_Flattener):
+    """Looks at no tensor: one may still lack its memory, or its shape."""
+
+    def encode(self, value: object, path: str) -> Node:
+        return None if isinstance(value, torch.Tensor) else super().encode(value, path)
 
 
 def _host_address(source: torch.Tensor) -> int:

@@ -372,14 +372,16 @@ class StateServer:
         """The step of the newest snapshot, ``None`` before the first."""
         return self._cache.newest_step()
 
-    def snapshot_failed(self, step: int, error: BaseException) -> None:
+    def snapshot_failed(self, step: int, error: BaseException, *, is_final: bool = False) -> None:
         """Tells receivers that wait for a snapshot why none has come, until the next one is served.
 
         Args:
             step: The step that it would have shown.
             error: Its type and message are sent to the receivers.
+            is_final: Whether the next attempt will fail as well: receivers that wait are refused at once.
         """
-        self._cache.note_failure(f"step {step}: {type(error).__name__}: {error}"[:_MAX_FAILURE_CHARACTERS])
+        reason = f"step {step}: {type(error).__name__}: {error}"[:_MAX_FAILURE_CHARACTERS]
+        self._cache.note_failure(reason, is_final=is_final)
 
     def close(self, *, wait: bool) -> None:
         """Stops serving and frees the snapshots. May be called twice.

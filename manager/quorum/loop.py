@@ -94,7 +94,7 @@ class QuorumLoop:
         self._participant = Participant(self._state, self.membership)
         self._metrics = LoopMetrics()
         self._comparison = StateComparison(lock=self._state.lock, keeper=snapshots.keeper, state=self._state.content)
-        self._structures = StructureWatch(self._participant, self._executor)
+        self._structures = StructureWatch(self._participant, self._executor, replica.encodings)
         self._hyperparameters = Hyperparameters(self._participant)
         self._reductions = StepReductions(self._participant, self._structures, stall_watch)
         healer = Healer(config, state=replica.state, peers=peers, watch=stall_watch)

@@ -13,7 +13,7 @@ from manager.quorum.decision import Decision, DoesNotFit
 from manager.quorum.round import Participant
 from manager.quorum.structure import Structure, Tables, describe, structure_of
 from manager.state.compatibility import tables_of
-from manager.state.registration_check import check_averaged, check_registered
+from manager.state.registration_check import EncodingCheck, check_averaged, check_registered
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +26,15 @@ class StructureWatch:
     Args:
         participant: This replica.
         executor: The quorum thread: tells the others.
+        encodings: Checks that the state can be served.
 
     Attributes:
         structure: Digests of what the state looks like.
     """
 
-    def __init__(self, participant: Participant, executor: SafeExecutor) -> None:
+    def __init__(self, participant: Participant, executor: SafeExecutor, encodings: EncodingCheck) -> None:
         self._participant = participant
+        self._encodings = encodings
         self._executor = executor
         self._checked: tuple[int, ...] = ()
         self._averaged_checked: tuple[int, ...] = ()
@@ -42,11 +44,12 @@ class StructureWatch:
         self.structure: Structure = ()
 
     def check_registered(self) -> None:
-        """Before the first step, and after each change, make sure that what is trained is registered.
+        """Before the first step, and after each change, make sure that what is trained is registered and can be served.
 
         Raises:
-            RegistryError: It is not.
+            RegistryError: It is not, or cannot.
         """
+        self._encodings.check()
         state = self._participant.state
         optimizers = state.optimizers()
         signature = (state.registry.num_changes, *map(id, optimizers))

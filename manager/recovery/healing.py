@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
-from ft_transport import PeerAuthenticationError, TransportError, UnknownHostError
+from ft_transport import PeerAuthenticationError, StateNotServedError, TransportError, UnknownHostError
 from ft_transport.coordination.rendezvous import nobody_listens
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.telemetry.recorder import current
@@ -33,7 +33,7 @@ _MAX_PROBED_AT_ONCE: Final = 16
 _PROBE_S: Final = 0.5
 """How long a host may take to say that nobody listens there."""
 
-_PERMANENT: Final = (PeerAuthenticationError, StateMismatchError, UnknownHostError)
+_PERMANENT: Final = (PeerAuthenticationError, StateMismatchError, StateNotServedError, UnknownHostError)
 _HOPELESS: Final = "no further attempt can succeed: "
 """Begins the last reason where no source can ever deliver. Ranks tell each other their reasons as text."""
 

@@ -19,6 +19,8 @@ from manager.recovery.peers import PeerRecovery
 from manager.recovery.replica_metrics import collect_metrics
 from manager.recovery.values import PeerOptions, Recovery
 from manager.snapshots.state_snapshots import StateSnapshots
+from manager.state.registration_check import EncodingCheck
+from manager.state.registry import Scope
 from manager.state.replica_state import ReplicaState, checked_step
 from manager.state.telling import telling_state
 
@@ -40,6 +42,7 @@ class Replica:
         snapshots: The snapshots that the transport serves; ``None`` without a transport.
         peers: Recovers from live peers; ``None`` without a transport.
         checkpoints: Saves and loads durable checkpoints; ``None`` without a store.
+        encodings: Checks that the state can be served and saved.
     """
 
     state: ReplicaState
@@ -47,6 +50,7 @@ class Replica:
     snapshots: StateSnapshots | None
     peers: PeerRecovery | None
     checkpoints: Checkpoints | None
+    encodings: EncodingCheck
 
     @classmethod
     def compose(
@@ -89,7 +93,15 @@ class Replica:
         if transport is not None:
             counts = [each.counts for each in (peers, checkpoints) if each is not None]
             collect_metrics(transport, state, store, *counts)
-        return cls(state=state, transport=transport, snapshots=snapshots, peers=peers, checkpoints=checkpoints)
+        scopes: list[Scope] = ["replicated"] if transport is not None or store is not None else []
+        return cls(
+            state=state,
+            transport=transport,
+            snapshots=snapshots,
+            peers=peers,
+            checkpoints=checkpoints,
+            encodings=EncodingCheck(state.registry, state.optimizers, [*scopes, "local"] if store else scopes),
+        )
 
     def address(self) -> str:
         """See `StateManager.metadata`."""
@@ -97,8 +109,13 @@ class Replica:
             raise ManagerError("expected a checkpoint_transport to serve this replica's state, and there is none")
         return self.transport.metadata()
 
+    def start_step(self, step: int, *, hold: bool = False) -> bool:
+        """See `StateManager.start_step`."""
+        self.encodings.check()
+        return self.begin_step(step, hold=hold)
+
     def begin_step(self, step: int, *, hold: bool = False) -> bool:
-        """The step boundary; see `StateManager.start_step`."""
+        """The step boundary, of a state that `encodings` has checked."""
         number = checked_step(step)
         if number < self.state.step:
             raise ManagerError(

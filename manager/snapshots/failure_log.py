@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from manager.errors import LockTimeoutError
+from ft_transport import UnsupportedLeafError
+from manager.errors import LockTimeoutError, RegistryError
 
 logger = logging.getLogger(__name__)
 
@@ -49,3 +50,8 @@ class FailureLog:
     def taken(self) -> None:
         """Note that a snapshot was begun at a boundary."""
         self._is_postponed = False
+
+
+def is_final(error: BaseException) -> bool:
+    """Whether no snapshot of this state can be taken, at no boundary: a leaf or a state function is what fails."""
+    return isinstance(error, (UnsupportedLeafError, RegistryError))

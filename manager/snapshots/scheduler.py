@@ -22,7 +22,7 @@ from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.errors import ManagerError
 from manager.snapshots.boundary_keeper import BoundaryKeeper, KeptBoundary
 from manager.snapshots.demand import SnapshotDemand
-from manager.snapshots.failure_log import FailureLog
+from manager.snapshots.failure_log import FailureLog, is_final
 from manager.snapshots.first_steps import FirstSteps
 from manager.snapshots.run import BOUNDARY_TIMEOUT, HeldBoundary, Run, copy_and_publish
 from manager.snapshots.sink import SnapshotInProgress, SnapshotSink
@@ -155,7 +155,7 @@ class SnapshotScheduler:
         try:
             self._begin(run, optimizers, BOUNDARY_TIMEOUT)
         except Exception as error:
-            self._sink.snapshot_failed(step, error)
+            self._sink.snapshot_failed(step, error, is_final=is_final(error))
             if not self._failures.not_taken(step, error):
                 with self._mutex:
                     self._demand.forget()
@@ -253,7 +253,7 @@ class SnapshotScheduler:
             if held.section.is_open:
                 held.section.release()
             self._end(held.run)
-            self._sink.snapshot_failed(held.run.step, error)
+            self._sink.snapshot_failed(held.run.step, error, is_final=is_final(error))
             held.run.future.set_exception(error)
             self._failures.held_not_taken(held.run.step, error)
             return False

@@ -65,5 +65,5 @@ class SnapshotSink(Protocol):
     def newest_step(self) -> int | None:
         """Step of the newest one."""
 
-    def snapshot_failed(self, step: int, error: BaseException) -> None:
+    def snapshot_failed(self, step: int, error: BaseException, *, is_final: bool = False) -> None:
         """Tells whoever waits for a snapshot why none has come."""

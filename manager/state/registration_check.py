@@ -1,10 +1,13 @@
-"""Whether what is trained is also registered: otherwise replicas train on with different parameters, unnoticed."""
+"""Whether what is trained is also registered, and whether what is registered can be served and saved.
+
+Otherwise replicas train on with different parameters, or fail when one of them needs the state, hours later.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
 import torch
@@ -13,10 +16,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ft_transport import SnapshotError, check_encodable
 from manager.errors import RegistryError
 from manager.state.guard_marks import local_updates_of
 from manager.state.guarded_memory import parameters_of, storage_of, tensors_in
-from manager.state.registry import StateRegistry
+from manager.state.registry import Scope, StateEntry, StateRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +29,64 @@ T = TypeVar("T")
 PLAIN: Final = (nn.Module, Optimizer, LRScheduler, GradScaler)
 """What these classes return as their state is known."""
 _MAX_SHOWN = 5
+
+
+class EncodingCheck:
+    """Finds leaves of the registered states that no snapshot can hold, before anybody asks for one.
+
+    Belongs to the training thread, at a step boundary.
+
+    Args:
+        registry: What is registered.
+        optimizers: Returns those that are attached.
+        scopes: Those that are served or saved.
+    """
+
+    def __init__(
+        self, registry: StateRegistry, optimizers: Callable[[], Sequence[Optimizer]], scopes: Sequence[Scope]
+    ) -> None:
+        self._registry = registry
+        self._optimizers = optimizers
+        self._scopes = scopes
+        self._checked: tuple[int, ...] = ()
+        self._num_boundaries = 0
+
+    def check(self) -> None:
+        """Look at the states in the first two boundaries, and whenever others are registered or an optimizer's grows.
+
+        Tensors are looked at from the second on: a first step may give them their memory.
+
+        Raises:
+            RegistryError: One of them holds what has no encoding; the message names its path.
+        """
+        self._num_boundaries += 1
+        optimizers = self._optimizers()
+        signature = (
+            min(self._num_boundaries, 2),
+            self._registry.num_changes,
+            *(number for optimizer in optimizers for number in (id(optimizer), len(optimizer.state))),
+        )
+        if signature == self._checked:
+            return
+        for entry in (each for scope in self._scopes for each in self._registry.entries(scope)):
+            self._check(entry, with_tensors=self._num_boundaries > 1)
+        self._checked = signature
+
+    def _check(self, entry: StateEntry, *, with_tensors: bool) -> None:
+        try:
+            state = self._registry.call(entry)
+        except RegistryError as error:
+            logger.debug("the state of %r cannot be looked at: %s", entry.key, error)
+            return
+        try:
+            check_encodable(state, with_tensors=with_tensors)
+        except SnapshotError as error:
+            path = error.path if error.path not in (None, "(root)") else ""
+            raise RegistryError(
+                f"expected a state that can be served to other replicas and saved; {entry.key}{'.' if path else ''}"
+                f"{path}: {error.message}",
+                keys=(entry.key,),
+            ) from error
 
 
 def check_registered(registry: StateRegistry, optimizers: Sequence[Optimizer]) -> None:

@@ -95,7 +95,7 @@ class StandInTransport:
     def newest_sequence(self) -> int:
         return len(self.published)
 
-    def snapshot_failed(self, step: int, error: BaseException) -> None:
+    def snapshot_failed(self, step: int, error: BaseException, *, is_final: bool = False) -> None:
         self.failures.append((step, error))
 
     def newest_step(self) -> int | None:

@@ -173,6 +173,7 @@ def test_each_error_has_a_status_of_http() -> None:
         PeerAuthenticationError: 401,
         StepNotServedError: 404,
         SnapshotReplacedError: 409,
+        errors.StateNotServedError: 501,
         errors.ManifestError: 502,
         SnapshotLimitError: 503,
         StateMovedError: 503,

@@ -15,11 +15,12 @@ from manager.quorum.decision import WorldSizeMode
 S = timedelta(seconds=1)
 
 
-def test_it_is_frozen_and_has_torchfts_defaults() -> None:
+def test_it_is_frozen_and_has_torchfts_defaults_but_for_one() -> None:
+    """A newcomer waits for a state as long as ``timeout``: meanwhile no quorum of the others may time out."""
     config = ManagerConfig()
     assert (config.timeout, config.quorum_timeout, config.use_async_quorum, config.init_sync) == (
         60 * S,
-        60 * S,
+        90 * S,
         True,
         True,
     )
@@ -30,8 +31,8 @@ def test_it_is_frozen_and_has_torchfts_defaults() -> None:
 @pytest.mark.parametrize(
     ("settings", "pattern"),
     [
-        ({"timeout": 61 * S}, r"quorum_timeout of at least timeout, got 60 s and 61 s: otherwise a replica"),
-        ({"connect_timeout": 61 * S}, r"quorum_timeout of at least connect_timeout"),
+        ({"timeout": 91 * S}, r"quorum_timeout of at least timeout, got 90 s and 91 s: otherwise a replica"),
+        ({"connect_timeout": 91 * S}, r"quorum_timeout of at least connect_timeout"),
         ({"heartbeat_interval": 3 * S}, r"heartbeat_timeout of at least twice heartbeat_interval, got 5 s and 3 s"),
         ({"timeout": 5}, r"datetime\.timedelta as timeout, got int 5"),
         ({"quorum_timeout": 0 * S}, r"positive datetime\.timedelta as quorum_timeout"),
@@ -47,10 +48,10 @@ def test_what_cannot_work_is_refused_with_the_reason(settings: dict[str, Any], p
 
 
 def test_timeouts_that_were_not_given_are_fitted_to_those_that_were() -> None:
-    short = ManagerConfig.from_keywords({"quorum_timeout": 5 * S}, timeout=None)
-    assert (short.timeout, short.quorum_timeout, short.connect_timeout) == (5 * S, 5 * S, 5 * S)
+    short = ManagerConfig.from_keywords({"quorum_timeout": 6 * S}, timeout=None)
+    assert (short.timeout, short.quorum_timeout, short.connect_timeout) == (4 * S, 6 * S, 2 * S)
     long = ManagerConfig.from_keywords({}, timeout=600 * S)
-    assert (long.timeout, long.quorum_timeout, long.connect_timeout) == (600 * S, 600 * S, 10 * S)
+    assert (long.timeout, long.quorum_timeout, long.connect_timeout) == (600 * S, 900 * S, 10 * S)
     with pytest.raises(ConfigError, match="quorum_timeout of at least timeout"):
         ManagerConfig.from_keywords({"quorum_timeout": 5 * S}, timeout=6 * S)
     assert ManagerConfig.from_keywords({"port": 1, "rank": 0}, timeout=None).rank == 0
@@ -101,11 +102,11 @@ def test_an_environment_that_cannot_work_is_refused(environment: dict[str, str],
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({"TORCHFT_TIMEOUT_SEC": "120"}, (120, 120, 10)),
-        ({"TORCHFT_QUORUM_TIMEOUT_SEC": "8"}, (8, 8, 8)),
-        ({"TORCHFT_CONNECT_TIMEOUT_SEC": "90"}, (60, 90, 90)),
+        ({"TORCHFT_TIMEOUT_SEC": "120"}, (120, 180, 10)),
+        ({"TORCHFT_QUORUM_TIMEOUT_SEC": "9"}, (6, 9, 3)),
+        ({"TORCHFT_CONNECT_TIMEOUT_SEC": "100"}, (60, 100, 100)),
         ({"TORCHFT_TIMEOUT_SEC": "120", "TORCHFT_QUORUM_TIMEOUT_SEC": "300"}, (120, 300, 10)),
-        ({}, (60, 60, 10)),
+        ({}, (60, 90, 10)),
     ],
 )
 def test_timeouts_are_fitted_to_those_that_the_environment_sets(
@@ -113,6 +114,14 @@ def test_timeouts_are_fitted_to_those_that_the_environment_sets(
 ) -> None:
     config = ManagerConfig().with_environment(environment)
     assert (config.timeout, config.quorum_timeout, config.connect_timeout) == tuple(each * S for each in expected)
+
+
+@pytest.mark.parametrize(("quorum_timeout", "is_warned"), [(60, True), (70, False)])
+def test_a_quorum_timeout_that_another_replicas_wait_may_exceed_is_a_warning(
+    quorum_timeout: int, is_warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ManagerConfig(quorum_timeout=quorum_timeout * S).with_environment({})
+    assert ("more than timeout and connect_timeout together" in caplog.text) is is_warned
 
 
 def test_an_environment_that_contradicts_itself_is_refused() -> None:

@@ -69,7 +69,7 @@ class StandInTransport:
     def newest_step(self) -> int | None:
         return self.steps[-1] if self.steps else None
 
-    def snapshot_failed(self, step: int, error: BaseException) -> None:
+    def snapshot_failed(self, step: int, error: BaseException, *, is_final: bool = False) -> None:
         self.failures.append(error)
 
     def answer(self, after: int) -> int | None:
