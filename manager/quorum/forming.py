@@ -12,7 +12,7 @@ from ft_transport.runtime.deadline import Deadline
 from ft_transport.runtime.handler_safety import SafeExecutor
 from ft_transport.telemetry.recorder import phase
 from manager.config import ManagerConfig
-from manager.errors import HyperparametersDivergedError, QuorumError, StatesDivergedError
+from manager.errors import HealFailedError, HyperparametersDivergedError, QuorumError, StatesDivergedError
 from manager.quorum import telemetry
 from manager.quorum.comparison import StateComparison
 from manager.quorum.decision import NO_WHOLE_STATE, Decision, DoesNotFit, Heals, StandsBy, UpToDate
@@ -180,6 +180,9 @@ class QuorumForming:
         except BaseException as error:
             self._participant.is_settled = False
             self._end_record(error)
+            if isinstance(error, HealFailedError):
+                # As a rule the process ends: the others need not wait for as long as that takes.
+                membership.fall_silent()
             raise
         self._leave_record()
         current.end_quorum(None)

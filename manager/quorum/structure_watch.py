@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from manager.errors import HealFailedError
 from manager.quorum.decision import Decision, DoesNotFit
 from manager.quorum.round import Participant
 from manager.quorum.structure import Structure, Tables, describe, structure_of
-from manager.state.compatibility import tables_of
+from manager.state.compatibility import ModuleGlance, tables_of
 from manager.state.registration_check import EncodingCheck, check_averaged, check_registered
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class StructureWatch:
         self._tables: Tables = {}
         self._known_unfit: set[str] = set()
         self._unfit_decision: Decision | None = None
+        self._glance = ModuleGlance(())
         self.structure: Structure = ()
 
     def check_registered(self) -> None:
@@ -52,11 +54,16 @@ class StructureWatch:
         self._encodings.check()
         state = self._participant.state
         optimizers = state.optimizers()
-        signature = (state.registry.num_changes, *map(id, optimizers))
+        signature = (
+            state.registry.num_changes,
+            *(number for each in optimizers for number in (id(each), *map(_num_parameters, each.param_groups))),
+        )
         if signature != self._checked:
             check_registered(state.registry, optimizers)
             self.look()
             self._checked = signature
+        elif self._glance.shows_change():
+            self.look()
         decision = self._unfit_decision
         if decision is not None:
             self.look()
@@ -80,7 +87,9 @@ class StructureWatch:
 
     def look(self) -> None:
         """Describe the state as it is now."""
-        self._tables = tables_of(self._participant.state.registry)
+        registry = self._participant.state.registry
+        self._glance = ModuleGlance(entry.holder for entry in registry.entries("replicated"))
+        self._tables = tables_of(registry)
         self.structure = structure_of(self._tables)
 
     def note(self, decision: Decision) -> None:
@@ -105,3 +114,7 @@ class StructureWatch:
         holder = f"{role.holder.replica_id} at {role.holder.addresses[membership.group_rank]}"
         reason = f"no further attempt can succeed: the state of {holder} differs from this replica's: {differing}"
         return HealFailedError(step=decision.step, reasons=(reason,))
+
+
+def _num_parameters(group: dict[str, Any]) -> int:
+    return len(group["params"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final, cast
 
@@ -68,6 +68,33 @@ def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[st
             is_free = _everything
         if isinstance(holder, (torch.nn.Module, Optimizer)):
             _check_tensors(incoming, entry, is_free, note)
+
+
+class ModuleGlance:
+    """Sees at little cost that modules have got or lost tensors, or that buffers have other shapes.
+
+    Of a parameter's shape an optimizer knows; a module in the place of another one is not seen.
+
+    Args:
+        holders: Registered objects; those that are no modules are left out.
+    """
+
+    def __init__(self, holders: Iterable[object]) -> None:
+        modules = [each for holder in holders if isinstance(holder, torch.nn.Module) for each in holder.modules()]
+        self._contents = [part for each in modules for part in (each._parameters, each._buffers, each._modules)]
+        self._buffers = [each._buffers for each in modules if each._buffers]
+        self._seen = self._present()
+
+    def shows_change(self) -> bool:
+        """Whether something has changed since this object was made."""
+        return self._present() != self._seen
+
+    def _present(self) -> tuple[list[int], list[torch.Size]]:
+        try:
+            shapes = [buffer.shape for buffers in self._buffers for buffer in buffers.values() if buffer is not None]
+        except RuntimeError:  # a lazy module's, before the first step
+            shapes = []
+        return list(map(len, self._contents)), shapes
 
 
 def tables_of(registry: StateRegistry) -> dict[str, dict[str, str]]:

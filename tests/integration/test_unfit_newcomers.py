@@ -26,6 +26,7 @@ def address() -> Iterator[str]:
 class Trainer:
     def __init__(self, address: str, name: str, *, width: int = 4, token: str | None = None) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 1))
+        self.bank = torch.nn.Module()
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", token=token)
         self.transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=settings)
@@ -161,3 +162,92 @@ def test_a_state_that_has_changed_since_the_first_step_is_looked_at_once_more(ad
 
     _, step = run_replicas(train, join)
     assert step > 1
+
+
+def _with_another_group(trainer: Trainer) -> None:
+    more = torch.nn.Linear(1, 1)
+    trainer.model.add_module("more", more)
+    trainer.optimizer.add_param_group({"params": list(more.parameters())})
+
+
+def _with_a_longer_buffer(trainer: Trainer) -> None:
+    trainer.bank.seen = torch.zeros(len(trainer.bank.seen) + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (_with_another_group, "model.more.weight is missing here"),
+        (_with_a_longer_buffer, r"bank.seen is float32 \[1\] here and float32 \[2\] there"),
+    ],
+)
+def test_what_a_replica_looks_like_is_known_at_the_next_boundary(
+    address: str, change: Callable[[Trainer], None], named: str
+) -> None:
+    """A newcomer of the old form is refused before it is sent anything, and no step fails for it."""
+    gate = Gate()
+
+    def with_bank(trainer: Trainer) -> Trainer:
+        trainer.bank = torch.nn.Module()
+        trainer.bank.register_buffer("seen", torch.zeros(1))
+        trainer.manager.register("bank", trainer.bank)
+        return trainer
+
+    def train() -> list[bool]:
+        trainer = with_bank(Trainer(address, "healthy"))
+        try:
+            assert trainer.step()
+            change(trainer)
+            committed = [trainer.step()]
+            gate.open("changed")
+            while not gate.is_open("over"):
+                committed.append(trainer.step())
+            return committed
+        finally:
+            trainer.manager.shutdown()
+
+    def join() -> None:
+        gate.wait("changed")
+        trainer = with_bank(Trainer(address, "newcomer"))
+        try:
+            with pytest.raises(HealFailedError, match=f"failed once: no further attempt can succeed: .*{named}"):
+                trainer.step()
+        finally:
+            gate.open("over")
+            trainer.manager.shutdown()
+
+    committed, _ = run_replicas(train, join)
+    assert committed is not None
+    assert all(committed)
+
+
+def test_nobody_waits_for_the_process_of_a_newcomer_that_was_refused(address: str) -> None:
+    """It is silent from the refusal on, however long its process takes to end."""
+    gate = Gate()
+
+    def train() -> None:
+        trainer = Trainer(address, "healthy")
+        try:
+            trainer.step()
+            gate.open("trains")
+            while not gate.is_open("refused"):
+                trainer.step()
+            for _ in range(3):
+                assert trainer.step()
+            gate.open("goes on")
+        finally:
+            trainer.manager.shutdown()
+
+    def join() -> None:
+        gate.wait("trains")
+        trainer = Trainer(address, "newcomer", width=5)
+        try:
+            with pytest.raises(HealFailedError):
+                trainer.step()
+            gate.open("refused")
+            gate.wait("goes on")
+        finally:
+            gate.open("refused")
+            trainer.manager.shutdown()
+
+    run_replicas(train, join)
