@@ -182,13 +182,7 @@ class FetchPool(Generic[Unit]):
         try:
             while True:
                 with self._changed:
-                    instruction = self._machine.next(worker)
-                    while not isinstance(instruction, Request | Stop):
-                        if isinstance(instruction, Interrupt) and instruction.worker in self._used_by:
-                            self._used_by[instruction.worker].interrupt()
-                            self._wake_all()
-                        self._wait()
-                        instruction = self._machine.next(worker)
+                    instruction = self._next(worker)
                     if isinstance(instruction, Stop):
                         return
                     # There may be more to do, and another one looks after the relays now. Not all are woken for that:
@@ -209,6 +203,17 @@ class FetchPool(Generic[Unit]):
             # A worker ends when the fetch does.
             with self._changed:
                 self._connections.close_idle()
+
+    def _next(self, worker: WorkerIndex) -> Request[Unit] | Stop:
+        """What the worker does next; waits for it. Called under the lock."""
+        instruction = self._machine.next(worker)
+        while not isinstance(instruction, Request | Stop):
+            if isinstance(instruction, Interrupt) and instruction.worker in self._used_by:
+                self._used_by[instruction.worker].interrupt()
+                self._wake_all()
+            self._wait()
+            instruction = self._machine.next(worker)
+        return instruction
 
     def _wait(self) -> None:
         """Until something changes, or the time is over. Called under the lock."""

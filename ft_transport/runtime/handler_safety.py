@@ -4,6 +4,9 @@ CPython runs handlers between any two calls of the main thread, also inside the 
 written in Python. ``Condition.__enter__`` is one: a handler that raises there, after the lock was taken, leaves it
 taken for good, and with it every ``Event``, ``Future``, ``Semaphore`` and executor that is built on a condition. Here
 the lock is taken by its own method, which is C and no place for a handler.
+
+Python 3.13 leaves the jump at the end of some loops out of the ``with`` or ``try`` around the loop, and runs handlers
+at that jump: a lock stays taken there. A loop under a lock of the training thread has a function of its own.
 """
 
 from __future__ import annotations
@@ -261,15 +264,19 @@ class SafeExecutor(Executor):
         with self._mutex:
             if self._is_closed:
                 raise ExecutorClosedError("cannot take another job after the shutdown")
-            # A thread that a handler interrupted as it was started may run or not: it does not count, and another
-            # thread is started in the next call.
-            while self._num_started < self._num_threads:
-                thread = SafeThread(target=_work, args=(self._jobs,), name=f"{self.name}_{self._num_started}")
-                self._threads.append(thread)
-                thread.start()
-                self._num_started += 1
+            if self._num_started < self._num_threads:
+                self._start_threads()
             self._jobs.put((future, lambda: fn(*args, **kwargs)))
         return future
+
+    def _start_threads(self) -> None:
+        # A thread that a handler interrupted as it was started may run or not: it does not count, and another thread is
+        # started in the next call. A function of its own: see the module about loops inside a ``with``.
+        while self._num_started < self._num_threads:
+            thread = SafeThread(target=_work, args=(self._jobs,), name=f"{self.name}_{self._num_started}")
+            self._threads.append(thread)
+            thread.start()
+            self._num_started += 1
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no further job; the threads end after those that they have.

@@ -190,11 +190,8 @@ class CopyOnWriteMemory:
                     with self._changed:
                         self._num_pins -= 1
                         self._let_go()
-        deadline_s = time.monotonic() + _LONGEST_PIN_S
         with self._changed:
-            while self._num_pins_of_shared and (left_s := deadline_s - time.monotonic()) > 0:
-                self._changed.wait(left_s)
-            if self._num_pins_of_shared:
+            if not self._changed.wait_for(lambda: not self._num_pins_of_shared, _LONGEST_PIN_S):
                 logger.error("shared memory is still being read after %.0f s", _LONGEST_PIN_S)
             self._let_go()
         if is_to_copy:

@@ -44,7 +44,7 @@ class Rates:
             if now_s - looks.latest[0] >= _WINDOW_S:
                 looks.earlier, looks.latest = looks.latest, (now_s, num_bytes)
             self._looks[key] = looks  # the newest at the end
-            while len(self._looks) > _MAX_KEPT:
+            if len(self._looks) > _MAX_KEPT:
                 del self._looks[next(iter(self._looks))]
             length_s = now_s - looks.earlier[0]
             return (num_bytes - looks.earlier[1]) / length_s if length_s > 0 else 0.0

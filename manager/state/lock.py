@@ -232,27 +232,36 @@ class StateLock:
             if entry not in mark:
                 self._close(entry)
 
+    def _wait_to_open(self, entry: _Entry, timeout_s: float, *, disallows: bool) -> bool:
+        """Wait until the section is open; false where another thread has disallowed reads meanwhile.
+
+        A function of its own, as `_wake_waiting`: see ``runtime.handler_safety`` about loops.
+        """
+        has_waited = False
+        while not self._try_open(entry):
+            if disallows and not self.is_read_allowed:
+                return False
+            waited_s = time.monotonic() - entry.asked_s
+            if waited_s >= timeout_s:
+                wanted = f"{entry.kind} ({entry.what!r})"
+                with self._mutex:
+                    self.costs.timed_out(entry.kind)
+                raise LockTimeoutError(wanted=wanted, waited_s=waited_s, holders=self.holders())
+            has_waited = True
+            entry.change.acquire(True, min(_SLICE_S, timeout_s - waited_s))
+        if has_waited:
+            self.costs.contended.note(time.monotonic() - entry.asked_s)
+        return True
+
     def _open(self, section: Section, *, is_optimizer_step: bool = False, disallows: bool = False) -> Section:
         timeout_s = self._timeout_s if section._timeout is None else _seconds(section._timeout)
         entry = section._entry
         entry.hold = None
-        start_s = entry.asked_s = time.monotonic()
-        has_waited = False
+        entry.asked_s = time.monotonic()
         try:
-            while not self._try_open(entry):
-                if disallows and not self.is_read_allowed:
-                    self._close(entry)
-                    return section
-                waited_s = time.monotonic() - start_s
-                if waited_s >= timeout_s:
-                    wanted = f"{entry.kind} ({entry.what!r})"
-                    with self._mutex:
-                        self.costs.timed_out(entry.kind)
-                    raise LockTimeoutError(wanted=wanted, waited_s=waited_s, holders=self.holders())
-                has_waited = True
-                entry.change.acquire(True, min(_SLICE_S, timeout_s - waited_s))
-            if has_waited:
-                self.costs.contended.note(time.monotonic() - start_s)
+            if not self._wait_to_open(entry, timeout_s, disallows=disallows):
+                self._close(entry)
+                return section
             if entry.kind == "write" and self._before_change is not None:
                 self._before_change(is_optimizer_step)
             if disallows:
@@ -311,17 +320,23 @@ class StateLock:
             self._repair()
             self._agrees = False
             del self._record[entry]
-            hold, is_shared = entry.hold, False
-            for other in list(self._record):
-                is_shared = is_shared or other.hold is hold
-                if other.hold is None and other.change.locked():
-                    other.change.release()
+            hold = entry.hold
+            is_shared = self._wake_waiting(hold)
             if hold is not None and not is_shared:
                 hold.handle.release()
             self._agrees = True
             if hold is not None and not is_shared:
                 self.costs.held(hold.kind, time.monotonic() - hold.opened_s)
             return True
+
+    def _wake_waiting(self, hold: _Hold | None) -> bool:
+        """Let threads that wait look anew; whether another section shares ``hold``."""
+        is_shared = False
+        for other in list(self._record):
+            is_shared = is_shared or other.hold is hold
+            if other.hold is None and other.change.locked():
+                other.change.release()
+        return is_shared
 
     def _repair(self) -> None:
         while not self._agrees:

@@ -22,6 +22,10 @@ _RUNS_HANDLERS: Final = {
 }
 
 
+# From 3.13 on a jump runs handlers before it is made: what is raised there is raised where the loop ends.
+_RUNS_HANDLERS_FIRST: Final = {"JUMP_BACKWARD"} if sys.version_info >= (3, 13) else set()
+
+
 class HandlerError(Exception):
     """Raised in the place of a handler."""
 
@@ -62,8 +66,9 @@ class Interruption:
 
     def instruction(self, frame: FrameType, offset: int) -> None:
         """Count a place if the frame's last instruction runs handlers; called before each instruction."""
-        last, self._last[frame] = self._last.get(frame, ""), dis.opname[_code_of(frame.f_code)[offset]]
-        if last in _RUNS_HANDLERS:
+        name = dis.opname[_code_of(frame.f_code)[offset]]
+        last, self._last[frame] = self._last.get(frame, ""), name
+        if name in _RUNS_HANDLERS_FIRST or (last in _RUNS_HANDLERS and last not in _RUNS_HANDLERS_FIRST):
             self.num_passed += 1
             if self.num_passed == self._at:
                 self.was_raised = True
