@@ -84,8 +84,8 @@ class ReducedTensor:
         self._address = local.data_ptr()
         self._version = _version_of(tensor)
 
-    def finish(self, num_participants: int) -> None:
-        """Check the tensor, and divide the sum by ``num_participants``.
+    def check(self) -> None:
+        """Make sure that the tensor holds what was reduced.
 
         Raises:
             UnfinishedReductionError: Something has changed, freed or replaced it.
@@ -96,8 +96,10 @@ class ReducedTensor:
             raise UnfinishedReductionError(f"expected {self._name} to stay in .grad, and it was replaced{_ADVICE}")
         if self._local.data_ptr() != self._address:
             raise UnfinishedReductionError(f"expected {self._name} to stay as it is, and it was freed{_ADVICE}")
-        if num_participants > 1:
-            self._local.div_(num_participants)
+
+    def divide(self, num_participants: int) -> None:
+        """Make the sum an average."""
+        self._local.div_(num_participants)
 
     @property
     def _name(self) -> str:

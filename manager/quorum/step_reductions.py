@@ -122,5 +122,7 @@ class StepReductions:
 
 
 def _finish(reduced: ReducedTensor, num_participants: int) -> None:
-    with span("allreduce::callback"):
-        reduced.finish(num_participants)
+    reduced.check()
+    if num_participants > 1:
+        with span("allreduce::callback"):
+            reduced.divide(num_participants)

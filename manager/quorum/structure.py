@@ -11,6 +11,8 @@ from typing import Final, TypeAlias
 
 UNKNOWN: Final = ""
 """Of a part that is not compared."""
+ORDER_SUFFIX: Final = " (order of parameters)"
+"""Ends the name of a part that only a replica has which registers the optimizer itself, and not functions of it."""
 _MAX_SHOWN: Final = 5
 
 Structure: TypeAlias = tuple[tuple[str, str], ...]
@@ -29,7 +31,11 @@ def misfits(own: Structure, other: Structure) -> tuple[str, ...]:
     if not own or not other:
         return ()
     mine, theirs = dict(own), dict(other)
-    return tuple(key for key in sorted({*mine, *theirs}) if not _fits(mine.get(key), theirs.get(key)))
+    return tuple(key for key in sorted({*mine, *theirs}) if not _fits(_part(mine, key), _part(theirs, key)))
+
+
+def _part(structure: Mapping[str, str], key: str) -> str | None:
+    return structure.get(key, UNKNOWN if key.endswith(ORDER_SUFFIX) else None)
 
 
 def _fits(own: str | None, other: str | None) -> bool:
@@ -57,7 +63,10 @@ def describe(parts: tuple[str, ...], own: Tables, other: Tables | None) -> str:
     if other is None:
         return f"another state under {list(parts)}"
     told = []
-    missing, unexpected = sorted({*own} - {*other}), sorted({*other} - {*own})
+    missing, unexpected = (
+        sorted(key for key in one.keys() - two.keys() if not key.endswith(ORDER_SUFFIX))
+        for one, two in ((own, other), (other, own))
+    )
     if missing or unexpected:
         told.append(f"keys that are registered here alone: {missing}, there alone: {unexpected}")
     for key in parts:

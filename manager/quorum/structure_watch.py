@@ -12,8 +12,8 @@ from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.errors import HealFailedError
 from manager.quorum.decision import Decision, DoesNotFit
 from manager.quorum.round import Participant
-from manager.quorum.structure import Structure, Tables, describe, structure_of
-from manager.state.compatibility import ModuleGlance, tables_of
+from manager.quorum.structure import ORDER_SUFFIX, Structure, Tables, describe, structure_of
+from manager.state.compatibility import ModuleGlance, orders_of, tables_of
 from manager.state.registration_check import EncodingCheck, check_averaged, check_registered
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ class StructureWatch:
         """Describe the state as it is now."""
         registry = self._participant.state.registry
         self._glance = ModuleGlance(entry.holder for entry in registry.entries("replicated"))
-        self._tables = tables_of(registry)
+        orders = {f"{key}{ORDER_SUFFIX}": order for key, order in orders_of(registry).items()}
+        self._tables = {**tables_of(registry), **orders}
         self.structure = structure_of(self._tables)
 
     def note(self, decision: Decision) -> None:

@@ -101,19 +101,23 @@ def tables_of(registry: StateRegistry) -> dict[str, dict[str, str]]:
     """Return what each registered part looks like, for the others to compare before they heal anybody.
 
     What `check_fit` refuses in any case, and no more: tensors of modules, and parameter groups of optimizers, that load
-    as torch's do, and the order of the optimizers' parameters. Tensors are given by dtype, shape and, of a DTensor, the
-    shape of this rank's part.
+    as torch's do. Tensors are given by dtype, shape and, of a DTensor, the shape of this rank's part.
     """
-    tables = {entry.key: _table(entry) for entry in registry.entries("replicated")}
+    return {entry.key: _table(entry) for entry in registry.entries("replicated")}
+
+
+def orders_of(registry: StateRegistry) -> dict[str, dict[str, str]]:
+    """Return the names of each registered optimizer's parameters by their places; without names nothing is compared."""
     names = registry.parameter_names()
-    for entry in registry.entries("replicated"):
-        if isinstance(entry.holder, Optimizer):
-            tables[f"{entry.key} (order of parameters)"] = {
-                f"param_groups.{group}.params.{position}": name
-                for group, names_of_group in enumerate(names.get(entry.key, []))
-                for position, name in enumerate(names_of_group)
-            }
-    return tables
+    return {
+        entry.key: {
+            f"param_groups.{group}.params.{position}": name
+            for group, names_of_group in enumerate(names.get(entry.key, []))
+            for position, name in enumerate(names_of_group)
+        }
+        for entry in registry.entries("replicated")
+        if isinstance(entry.holder, Optimizer)
+    }
 
 
 def own_part(counters: Mapping[str, object], registry: StateRegistry) -> dict[str, object]:

