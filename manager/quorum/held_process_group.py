@@ -230,9 +230,10 @@ class HeldProcessGroup:
             ReductionMismatchError: They have not.
             Exception: What the process group raised.
         """
-        sequence, self._sequence = self._sequence, None
+        sequence = self._sequence
         if sequence is not None:
             sequence.wait_for_end(timeout)
+            self._sequence = None
             return ""
         log, self._log = self._log, ReductionLog()
         return log.digest(len(log)).encode().hex() if len(self._members) > 1 else ""

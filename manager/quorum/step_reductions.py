@@ -72,9 +72,10 @@ class StepReductions:
                 )
         self._structures.check_averaged([work.tensor for work in current.works])
         current.forget_works()
-        current.is_over = True
+        # Where a handler raises here, the step is not over: the next one begins with another process group.
         if current.error is None:
             self._compare(current, deadline)
+        current.is_over = True
         if torch.accelerator.is_available():
             with span("should_commit::current_stream::synchronize"):
                 torch.accelerator.synchronize()

@@ -319,3 +319,28 @@ def test_nothing_is_compared_with_a_replica_that_fails_after_its_last_reduction(
         finally:
             for trainer in both:
                 trainer.manager.shutdown()
+
+
+def test_a_replica_that_is_interrupted_while_others_end_the_step_heals_in_the_next_one(
+    trainers: Callable[..., list[Trainer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = trainers(2)
+    assert together(both, [0, 1, 2], [0, 1, 2]) == [True, True]
+    group: Any = both[1].manager._loop.membership.process_group  # type: ignore[union-attr]
+
+    def interrupted(_: object) -> str:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    def train(trainer: Trainer) -> bool:
+        return trainer.step([0, 1, 2]) and trainer.step([0, 1, 2])
+
+    def stumble(trainer: Trainer) -> bool:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step([0, 1, 2])
+        return trainer.step([0, 1, 2])
+
+    monkeypatch.setattr(group, "compare_step", interrupted)
+    assert run_replicas(lambda: train(both[0]), lambda: stumble(both[1])) == [True, True]
+    assert both[0].values() == both[1].values()
+    assert both[1].manager.current_step() == 3
