@@ -55,7 +55,7 @@ def named_parameters(trained: nn.Module | Optimizer | Iterable[torch.Tensor]) ->
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[int, torch.Tensor]]:
-    """Return each parameter and its number, by the ``id`` of its gradient; valid until a gradient is replaced."""
+    """Return each parameter and its number by the ``id`` of its gradient, which says nothing once that is replaced."""
     return {id(each.grad): (number, each) for number, each in enumerate(parameters) if each.grad is not None}
 
 
@@ -66,7 +66,7 @@ class _Gradient:
     Attributes:
         name: Of the parameter.
         parameter: The parameter.
-        local: What is reduced: dense, of a DTensor the local part.
+        local: What is reduced: dense and contiguous, of a DTensor the local part.
         num_own: Dense and sparse gradients that this replica has: (1, 0), (0, 1) or (0, 0).
     """
 
@@ -80,12 +80,12 @@ class _Gradient:
         gradient = parameter.grad
         if gradient is None:
             like = parameter.detach()
-            local = torch.zeros_like(like.to_local() if is_dtensor(like) else like)
+            local = torch.zeros_like(_local_of(like), memory_format=torch.contiguous_format)
             return cls(name, parameter, local, (0, 0))
         if gradient.layout is not torch.strided:
             return cls(name, parameter, gradient.detach().to_dense(), (0, 1))
         gradient = gradient.detach()
-        return cls(name, parameter, gradient.to_local() if is_dtensor(gradient) else gradient, (1, 0))
+        return cls(name, parameter, _local_of(gradient).contiguous(), (1, 0))
 
     def settle(self, num_dense: float, num_sparse: float) -> None:
         """Give the parameter the average, in the form in which the replicas had it."""
@@ -95,6 +95,11 @@ class _Gradient:
             self.parameter.grad = self.local.to_sparse(1)
         elif self.num_own != (1, 0):
             self.parameter.grad = _like(self.parameter, self.local)
+        elif self.parameter.grad is not None:
+            own = _local_of(self.parameter.grad)
+            if own.data_ptr() != self.local.data_ptr():
+                # Of other strides; whether a gradient travels alone must not depend on them.
+                own.copy_(self.local)
 
 
 def average_gradients(parameters: NamedParameters, allreduce: Allreduce) -> bool:
@@ -113,7 +118,7 @@ def average_gradients(parameters: NamedParameters, allreduce: Allreduce) -> bool
     works: list[ManagedWork] = []
     small: dict[tuple[torch.dtype, torch.device], list[_Gradient]] = {}
     for each in gradients:
-        if each.local.nbytes >= _MIN_DIRECT_BYTES and each.local.is_contiguous():
+        if each.local.nbytes >= _MIN_DIRECT_BYTES:
             works.append(allreduce(each.local, Reduction(each.name, ReduceOp.AVG)))
         else:
             small.setdefault((each.local.dtype, each.local.device), []).append(each)
@@ -149,6 +154,11 @@ def _buckets(gradients: Sequence[_Gradient]) -> Iterable[list[_Gradient]]:
         bucket.append(each)
         num_bytes += each.local.nbytes
     yield bucket
+
+
+def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local
 
 
 def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

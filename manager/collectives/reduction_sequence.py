@@ -29,6 +29,7 @@ from torch.distributed import AllreduceOptions, ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined] # exported, undeclared
 
 from ft_transport.runtime.handler_safety import SafeCondition, SafeExecutor
+from manager.collectives.managed_work import forget_frames
 from manager.collectives.reductions import (
     Announcement,
     Digest,
@@ -101,10 +102,15 @@ class ReductionSequence:
 
     def add(self, reduction: Reduction, tensor: torch.Tensor) -> QueuedReduction:
         """Begin a reduction, in place; ``tensor`` must not change before it is waited for."""
-        with self._progress:
-            number = len(self._pending)
-            self._log.add(reduction, tensor)
-            self._pending.append(_Pending(tensor, reduction.options, len(self._log)))
+        try:
+            with self._progress:
+                number = len(self._pending)
+                self._log.add(reduction, tensor)
+                self._pending.append(_Pending(tensor, reduction.options, len(self._log)))
+        except BaseException:
+            # A handler may have raised between the two: the log must not announce what is not pending.
+            self.fail(RuntimeError("expected to begin a reduction, and it was interrupted"))
+            raise
         self._start()
         return QueuedReduction(self, number)
 
@@ -182,6 +188,8 @@ class ReductionSequence:
             while self._advance():
                 pass
         except BaseException as error:
+            # Its frames refer to this object, which keeps the error.
+            forget_frames(error)
             self.fail(error)
 
     def _advance(self) -> bool:
@@ -263,7 +271,7 @@ class ReductionSequence:
 
     def _gather(self, own: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        gathered = [torch.empty_like(sent) for _ in self._members]
+        gathered = [torch.zeros_like(sent) for _ in self._members]
         self._group.allgather([gathered], [sent], AllgatherOptions()).wait()
         return [bytes(each.numpy()) for each in gathered]
 

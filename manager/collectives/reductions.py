@@ -108,8 +108,8 @@ class ReducedTensor:
 
 
 def _version_of(tensor: torch.Tensor) -> int:
-    # Inference tensors count no changes.
-    return -1 if tensor.is_inference() else tensor._version
+    # Inference tensors count no changes, and views count those of each other.
+    return -1 if tensor.is_inference() or tensor._is_view() else tensor._version
 
 
 class ReductionLog:
@@ -150,6 +150,14 @@ class ReductionLog:
             self._names_hash.update("".join(f"{name}\n" for name in self._names[added]).encode())
         self._num_hashed = num
         return Digest(self._forms_hash.digest(), self._names_hash.digest())
+
+    def summary(self) -> tuple[str, str]:
+        """Return which kind of digest this is, and a digest of all entries; those of one kind can be compared.
+
+        A reduction without a name may stand for any: where there is one, names do not count.
+        """
+        digest = self.digest(len(self))
+        return ("named", digest.encode().hex()) if all(self._names) else ("forms", digest.forms.hex())
 
     def names(self, start: int, end: int) -> list[int]:
         """Return a number from 1 for the name of each entry from ``start`` to ``end``; 0 where it has none."""

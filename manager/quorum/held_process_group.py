@@ -14,13 +14,14 @@ from ft_transport.coordination.rendezvous import decline, rendezvous
 from ft_transport.coordination.store_connections import StoreConnections
 from ft_transport.errors import TransportError
 from ft_transport.runtime.deadline import Deadline
-from ft_transport.runtime.handler_safety import SafeExecutor
+from ft_transport.runtime.handler_safety import SafeExecutor, SafeFuture
 from manager.collectives.gloo import GlooProcessGroup, ReplicaProcessGroup
 from manager.collectives.reconfigurable import Reconfigurable, ReconfigurableGroup
 from manager.collectives.reduction_sequence import GatheringGroup, ReductionSequence
 from manager.collectives.reductions import Reduction, ReductionLog
-from manager.errors import QuorumError, quorum_errors
+from manager.errors import QuorumError, QuorumTimeoutError, quorum_errors
 from manager.quorum.decision import Decision
+from manager.quorum.divergence import Claim
 
 _PREFIX: Final = "ft_transport"
 _TORCHFT_GLOO: Final = "torchft-gloo"
@@ -79,6 +80,7 @@ class HeldProcessGroup:
         self._members: tuple[str, ...] = ()
         self._reducing = SafeExecutor(1, "ft-transport-reduce")
         self._sequence: ReductionSequence | None = None
+        self._has_reduced = False
         self._log = ReductionLog()
 
     def configure(self, decision: Decision, deadline: Deadline, *, replica_id: str) -> float:
@@ -124,6 +126,7 @@ class HeldProcessGroup:
                     addresses=decision.group_addresses,
                     timeout=deadline.cap(self._connect_timeout),
                 )
+        self._end_reducing(deadline)
         self._limit_connecting(deadline)
         self.wrapped.configure(
             f"{decision.store_address}/{prefix}",
@@ -136,7 +139,7 @@ class HeldProcessGroup:
             None,
         )
         with self._mutex:
-            self.held, self._members = decision.group, decision.group_members
+            self.held, self._members, self._sequence = decision.group, decision.group_members, None
         return time.monotonic() - start_s
 
     def decline(self, decision: Decision, reason: str) -> None:
@@ -211,20 +214,45 @@ class HeldProcessGroup:
         self._log.add(reduction, tensor)
         return self.wrapped.allreduce([tensor], reduction.options)
 
+    def _end_reducing(self, deadline: Deadline) -> None:
+        """Wait until nothing of an earlier group is reduced: it would go on in the next one, beside other collectives.
+
+        Raises:
+            QuorumTimeoutError: It goes on.
+        """
+        if not self._has_reduced:
+            return
+        sequence, self._sequence = self._sequence, None
+        if sequence is not None and sequence.is_running:
+            sequence.abort()
+        waited_s = deadline.cap(self._connect_timeout).total_seconds()
+        ended = SafeFuture[None]()
+        self._reducing.submit(ended.set_result, None)
+        if not ended.wait(waited_s):
+            raise QuorumTimeoutError(
+                f"expected the reductions of an earlier process group to end within {waited_s:g} s"
+            )
+        self._has_reduced = False
+
+    def begin_step(self) -> None:
+        """Forget what the step before has reduced; what it reduced after its commit, too."""
+        self._sequence = None
+        self._log = ReductionLog()
+
     def end_step(self) -> None:
         """Announce that this rank has begun all reductions of the step."""
         sequence = self._present_sequence()
         if sequence is not None:
             sequence.end()
 
-    def compare_step(self, timeout: timedelta | None) -> str:
+    def compare_step(self, timeout: timedelta | None) -> Claim:
         """After `end_step`, make sure that the members have made the same reductions.
 
         Args:
             timeout: For the others to end the step.
 
         Returns:
-            A digest of the reductions, for the next quorum to compare; empty if they are compared.
+            What the next quorum has to compare, without step and lineage; an empty claim if it is compared.
 
         Raises:
             ReductionMismatchError: They have not.
@@ -234,9 +262,12 @@ class HeldProcessGroup:
         if sequence is not None:
             sequence.wait_for_end(timeout)
             self._sequence = None
-            return ""
+            return Claim()
         log, self._log = self._log, ReductionLog()
-        return log.digest(len(log)).encode().hex() if len(self._members) > 1 else ""
+        if len(self._members) <= 1:
+            return Claim()
+        names, digest = log.summary()
+        return Claim(tensors=names, digest=digest)
 
     def close(self) -> None:
         """Leave it for good."""
@@ -253,6 +284,7 @@ class HeldProcessGroup:
         """The reductions of the present step; ``None`` where they are not compared before they are sent."""
         if self._sequence is None and self.held and len(self._members) > 1 and _is_gloo(self.wrapped):
             group = cast("GatheringGroup", self.wrapped)
+            self._has_reduced = True
             self._sequence = ReductionSequence(group, self._members, timeout=self._timeout, executor=self._reducing)
         return self._sequence
 

@@ -7,6 +7,7 @@ import traceback
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -131,6 +132,7 @@ class QuorumLoop:
         if participant.round is not None:
             participant.round.is_left = True
             self._leave(participant.round, deadline)
+        self.membership.process_group.begin_step()
         warn_of_unguarded(state.optimizers())
         participant.note_irregular_steps()
         self._structures.check_registered()
@@ -364,9 +366,10 @@ class QuorumLoop:
         state.batches_committed += decision.num_participants
         state.is_past_step = True
         participant.irregularity = ""
-        participant.reductions = (
-            Claim(step=state.step, lineage=state.lineage, digest=current.reductions) if current.reductions else Claim()
-        )
+        if current.reductions.digest:
+            participant.reductions = replace(current.reductions, step=state.step, lineage=state.lineage)
+        else:
+            participant.reductions = Claim()
         self._num_refused_commits = 0
         self._own_errors.committed()
         current.is_committed = True

@@ -47,9 +47,9 @@ class QuorumRound:
         is_own_error: Whether it came from this replica itself, beside others that could have gone on.
         works: The collectives begun.
         gradients: The parameters that have gradients (``gradients_of``), as the first `Manager.allreduce` found them.
-        reductions: A digest of what was reduced, where only the next quorum can compare it.
+        reductions: What was reduced, where only the next quorum can compare it.
         is_left: Whether `Manager.start_quorum` was called again.
-        is_over: Whether `Manager.should_commit` has been called.
+        is_over: Whether its reductions have ended, in `Manager.should_commit`.
         is_voted: Whether the ranks of the replica have agreed on the commit.
         is_committed: Whether they committed.
     """
@@ -61,7 +61,7 @@ class QuorumRound:
     is_own_error: bool = False
     works: list[ManagedWork] = field(default_factory=list)
     gradients: dict[int, tuple[int, torch.Tensor]] | None = None
-    reductions: str = ""
+    reductions: Claim = field(default_factory=Claim)
     is_left: bool = False
     is_over: bool = False
     is_voted: bool = False
@@ -234,6 +234,7 @@ class Participant:
 
     def disown_state(self, irregularity: str) -> None:
         """Give the state a name of its own, so that this replica heals: the others hold another one."""
+        self.reductions = Claim()
         self.irregularity = irregularity
         self.state.lineage = next_lineage(self.state.lineage, irregularity, self.state.step)
         self.is_settled = False

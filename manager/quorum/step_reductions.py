@@ -43,6 +43,11 @@ class StepReductions:
         if current.gradients is None:
             current.gradients = gradients_of(parameters_of(self._state.optimizers()))
         number, parameter = current.gradients.get(id(tensor), (None, None))
+        if parameter is not None and parameter.grad is not tensor:
+            # The gradients were replaced since, and an address was used again.
+            current.gradients = gradients_of(parameters_of(self._state.optimizers()))
+            number, parameter = current.gradients.get(id(tensor), (None, None))
+        self._state.scalers.refuse_unscaled([tensor], self._state.optimizers, is_first=not current.works)
         name = f"parameter {number}" if number is not None else ""
         return self._reduce(current, parameter, tensor, Reduction(name, reduce_op))
 
@@ -50,9 +55,7 @@ class StepReductions:
         """See `Manager.average_gradients`."""
         gradients = [each.grad for _, each in parameters if each.grad is not None]
         self._structures.check_averaged(gradients)
-        for gradient in gradients[:1]:
-            # One that is unscaled may follow the reduction of something else.
-            self._state.scalers.refuse_unscaled(gradient, self._state.optimizers, is_first=True)
+        self._state.scalers.refuse_unscaled(gradients, self._state.optimizers, is_first=False)
         return average_gradients(parameters, partial(self._reduce, current, None))
 
     def end(self, current: QuorumRound, deadline: Deadline) -> None:
@@ -64,7 +67,11 @@ class StepReductions:
         """
         participant, group = self._participant, self._participant.membership.process_group
         if current.error is None:
-            group.end_step()
+            try:
+                group.end_step()
+            except Exception as error:
+                participant.report_error(error)
+                forget_frames(error)
         with self._stall_watch.waiting(f"{participant.name}: waiting for {len(current.works)} collectives"):
             if not wait_all(current.works, deadline) and current.error is None:
                 participant.report_error(
@@ -79,16 +86,15 @@ class StepReductions:
         if torch.accelerator.is_available():
             with span("should_commit::current_stream::synchronize"):
                 torch.accelerator.synchronize()
-        error = group.error()
-        if error is not None:
-            participant.report_error(error)
+        noticed = group.error()
+        if noticed is not None:
+            participant.report_error(noticed)
 
     def _reduce(
         self, current: QuorumRound, parameter: torch.Tensor | None, tensor: torch.Tensor, reduction: Reduction
     ) -> ManagedWork:
         local = tensor.to_local() if is_dtensor(tensor) else tensor
         current.refuse_twice(tensor, local)
-        self._state.scalers.refuse_unscaled(tensor, self._state.optimizers, is_first=not current.works)
         # Appended before it begins, so that `end` finds an interrupted reduction and refuses the step.
         managed = ManagedWork(tensor, self._participant.report_error)
         current.works.append(managed)
@@ -117,8 +123,9 @@ class StepReductions:
             participant.report_error(error)
             forget_frames(error)
         except Exception as error:
-            # A member that fails after its last reduction does not commit, and heals: this replica has all it needs.
-            logger.info("%s: another replica does not end the step: %s", participant.name, error)
+            # This replica's reductions are made: a member that does not end the step does not commit it, and heals.
+            logger.info("%s: not all replicas end the step: %s", participant.name, error)
+            forget_frames(error)
             group.abort()
 
 

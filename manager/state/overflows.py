@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Final
 
@@ -59,19 +59,20 @@ class Scalers:
             refuse_unregistered(self._registry, [missing])
 
     def refuse_unscaled(
-        self, tensor: torch.Tensor, optimizers: Callable[[], Iterable[Optimizer]], *, is_first: bool
+        self, tensors: Sequence[torch.Tensor], optimizers: Callable[[], Iterable[Optimizer]], *, is_first: bool
     ) -> None:
         """Make sure that gradients are averaged before they are unscaled.
 
         Args:
-            tensor: Is about to be averaged.
+            tensors: Those that are about to be averaged.
             optimizers: Returns those that are attached.
-            is_first: Whether it is the first of its step. Later ones may be no gradients.
+            is_first: Whether a tensor is the first of its step; it may be a bucket of gradients. Later ones may be no
+                gradients.
 
         Raises:
-            ManagerError: A scaler has unscaled it, or at the beginning of a step any gradients.
+            ManagerError: A scaler has unscaled one of them, or before the first reduction of a step any gradients.
         """
-        if is_first:
+        if is_first or len(tensors) != 1:
             # A step may reduce a thousand tensors, one by one.
             self._known_in_step = self.known()
         for scaler in self._known_in_step:
@@ -80,12 +81,12 @@ class Scalers:
                 if state["stage"] is not OptState.UNSCALED:
                     continue
                 optimizer = next((each for each in optimizers() if id(each) == key), None)
-                parameters = parameters_of([optimizer] if optimizer is not None else [])
-                if is_first or any(parameter.grad is tensor for parameter in parameters):
+                unscaled = {id(each.grad) for each in parameters_of([optimizer] if optimizer is not None else [])}
+                if is_first or any(id(tensor) in unscaled for tensor in tensors):
                     raise ManagerError(
                         "expected gradients that are still scaled, got some that scaler.unscale_ has unscaled already: "
                         "an overflow on one replica would be an infinity on all, and its scaler alone would skip the "
-                        "step; call allreduce first, and scaler.unscale_, clipping, scaler.step and scaler.update "
+                        "step; average them first, and call scaler.unscale_, clipping, scaler.step and scaler.update "
                         "inside `if manager.should_commit():`"
                     )
 

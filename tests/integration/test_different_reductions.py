@@ -344,3 +344,78 @@ def test_a_replica_that_is_interrupted_while_others_end_the_step_heals_in_the_ne
     assert run_replicas(lambda: train(both[0]), lambda: stumble(both[1])) == [True, True]
     assert both[0].values() == both[1].values()
     assert both[1].manager.current_step() == 3
+
+
+def test_what_a_step_without_commit_reduced_is_not_compared_later() -> None:
+    with lighthouse(min_replicas=2) as address:
+        both = [Trainer(address, index, min_replica_size=2, pg=Opaque(), use_async_quorum=False) for index in (0, 1)]
+
+        def train(trainer: Trainer, is_failing: bool) -> bool:
+            trainer.manager.start_quorum()
+            if is_failing:
+                trainer.manager.report_error(RuntimeError("a bad batch"))
+            trainer.manager.allreduce(torch.ones(5))
+            assert not trainer.manager.should_commit()
+            return trainer.step([0, 1, 2]) and trainer.step([0, 1, 2])
+
+        try:
+            assert run_replicas(lambda: train(both[0], False), lambda: train(both[1], True)) == [True, True]
+        finally:
+            for trainer in both:
+                trainer.manager.shutdown()
+
+
+def test_a_reduction_after_the_commit_spoils_no_step_when_members_change() -> None:
+    gate = Gate()
+
+    def train(trainer: Trainer) -> list[bool]:
+        committed = []
+        while trainer.manager.num_participants() < 3:
+            committed.append(trainer.step([0, 1, 2]))
+            trainer.manager.allreduce(torch.ones(1)).wait()  # a metric
+            if trainer.manager.num_participants() == 2:
+                gate.open("two")
+        trainer.manager.shutdown()
+        return committed
+
+    def late() -> list[bool]:
+        gate.wait("two")
+        return train(Trainer(address, 2))
+
+    with lighthouse() as address:
+        early = [Trainer(address, index) for index in (0, 1)]
+        outcome = run_replicas(lambda: train(early[0]), lambda: train(early[1]), late)
+    assert all(all(each) for each in outcome)
+
+
+def test_gradients_that_were_replaced_in_a_step_are_no_other_parameters(alone: Trainer) -> None:
+    """Two phases in one step, as a GAN has them: the gradients of the first are freed before the second."""
+    for _ in range(20):
+        alone.manager.start_quorum()
+        for first in (0, 2):
+            for parameter in alone.model:
+                parameter.grad = torch.ones_like(parameter)
+            for index in (first, first - 1):
+                alone.manager.allreduce(alone.model[index].grad).wait()  # type: ignore[arg-type]
+            alone.optimizer.zero_grad()
+        for parameter in alone.model:
+            parameter.grad = torch.ones_like(parameter)
+        assert alone.manager.should_commit()
+        alone.optimizer.step()
+
+
+def test_gradients_that_share_one_buffer_are_reduced_together(trainers: Callable[..., list[Trainer]]) -> None:
+    both = trainers(2)
+
+    def train(trainer: Trainer, value: float) -> list[float]:
+        trainer.manager.start_quorum()
+        flat = torch.full((8,), value)
+        for parameter, part in zip(trainer.model[:2], flat.split(4), strict=True):
+            parameter.grad = part
+        for work in [trainer.manager.allreduce(each.grad) for each in trainer.model[:2]]:  # type: ignore[arg-type]
+            work.wait()
+        assert trainer.manager.should_commit()
+        trainer.optimizer.step()
+        return flat.tolist()
+
+    assert run_replicas(lambda: train(both[0], 1.0), lambda: train(both[1], 3.0)) == [[2.0] * 8] * 2

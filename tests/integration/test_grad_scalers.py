@@ -121,7 +121,7 @@ def test_gradients_that_are_unscaled_before_they_are_averaged_are_refused(addres
     def run(name: str, *, overflows: bool) -> dict[int, tuple[torch.Tensor, float]]:
         trainer = Trainer(address, name)
         trainer.is_bucketed = is_bucketed
-        with pytest.raises(ManagerError, match=r"still scaled.*call allreduce first, and scaler\.unscale_"):
+        with pytest.raises(ManagerError, match=r"still scaled.*average them first, and call scaler\.unscale_"):
             trainer.run(overflows=overflows, is_late=False)
         return trainer.states
 
