@@ -28,6 +28,8 @@ _TORCHFT_GLOO: Final = "torchft-gloo"
 """torchft's name for its gloo group in this process; a difference ends only the child process of its other one."""
 _MEETING: Final = "meeting"
 _DECLINING: Final = timedelta(seconds=1)
+_READING_S: Final = 0.5
+"""Members that find the store of a refusal gone wait for it until ``connect_timeout``."""
 
 
 class HeldProcessGroup:
@@ -76,6 +78,7 @@ class HeldProcessGroup:
         self._timeout = timeout
         self._mutex = threading.Lock()
         self._begun = ""
+        self._refused_s = -_READING_S
         self._is_closed = False
         self._members: tuple[str, ...] = ()
         self._reducing = SafeExecutor(1, "ft-transport-reduce")
@@ -162,6 +165,7 @@ class HeldProcessGroup:
 
     def _tell_refusal(self, decision: Decision, reason: str) -> None:
         assert decision.rank is not None, "a replica that stands by is waited for by nobody"
+        self._refused_s = time.monotonic()
         with suppress(TransportError):
             decline(
                 store=self._stores.at_address(decision.store_address),
@@ -188,6 +192,12 @@ class HeldProcessGroup:
             sequence.fail(RuntimeError("expected a process group, and it has been aborted"))
         if was_held:
             self.wrapped.abort()
+
+    def wait_for_readers(self) -> None:
+        """After a refusal, give the other members time to read it, which may lie in a store of this process."""
+        waited_s = time.monotonic() - self._refused_s
+        if waited_s < _READING_S:
+            time.sleep(_READING_S - waited_s)
 
     def have_members_left(self) -> bool:
         """Whether another member has ended the group, as far as the process group shows it. Thread-safe."""

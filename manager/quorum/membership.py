@@ -327,6 +327,7 @@ class Membership:
 
     def close(self) -> None:
         """Leave: end the heartbeats and the process group."""
+        self.process_group.wait_for_readers()
         self._group.close()
         if self._session is not None:
             self._session.close()
