@@ -48,6 +48,7 @@ class Trainer:
         self.manager.attach(self.optimizer)
         self.at_boundary: Callable[[int], None] = lambda step: None
         self.is_bucketed = False
+        self.at_quorum: Callable[[], object] = lambda: None
         self.states: dict[int, tuple[torch.Tensor, float]] = {}
 
     def run(self, *, overflows: bool = False, is_late: bool = True) -> dict[int, tuple[torch.Tensor, float]]:
@@ -63,6 +64,7 @@ class Trainer:
                 self.at_boundary(manager.current_step())
                 manager.start_quorum()
                 manager.wait_quorum()
+                self.at_quorum()
                 step = manager.current_step()
                 if manager.is_participating():
                     self.states[step] = model.weight.detach().clone(), scaler.get_scale()
@@ -118,9 +120,13 @@ def test_an_overflow_on_one_replica_skips_the_step_on_all_without_a_warning(
 
 @pytest.mark.parametrize("is_bucketed", [False, True], ids=["one by one", "in buckets"])
 def test_gradients_that_are_unscaled_before_they_are_averaged_are_refused(address: str, is_bucketed: bool) -> None:
+    # The first to be refused ends: not before the other one has healed from it.
+    together = threading.Barrier(2)
+
     def run(name: str, *, overflows: bool) -> dict[int, tuple[torch.Tensor, float]]:
         trainer = Trainer(address, name)
         trainer.is_bucketed = is_bucketed
+        trainer.at_quorum = lambda: together.wait(LONG_S)
         with pytest.raises(ManagerError, match=r"still scaled.*average them first, and call scaler\.unscale_"):
             trainer.run(overflows=overflows, is_late=False)
         return trainer.states
