@@ -239,7 +239,7 @@ def _local_key(replica_name: str | None) -> str:
 def _saver(local_key: str) -> str:
     _, is_of_quorum, name = local_key.partition(":")
     if not is_of_quorum:
-        return "a replica without a quorum"
+        return "a replica without a quorum, or of an older version"
     return f"replica {name!r}" if name else "a replica without a replica_id"
 
 

@@ -94,11 +94,13 @@ def _optimizers_of(function: Callable[[Any], object]) -> Iterator[Optimizer]:
     # No Python function, or a variable of it has no value yet.
     except (TypeError, ValueError):
         referred = []
+    budget = [_MAX_PARTS]
     for each in (getattr(function, "__self__", None), *referred):
-        yield from _optimizers_in(each, _MAX_DEPTH)
+        yield from _optimizers_in(each, _MAX_DEPTH, budget)
 
 
-def _optimizers_in(holder: object, depth: int) -> Iterator[Optimizer]:
+def _optimizers_in(holder: object, depth: int, budget: list[int]) -> Iterator[Optimizer]:
+    """Yield the optimizers in an object; ``budget`` holds how many further parts are looked at in all."""
     if isinstance(holder, Optimizer):
         yield holder
     match holder:
@@ -113,6 +115,8 @@ def _optimizers_in(holder: object, depth: int) -> Iterator[Optimizer]:
         case _:
             return
     # A loader's list of samples has no optimizer.
-    if depth and len(parts) <= _MAX_PARTS:
-        for part in parts:
-            yield from _optimizers_in(part, depth - 1)
+    if not depth or len(parts) > budget[0]:
+        return
+    budget[0] -= len(parts)
+    for part in parts:
+        yield from _optimizers_in(part, depth - 1, budget)

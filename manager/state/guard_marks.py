@@ -30,7 +30,8 @@ def often_stepping(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 
 def local_updates_of(optimizer: Optimizer) -> Iterator[Any]:
     """The LocalSGDs and DiLoCos of torchft that count the optimizer's steps: any number of them for one commit."""
-    for hook in optimizer._optimizer_step_post_hooks.values():
+    # A wrapper may be an optimizer by its class alone.
+    for hook in getattr(optimizer, "_optimizer_step_post_hooks", {}).values():
         owner = getattr(hook, "__self__", None)
         if type(owner).__module__ == _LOCAL_UPDATES:
             yield owner

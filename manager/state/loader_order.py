@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ft_transport import TransportError, refusing_collectives, state_digest
+from ft_transport import refusing_collectives, state_digest
 from manager.errors import LoaderOrderError, RegistryError
 
 T = TypeVar("T")
@@ -56,6 +56,11 @@ class Batches(Iterator[T]):
             except StopIteration:
                 self._iterator = None
         raise StopIteration
+
+    def is_displaced(self) -> bool:
+        """Whether the loader has made another iterator since: its state is that of the newest one."""
+        newest = getattr(self._loader, "_iterator", self._iterator)
+        return self._iterator is not None and newest is not self._iterator
 
     def rewind(self) -> None:
         """Make a new iterator before the next batch."""
@@ -142,6 +147,7 @@ class LoaderOrder:
             if not (watched.is_replicated or is_saved):
                 continue
             self._refuse_earlier(watched)
+            self._refuse_others(watched)
             self._refuse_drawn(watched)
 
     def _refuse_earlier(self, watched: _Watched[Any]) -> None:
@@ -156,6 +162,16 @@ class LoaderOrder:
                 f"expected iterators of the loader {watched.key!r} that follow its loaded state, and one was made "
                 f"{'before a load' if is_earlier else 'without the manager'}: it goes on from where it was when the "
                 f"state of another replica or of a checkpoint is loaded; {_ADVICE}",
+                key=watched.key,
+            )
+
+    @staticmethod
+    def _refuse_others(watched: _Watched[Any]) -> None:
+        if any(each.is_displaced() for each in watched.batches):
+            raise LoaderOrderError(
+                f"expected no other iterator of the loader {watched.key!r} beside manager.batches(loader), and one was "
+                "made: the loader's state is that of the other one, so a resumed or healed run would draw other "
+                "batches; make a loader of its own for what reads the data besides",
                 key=watched.key,
             )
 
@@ -180,14 +196,15 @@ def _position(loader: object) -> object:
     try:
         with refusing_collectives():
             return state_digest(loader.state_dict())  # type: ignore[attr-defined]
-    except (TransportError, AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         logger.debug("batches drawn from %s are not noticed: %s", type(loader).__name__, error)
         return None
 
 
 def _iterator_of(loader: object) -> object:
-    """The iterator that a loader of torch made last."""
-    return getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
+    """The iterator that a loader of torch made last, unless it has ended."""
+    iterator = getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
+    return None if getattr(iterator, "_finished", False) else iterator
 
 
 def _is_handed_out(loader: object) -> bool:

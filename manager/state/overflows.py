@@ -50,7 +50,7 @@ class Scalers:
             RegistryError: It is not: its scale would differ on a replica that healed.
         """
         scaler = _calling_scaler()
-        if scaler is None or scaler in self._seen or scaler in self._registered():
+        if scaler is None or not scaler.is_enabled() or scaler in self._seen or scaler in self._registered():
             return
         self._seen.add(scaler)
         entries = [entry for entry in self._registry.entries("replicated") if not isinstance(entry.holder, PLAIN)]

@@ -149,7 +149,9 @@ def check_averaged(registry: StateRegistry, optimizers: Sequence[Optimizer], ten
     if not unknown:
         return
     # A parameter's gradient is one object for as long as it lives. Other tensors warn when they are asked for theirs.
-    found = [each for each in _living(torch.Tensor) if each.requires_grad and each.is_leaf and id(each.grad) in unknown]
+    leaves = (each for each in _living(torch.Tensor) if each.requires_grad and each.is_leaf)
+    parameters = {id(each.grad): each for each in leaves if id(each.grad) in unknown}
+    found = [parameters[id(each)] for each in tensors if id(each) in parameters]
     if found:
         held = {storage_of(tensor) for tensor in tensors_in(registry.state_dict("replicated"))}
         missing = [f"a parameter {list(each.shape)}" for each in found if storage_of(each) not in held]
@@ -185,8 +187,10 @@ def _missing_optimizers(
     registry: StateRegistry, state: Mapping[str, object], optimizers: Sequence[Optimizer]
 ) -> Iterator[str]:
     registered = {id(entry.holder) for entry in registry.entries()}
-    # A function of one's own may return an optimizer's state as a part of what it returns.
-    nested = [len(groups) for value in state.values() for groups in _parameter_groups_in(value)]
+    attached = {id(optimizer) for optimizer in optimizers}
+    # A function of one's own, or a wrapper, may return an optimizer's state as a part of what it returns.
+    others = [state[entry.key] for entry in registry.entries() if id(entry.holder) not in attached]
+    nested = [len(groups) for value in others for groups in _parameter_groups_in(value)]
     for index, optimizer in enumerate(dict.fromkeys(optimizers)):
         if id(optimizer) not in registered and len(optimizer.param_groups) not in nested:
             yield f"the attached optimizer {index} ({type(optimizer).__name__})"
@@ -218,7 +222,8 @@ def _forgotten_optimizers(
     registry: StateRegistry, state: Mapping[str, object], known: Mapping[Optimizer, str]
 ) -> Iterator[str]:
     """Optimizers of registered modules' parameters that are neither attached nor registered."""
-    stepped = {id(parameter) for parameter in parameters_of(known)}
+    local = [entry.holder for entry in registry.entries("local") if isinstance(entry.holder, Optimizer)]
+    stepped = {id(parameter) for parameter in parameters_of([*known, *local])}
     unstepped = {
         id(parameter): entry.key
         for entry in registry.entries("replicated")
@@ -233,7 +238,8 @@ def _forgotten_optimizers(
         keys = [unstepped[id(each)] for group in groups for each in group["params"] if id(each) in unstepped]
         # Between two synchronisations of LocalSGD and DiLoCo each replica has a momentum of its own.
         if keys and not any(local_updates_of(optimizer)):
-            yield f"{type(optimizer).__name__}, an optimizer of {len(keys)} parameters of {keys[0]!r}"
+            what = f"an optimizer of {len(keys)} parameters of {keys[0]!r} (drop it if it is not used)"
+            yield f"{type(optimizer).__name__}, {what}"
 
 
 def _forgotten_schedulers(
@@ -277,5 +283,7 @@ def _holds_scheduler(value: object) -> bool:
 
 
 def _living(kind: type[T]) -> list[T]:
+    # What was thrown away may wait for the collector, on one replica and not on another.
+    gc.collect()
     # `isinstance` asks objects for their `__class__`, and runs the code of lazy modules.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,8 @@ from manager.state.loader_order import LoaderOrder
 Scope = Literal["replicated", "local"]
 _SCOPES = ("replicated", "local")
 _ORDER: Final = "the order of the arguments is key, load_state_dict, state_dict"
+_WRAPPERS: Final = re.compile(r"\b(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)\.")
+"""What activation checkpointing, FSDP and ``torch.compile`` put into the names of parameters, and not into states."""
 _NUM_GUARDED_CALLS: Final = 2
 """The first may find an optimizer that has not stepped yet. Looking for collectives takes time at every call."""
 
@@ -262,7 +265,7 @@ class StateRegistry:
         for entry in self.entries("replicated"):
             if isinstance(entry.holder, torch.nn.Module):
                 for name, parameter in entry.holder.named_parameters(remove_duplicate=False):
-                    full_name = f"{entry.key}.{name}"
+                    full_name = f"{entry.key}.{_WRAPPERS.sub('', name)}"
                     # Of a shared parameter's names, the first in the alphabet: the order of submodules may differ.
                     names[id(parameter)] = min(names.get(id(parameter), full_name), full_name)
         named = {

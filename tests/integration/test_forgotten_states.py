@@ -142,9 +142,37 @@ def _optimizer_made_anew(parts: Parts) -> None:
     parts.register()
 
 
+def _thrown_away_in_a_cycle(parts: Parts) -> None:
+    """The collector has not come by yet."""
+    trainer: dict[str, object] = {
+        "optimizer": torch.optim.AdamW(parts.model.parameters()),
+        "scheduler": StepLR(parts.optimizer, 3),
+    }
+    trainer["callback"] = trainer
+    del trainer
+    parts.optimizer = torch.optim.AdamW(parts.model[0].parameters())
+    parts.register()
+
+
+def _disabled_scaler(parts: Parts) -> None:
+    parts.kept.append(torch.amp.GradScaler("cpu", enabled=False))
+    parts.register()
+
+
+def _local_optimizer(parts: Parts) -> None:
+    parts.manager.register("model", parts.model)
+    parts.manager.register("optimizer", parts.optimizer)
+    other = torch.optim.SGD([*parts.model[1].parameters()], lr=0.1)
+    parts.kept.append(other)
+    parts.manager.register("other", other, scope="local")
+
+
 @pytest.mark.parametrize(
     "set_up",
     [
+        _thrown_away_in_a_cycle,
+        _disabled_scaler,
+        _local_optimizer,
         _registered_scheduler,
         _scheduler_in_a_function,
         _scheduler_that_is_gone,

@@ -140,7 +140,10 @@ def test_a_replica_goes_on_with_what_was_saved_under_its_name(
         (("replica_0", ""), "that of replica 'replica_0', and this replica has no replica_id"),
         (("", ""), "that of a replica without a replica_id, and this replica has no replica_id"),
         (("", "replica_0"), "that of a replica without a replica_id, and this replica is 'replica_0'"),
-        ((None, "replica_0"), "that of a replica without a quorum, and this replica is 'replica_0'"),
+        (
+            (None, "replica_0"),
+            "that of a replica without a quorum, or of an older version, and this replica is 'replica_0'",
+        ),
         (("replica_0", None), "that of replica 'replica_0', and this replica has no quorum"),
     ],
 )

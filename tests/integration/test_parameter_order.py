@@ -15,6 +15,7 @@ from state_equality import exact
 
 from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
 from manager import HealFailedError, Manager, RegistryError, StateManager, StateMismatchError
+from manager.state.registry import StateRegistry
 
 _TIMEOUT = timedelta(seconds=20)
 _ORDERS = r"position 1 of group 0 on they are model\.c, model\.b here and model\.b, model\.c there"
@@ -155,6 +156,20 @@ def test_modules_in_another_order_are_equal_by_name(replica: Callable[..., Repli
     for name, parameter in peer.model.named_parameters():
         assert torch.equal(parameter, ours.model.get_parameter(name))
         assert exact(peer.optimizer.state[parameter]) == exact(ours.optimizer.state[ours.model.get_parameter(name)])
+
+
+def test_what_wraps_submodules_changes_no_order() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    registry = StateRegistry()
+    optimizer = torch.optim.AdamW(model.parameters())
+    registry.register_object("model", model)
+    registry.register_object("optimizer", optimizer)
+    plain = registry.parameter_names()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, torch.nn.Linear))
+    assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
+    assert registry.parameter_names() == plain
 
 
 @pytest.mark.usefixtures("quorum_ready")
