@@ -154,11 +154,6 @@ def _thrown_away_in_a_cycle(parts: Parts) -> None:
     parts.register()
 
 
-def _disabled_scaler(parts: Parts) -> None:
-    parts.kept.append(torch.amp.GradScaler("cpu", enabled=False))
-    parts.register()
-
-
 def _local_optimizer(parts: Parts) -> None:
     parts.manager.register("model", parts.model)
     parts.manager.register("optimizer", parts.optimizer)
@@ -171,7 +166,6 @@ def _local_optimizer(parts: Parts) -> None:
     "set_up",
     [
         _thrown_away_in_a_cycle,
-        _disabled_scaler,
         _local_optimizer,
         _registered_scheduler,
         _scheduler_in_a_function,

@@ -135,6 +135,16 @@ def test_gradients_that_are_unscaled_before_they_are_averaged_are_refused(addres
     assert all(set(each) == {0} for each in states)
 
 
+def test_a_scaler_that_is_turned_off_needs_no_place_in_the_state(address: str) -> None:
+    def run(name: str) -> dict[int, tuple[torch.Tensor, float]]:
+        trainer = Trainer(address, name, register=lambda _: None)
+        trainer.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        return trainer.run()
+
+    first, second = run_replicas(lambda: run("replica_0"), lambda: run("replica_1"))
+    assert torch.equal(first[NUM_STEPS - 1][0], second[NUM_STEPS - 1][0])
+
+
 def test_other_tensors_may_be_reduced_after_the_gradients_are_unscaled(address: str) -> None:
     def run(name: str) -> int:
         trainer = Trainer(address, name)
