@@ -19,7 +19,7 @@ TransportError
 │   │   └── MessageDamagedError a request, or the head of its answer, was damaged on its way
 │   ├── PeerAuthenticationError the job token or a certificate is missing or wrong
 │   ├── PeerNotReadyError       the peer has no snapshot yet
-│   ├── StateNotServedError     the peer cannot capture its state, whoever asks and however often
+│   ├── StateNotServedError     the peer cannot capture its state; asking again does not help
 │   ├── StepNotServedError      the peer serves other steps
 │   └── SnapshotReplacedError   the snapshot that a fetch was bound to is gone
 ├── FetchFailedError            every source failed; carries each failure

@@ -205,7 +205,7 @@ class SnapshotCache:
                         entry.leases[reader.is_closed] = reader, until_s
 
     def note_failure(self, reason: str, *, is_final: bool = False) -> None:
-        """Keeps why no snapshot has come, until one does. A final reason is told to the listeners."""
+        """Keeps why no snapshot has come, until one does. A final reason wakes the listeners."""
         with self._lock:
             self._failure = reason
             if is_final:

@@ -121,7 +121,7 @@ async def _outcome(
 
 
 def _shown(text: str) -> str:
-    """What an engine said, as reports and logs show it."""
+    """The answer of an engine, as reports and logs show it."""
     return escape_peer_text(text, max_characters=_MAX_SHOWN_CHARACTERS)
 
 

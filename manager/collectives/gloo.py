@@ -176,9 +176,6 @@ class GlooProcessGroup:
 
     def allgather(self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any) -> Any:
         """Begin to gather a tensor of each member; errors as for `allreduce`."""
-        if self._world_size == 1:
-            output_tensors[0][0].copy_(input_tensors[0])
-            return _Done(output_tensors[0])
         with self._mutex:
             group, sockets = self._group, self._sockets
         if group is None or sockets is None:

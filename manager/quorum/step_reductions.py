@@ -47,7 +47,10 @@ class StepReductions:
             # The gradients were replaced since, and an address was used again.
             current.gradients = gradients_of(parameters_of(self._state.optimizers()))
             number, parameter = current.gradients.get(id(tensor), (None, None))
-        self._state.scalers.refuse_unscaled([tensor], self._state.optimizers, is_first=not current.works)
+        is_first = not current.works
+        if is_first:
+            self._state.scalers.look()
+        self._state.scalers.refuse_unscaled([tensor], self._state.optimizers, is_first=is_first)
         name = f"parameter {number}" if number is not None else ""
         return self._reduce(current, parameter, tensor, Reduction(name, reduce_op))
 
@@ -55,6 +58,7 @@ class StepReductions:
         """See `Manager.average_gradients`."""
         gradients = [each.grad for _, each in parameters if each.grad is not None]
         self._structures.check_averaged(gradients)
+        self._state.scalers.look()
         self._state.scalers.refuse_unscaled(gradients, self._state.optimizers, is_first=False)
         return average_gradients(parameters, partial(self._reduce, current, None))
 

@@ -58,6 +58,10 @@ class Scalers:
             missing = f"{type(scaler).__name__}, which steps {type(optimizer).__name__}: register('scaler', scaler)"
             refuse_unregistered(self._registry, [missing])
 
+    def look(self) -> None:
+        """Note the scalers for `refuse_unscaled`, once for the thousand tensors that a step may reduce one by one."""
+        self._known_in_step = self.known()
+
     def refuse_unscaled(
         self, tensors: Sequence[torch.Tensor], optimizers: Callable[[], Iterable[Optimizer]], *, is_first: bool
     ) -> None:
@@ -72,9 +76,6 @@ class Scalers:
         Raises:
             ManagerError: A scaler has unscaled one of them, or before the first reduction of a step any gradients.
         """
-        if is_first or len(tensors) != 1:
-            # A step may reduce a thousand tensors, one by one.
-            self._known_in_step = self.known()
         for scaler in self._known_in_step:
             # A disabled scaler has no such attribute.
             for key, state in getattr(scaler, "_per_optimizer_states", {}).items():

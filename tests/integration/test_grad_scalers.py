@@ -135,6 +135,24 @@ def test_gradients_that_are_unscaled_before_they_are_averaged_are_refused(addres
     assert all(set(each) == {0} for each in states)
 
 
+def test_one_gradient_that_is_unscaled_is_refused_as_many_are() -> None:
+    with lighthouse() as address:
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        manager = make_manager(address, "replica_0")
+        manager.register("weight", torch.nn.ParameterList([weight]))
+        manager.register("optimizer", optimizer)
+        manager.register("scaler", scaler)
+        manager.attach(optimizer)
+        manager.start_quorum()
+        scaler.scale(weight.sum()).backward()
+        scaler.unscale_(optimizer)
+        with pytest.raises(ManagerError, match="still scaled"):
+            manager.average_gradients([weight])
+        manager.shutdown()
+
+
 def test_a_scaler_that_is_turned_off_needs_no_place_in_the_state(address: str) -> None:
     def run(name: str) -> dict[int, tuple[torch.Tensor, float]]:
         trainer = Trainer(address, name, register=lambda _: None)
