@@ -37,17 +37,21 @@ _MAX_PHASES: Final = 1000
 _FILE_MODE: Final = 0o644
 _MAX_RETRIES: Final = 1000
 _MAX_TOLD_TRANSFERS: Final = 20
-_open: ContextVar[Recording | None] = ContextVar("ft_transport_recording", default=None)
+# Weakly: an exception of a signal handler can cut off the call that opened a recording or the one that ends it, and the
+# next record of the thread must not become a part of what nobody will end.
+_open: ContextVar[weakref.ref[Recording] | None] = ContextVar("ft_transport_recording", default=None)
 
 
 def current() -> Recording | None:
     """The recording that is open in this thread, or context."""
-    return _open.get()
+    ref = _open.get()
+    recording = ref() if ref is not None else None
+    return None if recording is None or recording._has_ended else recording
 
 
 def phase(name: str) -> None:
     """Begin a phase of what is recorded in this thread, if anything is."""
-    recording = _open.get()
+    recording = current()
     if recording is not None:
         recording.phase(name)
 
@@ -94,7 +98,7 @@ class Recorder:
         Returns:
             To be ended in the same thread, as a context manager or by `Recording.end`.
         """
-        whole = _open.get()
+        whole = current()
         return Recording(
             self,
             Record(
@@ -198,7 +202,7 @@ class Recording:
         self._profiled = ProfiledPhase()
         self._followed: Callable[[], Sequence[Transfer]] | None = None
         if whole is None:
-            _open.set(self)
+            _open.set(weakref.ref(self))
             self._profiled.begin(beginning.kind, self._phase)
             recorder._begun(self)
         elif phase:
@@ -222,7 +226,8 @@ class Recording:
 
     def leave(self) -> None:
         """Go on without this thread: what it begins to record from here on is a record of its own."""
-        if _open.get() is self:
+        ref = _open.get()
+        if ref is not None and ref() is self:
             _open.set(None)
 
     def transfer(self, transfer: Transfer) -> None:
@@ -329,8 +334,7 @@ class Recording:
                 retries=tuple(self._retries),
                 notes=dict(self._notes),
             )
-        if _open.get() is self:
-            _open.set(None)
+        self.leave()
         self._recorder._keep(record, self)
         return record
 

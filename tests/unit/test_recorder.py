@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from interruptions import at_every_place
 
 from ft_transport.errors import PeerUnreachableError, RecordError
 from ft_transport.telemetry.record import Record, Transfer, decode_record, encode_record
@@ -88,6 +89,21 @@ def test_a_recording_may_end_where_the_context_is_another() -> None:
     assert recording.end() is not None
     assert recording.end() is None
     assert [record.kind for record in recorder.recent()] == ["publish"]
+
+
+def test_a_handler_that_raises_anywhere_in_a_recording_leaves_none_open() -> None:
+    recorder = Recorder()
+
+    def record() -> None:
+        with recorder.begin("fetch") as recording:
+            recording.phase("transfer")
+
+    def check() -> None:
+        assert current() is None
+        recorder.begin("load").end()
+        assert recorder.recent()[-1].kind == "load"
+
+    at_every_place(record, check, at_least=15)
 
 
 def test_records_are_lines_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
