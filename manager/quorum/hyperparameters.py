@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 _NAMING: Final = timedelta(seconds=2)
 _MAX_DIVERGENCES: Final = 1
 """In a row: healing does not mend what the loop itself sets."""
-_WITHOUT_EFFECT: Final = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""Which kernels run is for each replica to choose."""
+_WITHOUT_EFFECT: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Which kernels run is for each replica to choose; names are compared with the structure of the state."""
 
 
 def _plain(value: object) -> object:
@@ -59,6 +59,8 @@ class Hyperparameters:
         self._participant = participant
         self._state = participant.state
         self._num_divergences = 0
+        self._signature: tuple[int, ...] = ()
+        self._named: list[tuple[str, Optimizer]] = []
         self.claim = Claim()
 
     def look(self, *, is_after_commit: bool) -> None:
@@ -70,9 +72,11 @@ class Hyperparameters:
         self.claim = Claim()
         if not is_after_commit:
             return
+        steps_with_commits = self._state.ledger.steps_with_commits
         groups = [
             {name: value for name, value in group.items() if name not in _WITHOUT_EFFECT}
             for _, optimizer in self._optimizers()
+            if steps_with_commits(optimizer)
             for group in optimizer.param_groups
         ]
         if not groups:
@@ -125,6 +129,7 @@ class Hyperparameters:
         table = {
             f"{name}.param_groups.{index}.{path}": told
             for name, optimizer in self._optimizers()
+            if self._state.ledger.steps_with_commits(optimizer)
             for index, group in enumerate(optimizer.param_groups)
             for path, told in _leaves(group)
         }
@@ -132,20 +137,25 @@ class Hyperparameters:
             error, table, replica_id=membership.replica_id, timeout=_NAMING
         )
 
-    def _optimizers(self) -> Iterator[tuple[str, Optimizer]]:
+    def _optimizers(self) -> list[tuple[str, Optimizer]]:
+        """Name the optimizers that are registered as replicated state, and those that are attached alone."""
         state = self._state
-        keys = {id(entry.holder): entry for entry in state.registry.entries()}
-        for entry in keys.values():
-            holder = entry.holder
-            if (
-                isinstance(holder, Optimizer)
-                and entry.scope == "replicated"
-                and state.ledger.steps_with_commits(holder)
-            ):
-                yield entry.key, holder
-        for index, optimizer in enumerate(dict.fromkeys(state.optimizers())):
-            if id(optimizer) not in keys and state.ledger.steps_with_commits(optimizer):
-                yield f"attached optimizer {index}", optimizer
+        attached = state.optimizers()
+        signature = (state.registry.num_changes, *map(id, attached))
+        if signature != self._signature:
+            holders = {id(entry.holder): entry for entry in state.registry.entries()}
+            self._named = [
+                (entry.key, entry.holder)
+                for entry in holders.values()
+                if isinstance(entry.holder, Optimizer) and entry.scope == "replicated"
+            ]
+            self._named += [
+                (f"attached optimizer {index}", optimizer)
+                for index, optimizer in enumerate(dict.fromkeys(attached))
+                if id(optimizer) not in holders
+            ]
+            self._signature = signature
+        return self._named
 
 
 def _leaves(group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

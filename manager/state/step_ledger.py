@@ -55,7 +55,10 @@ class StepLedger:
         Args:
             optimizers: Those that are attached, in the order of attachment, which is the same on all replicas.
         """
-        if self._num_steps is None:
+        stepped = self._num_steps
+        if stepped is None:
+            return ""
+        if len(stepped) == len(optimizers) and all(stepped.get(id(each)) == 1 for each in optimizers):
             return ""
         attached = [optimizer for optimizer in optimizers if self.steps_with_commits(optimizer)]
         # One that is attached twice tells of each step twice.

@@ -41,6 +41,7 @@ def test_an_optimizer_that_is_attached_twice_tells_of_each_step_twice() -> None:
     ledger, (first, _) = StepLedger(), _optimizers()
     ledger.committed()
     ledger.stepped(first)
+    assert ledger.irregularity([first, first]) == "SGD 0: 0.5"
     ledger.stepped(first)
     assert ledger.irregularity([first, first]) == ""
 

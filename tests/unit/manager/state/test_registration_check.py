@@ -1,0 +1,39 @@
+"""How often the states are looked at for what cannot be encoded."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from manager.errors import RegistryError
+from manager.state.registration_check import EncodingCheck
+from manager.state.registry import StateRegistry
+
+
+def test_states_that_come_one_by_one_are_looked_at_whenever_their_number_doubles() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(64)]
+    optimizer = torch.optim.SGD(parameters, momentum=0.9)
+    registry, looks = StateRegistry(), []
+    registry.register("optimizer", lambda _: None, lambda: looks.append(1) or optimizer.state_dict())  # type: ignore[func-returns-value]
+    check = EncodingCheck(registry, lambda: [optimizer], ("replicated",))
+    for parameter in parameters:
+        check.check()
+        parameter.grad = torch.ones(1)
+        optimizer.step()
+    check.check()
+    assert 5 <= len(looks) <= 9
+
+
+def test_an_optimizer_that_keeps_a_lock_in_its_first_state_is_refused() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter])
+    registry = StateRegistry()
+    registry.register_object("optimizer", optimizer)
+    check = EncodingCheck(registry, lambda: [optimizer], ("replicated",))
+    for _ in range(3):
+        check.check()
+    optimizer.state[parameter]["lock"] = threading.Lock()
+    with pytest.raises(RegistryError, match=r"optimizer\.state\.0\.lock"):
+        check.check()
