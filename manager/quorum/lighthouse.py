@@ -11,6 +11,7 @@ of ``ManagerServer`` the heartbeats.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
@@ -40,6 +41,8 @@ _LONGEST_PAUSE_S: Final = 1.0
 _ASK_AGAIN_S: Final = 0.1
 _STATUS_S: Final = 0.2
 _INSTALL: Final = "expected torchft, which brings the Lighthouse, for a quorum: pip install 'ft-transport[torchft]'"
+
+_LOG_LEVEL: Final = "RUST_LOG"
 
 _own_random = random.Random()
 """Not the process's generator: what the trainer draws from that must not depend on how often a server was asked."""
@@ -333,10 +336,16 @@ class LighthouseSession:
 
 
 def _coordination() -> Any:
+    # The Rust code reads the level of its messages once, when it is imported; children inherit what the user set alone.
+    is_level_set = _LOG_LEVEL in os.environ
+    os.environ.setdefault(_LOG_LEVEL, "error")
     try:
         from torchft import coordination  # noqa: PLC0415 - an optional extra
     except ImportError as error:
         raise LighthouseUnavailableError(_INSTALL) from error
+    finally:
+        if not is_level_set:
+            os.environ.pop(_LOG_LEVEL, None)
     return coordination
 
 
