@@ -9,8 +9,11 @@ import argparse
 import json
 import os
 import queue
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -27,6 +30,9 @@ _EVENT_TIMEOUT_S: Final = 120.0
 _NUM_RANKS: Final = 2
 _STEPS_TO_STILLNESS: Final = 5
 """The fastest replica may be so much further by the time that it is told."""
+_LINE_EVERY_S: Final = 1.0
+"""Of a replica that trains on while another one restarts: its steps would fill the terminal."""
+_LEAVE_S: Final = 5.0
 _COLORS: Final = {"A": "cyan", "B": "green", "C": "magenta"}
 
 
@@ -48,6 +54,8 @@ class Demo:
         self._stores: list[TCPStore] = []
         self._all: list[ReplicaProcess] = []
         self._lighthouse = ""
+        self._are_away = False
+        self._shown_s: dict[str, float] = {}
 
     def run(self, at_rest: Callable[[Sequence[ReplicaProcess]], None] | None = None) -> bool:
         """Runs it. Returns whether all that any replica held at one step was the same.
@@ -73,6 +81,14 @@ class Demo:
                 at_rest(self._all)
             return compare(self._console, self._all, names=self._names, num_ranks=self._num_ranks, num_steps=steps)
         finally:
+            # A request that a SIGKILL cuts off is an error to the Lighthouse, which would be the demo's last line.
+            running = [process for processes in self._running.values() for process in processes]
+            deadline_s = time.monotonic() + _LEAVE_S
+            for process in running:
+                process.leave()
+            for process in running:
+                with suppress(subprocess.TimeoutExpired):
+                    process.process.wait(max(0.0, deadline_s - time.monotonic()))
             for name in list(self._running):
                 self._kill(name)
 
@@ -95,11 +111,14 @@ class Demo:
             process.kill()
 
     def _kill_and_restart(self, *names: str) -> None:
-        self._console.rule(f"{' and '.join(names)} killed (SIGKILL), and started again")
+        self._console.rule(f"{' and '.join(names)} killed (SIGKILL), and started again; the others train on")
+        self._are_away = True
         for name in names:
             self._kill(name)
         for name in names:
             self._start(name)
+        self._until(lambda: all(any(process.digests for process in self._running[name]) for name in names))
+        self._are_away = False
         self._until(lambda: all(self._has_held(name, self._arguments.steps) for name in names))
 
     def _write_targets(self) -> None:
@@ -149,13 +168,15 @@ class Demo:
         sender.note(event)
         if event.name == "serving":
             self._write_targets()
+            page = sender.metrics.removesuffix("metrics")
+            self._console.print(f"  {who}  watch it at {page} or all at {page}job", style=style, soft_wrap=True)
         elif event.name == "healed":
             self._console.print(
                 f"  {who}  healed to step {fields['step']} in {fields['seconds'] * 1e3:.0f} ms from {fields['source']}",
                 style=f"bold {style}",
                 highlight=False,
             )
-        elif event.name == "step":
+        elif event.name == "step" and not (self._are_away and self._was_shown(who)):
             outcome = (
                 f"committed by {fields['participants']}"
                 if fields["committed"]
@@ -167,6 +188,14 @@ class Demo:
                 style=style,
                 highlight=False,
             )
+
+    def _was_shown(self, who: str) -> bool:
+        """Whether a step of this replica was shown within the last second; otherwise notes that one is now."""
+        now_s = time.monotonic()
+        if now_s - self._shown_s.get(who, -_LINE_EVERY_S) < _LINE_EVERY_S:
+            return True
+        self._shown_s[who] = now_s
+        return False
 
 
 def main(arguments_of_caller: Sequence[str] | None = None, *, program: str = "python -m manager.demo") -> None:
@@ -189,7 +218,9 @@ def main(arguments_of_caller: Sequence[str] | None = None, *, program: str = "py
 def parse(arguments_of_caller: Sequence[str] | None, *, program: str) -> argparse.Namespace:
     """Size and length of a run, from the command line; see `main`."""
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
-    parser.add_argument("--steps", type=int, default=8, help="steps before, between and after the failures")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="at least so many steps before, between and after the failures"
+    )
     parser.add_argument("--width", type=int, default=192, help="hidden size, a multiple of 64")
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument(

@@ -6,6 +6,7 @@ import json
 import queue
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
@@ -134,9 +135,15 @@ class ReplicaProcess:
         self.process.stdin.flush()
 
     def kill(self) -> None:
-        """Ends it as a power failure would: with SIGKILL."""
+        """Ends it as a power failure does: with SIGKILL."""
         self.process.kill()
         self.process.wait()
+
+    def leave(self) -> None:
+        """Asks it to end after its present step; `kill` ends it in any case."""
+        assert self.process.stdin is not None, "it was asked for a pipe"
+        with suppress(OSError):  # it has exited
+            self.process.stdin.close()
 
 
 def _read_events(name: str, process_id: int, lines: IO[str], events: queue.SimpleQueue[Event]) -> None:

@@ -36,6 +36,8 @@ def test_the_demo_heals_killed_replicas_and_exits_with_zero(start: Any, demo: li
     assert "3 replicas killed and healed" in finished.stdout
     assert "was the same on all replicas" in finished.stdout
     assert finished.stdout.count("healed to step") >= 3
+    assert finished.stdout.count("watch it at http://") >= 6
+    assert "[torchft::" not in finished.stderr
 
 
 @pytest.mark.timeout(180)
