@@ -15,7 +15,9 @@ _MARKS: Final = {"ok": "✓", "warn": "!", "bad": "✗"}
 
 
 def doctor_command(
-    peers: Annotated[list[str] | None, typer.Argument(help="URLs of replicas (what their transport tells).")] = None,
+    peers: Annotated[
+        list[str] | None, typer.Argument(metavar="URL", help="URLs of replicas (what their transport tells).")
+    ] = None,
     seconds_each: Annotated[float, typer.Option(help="For how long each way to a peer is measured.", min=0.1)] = 1.5,
     as_json: Annotated[bool, typer.Option("--json", help="One array of JSON.")] = False,
 ) -> None:

@@ -22,7 +22,8 @@ _MAX_CHARACTERS: Final = 600
 
 def explain_command(
     files: Annotated[
-        list[Path], typer.Argument(help="Files of records (FT_TRANSPORT_RECORDS); of all replicas, best.")
+        list[Path],
+        typer.Argument(metavar="FILE", help="Files of records (FT_TRANSPORT_RECORDS); of all replicas, best."),
     ],
     last: Annotated[int, typer.Option(help="Explain the last so many.", min=1)] = 1,
     kind: Annotated[str, typer.Option(help=f"Only those of one kind: {', '.join(KINDS)}.")] = "",

@@ -29,7 +29,10 @@ _PEER_WITHIN_S: Final = 30.0
 
 def inspect_command(
     thing: Annotated[
-        str, typer.Argument(help="URL of a replica, safetensors file, checkpoint, directory of them, or DCP directory.")
+        str,
+        typer.Argument(
+            metavar="WHAT", help="URL of a replica, safetensors file, checkpoint, directory of them, or DCP directory."
+        ),
     ],
     values: Annotated[bool, typer.Option("--values", help="Name what is stored beside the tensors, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One object of JSON.")] = False,

@@ -30,6 +30,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    # Joins the lines of a paragraph, so that it fits a terminal of any width.
+    rich_markup_mode="markdown",
 )
 
 

@@ -21,7 +21,7 @@ _MAX_NAME: Final = 40
 
 
 def status_command(
-    urls: Annotated[list[str], typer.Argument(help="URLs of replicas (what their transport tells).")],
+    urls: Annotated[list[str], typer.Argument(metavar="URL", help="URLs of replicas (what their transport tells).")],
     as_json: Annotated[bool, typer.Option("--json", help="One array of JSON.")] = False,
 ) -> None:
     """Ask replicas what they serve: step, size, and how many receive it now.

@@ -28,7 +28,9 @@ _COLUMNS: Final = 80
 
 
 def top_command(
-    lighthouse: Annotated[str, typer.Argument(help="http://host:port of the job's Lighthouse (TORCHFT_LIGHTHOUSE).")],
+    lighthouse: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="http://host:port of the job's Lighthouse (TORCHFT_LIGHTHOUSE).")
+    ],
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One object of JSON for each look, a line each.")] = False,
 ) -> None:

@@ -16,7 +16,9 @@ _MAX_CHARACTERS: Final = 600
 
 
 def trace_command(
-    files: Annotated[list[Path], typer.Argument(help="Files of records (FT_TRANSPORT_RECORDS), of any replicas.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE", help="Files of records (FT_TRANSPORT_RECORDS), of any replicas.")
+    ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Where the trace goes; a file that is there is replaced.")
     ] = Path("trace.json"),

@@ -1,4 +1,4 @@
-"""How the command ends: what is wrong usage, what is not there, what answers at a URL instead, and an interruption."""
+"""How the command ends: wrong usage, nothing there, something else at a URL, an interruption; and its help."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 import torch
 from quorum_threads import TIMEOUT, lighthouse
 from scripted_peer import Peer, answering, scripted
+from typer.testing import CliRunner
 
 from ft_transport import HTTPTransport, TransportSettings
-from ft_transport.cli.main import main
+from ft_transport.cli.main import app, main
 
 Ended = tuple[int, str]
 Run = Callable[..., Ended]
@@ -145,3 +147,15 @@ def test_ctrl_c_while_it_imports_is_one_line() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "command", ["bench", "diff", "doctor", "explain", "fetch", "inspect", "status", "top", "verify"]
+)
+def test_a_paragraph_of_help_fills_a_narrow_terminal(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, [command, "--help"]).output
+    text = [line.strip() for line in shown.split("╭")[0].splitlines()]
+    for line, following in pairwise(text):
+        if line and following and not line.startswith("Usage"):
+            assert len(line) + 1 + len(following.split()[0]) > 78, f"{line!r} breaks before {following!r}"
