@@ -6,12 +6,14 @@ lie outside ``docs/``; here they get a place in the site, and links to and from 
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 from typing import Final
 
+from mike.mkdocs_utils import docs_version_var
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -31,8 +33,10 @@ _COMMENT: Final = re.compile(r"^<!-- .*?-->\n", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Say in the footer which version the pages describe."""
+    """Say in the footer which version the pages describe; let readers choose one where mike keeps several."""
     config.copyright = f"ft-transport {version('ft-transport')}"
+    if docs_version_var in os.environ:
+        config.extra["version"] = {"provider": "mike"}
     return config
 
 

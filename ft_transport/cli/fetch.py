@@ -30,9 +30,7 @@ _LEAST_TOLD_S: Final = 0.05
 def fetch_command(
     urls: Annotated[
         list[str],
-        typer.Argument(
-            metavar="URL", help="URLs of replicas (what their transport tells) that have the same state."
-        ),
+        typer.Argument(metavar="URL", help="URLs of replicas (what their transport tells) that have the same state."),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The safetensors file; one that is there is replaced in the end.")

@@ -120,6 +120,16 @@ def test_the_pages_say_their_version_and_not_what_runs_before_a_block(site: Path
     assert "run first" in (_ROOT / "docs" / "checkpoints.md").read_text()
 
 
+def test_a_site_of_one_version_asks_for_no_list_of_versions(site: Path) -> None:
+    assert '"provider": "mike"' not in (site / "quickstart.html").read_text()
+
+
+def test_the_reference_begins_with_what_is_used_first(site: Path) -> None:
+    for package, first in (("ft_transport", "HTTPTransport"), ("manager", "Manager")):
+        page = (site / "reference" / f"{package}.html").read_text()
+        assert re.search(rf'id="{package}\.(\w+)"', page)[1] == first  # type: ignore[index]
+
+
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
     shutil.copytree(_ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("mkdocs.yml", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "README.md"):
@@ -165,3 +175,6 @@ def test_versions_are_kept_beside_each_other(tmp_path: Path) -> None:
         ["git", "ls-tree", "--name-only", "gh-pages"], cwd=clone, capture_output=True, text=True, check=True, timeout=30
     ).stdout.split()
     assert {"0.1", "0.2", "latest", "versions.json"} <= set(kept)
+    page = ["git", "show", "gh-pages:0.2/quickstart.html"]
+    shown = subprocess.run(page, cwd=clone, capture_output=True, text=True, check=True, timeout=30).stdout
+    assert '"provider": "mike"' in shown
