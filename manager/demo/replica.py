@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from ft_transport import HTTPTransport, TransportSettings, state_digest
 from ft_transport.runtime.handler_safety import SafeEvent, SafeThread
 from ft_transport.telemetry.record import Record
-from manager import Manager, ManagerConfig, Recovery
+from manager import Manager, ManagerConfig
 from manager.demo.language_model import LanguageModel, Text
 
 TIMEOUT: Final = timedelta(seconds=30)
@@ -39,8 +39,8 @@ class RecoveryReporter(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Report a record that carries a recovery, and no other."""
         recovery = getattr(record, "recovery", None)
-        if isinstance(recovery, Recovery):
-            report("healed", step=recovery.step, source=recovery.source, seconds=getattr(record, "seconds", 0.0))
+        if isinstance(recovery, dict):
+            report("healed", **recovery, seconds=getattr(record, "seconds", 0.0))
 
 
 def _report_record(record: Record) -> None:

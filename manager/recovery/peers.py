@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -197,7 +197,8 @@ class PeerRecovery:
             named,
             (received_s - start_s) * 1e3,
             (end_s - received_s) * 1e3,
-            extra={"recovery": recovery, "seconds": end_s - start_s},
+            # Plain values alone: formatters write all of a record as JSON.
+            extra={"recovery": asdict(recovery), "seconds": end_s - start_s},
         )
         return recovery
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import random
 import threading
 import time
@@ -137,6 +139,16 @@ def test_everything_replicated_is_equal_afterwards(replicas: Callable[..., Repli
     assert len(addresses) == 9 + (18 if steps_before else 0)
     assert ours.train(3) == expected_losses
     assert exact(ours.manager.replica_state()) == exact(peer.manager.replica_state())
+
+
+def test_a_formatter_that_writes_records_as_json_can_write_a_recovery(
+    replicas: Callable[..., Replica], caplog: pytest.LogCaptureFixture
+) -> None:
+    source, recovering = replicas(0), replicas(1)
+    with caplog.at_level(logging.INFO, "manager"):
+        recovery = recovering.manager.recover(source.snapshot(), 0)
+    [said] = [record for record in caplog.records if "recovered step" in record.msg]
+    assert json.loads(json.dumps(vars(said)["recovery"])) == {"step": recovery.step, "source": recovery.source}
 
 
 def test_after_recovering_nobody_is_served_the_state_of_before(replicas: Callable[..., Replica]) -> None:
