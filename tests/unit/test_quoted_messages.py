@@ -25,6 +25,7 @@ _PUT_TOGETHER = {
     ".owner is a link or something else",
     "has no manifest.json and does not count",
     "expected r, lora_alpha, target_modules in the adapter",
+    "cannot import name",  # Python's own
 }
 """Parts of messages on the page of troubleshooting in which a field of the source has been filled in."""
 
