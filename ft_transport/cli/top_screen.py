@@ -166,8 +166,13 @@ def _told_condition(told: ToldState) -> tuple[str, str]:
 
 
 def _usual_s(manager: ToldManager) -> float:
-    lengths = [step.length_s for step in manager.steps if step.is_committed]
-    return median(lengths) if lengths else 0.0
+    periods = [_period_s(step) for step in manager.steps if step.is_committed]
+    return median(periods) if periods else 0.0
+
+
+def _period_s(step: ToldStep) -> float:
+    """From one step boundary to the next; until the commit where no boundary has followed yet."""
+    return step.period_s or step.length_s
 
 
 def _managers(rows: list[_Row]) -> list[ToldManager]:
@@ -197,11 +202,13 @@ def _summary(rows: list[_Row]) -> Text:
         text.append(", " if index else "").append(f"{count} {condition}", style=_STYLES.get(condition, "green"))
     managers = _managers(rows)
     if managers:
-        lengths = [length_s for length_s in map(_usual_s, managers) if length_s]
+        periods = [period_s for period_s in map(_usual_s, managers) if period_s]
+        lengths = [step.length_s for manager in managers for step in manager.steps if step.is_committed]
         text.append(f"   step {max(manager.step for manager in managers)}")
-        text.append(f", {seconds(median(lengths))} each" if lengths else "")
+        if periods:
+            text.append(f", {seconds(median(periods))} each ({seconds(median(lengths))} to commit)")
         text.append(f", {sum(manager.num_refused for manager in managers)} refused")
-        text.append(f", lock {seconds(max(manager.lock.longest_wait_s for manager in managers))} at most")
+        text.append(f", lock ≤ {seconds(max(manager.lock.longest_wait_s for manager in managers))}")
     return text
 
 
@@ -226,7 +233,7 @@ def _line(row: _Row, flows: dict[tuple[str, int], str], top: int) -> Text:
     text.append(f"{row.words:<16.16} ", style=_STYLES.get(row.condition, "green"))
     text.append(f"{step if step is not None else '–':>7} ", style="yellow" if is_behind else "")
     steps = manager.steps if manager is not None else ()
-    last = f"{seconds(steps[-1].length_s):>7}" if steps else ""
+    last = f"{seconds(_period_s(steps[-1])):>7}" if steps else ""
     text.append(f"{_spark(steps):<9} {last:<7} ")
     text.append(flows.get((process.name, process.group_rank), "") or _held(manager, process))
     return text
@@ -245,10 +252,10 @@ def _spark(steps: tuple[ToldStep, ...]) -> str:
     last = steps[-9:]
     if not last:
         return ""
-    lengths = [step.length_s for step in last]
+    lengths = [_period_s(step) for step in last]
     longest_s = max(1e-9, min(max(lengths), 4 * median(lengths)))
     # Any figure may have been told.
-    shares = (min(1.0, max(0.0, step.length_s / longest_s)) for step in last)
+    shares = (min(1.0, max(0.0, length_s / longest_s)) for length_s in lengths)
     bars = (_SPARKS[int(7 * share)] if step.is_committed else "×" for step, share in zip(last, shares, strict=True))
     return "".join(bars)
 

@@ -141,7 +141,8 @@ class ToldStep:
 
     Attributes:
         step: The committed step that it began with.
-        length_s: From its beginning to its end, in seconds.
+        length_s: From its boundary to its commit, or to its refusal, in seconds.
+        period_s: From its boundary to the next one, in seconds; 0 before that.
         is_committed: Whether it was.
         num_participants: How many replicas took part.
         cause: Why it was not committed; empty if it was.
@@ -149,6 +150,7 @@ class ToldStep:
 
     step: Number
     length_s: float
+    period_s: float = 0.0
     is_committed: bool = True
     num_participants: Number = 0
     cause: str = ""

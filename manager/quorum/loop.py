@@ -128,7 +128,9 @@ class QuorumLoop:
     def start(self, *, may_heal: bool, shrink_only: bool, deadline: Deadline, is_async: bool) -> None:
         """See `Manager.start_quorum`."""
         participant, state = self._participant, self._state
-        state.steps.begin()
+        period_s = state.steps.begin()
+        if period_s is not None:
+            self._metrics.periods.observe(period_s)
         if participant.round is not None:
             participant.round.is_left = True
             self._leave(participant.round, deadline)
@@ -333,7 +335,8 @@ class QuorumLoop:
         was_silent = self.membership.num_missed_heartbeats() != current.num_missed_heartbeats
         self._metrics.refused.add(refusal_cause(current.error, has_enough=has_enough, was_silent=was_silent))
         cause = "; ".join(refusals)
-        self._state.steps.end(self._state.step, num_participants=self.num_participants(), cause=cause)
+        length_s = self._state.steps.end(self._state.step, num_participants=self.num_participants(), cause=cause)
+        self._metrics.lengths.observe(length_s)
         self._errors.note(self._participant.name, f"not committed: {cause}")
         logger.warning(
             "%s: not committed, %d in a row: %s",
@@ -374,7 +377,7 @@ class QuorumLoop:
         self._own_errors.committed()
         current.is_committed = True
         self._metrics.committed.add()
-        state.steps.end(state.step - 1, num_participants=decision.num_participants)
+        self._metrics.lengths.observe(state.steps.end(state.step - 1, num_participants=decision.num_participants))
         participant.is_settled = True
         if participant.healing is not None:
             participant.healing.tell(step=state.step)

@@ -41,6 +41,16 @@ _FAILED: Final = Metric(
     help="How often there was no quorum, by the type of the error.",
     labels=("cause",),
 )
+_PERIODS: Final = Metric(
+    name=f"{PREFIX}step_seconds",
+    kind="histogram",
+    help="From one step boundary to the next: all that the training loop does for a step.",
+)
+_LENGTHS: Final = Metric(
+    name=f"{PREFIX}step_until_commit_seconds",
+    kind="histogram",
+    help="From a step boundary to the end of should_commit, whatever its answer.",
+)
 _CONFIGURED: Final = Metric(
     name=f"{PREFIX}process_group_seconds",
     kind="histogram",
@@ -72,11 +82,14 @@ class LoopMetrics:
         self.quorums = Durations(_QUORUMS, _BOUNDS_S)
         self.failed_quorums = Counts(_FAILED)
         self.configured = Durations(_CONFIGURED, _BOUNDS_S)
+        self.periods = Durations(_PERIODS, _BOUNDS_S)
+        self.lengths = Durations(_LENGTHS, _BOUNDS_S)
         self.num_participants = 0
 
     def readings(self) -> Iterator[Reading]:
         """See ``telemetry.readings.Source``."""
-        for each in (self.committed, self.refused, self.quorums, self.failed_quorums, self.configured):
+        durations = (self.quorums, self.configured, self.periods, self.lengths)
+        for each in (self.committed, self.refused, self.failed_quorums, *durations):
             yield from each.readings()
         yield Reading(metric=_PARTICIPANTS, value=self.num_participants)
 

@@ -1,9 +1,10 @@
-"""The last steps that a replica has tried: how long each took, and what became of it."""
+"""The last steps that a replica tried: how long each took, and how each ended."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Final
 
 from ft_transport.telemetry.told import NUM_STEPS, ToldStep
@@ -26,11 +27,24 @@ class StepLog:
         self.num_committed = 0
         self.num_refused = 0
         self._has_begun = False
-        self._kept: deque[tuple[int, float, int, str]] = deque(maxlen=NUM_STEPS)
+        self._kept: deque[ToldStep] = deque(maxlen=NUM_STEPS)
+        self._is_followed = True
 
-    def begin(self) -> None:
-        """A step begins."""
-        self.began_s = time.monotonic()
+    def begin(self) -> float | None:
+        """Note that a step begins.
+
+        Returns:
+            Seconds since the step before began, if that one has ended: what the loop takes for a step, with all that it
+            does between its end and this boundary.
+        """
+        now_s = time.monotonic()
+        period_s = None
+        if not self._is_followed:
+            period_s = now_s - self.began_s
+            self._kept[-1] = replace(self._kept[-1], period_s=period_s)
+            self._is_followed = True
+        self.began_s = now_s
+        return period_s
 
     def boundary(self, earlier: int, step: int) -> None:
         """Without a quorum: the step before has ended here, if the state shows a later one now."""
@@ -39,25 +53,34 @@ class StepLog:
         self._has_begun = True
         self.begin()
 
-    def end(self, step: int, *, num_participants: int = 0, cause: str = "") -> None:
+    def end(self, step: int, *, num_participants: int = 0, cause: str = "") -> float:
         """It has ended.
 
         Args:
             step: The committed step that it began with.
             num_participants: How many replicas took part.
             cause: Why it was not committed; empty if it was.
+
+        Returns:
+            Seconds since its boundary.
         """
-        self._kept.append((step, time.monotonic() - self.began_s, num_participants, cause[:_MAX_CAUSE]))
+        length_s = time.monotonic() - self.began_s
+        self._kept.append(
+            ToldStep(
+                step=step,
+                length_s=length_s,
+                is_committed=not cause,
+                num_participants=num_participants,
+                cause=cause[:_MAX_CAUSE],
+            )
+        )
+        self._is_followed = False
         if cause:
             self.num_refused += 1
         else:
             self.num_committed += 1
+        return length_s
 
     def recent(self) -> tuple[ToldStep, ...]:
         """The newest at the end."""
-        return tuple(
-            ToldStep(
-                step=step, length_s=length_s, is_committed=not cause, num_participants=num_participants, cause=cause
-            )
-            for step, length_s, num_participants, cause in self._kept.copy()
-        )
+        return tuple(self._kept.copy())

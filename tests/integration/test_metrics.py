@@ -69,6 +69,8 @@ def test_steps_quorums_and_refusals_are_those_that_were() -> None:
     assert shown["steps_refused_total", "Abandoned"] == 1
     assert shown["steps_refused_total", "TooFewReplicas"] == 0
     assert shown["quorum_seconds_count",] == 10
+    assert shown["step_until_commit_seconds_count",] == 9
+    assert shown["step_seconds_count",] == 8  # the last one has no next boundary yet, the abandoned one no end
     assert shown["participants",] == 1
     assert shown["member_info", "0", replica_id] == 1
     assert shown["missed_heartbeats_total",] == 0
