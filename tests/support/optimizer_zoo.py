@@ -1,26 +1,34 @@
-"""Optimizers of all kinds under one manager, whose states move from replica to replica."""
+"""Optimizers of all kinds in a quorum of two, whose states move to newcomers and through a checkpoint."""
 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from quorum_threads import Gate, lighthouse, make_manager, run_replicas
 from state_equality import exact
 from torch.optim import Optimizer
 
-from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
-from manager import Manager
-
-TIMEOUT = timedelta(seconds=20)
+from ft_transport import CheckpointStore
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
+States = dict[int, dict[str, object]]
+"""What a replica has registered, by step and key."""
+
+_STEADY = "steady"
+_NEWCOMERS = {"a fresh newcomer": 0, "a newcomer that has stepped": 2}
+"""Each with the number of steps that it takes before it joins."""
+_NUM_STEPS = 3
+_GENERATORS = threading.Lock()
+"""The replicas of one process share the global generators, and some optimizers draw."""
 
 
 @dataclass(frozen=True)
@@ -38,116 +46,197 @@ class Trained:
     """A small model, and its optimizer."""
 
     def __init__(self, kind: Kind, seed: int) -> None:
-        torch.manual_seed(seed)
         self._kind = kind
-        self.model: torch.nn.Module = (
-            torch.nn.Embedding(7, 4, sparse=True, dtype=kind.dtype)
-            if kind.is_sparse
-            else torch.nn.Sequential(
-                torch.nn.Linear(kind.width, 2 * kind.width, bias=kind.has_vectors),
-                torch.nn.Linear(2 * kind.width, kind.width, bias=kind.has_vectors),
-            ).to(kind.dtype)
-        )
-        self.optimizer: Any = kind.make(self.model.parameters())
+        with _seeded(seed):
+            self.model: torch.nn.Module = (
+                torch.nn.Embedding(7, 4, sparse=True, dtype=kind.dtype)
+                if kind.is_sparse
+                else torch.nn.Sequential(
+                    torch.nn.Linear(kind.width, 2 * kind.width, bias=kind.has_vectors),
+                    torch.nn.Linear(2 * kind.width, kind.width, bias=kind.has_vectors),
+                ).to(kind.dtype)
+            )
+            self.optimizer: Any = kind.make(self.model.parameters())
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()  # Schedule-free optimizers have two modes.
 
+    def backward(self, seed: int) -> None:
+        """Compute the gradients of a batch."""
+        self.optimizer.zero_grad()
+        self._loss(seed).backward()
+
     def step(self, seed: int) -> None:
-        # Some optimizers draw, too.
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
+        """Step with the gradients as they are; an optimizer that evaluates the loss again gets a batch by the seed."""
+        evaluations = count()
+
+        @torch.enable_grad()  # type: ignore[untyped-decorator]
+        def closure() -> Any:
+            if next(evaluations):
+                self.backward(seed)
+            return self._loss(seed)
+
+        with _seeded(seed):
+            self.optimizer.step(closure)
+
+    def _loss(self, seed: int) -> Any:
         draws = torch.Generator().manual_seed(seed)
-        drawn = (
+        batch = (
             torch.randint(0, 7, (5,), generator=draws)
             if self._kind.is_sparse
             else torch.randn(5, self._kind.width, generator=draws).to(self._kind.dtype)
         )
-
-        @torch.enable_grad()  # type: ignore[untyped-decorator]
-        def closure() -> Any:
-            self.optimizer.zero_grad()
-            loss = self.model(drawn).square().mean()
-            loss.backward()
-            return loss
-
-        closure()
-        self.optimizer.step(closure)
+        return self.model(batch).square().mean()
 
 
 class ZooReplica:
     """One of each kind, under one manager."""
 
-    def __init__(self, kinds: Mapping[str, Kind], seed: int, *, store: CheckpointStore | None = None) -> None:
-        transport: HTTPTransport[Any] = HTTPTransport(
-            TIMEOUT, settings=TransportSettings(host="127.0.0.1", advertise="127.0.0.1")
-        )
-        self.manager = Manager(
-            checkpoint_transport=transport,
-            timeout=TIMEOUT,
-            checkpoint_store=store,
-        )
-        self.trained = {name: Trained(kind, seed) for name, kind in kinds.items()}
-        for name, each in self.trained.items():
-            self.manager.register(f"model of {name}", each.model)
-            self.manager.register(name, each.optimizer)
-
-    def train(self, num_steps: int, seed: int) -> None:
-        for number in range(num_steps):
-            step = self.manager.current_step()
-            self.manager.start_step(step)
+    def __init__(
+        self,
+        kinds: Mapping[str, Kind],
+        address: str,
+        name: str,
+        *,
+        seed: int,
+        num_steps_alone: int = 0,
+        **keywords: Any,
+    ) -> None:
+        self._seed = seed
+        self.states: States = {}
+        self.trained = {key: Trained(kind, seed) for key, kind in kinds.items()}
+        for number in range(num_steps_alone):
             for each in self.trained.values():
+                each.backward(seed + number)
                 each.step(seed + number)
-            self.manager.load_state_dict({"step": step + 1})
+        self.manager = make_manager(address, name, **keywords)
+        try:
+            for key, each in self.trained.items():
+                self.manager.register(f"model of {key}", each.model)
+                self.manager.register(key, each.optimizer)
+                self.manager.attach(each.optimizer)
+        except BaseException:
+            self.manager.shutdown()
+            raise
 
-    def recover_from(self, other: ZooReplica) -> None:
-        other.manager.snapshot(other.manager.current_step()).result(TIMEOUT.total_seconds())
-        self.manager.recover(other.manager.metadata())
+    def step(self, *, saves: bool = False) -> None:
+        """Step with averaged gradients; what comes out is noted if the step is committed."""
+        self.manager.start_quorum()
+        if saves:
+            self.manager.save(wait=True)
+        step = self.manager.current_step()
+        for each in self.trained.values():
+            each.backward(1000 * self._seed + step)
+        self.manager.average_gradients(
+            [each for trained in self.trained.values() for each in trained.model.parameters()]
+        )
+        if self.manager.should_commit():
+            for each in self.trained.values():
+                each.step(step)
+            self.note()
 
-    def unlike(self, other: ZooReplica) -> list[str]:
-        """The parts that are not equal, bit for bit."""
-        ours: Any = self.manager.replica_state()
-        theirs: Any = other.manager.replica_state()
-        return [key for key, part in theirs["user"].items() if exact(part) != exact(ours["user"][key])]
+    def note(self) -> None:
+        state: Any = self.manager.replica_state()
+        self.states[self.manager.current_step()] = {key: exact(part) for key, part in state["user"].items()}
+
+
+class _Journey:
+    """Two replicas on threads: one stays, and its states move to each replica that comes."""
+
+    def __init__(self, kinds: Mapping[str, Kind], address: str, directory: Path) -> None:
+        self._kinds = kinds
+        self._address = address
+        self._directory = directory
+        self._gate = Gate()
+
+    def stay(self) -> States:
+        replica = self._steady(seed=0)
+        try:
+            for _ in range(_NUM_STEPS):
+                replica.step()
+            for newcomer in _NEWCOMERS:
+                self._gate.open(f"{newcomer} may come")
+                self._gate.wait(f"{newcomer} comes")
+                while not self._gate.is_open(f"{newcomer} has left"):
+                    replica.step()
+            replica.step(saves=True)
+            return replica.states
+        finally:
+            replica.manager.shutdown()
+            self._open_all()
+
+    def come(self) -> dict[str, States]:
+        states = {}
+        try:
+            for seed, (newcomer, num_steps_alone) in enumerate(_NEWCOMERS.items(), start=1):
+                self._gate.wait(f"{newcomer} may come")
+                replica = ZooReplica(self._kinds, self._address, "other", seed=seed, num_steps_alone=num_steps_alone)
+                states[newcomer] = replica.states
+                try:
+                    self._gate.open(f"{newcomer} comes")
+                    while len(replica.states) < _NUM_STEPS:
+                        replica.step()
+                finally:
+                    replica.manager.shutdown()
+                self._gate.open(f"{newcomer} has left")
+            return states
+        finally:
+            self._open_all()
+
+    def resume(self) -> States:
+        """Begin anew from the checkpoint of the replica that stayed, and step as that one did."""
+        replica = self._steady(seed=0, num_steps_alone=1)
+        try:
+            assert replica.manager.resume() is not None
+            replica.note()
+            replica.step()
+            return replica.states
+        finally:
+            replica.manager.shutdown()
+
+    def _steady(self, **keywords: Any) -> ZooReplica:
+        store = CheckpointStore(self._directory)
+        return ZooReplica(self._kinds, self._address, _STEADY, checkpoint_store=store, **keywords)
+
+    def _open_all(self) -> None:
+        for newcomer in _NEWCOMERS:
+            for event in ("may come", "comes", "has left"):
+                self._gate.open(f"{newcomer} {event}")
 
 
 def travels(kinds: Mapping[str, Kind], directory: Path) -> Iterator[tuple[str, list[str]]]:
-    """Move the states of all kinds in each way.
+    """Move the states of all kinds in each way, and step on.
 
     Yields:
-        The way, with the parts that differ at once or two steps later.
+        The way, with the parts that are not equal bit for bit at some step.
     """
+    with _one_thread(), lighthouse() as address:
+        journey = _Journey(kinds, address, directory)
+        steady, others = run_replicas(journey.stay, journey.come)
+        for way, states in {**others, "a checkpoint": journey.resume()}.items():
+            steps = [step for step in states if step in steady]
+            assert len(steps) > 1, f"{way} has nothing to compare"
+            yield way, [key for key in kinds if any(_differs(steady[step], states[step], key) for step in steps)]
+
+
+def _differs(ours: dict[str, object], theirs: dict[str, object], key: str) -> bool:
+    return any(ours[each] != theirs[each] for each in (key, f"model of {key}"))
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with _GENERATORS:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        yield
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For tensors this small a second thread costs more than it does."""
     num_threads = torch.get_num_threads()
-    with ExitStack() as managers:
-        # For tensors this small a second thread costs more than it does.
-        torch.set_num_threads(1)
-        managers.callback(torch.set_num_threads, num_threads)
-
-        def replica(seed: int, **options: Any) -> ZooReplica:
-            made = ZooReplica(kinds, seed, **options)
-            managers.callback(made.manager.shutdown)
-            return made
-
-        source = replica(0, store=CheckpointStore(directory))
-        source.train(3, seed=10)
-        fresh, stepped = replica(1), replica(2)
-        stepped.train(4, seed=20)
-        for way, receiver in (("into a fresh one", fresh), ("into one that has stepped", stepped)):
-            receiver.recover_from(source)
-            yield way, receiver.unlike(source)
-        source.manager.save(wait=True)
-        resumed = replica(3, store=CheckpointStore(directory, read_only=True))
-        resumed.train(1, seed=30)
-        assert resumed.manager.resume() is not None
-        yield "from a checkpoint", resumed.unlike(source)
-        everybody = (source, fresh, stepped, resumed)
-        for each in everybody:
-            each.train(2, seed=40)
-        for way, receiver in (("fresh", fresh), ("stepped", stepped), ("resumed", resumed)):
-            yield f"two steps after, {way}", receiver.unlike(source)
-        fresh.train(1, seed=50)
-        fresh.recover_from(stepped)
-        yield "once more", fresh.unlike(source)
-        for each in (source, fresh):
-            each.train(1, seed=60)
-        yield "a step after that", fresh.unlike(source)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
