@@ -91,7 +91,7 @@ $(FLEET_STAMP): constraints-fleet.txt
 $(ZOO_STAMP): pyproject.toml constraints-zoo.txt
 	@$(PYTHON) -m venv $(ZOO_VENV)
 	@$(ZOO_PIP) torch
-	@$(ZOO_PIP) --constraint constraints-zoo.txt --requirement constraints-zoo.txt --editable .
+	@$(ZOO_PIP) --constraint constraints-zoo.txt --requirement constraints-zoo.txt --editable '.[torchft]'
 	@touch $@
 
 demo: $(STAMP) ## watch a replica recover while the others train
@@ -113,7 +113,7 @@ test-engines: $(ENGINES_STAMP) $(SGLANG_STAMP) ## publish to real engines under 
 	@$(ENGINES_VENV)/bin/python -m pytest tests/engines $(ARGS) || [ $$? -eq 5 ]
 
 optimizer-zoo: $(ZOO_STAMP) ## move states of other packages' optimizers (by hand: minutes; ARGS="bfloat16 kron")
-	@PYTHONPATH=.:tests/support:tests/workers $(ZOO_VENV)/bin/python tests/workers/third_party_optimizers.py $(ARGS)
+	@RUST_LOG=error PYTHONPATH=.:tests/support:tests/workers $(ZOO_VENV)/bin/python tests/workers/third_party_optimizers.py $(ARGS)
 
 torchft-tests: $(STAMP) ## time the tests that torchft ships with our Manager and with theirs (by hand: minutes)
 	@PYTHONPATH=tests/support:tests/workers $(VENV)/bin/python tests/workers/torchft_upstream.py compare $(ARGS)

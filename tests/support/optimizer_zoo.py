@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from ft_transport import CheckpointStore
 
-MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
+MakeOptimizer = Callable[[Any], Optimizer]
+"""Takes the parameters, or the model."""
 States = dict[int, dict[str, object]]
 """What a replica has registered, by step and key."""
 
@@ -40,6 +41,7 @@ class Kind:
     width: int = 4
     has_vectors: bool = True
     is_sparse: bool = False
+    takes_model: bool = False
 
 
 class Trained:
@@ -47,6 +49,8 @@ class Trained:
 
     def __init__(self, kind: Kind, seed: int) -> None:
         self._kind = kind
+        # A thread has a number of its own, and with another number sums have other bits.
+        torch.set_num_threads(1)
         with _seeded(seed):
             self.model: torch.nn.Module = (
                 torch.nn.Embedding(7, 4, sparse=True, dtype=kind.dtype)
@@ -56,7 +60,7 @@ class Trained:
                     torch.nn.Linear(2 * kind.width, kind.width, bias=kind.has_vectors),
                 ).to(kind.dtype)
             )
-            self.optimizer: Any = kind.make(self.model.parameters())
+            self.optimizer: Any = kind.make(self.model if kind.takes_model else self.model.parameters())
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()  # Schedule-free optimizers have two modes.
 
@@ -119,8 +123,10 @@ class ZooReplica:
             raise
 
     def step(self, *, saves: bool = False) -> None:
-        """Step with averaged gradients; what comes out is noted if the step is committed."""
+        """Note the states, healed ones too, and step with averaged gradients."""
         self.manager.start_quorum()
+        state: Any = self.manager.replica_state()
+        self.states[self.manager.current_step()] = {key: exact(part) for key, part in state["user"].items()}
         if saves:
             self.manager.save(wait=True)
         step = self.manager.current_step()
@@ -132,11 +138,6 @@ class ZooReplica:
         if self.manager.should_commit():
             for each in self.trained.values():
                 each.step(step)
-            self.note()
-
-    def note(self) -> None:
-        state: Any = self.manager.replica_state()
-        self.states[self.manager.current_step()] = {key: exact(part) for key, part in state["user"].items()}
 
 
 class _Journey:
@@ -159,6 +160,7 @@ class _Journey:
                 while not self._gate.is_open(f"{newcomer} has left"):
                     replica.step()
             replica.step(saves=True)
+            replica.step()
             return replica.states
         finally:
             replica.manager.shutdown()
@@ -187,8 +189,8 @@ class _Journey:
         replica = self._steady(seed=0, num_steps_alone=1)
         try:
             assert replica.manager.resume() is not None
-            replica.note()
-            replica.step()
+            for _ in range(2):
+                replica.step()
             return replica.states
         finally:
             replica.manager.shutdown()
@@ -209,10 +211,11 @@ def travels(kinds: Mapping[str, Kind], directory: Path) -> Iterator[tuple[str, l
     Yields:
         The way, with the parts that are not equal bit for bit at some step.
     """
-    with _one_thread(), lighthouse() as address:
+    with lighthouse() as address:
         journey = _Journey(kinds, address, directory)
         steady, others = run_replicas(journey.stay, journey.come)
-        for way, states in {**others, "a checkpoint": journey.resume()}.items():
+        (resumed,) = run_replicas(journey.resume)
+        for way, states in {**others, "a checkpoint": resumed}.items():
             steps = [step for step in states if step in steady]
             assert len(steps) > 1, f"{way} has nothing to compare"
             yield way, [key for key in kinds if any(_differs(steady[step], states[step], key) for step in steps)]
@@ -229,14 +232,3 @@ def _seeded(seed: int) -> Iterator[None]:
         random.seed(seed)
         np.random.seed(seed)
         yield
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """For tensors this small a second thread costs more than it does."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
