@@ -52,6 +52,14 @@ class CommittedSteps(StateObserver):
                 f"the step was committed, and {type(optimizer).__name__} did not make it: {format_error(error)}",
             )
 
+    def other_gradients(self, optimizer: Optimizer) -> None:
+        """A closure that computes gradients computes them of this replica's batch, and nobody averages them."""
+        current = self._participant.round
+        if current is not None and current.is_committed:
+            self._comparison.suspect(
+                f"the closure of {type(optimizer).__name__}.step() computed gradients that were not averaged", current
+            )
+
     def replaced(self) -> None:
         """Another state is loaded: nothing that was said of the one before counts."""
         self._participant.irregularity = ""

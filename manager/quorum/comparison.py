@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
+from typing import Final
 
 from torch.optim import Optimizer
 
 from ft_transport import TensorDigests, TransportError
 from manager.errors import LockTimeoutError, ManagerError
 from manager.quorum.divergence import Claim
+from manager.quorum.round import QuorumRound
 from manager.snapshots.boundary_keeper import BoundaryKeeper
 from manager.snapshots.run import BOUNDARY_TIMEOUT
 from manager.state.guarded_memory import belongs_to, memory_at, parameters_of
@@ -26,6 +28,9 @@ from manager.state.lock import Section, StateLock
 from manager.state.ownership import OwnedExecutor
 
 logger = logging.getLogger(__name__)
+
+_MAX_SUSPECTED: Final = 3
+"""Steps of the same kind: where they leave the states equal, so will the next one."""
 
 
 class StateComparison:
@@ -45,6 +50,25 @@ class StateComparison:
         self._pending: tuple[int, str, Future[dict[str, int]]] | None = None
         self.is_wanted = False
         """Whether the next boundary is to be compared whatever its number."""
+        self._num_suspected = 0
+
+    def suspect(self, reason: str, current: QuorumRound) -> None:
+        """Have the next boundaries compared, and say why, where several replicas make a step that may differ.
+
+        Args:
+            reason: Why it may.
+            current: The step.
+        """
+        decision = current.decision
+        if decision is None or decision.num_participants < 2 or self._num_suspected == _MAX_SUSPECTED:
+            return
+        if not self._num_suspected:
+            logger.warning(
+                "%s; the replicas differ unless they are the same on all, so the states are compared after this step",
+                reason,
+            )
+        self._num_suspected += 1
+        self.is_wanted = True
 
     def begin(self, step: int, lineage: str, optimizers: Sequence[Optimizer]) -> None:
         """Begin to digest the state of this boundary. What cannot be digested is logged, and not compared."""

@@ -185,6 +185,9 @@ class QuorumLoop:
         """See `Manager.average_gradients`."""
         current = self._current_round()
         self._wait_for(current)
+        gradient = next((each.grad for _, each in parameters if each.grad is not None), None)
+        if gradient is not None and gradient.requires_grad:
+            self._comparison.suspect("backward(create_graph=True) lets an optimizer differentiate gradients", current)
         return self._reductions.average_gradients(current, parameters)
 
     def commit(self, deadline: Deadline) -> bool:

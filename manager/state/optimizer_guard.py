@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from types import MethodType, TracebackType
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -82,6 +83,7 @@ def attach_optimizers(
     before_step: Callable[[Optimizer], None] | None = None,
     on_step_end: Callable[[Optimizer], None] | None = None,
     on_step_failed: Callable[[Optimizer, BaseException], None] | None = None,
+    on_other_gradients: Callable[[Optimizer], None] | None = None,
 ) -> OptimizerAttachment:
     """Make every ``step()`` of the optimizers a write section of the lock.
 
@@ -96,6 +98,7 @@ def attach_optimizers(
             record a device event that readers wait for. If it raises, ``step()`` does, and the section is closed.
         on_step_failed: Called on the stepping thread with what ``step()`` raised once its section was open: the update
             may have been made in part. What is raised before, a timeout of the lock included, has changed nothing.
+        on_other_gradients: Called on the stepping thread after a ``step(closure)`` whose closure changed the gradients.
 
     Returns:
         The handle; who drops it leaves the optimizers attached.
@@ -121,6 +124,7 @@ def attach_optimizers(
             before_step=before_step,
             on_step_end=on_step_end,
             on_step_failed=on_step_failed,
+            on_other_gradients=on_other_gradients,
             waits_s=waits_s,
         )
         for optimizer in attached
@@ -146,6 +150,7 @@ class _Guard:
         before_step: Callable[[Optimizer], None] | None,
         on_step_end: Callable[[Optimizer], None] | None,
         on_step_failed: Callable[[Optimizer, BaseException], None] | None,
+        on_other_gradients: Callable[[Optimizer], None] | None,
         waits_s: deque[float],
     ) -> None:
         self._lock = lock
@@ -153,6 +158,7 @@ class _Guard:
         self._before_step = before_step
         self._on_step_end = on_step_end
         self._on_step_failed = on_step_failed
+        self._on_other_gradients = on_other_gradients
         self._waits_s = waits_s
         self._what = f"optimizer step of {type(optimizer).__name__}"
         self._per_thread = _PerThread()
@@ -198,9 +204,14 @@ class _Guard:
             mark = lock.mark()
             num_begun = self._per_thread.num_begun
             num_inside = self._per_thread.num_inside
+            has_closure = bool(args or kwargs.get("closure")) and self._on_other_gradients is not None
+            gradients = _gradients_of(stepping) if has_closure else ()
             try:
                 self._per_thread.num_inside = num_inside + 1
-                return self._step_unguarded(stepping, args, kwargs)
+                result = self._step_unguarded(stepping, args, kwargs)
+                if has_closure and self._on_other_gradients is not None and _have_changed(gradients, stepping):
+                    self._on_other_gradients(stepping)
+                return result
             except BaseException as error:
                 if self._on_step_failed is not None and self._per_thread.num_begun > num_begun:
                     self._on_step_failed(stepping, error)
@@ -241,3 +252,16 @@ class _Guard:
 
     def _forget_closed_sections(self) -> None:
         self._per_thread.sections[:] = [section for section in self._per_thread.sections if section.is_open]
+
+
+def _gradients_of(optimizer: Optimizer) -> tuple[tuple[torch.Tensor | None, int], ...]:
+    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    return tuple((each, each._version if each is not None else 0) for each in gradients)
+
+
+def _have_changed(gradients: tuple[tuple[torch.Tensor | None, int], ...], optimizer: Optimizer) -> bool:
+    now = _gradients_of(optimizer)
+    return len(now) != len(gradients) or any(
+        new is not old or new_version != old_version
+        for (old, old_version), (new, new_version) in zip(gradients, now, strict=True)
+    )

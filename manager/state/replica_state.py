@@ -43,6 +43,9 @@ class StateObserver:
     def step_failed(self, optimizer: Optimizer, error: BaseException) -> None:
         """Called when a step failed that may have changed something."""
 
+    def other_gradients(self, optimizer: Optimizer) -> None:
+        """Called after a step whose closure changed the gradients."""
+
 
 class ReplicaState:
     """A replica's state behind its lock, and the step that it shows. Knows nothing of snapshots, disks or replicas.
@@ -97,6 +100,7 @@ class ReplicaState:
             before_step=self._before_step,
             on_step_end=self._note_step,
             on_step_failed=self._note_failed_step,
+            on_other_gradients=self._note_other_gradients,
         )
         if not every_commit:
             self.ledger.let_step_freely(optimizers)
@@ -264,6 +268,10 @@ class ReplicaState:
         if not self.registry.is_calling():
             self.is_past_step = True
             self.ledger.stepped(optimizer)
+
+    def _note_other_gradients(self, optimizer: Optimizer) -> None:
+        for observer in self._observers:
+            observer.other_gradients(optimizer)
 
     def _note_failed_step(self, optimizer: Optimizer, error: BaseException) -> None:
         for observer in self._observers:
