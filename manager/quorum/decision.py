@@ -20,7 +20,7 @@ from typing import Final, TypeAlias
 
 from manager.errors import HyperparametersDivergedError, QuorumError, StatesDivergedError
 from manager.quorum.divergence import Claim, Divergence, find_divergence
-from manager.quorum.structure import Structure, misfits, usual_structure
+from manager.quorum.structure import Structure, is_in_other_order, misfits, usual_structure
 
 NO_WHOLE_STATE: Final = -1
 """The step of a member that holds part of a state: behind everybody."""
@@ -357,7 +357,10 @@ def _choose_fitting_target(
     unfit = {member.replica_id: parts for member in ordered if (parts := misfits(member.structure, usual))}
     fitting = [member for member in sound if member.replica_id not in unfit]
     target = _choose_target(fitting, rules)
-    return target, unfit
+    first = next((each for each in target.holders if not is_in_other_order(each.structure, usual)), target.holders[0])
+    # Holders of another order heal, and take over this one: states are compared, and received together, by position.
+    holders = [each for each in target.holders if not is_in_other_order(each.structure, first.structure)]
+    return _Target(target.step, target.lineage, tuple(holders)), unfit
 
 
 def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:

@@ -11,8 +11,11 @@ from typing import Final, TypeAlias
 
 UNKNOWN: Final = ""
 """Of a part that is not compared."""
-ORDER_SUFFIX: Final = " (order of parameters)"
-"""Ends the name of a part that only a replica has which registers the optimizer itself, and not functions of it."""
+_NAMES_SUFFIX: Final = " (parameters)"
+_ORDER_SUFFIX: Final = " (order of parameters)"
+_PRESENT_ORDER_SUFFIX: Final = " (present order of parameters)"
+_OPTIONAL: Final = (_NAMES_SUFFIX, _ORDER_SUFFIX, _PRESENT_ORDER_SUFFIX)
+"""End the names of parts that only a replica has which registers the optimizer itself, and not functions of it."""
 _MAX_SHOWN: Final = 5
 
 Structure: TypeAlias = tuple[tuple[str, str], ...]
@@ -28,14 +31,42 @@ def structure_of(tables: Tables) -> Structure:
 
 def misfits(own: Structure, other: Structure) -> tuple[str, ...]:
     """Return the parts of ``own`` that could not take ``other``'s, sorted. Replicas that tell nothing fit."""
+    return tuple(key for key in _differing(own, other) if not key.endswith(_PRESENT_ORDER_SUFFIX))
+
+
+def is_in_other_order(own: Structure, other: Structure) -> bool:
+    """Whether ``own`` has optimizers whose parameters stand in another order, which it takes over when it heals."""
+    return any(key.endswith(_PRESENT_ORDER_SUFFIX) for key in _differing(own, other))
+
+
+def order_tables(key: str, names: Sequence[Sequence[str]], *, may_change: bool) -> Tables:
+    """Return what an optimizer's parameters look like.
+
+    Args:
+        key: Of the optimizer.
+        names: Of its parameters, group by group.
+        may_change: Whether a replica that heals takes over another order; otherwise the order is compared.
+    """
+    places = {
+        f"param_groups.{group}.params.{position}": name
+        for group, names_of_group in enumerate(names)
+        for position, name in enumerate(names_of_group)
+    }
+    if not may_change:
+        return {f"{key}{_ORDER_SUFFIX}": places}
+    groups = {name: f"in param_groups.{group}" for group, names_of_group in enumerate(names) for name in names_of_group}
+    return {f"{key}{_NAMES_SUFFIX}": groups, f"{key}{_PRESENT_ORDER_SUFFIX}": places}
+
+
+def _differing(own: Structure, other: Structure) -> list[str]:
     if not own or not other:
-        return ()
+        return []
     mine, theirs = dict(own), dict(other)
-    return tuple(key for key in sorted({*mine, *theirs}) if not _fits(_part(mine, key), _part(theirs, key)))
+    return [key for key in sorted({*mine, *theirs}) if not _fits(_part(mine, key), _part(theirs, key))]
 
 
 def _part(structure: Mapping[str, str], key: str) -> str | None:
-    return structure.get(key, UNKNOWN if key.endswith(ORDER_SUFFIX) else None)
+    return structure.get(key, UNKNOWN if key.endswith(_OPTIONAL) else None)
 
 
 def _fits(own: str | None, other: str | None) -> bool:
@@ -64,7 +95,7 @@ def describe(parts: tuple[str, ...], own: Tables, other: Tables | None) -> str:
         return f"another state under {list(parts)}"
     told = []
     missing, unexpected = (
-        sorted(key for key in one.keys() - two.keys() if not key.endswith(ORDER_SUFFIX))
+        sorted(key for key in one.keys() - two.keys() if not key.endswith(_OPTIONAL))
         for one, two in ((own, other), (other, own))
     )
     if missing or unexpected:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from ft_transport.runtime.handler_safety import SafeExecutor
 from manager.errors import HealFailedError
 from manager.quorum.decision import Decision, DoesNotFit
 from manager.quorum.round import Participant
-from manager.quorum.structure import ORDER_SUFFIX, Structure, Tables, describe, structure_of
-from manager.state.compatibility import ModuleGlance, orders_of, tables_of
+from manager.quorum.structure import Structure, Tables, describe, order_tables, structure_of
+from manager.state.compatibility import ModuleGlance, tables_of
+from manager.state.parameter_order import orders_of
 from manager.state.registration_check import EncodingCheck, check_averaged, check_registered
 
 logger = logging.getLogger(__name__)
@@ -28,9 +29,6 @@ class StructureWatch:
         participant: This replica.
         executor: The quorum thread: tells the others.
         encodings: Checks that the state can be served.
-
-    Attributes:
-        structure: Digests of what the state looks like.
     """
 
     def __init__(self, participant: Participant, executor: SafeExecutor, encodings: EncodingCheck) -> None:
@@ -43,7 +41,15 @@ class StructureWatch:
         self._known_unfit: set[str] = set()
         self._unfit_decision: Decision | None = None
         self._glance = ModuleGlance(())
-        self.structure: Structure = ()
+        self._structure: Structure = ()
+        self._looked_at = 0
+
+    @property
+    def structure(self) -> Structure:
+        """Digests of what the state looks like; looked at again where a heal has changed the order of parameters."""
+        if self._structure and self._looked_at != self._participant.state.registry.num_changes:
+            self.look()
+        return self._structure
 
     def check_registered(self) -> None:
         """Before the first step, and after each change, make sure that what is trained is registered and can be served.
@@ -89,9 +95,12 @@ class StructureWatch:
         """Describe the state as it is now."""
         registry = self._participant.state.registry
         self._glance = ModuleGlance(entry.holder for entry in registry.entries("replicated"))
-        orders = {f"{key}{ORDER_SUFFIX}": order for key, order in orders_of(registry).items()}
-        self._tables = {**tables_of(registry), **orders}
-        self.structure = structure_of(self._tables)
+        self._looked_at = registry.num_changes
+        tables: dict[str, Mapping[str, str]] = dict(tables_of(registry))
+        for key, names, may_change in orders_of(registry):
+            tables.update(order_tables(key, names, may_change=may_change))
+        self._tables = tables
+        self._structure = structure_of(tables)
 
     def note(self, decision: Decision) -> None:
         """Name the replicas whose state does not fit; what is told of this one may be old, and is looked at again."""

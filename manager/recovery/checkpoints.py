@@ -14,6 +14,7 @@ from manager.errors import ManagerError, RegistryError
 from manager.recovery.replica_metrics import resumes
 from manager.recovery.values import Recovery, shown
 from manager.state.compatibility import check_fit
+from manager.state.parameter_order import TAKEN_OVER, OrderTakenOverError, incoming_names
 from manager.state.replica_state import ReplicaState
 
 if TYPE_CHECKING:
@@ -105,20 +106,12 @@ class Checkpoints:
     def resume(self) -> Recovery | None:
         """See `StateManager.resume`."""
         state, store = self._state, self.store
-        into: dict[str, object] = {}
         own_errors: list[Exception] = []
         with ExitStack() as held:
 
             def prepare() -> None:
                 state.require_training_thread()
                 held.enter_context(state.lock.write("loading a checkpoint"))
-                into.update(state.content())
-                if self._is_known:
-                    into.update(self._local_part())
-
-            def check(incoming: Incoming) -> None:
-                note = f"it is the checkpoint of step {incoming.step} in {store.root}"
-                _noted(own_errors, partial(check_fit, incoming, state.registry, into, note=note))
 
             try:
                 store.run_on_all_ranks(
@@ -127,9 +120,14 @@ class Checkpoints:
                 earlier = state.partial
                 state.mark_partial("latest", "loading it was interrupted")
                 try:
-                    loaded = store.load_newest_good(
-                        into=into, like=state.registry.parameter_finder(), check=check, is_comparable=True
-                    )
+                    try:
+                        loaded = self._load_newest(own_errors)
+                    except TransportError as error:
+                        # This rank's parameters or another one's have places now that its plan does not know.
+                        if TAKEN_OVER not in str(error):
+                            raise
+                        own_errors.clear()
+                        loaded = self._load_newest(own_errors)
                 except TransportError as error:
                     if error.destination_touched:
                         state.mark_partial("latest", str(error))
@@ -154,6 +152,33 @@ class Checkpoints:
         self.counts.add()
         logger.info("resumed step %d from %s", loaded.step, store.root)
         return Recovery(step=loaded.step, source=f"{store.root}, step {loaded.step}")
+
+    def _load_newest(self, own_errors: list[Exception]) -> LoadedCheckpoint[Any] | None:
+        """Load the newest good checkpoint into this rank's own state; the caller holds the write lock.
+
+        Raises:
+            TransportError: The same on all ranks; with `TAKEN_OVER` in its message where the next attempt succeeds.
+        """
+        state, store = self._state, self.store
+        into: dict[str, object] = {}
+
+        def look() -> None:
+            into.update(state.content())
+            if self._is_known:
+                into.update(self._local_part())
+
+        def check(incoming: Incoming) -> None:
+            _noted(own_errors, partial(fit, incoming))
+
+        def fit(incoming: Incoming) -> None:
+            if state.take_over_order(incoming_names(incoming, state.registry)):
+                raise OrderTakenOverError(TAKEN_OVER)
+            note = f"it is the checkpoint of step {incoming.step} in {store.root}"
+            check_fit(incoming, state.registry, into, note=note)
+
+        store.run_on_all_ranks("look at the own state", partial(_noted, own_errors, look), timeout=state.timeout)
+        like = state.registry.parameter_finder()
+        return store.load_newest_good(into=into, like=like, check=check, is_comparable=True)
 
     @property
     def _is_known(self) -> bool:

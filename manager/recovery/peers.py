@@ -19,6 +19,7 @@ from manager.recovery.replica_metrics import recoveries
 from manager.recovery.values import PeerOptions, Recovery, shown
 from manager.state.compatibility import check_fit
 from manager.state.guarded_memory import MIN_DEFERRED_BYTES, memory_at, memory_of_optimizers
+from manager.state.parameter_order import TAKEN_OVER, OrderTakenOverError, incoming_names
 from manager.state.replica_state import ReplicaState, checked_step
 
 if TYPE_CHECKING:
@@ -159,14 +160,14 @@ class PeerRecovery:
             # Whatever comes of this, nothing is known of the tensors afterwards but what is noted at the end.
             before, self._before = self._before, None
             try:
-                received = self._receive(
-                    source,
-                    step,
-                    into,
-                    replace(options, timeout=_left(options.timeout, start_s)),
-                    group_rank=group_rank,
-                    before=before,
-                )
+                receive = partial(self._receive, source, step, group_rank=group_rank, before=before)
+                try:
+                    received = receive(into, replace(options, timeout=_left(options.timeout, start_s)))
+                except OrderTakenOverError:
+                    # It has places of the order before.
+                    self._partial = None
+                    left = _left(options.timeout, start_s)
+                    received = receive(state.content(), replace(options, timeout=left), before=None)
             except (RegistryError, TransportError) as error:
                 # Of an earlier attempt, whose snapshot was replaced meanwhile, something may have landed.
                 if getattr(error, "destination_touched", False):
@@ -261,8 +262,13 @@ class PeerRecovery:
     def _check_incoming(self, incoming: Incoming, into: Mapping[str, object], step: int | Literal["latest"]) -> None:
         if step not in ("latest", incoming.step):
             raise RegistryError(f"expected the state of step {step}, what comes is of step {incoming.step}")
+        state = self._state
         try:
-            check_fit(incoming, self._state.registry, into, note=_LAYOUT_ADVICE)
+            if state.take_over_order(incoming_names(incoming, state.registry)):
+                raise OrderTakenOverError(TAKEN_OVER)
+            check_fit(incoming, state.registry, into, note=_LAYOUT_ADVICE)
+        except OrderTakenOverError:
+            raise
         except RegistryError as error:
             raise StateMismatchError(error.reason, keys=error.keys) from None
 

@@ -40,7 +40,6 @@ from manager.snapshots.state_parts import (
     tensors_of_module,
     tensors_of_stable_modules,
 )
-from manager.state.compatibility import MANAGER_KEY, USER_KEY, own_part
 from manager.state.guarded_memory import (
     Memory,
     VersionWatch,
@@ -50,6 +49,7 @@ from manager.state.guarded_memory import (
     parameters_of,
     tensors_in,
 )
+from manager.state.parameter_order import MANAGER_KEY, USER_KEY, own_part
 from manager.state.registry import StateEntry, StateRegistry
 
 logger = logging.getLogger(__name__)

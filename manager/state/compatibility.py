@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any, Final, cast
 
 import torch
@@ -14,14 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ft_transport import Incoming
 from manager.errors import RegistryError
+from manager.state.parameter_order import MANAGER_KEY, USER_KEY
 from manager.state.registry import StateEntry, StateRegistry
 
 logger = logging.getLogger(__name__)
 
-USER_KEY: Final = "user"
-MANAGER_KEY: Final = "manager"
-NAMES_KEY: Final = "parameter_names"
-"""Under this key the manager's part has what `StateRegistry.parameter_names` returns."""
 _MAX_SHOWN: Final = 5
 
 
@@ -30,7 +26,8 @@ def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[st
 
     Other keys would fail in the middle of loading, other dtypes would be rounded without a word, and an optimizer or a
     scheduler of another class would take what it has no use for and miss what it needs. Only modules, optimizers and
-    schedulers are compared in detail: functions of the user's own may take other states on purpose.
+    schedulers are compared in detail: functions of the user's own may take other states on purpose. The order of an
+    optimizer's parameters is equal already (``manager.state.parameter_order``).
 
     Args:
         incoming: What a peer is about to send.
@@ -50,7 +47,6 @@ def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[st
     registry.check_keys(incoming.keys(USER_KEY) or ())
     own_parts = own_state[USER_KEY]
     assert isinstance(own_parts, Mapping), "a replica's state has its parts by key"
-    refuse_other_order(registry.parameter_names(), _received_names(incoming))
     for entry in registry.entries("replicated"):
         holder = entry.holder
         own = own_parts.get(entry.key)
@@ -104,72 +100,6 @@ def tables_of(registry: StateRegistry) -> dict[str, dict[str, str]]:
     as torch's do. Tensors are given by dtype, shape and, of a DTensor, the shape of this rank's part.
     """
     return {entry.key: _table(entry) for entry in registry.entries("replicated")}
-
-
-def orders_of(registry: StateRegistry) -> dict[str, dict[str, str]]:
-    """Return the names of each registered optimizer's parameters by their places; without names nothing is compared."""
-    names = registry.parameter_names()
-    return {
-        entry.key: {
-            f"param_groups.{group}.params.{position}": name
-            for group, names_of_group in enumerate(names.get(entry.key, []))
-            for position, name in enumerate(names_of_group)
-        }
-        for entry in registry.entries("replicated")
-        if isinstance(entry.holder, Optimizer)
-    }
-
-
-def own_part(counters: Mapping[str, object], registry: StateRegistry) -> dict[str, object]:
-    """Return the manager's own part of a replica's state: its counters, and the names of the optimizers' parameters."""
-    names = registry.parameter_names()
-    return {**counters, NAMES_KEY: names} if names else dict(counters)
-
-
-def names_in(part: Mapping[str, Any]) -> dict[str, list[list[str]]]:
-    """Return the names of parameters in a received manager's part; without any that is not as `own_part` makes it."""
-    names = part.get(NAMES_KEY)
-    if not isinstance(names, Mapping):
-        return {}
-    return {
-        key: [[name if isinstance(name, str) else "" for name in group] for group in groups]
-        for key, groups in names.items()
-        if isinstance(groups, list) and all(isinstance(group, list) for group in groups)
-    }
-
-
-def refuse_other_order(
-    own: Mapping[str, Sequence[Sequence[str]]], received: Mapping[str, Sequence[Sequence[str]]]
-) -> None:
-    """Refuse the state of optimizers whose parameters stand in another order, as states belong to positions.
-
-    Args:
-        own: What `StateRegistry.parameter_names` returns.
-        received: The same of the sender. Parameters that have a name on one side alone are not compared.
-
-    Raises:
-        RegistryError: The order differs; nothing has been loaded.
-    """
-    for key, groups in own.items():
-        for number, (mine, theirs) in enumerate(zip(groups, received.get(key, ()), strict=False)):
-            pairs = enumerate(zip(mine, theirs, strict=False))
-            first = next((at for at, (ours, other) in pairs if ours != other and ours and other), None)
-            if first is not None:
-                raise RegistryError(
-                    f"expected the parameters of the optimizer {key!r} in the same order; from position {first} of "
-                    f"group {number} on they are {_some(mine[first:])} here and {_some(theirs[first:])} there; give "
-                    "the optimizers of all replicas their parameters in one order, for example sorted by name; nothing "
-                    "was received",
-                    keys=(key,),
-                )
-
-
-def _received_names(incoming: Incoming) -> dict[str, list[tuple[str, ...]]]:
-    path = (MANAGER_KEY, NAMES_KEY)
-    return {
-        key: [incoming.texts(*path, key, group) for group in range(incoming.num_items(*path, key) or 0)]
-        for key in incoming.keys(*path) or ()
-    }
 
 
 def _table(entry: StateEntry) -> dict[str, str]:
@@ -263,11 +193,6 @@ def _check_groups(incoming: Incoming, entry: StateEntry, own: object) -> None:
         )
     for index, group in enumerate(groups):
         _check_parts(entry, group, incoming.keys(*path, index))
-    # Torch takes over the sender's names, which then say nothing of the order. Other names may be those of a wrapper.
-    own_names = [tuple(group.get("param_names", ())) for group in groups]
-    names = [incoming.texts(*path, index, "param_names") for index in range(len(groups))]
-    if sorted(chain.from_iterable(own_names)) == sorted(chain.from_iterable(names)):
-        refuse_other_order({entry.key: own_names}, {entry.key: names})
 
 
 def _check_parts(entry: StateEntry, own: Mapping[str, object], received: Collection[str] | None) -> None:

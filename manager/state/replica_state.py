@@ -12,17 +12,18 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from manager.errors import ManagerError, RegistryError, StateTornError
-from manager.state.compatibility import (
-    MANAGER_KEY,
-    NAMES_KEY,
-    USER_KEY,
-    names_in,
-    own_part,
-    refuse_other_order,
-)
 from manager.state.lock import StateLock
 from manager.state.optimizer_guard import OptimizerAttachment, attach_optimizers
 from manager.state.overflows import Scalers
+from manager.state.parameter_order import (
+    MANAGER_KEY,
+    NAMES_KEY,
+    USER_KEY,
+    Groups,
+    names_in,
+    own_part,
+    take_over_order,
+)
 from manager.state.registry import StateRegistry
 from manager.state.step_ledger import StepLedger
 from manager.state.step_log import StepLog
@@ -188,7 +189,7 @@ class ReplicaState:
                 "loaded",
                 keys=(MANAGER_KEY,),
             )
-        refuse_other_order(self.registry.parameter_names(), names_in(parts[MANAGER_KEY]))
+        self.take_over_order(names_in(parts[MANAGER_KEY]))
         before = self.partial
         self.mark_partial(step, "loading it was interrupted")
         self.ledger.replaced()
@@ -201,6 +202,25 @@ class ReplicaState:
             raise
         self.load_counters(parts[MANAGER_KEY])
         self.partial = None
+
+    def take_over_order(self, names: Mapping[str, Groups]) -> bool:
+        """Arrange optimizers' parameters as in a state that is about to be loaded; the caller holds the write lock.
+
+        Args:
+            names: The sender's names of the parameters, by key.
+
+        Returns:
+            Whether the state of this replica has other places now.
+
+        Raises:
+            RegistryError: An order differs, and cannot be taken over.
+        """
+        if not take_over_order(self.registry, names):
+            return False
+        # What was noted of the boundary before has positions of the order before.
+        for observer in self._observers:
+            observer.replaced()
+        return True
 
     def forget_gradients(self) -> None:
         """Let what is left of gradients count for nothing: they belong to a state that has been replaced.

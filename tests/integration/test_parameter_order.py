@@ -1,10 +1,12 @@
-"""States of an optimizer belong to positions: a replica whose parameters stand in another order takes none of them."""
+"""States of an optimizer travel by position: a receiver takes over the sender's order of parameters, or refuses it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,20 @@ from manager import HealFailedError, Manager, RegistryError, StateManager, State
 from manager.state.registry import StateRegistry
 
 _TIMEOUT = timedelta(seconds=20)
-_ORDERS = r"position 1 of group 0 on they are model\.c, model\.b here and model\.b, model\.c there"
+_TAKEN_OVER = "'optimizer' stood in another order"
+_ELEMENTWISE = [
+    "ASGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+]
 
 Names = Callable[[torch.nn.Module], list[Any]]
 
@@ -43,6 +58,14 @@ class Model(torch.nn.Module):
         return (self.a * drawn + self.b * drawn**2 + self.c * drawn**3).sum()
 
 
+def sgd(parameters: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def lbfgs(parameters: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.01)
+
+
 class Replica:
     def __init__(
         self,
@@ -51,10 +74,11 @@ class Replica:
         *,
         names: tuple[str, ...] = ("a", "b", "c"),
         has_model: bool = True,
+        optimizer: Callable[[list[Any]], torch.optim.Optimizer] = sgd,
     ) -> None:
         self.manager = manager
         self.model = Model(*names)
-        self.optimizer = torch.optim.SGD(parameters(self.model), lr=0.1, momentum=0.9)
+        self.optimizer = optimizer(parameters(self.model))
         if has_model:
             manager.register("model", self.model)
         manager.register("optimizer", self.optimizer)
@@ -63,14 +87,23 @@ class Replica:
         for _ in range(num_steps):
             step = self.manager.current_step()
             self.manager.start_step(step)
-            self.optimizer.zero_grad()
-            self.model(torch.arange(1.0, 4.0)).backward()
-            self.optimizer.step()
+            self.optimizer.step(self.loss)
             self.manager.load_state_dict({"step": step + 1})
+
+    def loss(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(torch.arange(1.0, 4.0))
+        loss.backward()
+        return loss
 
     def snapshot(self) -> str:
         self.manager.snapshot(self.manager.current_step()).result(_TIMEOUT.total_seconds())
         return self.manager.metadata()
+
+    def by_name(self) -> dict[str, Any]:
+        """Each parameter with its state, whatever their order."""
+        named = sorted(self.model.named_parameters())
+        return {name: exact([each.detach(), dict(self.optimizer.state[each])]) for name, each in named}
 
 
 @pytest.fixture
@@ -88,32 +121,93 @@ def replica() -> Iterator[Callable[..., Replica]]:
         yield make
 
 
-def test_the_state_of_a_peer_with_another_order_is_refused_before_a_byte_lands(
-    replica: Callable[..., Replica],
+@pytest.mark.parametrize("way", ["recover", "load"])
+def test_a_receiver_takes_over_the_order_of_a_peer(
+    replica: Callable[..., Replica], caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
-    peer, ours = replica(named("a", "b", "c")), replica(named("a", "c", "b"))
+    peer, ours = replica(named("a", "b", "c")), replica(named("c", "a", "b"))
     peer.train(2)
     ours.train(1)
-    before = exact(ours.manager.replica_state())
-    address = peer.snapshot()
-    with pytest.raises(StateMismatchError, match=_ORDERS):
-        ours.manager.recover(address)
-    with pytest.raises(RegistryError, match="in the same order"):
-        ours.manager.load(peer.manager.replica_state())
-    assert exact(ours.manager.replica_state()) == before
-    ours.train(1)
+    parameters = ours.optimizer.param_groups[0]["params"]
+    for _ in range(2):
+        if way == "recover":
+            ours.manager.recover(peer.snapshot())
+        else:
+            ours.manager.load(deepcopy(peer.manager.replica_state()))
+        assert ours.by_name() == peer.by_name()
+        assert exact(ours.manager.replica_state()) == exact(peer.manager.replica_state())
+        for each in (peer, ours):
+            each.train(5)
+        assert ours.by_name() == peer.by_name()
+    assert ours.optimizer.param_groups[0]["params"] is parameters
+    assert caplog.text.count(_TAKEN_OVER) == 1
 
 
-def test_a_checkpoint_of_another_order_is_refused(replica: Callable[..., Replica], tmp_path: Path) -> None:
+def test_each_tensor_of_a_state_stays_the_one_of_its_parameter(replica: Callable[..., Replica]) -> None:
+    peer, ours = replica(named("a", "b", "c")), replica(named("b", "c", "a"))
+    for each in (peer, ours):
+        each.train(2)
+    momenta = {name: ours.optimizer.state[each]["momentum_buffer"] for name, each in ours.model.named_parameters()}
+    ours.manager.recover(peer.snapshot())
+    for name, each in ours.model.named_parameters():
+        assert ours.optimizer.state[each]["momentum_buffer"].data_ptr() == momenta[name].data_ptr()
+
+
+def test_another_order_in_a_checkpoint_is_taken_over(replica: Callable[..., Replica], tmp_path: Path) -> None:
     first = replica(named("a", "b", "c"), store=CheckpointStore(tmp_path))
     first.train(2)
     first.manager.save(wait=True)
-    other = replica(named("c", "b", "a"), store=CheckpointStore(tmp_path, read_only=True))
-    with pytest.raises(RegistryError, match="'optimizer' in the same order; from position 0 of group 0 on"):
+    for order in ("cba", "abc"):
+        again = replica(named(*order), store=CheckpointStore(tmp_path, read_only=True))
+        assert again.manager.resume() is not None
+        assert again.by_name() == first.by_name()
+        assert exact(again.manager.replica_state()) == exact(first.manager.replica_state())
+        again.train(1)
+
+
+def groups_of(*groups: str) -> Names:
+    return lambda model: [{"params": [model.get_parameter(name) for name in group]} for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "reason"),
+    [
+        (named("a", "b", "c"), named("a", "d", "b"), "group 0 has model.d here alone and model.c there alone"),
+        (groups_of("ab", "cd"), groups_of("cd", "ab"), "group 0 has model.c, model.d here alone and model.a, model.b"),
+        (groups_of("ab", "c"), groups_of("bac"), "there are 1 groups here and 2 there"),
+        (named("a", "b"), named("b", "a"), "LBFGS may hold an order of parameters of its own"),
+    ],
+)
+def test_an_order_that_cannot_be_taken_over_is_refused_before_a_byte_lands(
+    replica: Callable[..., Replica], tmp_path: Path, theirs: Names, ours: Names, reason: str
+) -> None:
+    options = {"names": ("a", "b", "c", "d"), "optimizer": lbfgs if "LBFGS" in reason else sgd}
+    peer = replica(theirs, store=CheckpointStore(tmp_path), **options)
+    other = replica(ours, store=CheckpointStore(tmp_path, read_only=True), **options)
+    peer.train(2)
+    other.train(1)
+    before = exact(other.manager.replica_state())
+    peer.manager.save(wait=True)
+    with pytest.raises(StateMismatchError, match=reason):
+        other.manager.recover(peer.snapshot())
+    with pytest.raises(RegistryError, match=reason):
         other.manager.resume()
-    again = replica(named("a", "b", "c"), store=CheckpointStore(tmp_path, read_only=True))
-    assert again.manager.resume() is not None
-    assert exact(again.manager.replica_state()) == exact(first.manager.replica_state())
+    with pytest.raises(RegistryError, match=reason):
+        other.manager.load(peer.manager.replica_state())
+    assert exact(other.manager.replica_state()) == before
+    other.train(1)
+
+
+@pytest.mark.parametrize("kind", _ELEMENTWISE)
+def test_torchs_optimizers_go_on_alike_in_another_order(replica: Callable[..., Replica], kind: str) -> None:
+    optimizer = partial(vars(torch.optim)[kind], lr=0.01)
+    peer, ours = replica(named(*"abc"), optimizer=optimizer), replica(named(*"bca"), optimizer=optimizer)
+    peer.train(2)
+    ours.manager.recover(peer.snapshot())
+    assert ours.by_name() == peer.by_name()
+    for each in (peer, ours):
+        each.train(3)
+    assert ours.by_name() == peer.by_name()
 
 
 def test_a_checkpoint_without_names_is_loaded(
@@ -136,8 +230,12 @@ def test_where_no_module_is_registered_the_optimizers_own_names_are_compared(
     peer.train(1)
     address = peer.snapshot()
     other = replica(named_pairs("b", "a", "c"), has_model=False)
-    with pytest.raises(StateMismatchError, match="position 0 of group 0 on they are b, a, c here and a, b, c there"):
-        other.manager.recover(address)
+    other.manager.recover(address)
+    assert exact(other.optimizer.state_dict()) == exact(peer.optimizer.state_dict())
+    for name in "abc":
+        theirs, ours = (each.optimizer.state[each.model.get_parameter(name)] for each in (peer, other))
+        assert exact(dict(ours)) == exact(dict(theirs))
+    assert other.optimizer.param_groups[0]["param_names"] == ["a", "b", "c"]
     wrapped = replica(
         lambda model: [(f"module.{name}", each) for name, each in model.named_parameters()], has_model=False
     )
@@ -172,49 +270,66 @@ def test_what_wraps_submodules_changes_no_order() -> None:
     assert registry.parameter_names() == plain
 
 
-@pytest.mark.usefixtures("quorum_ready")
-def test_a_newcomer_with_another_order_is_refused_in_the_quorum() -> None:
+def join(parameters: Names, *, num_steps: int = 5) -> tuple[list[bool], Any, Any]:
+    """Have a newcomer join a replica that trains; return what that committed, and what both are in the end."""
     pytest.importorskip("torchft")
     gate = Gate()
     with lighthouse() as address:
 
         def step(manager: Manager, each: Replica) -> bool:
             manager.start_quorum()
-            each.optimizer.zero_grad()
-            each.model(torch.arange(1.0, 4.0)).backward()
-            for parameter in each.model.parameters():
-                manager.allreduce(parameter.grad).wait()
+            each.loss()
+            manager.average_gradients(each.optimizer)
             is_committed = manager.should_commit()
             if is_committed:
                 each.optimizer.step()
             return is_committed
 
-        def train() -> list[bool]:
+        def replica_of(manager: Manager, parameters: Names) -> Replica:
+            each = Replica(manager, parameters, names=("a", "b", "c", "d"))
+            manager.attach(each.optimizer)
+            return each
+
+        def train() -> tuple[list[bool], Any]:
             manager = make_manager(address, "healthy")
             try:
-                each = Replica(manager, named("a", "b", "c"))
-                manager.attach(each.optimizer)
-                committed = [step(manager, each)]
+                each = replica_of(manager, named("a", "b", "c"))
+                committed = [step(manager, each), step(manager, each)]
                 gate.open("trains")
-                while not gate.is_open("over"):
+                while not gate.is_open("over") and manager.num_participants() < 2:
                     committed.append(step(manager, each))
-                return committed
+                committed += [step(manager, each) for _ in range(num_steps if not gate.is_open("over") else 0)]
+                return committed, each.by_name()
             finally:
                 manager.shutdown()
 
-        def join() -> str:
+        def newcomer() -> Any:
             gate.wait("trains")
             manager = make_manager(address, "newcomer")
             try:
-                each = Replica(manager, named("b", "a", "c"))
-                manager.attach(each.optimizer)
-                with pytest.raises(HealFailedError) as caught:
-                    step(manager, each)
-                return str(caught.value)
+                each = replica_of(manager, parameters)
+                assert all(step(manager, each) for _ in range(num_steps + 1))
+                return each.by_name()
+            except HealFailedError as error:
+                return error
             finally:
-                manager.shutdown()
                 gate.open("over")
+                manager.shutdown()
 
-        results: list[Any] = run_replicas(train, join)
-    assert all(results[0])
-    assert "optimizer (order of parameters).param_groups.0.params.0 is model.b here and model.a there" in results[1]
+        results: list[Any] = run_replicas(train, newcomer)
+    return (*results[0], results[1])
+
+
+@pytest.mark.usefixtures("quorum_ready")
+def test_a_newcomer_takes_over_the_order_and_stays_equal(caplog: pytest.LogCaptureFixture) -> None:
+    committed, healthy, newcomer = join(named("c", "a", "b"))
+    assert all(committed)
+    assert newcomer == healthy
+    assert caplog.text.count(_TAKEN_OVER) == 1
+
+
+@pytest.mark.usefixtures("quorum_ready")
+def test_a_newcomer_with_other_parameters_is_refused_in_the_quorum() -> None:
+    committed, _, error = join(named("b", "a", "d"))
+    assert all(committed)
+    assert "optimizer (parameters).model.d is in param_groups.0 here and missing there" in str(error)

@@ -270,3 +270,30 @@ def test_of_those_at_one_step_the_one_that_looks_different_takes_no_part() -> No
     assert isinstance(found["a"].role, DoesNotFit)
     assert found["b"].group_members == ("b", "c", "d")
     assert isinstance(found["d"].role, Heals)
+
+
+def test_holders_of_another_order_of_parameters_heal_and_take_over_the_others() -> None:
+    def ordered(digest: str) -> tuple[tuple[str, str], ...]:
+        return (*FITTING, ("sgd (parameters)", "1"), ("sgd (present order of parameters)", digest))
+
+    rules = replace(RULES, init_sync=False)
+    found = decisions(
+        [member(name, 0, structure=ordered(digest)) for name, digest in zip("abc", "122", strict=True)], rules
+    )
+    assert isinstance(found["a"].role, UpToDate)
+    for name in "bc":
+        role = found[name].role
+        assert isinstance(role, Heals)
+        assert [source.replica_id for source in role.sources] == ["a"]
+    found = decisions([member("a", structure=ordered("1")), member("b", 3, structure=ordered("2"))])
+    assert isinstance(found["b"].role, Heals)
+    found = decisions([member("a", structure=ordered("1")), member("b", structure=FITTING)])
+    assert isinstance(found["b"].role, UpToDate)
+
+
+def test_other_parameters_or_an_order_that_stays_do_not_fit() -> None:
+    for part in ("sgd (parameters)", "sgd (order of parameters)"):
+        members = [
+            member(name, step, structure=((part, digest),)) for name, step, digest in (("a", 7, "1"), ("b", 3, "2"))
+        ]
+        assert decisions(members)["b"].role == DoesNotFit(holder=members[0], parts=(part,))

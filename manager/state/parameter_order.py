@@ -1,0 +1,201 @@
+"""The order of an optimizer's parameters: states travel by position, so a receiver takes over the sender's order.
+
+Torch keys the state of an optimizer by parameter. Where the parameters of each group have the same names on both sides,
+the receiver arranges its own groups as the sender's are, and what it receives lands on the right parameters. Anything
+else is refused by name. The order of the groups stays: a training loop addresses them by number.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import chain
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.optim import Optimizer
+
+from ft_transport import Incoming
+from manager.errors import RegistryError
+from manager.state.registry import StateRegistry
+
+logger = logging.getLogger(__name__)
+
+USER_KEY: Final = "user"
+MANAGER_KEY: Final = "manager"
+NAMES_KEY: Final = "parameter_names"
+"""Under this key the manager's part has what `StateRegistry.parameter_names` returns."""
+_PARAM_NAMES: Final = "param_names"
+"""Torch's key for the names in a group of an optimizer that was made from ``named_parameters()``."""
+_MAX_SHOWN: Final = 5
+_MAX_DEPTH: Final = 4
+
+Groups: TypeAlias = Sequence[Sequence[str]]
+"""The names of an optimizer's parameters, group by group; an empty str where a parameter has no name."""
+
+
+class OrderTakenOverError(RegistryError):
+    """The receiver has changed the order of its own parameters: what it is about to receive has other places now.
+
+    Raised and caught inside the package, before a byte is received.
+    """
+
+
+TAKEN_OVER: Final = "the parameters of optimizers have been arranged in the order of the received state"
+"""Begins the message of an `OrderTakenOverError`. Ranks tell each other their errors as text."""
+
+
+def own_part(counters: Mapping[str, object], registry: StateRegistry) -> dict[str, object]:
+    """Return the manager's own part of a replica's state: its counters, and the names of the optimizers' parameters."""
+    names = registry.parameter_names()
+    return {**counters, NAMES_KEY: names} if names else dict(counters)
+
+
+def names_in(part: Mapping[str, Any]) -> dict[str, Groups]:
+    """Return the names of parameters in a received manager's part; without any that is not as `own_part` makes it."""
+    names = part.get(NAMES_KEY)
+    if not isinstance(names, Mapping):
+        return {}
+    return {
+        key: [[name if isinstance(name, str) else "" for name in group] for group in groups]
+        for key, groups in names.items()
+        if isinstance(groups, list) and all(isinstance(group, list) for group in groups)
+    }
+
+
+def incoming_names(incoming: Incoming, registry: StateRegistry) -> dict[str, Groups]:
+    """Return the names of parameters in a state that is about to come: the sender's, or else ``param_names``.
+
+    Torch takes over ``param_names`` of the sender, and other names may be those of a wrapper: they are compared only
+    where both sides have the same.
+    """
+    path = (MANAGER_KEY, NAMES_KEY)
+    names: dict[str, Groups] = {
+        key: [incoming.texts(*path, key, group) for group in range(incoming.num_items(*path, key) or 0)]
+        for key in incoming.keys(*path) or ()
+    }
+    own = registry.parameter_names()
+    for key, optimizer in _optimizers(registry):
+        if key in own and key in names:
+            continue
+        groups = (USER_KEY, key, "param_groups")
+        theirs = [incoming.texts(*groups, index, _PARAM_NAMES) for index in range(incoming.num_items(*groups) or 0)]
+        mine = _param_names(optimizer)
+        names[key] = theirs if sorted(chain.from_iterable(mine)) == sorted(chain.from_iterable(theirs)) else ()
+    return names
+
+
+def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> tuple[str, ...]:
+    """Arrange the parameters of registered optimizers as the sender of a state has them.
+
+    The caller holds the write lock. Either all optimizers are arranged or none.
+
+    Args:
+        registry: What is registered here.
+        received: The sender's names, by key. Parameters that have a name on one side alone are not compared.
+
+    Returns:
+        The keys of the optimizers whose order is another one now.
+
+    Raises:
+        RegistryError: An order differs, and cannot be taken over. Nothing has changed.
+    """
+    named = registry.parameter_names()
+    changed: list[str] = []
+    arranged: list[tuple[dict[str, Any], list[int]]] = []
+    for key, optimizer in _optimizers(registry):
+        mine, theirs = named.get(key) or _param_names(optimizer), received.get(key, ())
+        at = _first_difference(mine, theirs)
+        if at is None:
+            continue
+        hindrance = _hindrance(optimizer, mine, theirs)
+        if hindrance:
+            group, position = at
+            raise RegistryError(
+                f"expected the parameters of the optimizer {key!r} in the same order; from position {position} of "
+                f"group {group} on they are {_some(mine[group][position:])} here and {_some(theirs[group][position:])} "
+                f"there, and this replica cannot take over that order: {hindrance}; give the optimizers of all "
+                "replicas their parameters in one order, for example sorted by name; nothing was received",
+                keys=(key,),
+            )
+        changed.append(key)
+        for params, ours, others in zip(optimizer.param_groups, mine, theirs, strict=True):
+            positions = {name: position for position, name in enumerate(ours)}
+            arranged.append((params, [positions[name] for name in others]))
+    for group_of_parameters, order in arranged:
+        for each in (group_of_parameters["params"], group_of_parameters.get(_PARAM_NAMES)):
+            # In place: torch, schedulers and the training loop may hold the list.
+            if each is not None:
+                each[:] = [each[position] for position in order]
+    if changed:
+        registry.num_changes += 1
+        logger.warning(
+            "the parameters of %s stood in another order than in the state that is received; they have been arranged "
+            "in its order, by name",
+            ", ".join(map(repr, changed)),
+        )
+    return tuple(changed)
+
+
+def orders_of(registry: StateRegistry) -> Iterator[tuple[str, Groups, bool]]:
+    """Yield the key of each registered optimizer, the names of its parameters, and whether their order may change."""
+    names = registry.parameter_names()
+    for key, optimizer in _optimizers(registry):
+        groups = names.get(key, ())
+        yield key, groups, not _hindrance(optimizer, groups, groups)
+
+
+def _optimizers(registry: StateRegistry) -> list[tuple[str, Optimizer]]:
+    entries = registry.entries("replicated")
+    return [(entry.key, entry.holder) for entry in entries if isinstance(entry.holder, Optimizer)]
+
+
+def _param_names(optimizer: Optimizer) -> Groups:
+    return [tuple(group.get(_PARAM_NAMES, ())) for group in optimizer.param_groups]
+
+
+def _first_difference(mine: Groups, theirs: Groups) -> tuple[int, int] | None:
+    for group, names in enumerate(zip(mine, theirs, strict=False)):
+        for position, (ours, other) in enumerate(zip(*names, strict=False)):
+            if ours != other and ours and other:
+                return group, position
+    return None
+
+
+def _hindrance(optimizer: Optimizer, mine: Groups, theirs: Groups) -> str:
+    """Say why the parameters of an optimizer cannot stand in another order; empty if they can."""
+    kind, name = type(optimizer), type(optimizer).__name__
+    if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
+        return f"{name} does not save and load its state as torch's optimizers do"
+    parts = [value for key, value in vars(optimizer).items() if key not in ("param_groups", "state")]
+    if not all(isinstance(key, torch.Tensor) for key in optimizer.state) or not _is_plain(parts, _MAX_DEPTH):
+        return f"{name} may hold an order of parameters of its own"
+    if len(mine) != len(theirs):
+        return f"there are {len(mine)} groups here and {len(theirs)} there"
+    for number, (ours, others) in enumerate(zip(mine, theirs, strict=True)):
+        alone, missing = [sorted(set(one) - set(two)) for one, two in ((ours, others), (others, ours))]
+        if alone or missing:
+            return f"group {number} has {_some(alone)} here alone and {_some(missing)} there alone"
+        if not len(set(ours)) == len(ours) == len(others) or "" in ours:
+            return f"group {number} has parameters without a name, or two of one name"
+    return ""
+
+
+def _is_plain(value: object, depth: int) -> bool:
+    """Whether an attribute of an optimizer can refer to none of its parameters. Hooks may: they are not asked."""
+    match value:
+        case None | bool() | int() | float() | complex() | str() | torch.dtype() | torch.device():
+            return True
+        case Mapping():
+            return depth > 0 and all(_is_plain(each, depth - 1) for each in chain(value.keys(), value.values()))
+        case list() | tuple() | Set():
+            return depth > 0 and all(_is_plain(each, depth - 1) for each in value)
+        case torch.nn.Module() | Optimizer():
+            return False
+        case _:
+            return callable(value)
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - _MAX_SHOWN} more" if len(texts) > _MAX_SHOWN else ""
+    return (", ".join(texts[:_MAX_SHOWN]) or "none") + more
