@@ -1,8 +1,9 @@
 """Optimizers load their state bit for bit, where torch's own loader rounds it.
 
 ``Optimizer.load_state_dict`` casts every tensor of a state to the dtype of its floating-point parameter, makes plain
-dicts of all mappings, drops the bound of a deque and turns a str into the text of a generator. An optimizer over
-bfloat16 parameters that keeps states in float32 or int8 could otherwise never take its own state back.
+dicts of all mappings, drops the bound of a deque and turns a str into the text of a generator. It fails at named
+tuples, numpy arrays and other iterables that no generator makes. An optimizer over bfloat16 parameters that keeps
+states in float32 or int8 could otherwise never take its own state back.
 """
 
 from __future__ import annotations
@@ -47,13 +48,17 @@ def exact_loading(load_state_dict: Callable[[Any], object], optimizers: Iterable
 
 
 class _ExactLoad:
-    """Notes what torch's loader is about to take, and puts back whatever the loader has changed."""
+    """Notes what torch's loader is about to take, and puts back whatever the loader has changed or could not make."""
 
     def __init__(self) -> None:
         self._given: Mapping[str, Any] = {}
 
-    def before(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def before(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._given = state_dict
+        # What belongs to no parameter, the loader takes as it is.
+        indices = set(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
+        states = state_dict["state"].items()
+        return {**state_dict, "state": {key: _loadable(each) if key in indices else each for key, each in states}}
 
     def after(self, optimizer: Optimizer) -> None:
         given, self._given = self._given, {}
@@ -64,9 +69,34 @@ class _ExactLoad:
                 optimizer.state[parameter] = _as_given(given["state"][index], optimizer.state[parameter])
 
 
+class _Sealed:
+    """Stands for a value that torch's loader would fail to make again."""
+
+
+def _loadable(value: Any) -> Any:
+    """Return what torch's loader takes in place of ``value``; it still moves tensors to the parameter's device."""
+    if isinstance(value, dict):
+        return {key: _loadable(each) for key, each in value.items()}
+    if type(value) in (list, tuple) or _is_named_tuple(value):
+        return (list if isinstance(value, list) else tuple)(map(_loadable, value))
+    if type(value) is deque:
+        return deque(map(_loadable, value), value.maxlen)
+    is_known = isinstance(value, (torch.Tensor, str, bytes, bytearray)) or not isinstance(value, Iterable)
+    return value if is_known else _Sealed()
+
+
+def _is_named_tuple(value: object) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
 def _as_given(given: Any, loaded: Any) -> Any:
     """Return ``given`` where torch's loader has changed it, and ``loaded`` where the optimizer has made its own."""
     match given:
+        case _ if isinstance(loaded, _Sealed):
+            return given
+        case tuple() if _is_named_tuple(given) and type(loaded) is tuple and len(given) == len(loaded):
+            # A class may have a constructor of its own.
+            return tuple.__new__(type(given), (_as_given(*pair) for pair in zip(given, loaded, strict=True)))
         case torch.Tensor() if isinstance(loaded, torch.Tensor) and type(given) is type(loaded):
             is_cast = given.dtype != loaded.dtype and given.shape == loaded.shape
             return given.to(loaded.device) if is_cast else loaded

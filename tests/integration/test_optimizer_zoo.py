@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from optimizer_zoo import Kind, MakeOptimizer, travels
@@ -50,8 +51,15 @@ _OF_TORCH |= {
 _OF_TORCH["SparseAdam"] = Kind(torch.optim.SparseAdam, is_sparse=True)
 
 
+class Range(NamedTuple):
+    """Two ends."""
+
+    low: object
+    high: object
+
+
 class Keeping(Optimizer):
-    """Keeps what torch's loader would change: other dtypes, texts, mappings and sequences that grow."""
+    """Keeps what torch's loader would change or fail at: other dtypes, texts, mappings, sequences that grow, arrays."""
 
     def __init__(self, parameters: Iterable[Any]) -> None:
         super().__init__(parameters, {"lr": 0.01})
@@ -73,6 +81,9 @@ class Keeping(Optimizer):
         state["kind"] = "8 bits"
         state.setdefault("last", deque(maxlen=2)).append(exact.float())
         state.setdefault("norms", []).append(exact.norm())
+        state["range"] = Range(exact.min(), (exact.max(), "float64"))
+        state["counts"] = [np.histogram(exact.numpy(), 3)[0], np.float32(exact.mean()), np.array(2.5)]
+        state["seen"] = {Range(0, 1), "all"}
         parameter.sub_((state["rounded"] * scale * lr).to(parameter.dtype))
         parameter.sub_(torch.stack(state["norms"]).sum().to(parameter.dtype) * lr)
         assert (state["kind"], state["last"].maxlen) == ("8 bits", 2)
