@@ -26,12 +26,13 @@ NOBODY = "http://127.0.0.1:9/checkpoint/"
 class Replica:
     """One rank's part of a replica."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, is_reversed: bool = False) -> None:
         self.rank = dist.get_rank()
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 5))
         fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(parameters[::-1] if is_reversed else parameters, lr=0.01)
         self.drawn = 0
         self.store = CheckpointStore(root, settings=StoreSettings(timeout=TIMEOUT))
         self.transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=TransportSettings(host="127.0.0.1"))
@@ -78,7 +79,8 @@ def main() -> None:
     expected = first.digest()
     first.close()
 
-    second = Replica(root / "a")
+    # One rank takes over the order of the checkpoint, and all of them load it once more.
+    second = Replica(root / "a", is_reversed=rank == 1)
     recovery = second.manager.resume()
     assert recovery is not None
     # Steps 6 and 8 were saved as well; the step that was saved last is the one that was reached.
