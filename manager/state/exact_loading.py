@@ -37,7 +37,7 @@ def exact_loading(load_state_dict: Callable[[Any], object], optimizers: Iterable
         optimizers: Other optimizers that it may load.
     """
     with ExitStack() as hooks:
-        found = {id(optimizer): optimizer for optimizer in (*optimizers, *_optimizers_of(load_state_dict))}
+        found = {id(each): each for each in (*optimizers, *trained_by(load_state_dict)) if isinstance(each, Optimizer)}
         for optimizer in found.values():
             # A wrapper may be an optimizer by its class alone.
             if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
@@ -116,8 +116,8 @@ def _as_given(given: Any, loaded: Any) -> Any:
             return loaded
 
 
-def _optimizers_of(function: Callable[[Any], object]) -> Iterator[Optimizer]:
-    """Yield the optimizers that a method's object is or has, or that a function refers to."""
+def trained_by(function: Callable[[Any], object]) -> Iterator[Optimizer | torch.nn.Module]:
+    """Yield the optimizers and modules that a method's object is or has, or that a function refers to."""
     try:
         named = inspect.getclosurevars(function)
         referred = [*named.nonlocals.values(), *named.globals.values()]
@@ -126,12 +126,12 @@ def _optimizers_of(function: Callable[[Any], object]) -> Iterator[Optimizer]:
         referred = []
     budget = [_MAX_PARTS]
     for each in (getattr(function, "__self__", None), *referred):
-        yield from _optimizers_in(each, _MAX_DEPTH, budget)
+        yield from _trained_in(each, _MAX_DEPTH, budget)
 
 
-def _optimizers_in(holder: object, depth: int, budget: list[int]) -> Iterator[Optimizer]:
-    """Yield the optimizers in an object; ``budget`` holds how many further parts are looked at in all."""
-    if isinstance(holder, Optimizer):
+def _trained_in(holder: object, depth: int, budget: list[int]) -> Iterator[Optimizer | torch.nn.Module]:
+    """Yield what is trained in an object; ``budget`` holds how many further parts are looked at in all."""
+    if isinstance(holder, (Optimizer, torch.nn.Module)):
         yield holder
     match holder:
         case torch.nn.Module() | type() | ModuleType():
@@ -149,4 +149,4 @@ def _optimizers_in(holder: object, depth: int, budget: list[int]) -> Iterator[Op
         return
     budget[0] -= len(parts)
     for part in parts:
-        yield from _optimizers_in(part, depth - 1, budget)
+        yield from _trained_in(part, depth - 1, budget)

@@ -8,8 +8,8 @@ else is refused by name. The order of the groups stays: a training loop addresse
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence, Set
-from itertools import chain
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from itertools import chain, product
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from ft_transport import Incoming
 from manager.errors import RegistryError
-from manager.state.registry import StateRegistry
+from manager.state.exact_loading import trained_by
+from manager.state.registry import StateRegistry, names_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ USER_KEY: Final = "user"
 MANAGER_KEY: Final = "manager"
 NAMES_KEY: Final = "parameter_names"
 """Under this key the manager's part has what `StateRegistry.parameter_names` returns."""
+_FOUND: Final = " (found)"
+"""Ends the keys of names that registered modules do not give; they count only where both sides have the same ones."""
 _PARAM_NAMES: Final = "param_names"
 """Torch's key for the names in a group of an optimizer that was made from ``named_parameters()``."""
 _MAX_SHOWN: Final = 5
@@ -47,7 +50,9 @@ TAKEN_OVER: Final = "the parameters of optimizers have been arranged in the orde
 
 def own_part(counters: Mapping[str, object], registry: StateRegistry) -> dict[str, object]:
     """Return the manager's own part of a replica's state: its counters, and the names of the optimizers' parameters."""
-    names = registry.parameter_names()
+    named = registry.parameter_names()
+    _, found = _found_names(registry, named)
+    names = {**named, **{f"{key}{_FOUND}": groups for key, groups in found.items()}}
     return {**counters, NAMES_KEY: names} if names else dict(counters)
 
 
@@ -64,24 +69,16 @@ def names_in(part: Mapping[str, Any]) -> dict[str, Groups]:
 
 
 def incoming_names(incoming: Incoming, registry: StateRegistry) -> dict[str, Groups]:
-    """Return the names of parameters in a state that is about to come: the sender's, or else ``param_names``.
-
-    Torch takes over ``param_names`` of the sender, and other names may be those of a wrapper: they are compared only
-    where both sides have the same.
-    """
+    """Return the names of parameters in a state that is about to come; without any, ``param_names`` of the groups."""
     path = (MANAGER_KEY, NAMES_KEY)
     names: dict[str, Groups] = {
         key: [incoming.texts(*path, key, group) for group in range(incoming.num_items(*path, key) or 0)]
         for key in incoming.keys(*path) or ()
     }
-    own = registry.parameter_names()
-    for key, optimizer in _optimizers(registry):
-        if key in own and key in names:
-            continue
+    for key, _ in _optimizers(registry):
         groups = (USER_KEY, key, "param_groups")
-        theirs = [incoming.texts(*groups, index, _PARAM_NAMES) for index in range(incoming.num_items(*groups) or 0)]
-        mine = _param_names(optimizer)
-        names[key] = theirs if sorted(chain.from_iterable(mine)) == sorted(chain.from_iterable(theirs)) else ()
+        numbers = range(incoming.num_items(*groups) or 0)
+        names.setdefault(f"{key}{_FOUND}", [incoming.texts(*groups, number, _PARAM_NAMES) for number in numbers])
     return names
 
 
@@ -89,6 +86,9 @@ def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> 
     """Arrange the parameters of registered optimizers as the sender of a state has them.
 
     The caller holds the write lock. Either all optimizers are arranged or none.
+
+    Names of registered modules decide. Others may be those of a wrapper, or say nothing of the order, as torch takes
+    over ``param_names`` of the sender: they count only where both sides have the same ones.
 
     Args:
         registry: What is registered here.
@@ -100,15 +100,28 @@ def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> 
     Raises:
         RegistryError: An order differs, and cannot be taken over. Nothing has changed.
     """
-    named = registry.parameter_names()
+    named, registered = registry.parameter_names(), dict(_optimizers(registry))
+    loaded, found = _found_names(registry, named)
     changed: list[str] = []
     arranged: list[tuple[dict[str, Any], list[int]]] = []
-    for key, optimizer in _optimizers(registry):
-        mine, theirs = named.get(key) or _param_names(optimizer), received.get(key, ())
+    for key, optimizer in {**registered, **loaded}.items():
+        mine: Groups = named.get(key, ())
+        theirs = received.get(key, ())
+        if not (mine and theirs):
+            own = (mine, found.get(key, ()), _param_names(optimizer))
+            mine, theirs = _same_names(own, (theirs, received.get(f"{key}{_FOUND}", ())))
         at = _first_difference(mine, theirs)
         if at is None:
             continue
         hindrance = _hindrance(optimizer, mine, theirs)
+        if hindrance and key not in registered:
+            logger.warning(
+                "the parameters of the optimizer that %r loads stand in another order than in the state that is "
+                "received, and may get the states of others unless the function maps them by name: %s",
+                key,
+                hindrance,
+            )
+            continue
         if hindrance:
             group, position = at
             raise RegistryError(
@@ -152,6 +165,45 @@ def _optimizers(registry: StateRegistry) -> list[tuple[str, Optimizer]]:
 
 def _param_names(optimizer: Optimizer) -> Groups:
     return [tuple(group.get(_PARAM_NAMES, ())) for group in optimizer.param_groups]
+
+
+def _found_names(registry: StateRegistry, named: Collection[str]) -> tuple[dict[str, Optimizer], dict[str, Groups]]:
+    """Find optimizers that functions of the user's own load, and names that modules give which they refer to.
+
+    Such a function may refer to other modules on another replica.
+
+    Args:
+        registry: What is registered.
+        named: Keys of optimizers that have names already.
+
+    Returns:
+        The optimizers of functions that refer to one, by key; names of these and of registered ones without names.
+    """
+    modules: list[tuple[str, torch.nn.Module]] = []
+    loaded: dict[str, Optimizer] = {}
+    optimizers = dict(_optimizers(registry))
+    known = {id(each) for each in optimizers.values()}
+    for entry in registry.entries("replicated"):
+        if entry.key in optimizers:
+            continue
+        found = {id(each): each for each in trained_by(entry.load_state_dict)}
+        modules += [(entry.key, each) for each in found.values() if isinstance(each, torch.nn.Module)]
+        others = [each for each in found.values() if isinstance(each, Optimizer) and id(each) not in known]
+        known.update(map(id, others))
+        if len(others) == 1:
+            loaded[entry.key] = others[0]
+    nameless = {key: each for key, each in {**optimizers, **loaded}.items() if key not in named}
+    names: dict[str, Groups] = {**names_of(modules, nameless)} if nameless else {}
+    return loaded, names
+
+
+def _same_names(mine: Sequence[Groups], theirs: Sequence[Groups]) -> tuple[Groups, Groups]:
+    """Return those of either side that have the same names, in whatever order; empty if there are none."""
+    for own, others in product(mine, theirs):
+        names = sorted(chain.from_iterable(own))
+        if names and names == sorted(chain.from_iterable(others)):
+            return own, others
+    return (), ()
 
 
 def _first_difference(mine: Groups, theirs: Groups) -> tuple[int, int] | None:

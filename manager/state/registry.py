@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -261,19 +261,10 @@ class StateRegistry:
             Names by key, in the optimizer's order, each an empty str where no registered module has the parameter.
             Without the optimizers of which no parameter has a name.
         """
-        names: dict[int, str] = {}
-        for entry in self.entries("replicated"):
-            if isinstance(entry.holder, torch.nn.Module):
-                for name, parameter in entry.holder.named_parameters(remove_duplicate=False):
-                    full_name = f"{entry.key}.{_WRAPPERS.sub('', name)}"
-                    # Of a shared parameter's names, the first in the alphabet: the order of submodules may differ.
-                    names[id(parameter)] = min(names.get(id(parameter), full_name), full_name)
-        named = {
-            entry.key: [[names.get(id(each), "") for each in group["params"]] for group in entry.holder.param_groups]
-            for entry in self.entries("replicated")
-            if isinstance(entry.holder, Optimizer)
-        }
-        return {key: groups for key, groups in named.items() if any(map(any, groups))}
+        entries = self.entries("replicated")
+        modules = [(entry.key, entry.holder) for entry in entries if isinstance(entry.holder, torch.nn.Module)]
+        optimizers = {entry.key: entry.holder for entry in entries if isinstance(entry.holder, Optimizer)}
+        return names_of(modules, optimizers)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters of the modules and optimizers that are registered; one may come several times."""
@@ -334,6 +325,28 @@ class StateRegistry:
                     keys=(entry.key,),
                 ) from error
             loaded.append(entry.key)
+
+
+def names_of(
+    modules: Sequence[tuple[str, torch.nn.Module]], optimizers: Mapping[str, Optimizer]
+) -> dict[str, list[list[str]]]:
+    """Return how modules name the parameters of optimizers; see `StateRegistry.parameter_names`.
+
+    Args:
+        modules: Each with a key, which begins the names of its parameters.
+        optimizers: By key.
+    """
+    names: dict[int, str] = {}
+    for key, module in modules:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            full_name = f"{key}.{_WRAPPERS.sub('', name)}"
+            # Of a shared parameter's names, the first in the alphabet: the order of submodules may differ.
+            names[id(parameter)] = min(names.get(id(parameter), full_name), full_name)
+    named = {
+        key: [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
+        for key, optimizer in optimizers.items()
+    }
+    return {key: groups for key, groups in named.items() if any(map(any, groups))}
 
 
 def _check_signatures(key: str, load_state_dict: Callable[[Any], object], state_dict: Callable[[], object]) -> None:

@@ -148,11 +148,12 @@ class ReplicaState:
         return {USER_KEY: user, MANAGER_KEY: own_part(self.counters(), self.registry)}
 
     def content_like(self, received: Mapping[str, Any]) -> dict[str, object]:
-        """Return `content` to be compared with a received state, which may come from before parameters had names."""
-        content = self.content()
-        if NAMES_KEY not in received[MANAGER_KEY]:
-            content[MANAGER_KEY] = self.counters()
-        return content
+        """Return `content` to be compared with a received state, but for the names of parameters.
+
+        Their order is the same since the state was loaded; the sender may have named more of them, or none.
+        """
+        names = {key: value for key, value in received[MANAGER_KEY].items() if key == NAMES_KEY}
+        return {**self.content(), MANAGER_KEY: {**self.counters(), **names}}
 
     def counters(self) -> dict[str, int | str]:
         """Return ``step``, ``batches_committed`` and ``lineage``."""

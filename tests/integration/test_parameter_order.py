@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from quorum_threads import Gate, lighthouse, make_manager, run_replicas
+from quorum_threads import Gate, lighthouse, loopback_transport, make_manager, run_replicas
 from state_equality import exact
 
 from ft_transport import CheckpointStore, HTTPTransport, TransportSettings
@@ -66,6 +66,21 @@ def lbfgs(parameters: list[Any]) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, lr=0.01)
 
 
+def _functions(
+    optimizer: torch.optim.Optimizer, model: Model | None
+) -> tuple[Callable[[Any], None], Callable[[], dict[str, Any]]]:
+    def load(state: dict[str, Any]) -> None:
+        optimizer.load_state_dict(state["optimizer"])
+        if model is not None:
+            model.load_state_dict(state["model"])
+
+    def state_dict() -> dict[str, Any]:
+        models = {} if model is None else {"model": model.state_dict()}
+        return {**models, "optimizer": optimizer.state_dict()}
+
+    return load, state_dict
+
+
 class Replica:
     def __init__(
         self,
@@ -74,6 +89,7 @@ class Replica:
         *,
         names: tuple[str, ...] = ("a", "b", "c"),
         has_model: bool = True,
+        by_function: bool = False,
         optimizer: Callable[[list[Any]], torch.optim.Optimizer] = sgd,
     ) -> None:
         self.manager = manager
@@ -81,7 +97,11 @@ class Replica:
         self.optimizer = optimizer(parameters(self.model))
         if has_model:
             manager.register("model", self.model)
-        manager.register("optimizer", self.optimizer)
+        if by_function:
+            load, state_dict = _functions(self.optimizer, None if has_model else self.model)
+            manager.register_state_dict_fn("optimizer", load, state_dict)
+        else:
+            manager.register("optimizer", self.optimizer)
 
     def train(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -241,6 +261,49 @@ def test_where_no_module_is_registered_the_optimizers_own_names_are_compared(
     )
     wrapped.manager.recover(address)
     assert exact(wrapped.optimizer.state_dict()) == exact(peer.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("has_model", [True, False], ids=["with a registered model", "with a model of the function"])
+def test_optimizers_of_functions_take_over_the_order_too(replica: Callable[..., Replica], *, has_model: bool) -> None:
+    peer, other = (replica(named(*order), by_function=True, has_model=has_model) for order in ("abc", "cab"))
+    for each in (peer, other):
+        each.train(2)
+    other.manager.recover(peer.snapshot())
+    assert other.by_name() == peer.by_name()
+    for each in (peer, other):
+        each.train(1)
+    assert other.by_name() == peer.by_name()
+
+
+def test_names_that_only_the_sender_has_make_no_difference(replica: Callable[..., Replica]) -> None:
+    peer, other = replica(named("a", "b", "c")), Model("a", "b", "c")
+    peer.train(2)
+    optimizer = sgd([other.a, other.b, other.c])
+
+    def load(state: dict[str, Any]) -> None:
+        optimizer.load_state_dict(state)
+
+    def state_dict() -> dict[str, Any]:
+        return optimizer.state_dict()
+
+    manager = StateManager(checkpoint_transport=loopback_transport(), timeout=_TIMEOUT)
+    try:
+        manager.register("model", other)
+        manager.register_state_dict_fn("optimizer", load, state_dict)
+        manager.recover(peer.snapshot())
+        assert exact(optimizer.state_dict()) == exact(peer.optimizer.state_dict())
+    finally:
+        manager.shutdown()
+
+
+def test_an_optimizer_of_a_function_that_keeps_its_order_is_a_warning(
+    replica: Callable[..., Replica], caplog: pytest.LogCaptureFixture
+) -> None:
+    peer, other = (replica(named(*order), by_function=True, optimizer=lbfgs) for order in ("abc", "cab"))
+    peer.train(1)
+    other.manager.recover(peer.snapshot())
+    assert "the optimizer that 'optimizer' loads stand in another order" in caplog.text
+    assert "LBFGS may hold an order" in caplog.text
 
 
 def test_modules_in_another_order_are_equal_by_name(replica: Callable[..., Replica]) -> None:
