@@ -14,8 +14,10 @@ from typing import Final, Generic, TypeVar
 import torch
 
 from ft_transport.errors import ConfigurationError
+from ft_transport.http.job_watch import ask_state
 from ft_transport.http.pace import paced
 from ft_transport.http.peer_address import PeerAddress, peer_addresses
+from ft_transport.http.rate_probe import connecting
 from ft_transport.http.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
 from ft_transport.settings import TransportSettings, check_duration, check_function, check_number
@@ -25,6 +27,7 @@ from ft_transport.state.snapshot import HeldState, nothing_moved
 from ft_transport.telemetry.build_info import build_readings
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.telling import tell_process
+from ft_transport.telemetry.told import ToldState
 from ft_transport.telemetry.watch import Watch
 from ft_transport.transfer.client import StateClient
 from ft_transport.transfer.fetch_request import FetchPeers, FetchRequest
@@ -93,6 +96,7 @@ class HTTPTransport(Generic[T]):
         self.watch.metrics.collect(partial(build_readings, settings.replica))
         tell_process(self.watch)
         certificates = settings.certificates()
+        self._connect = connecting(keys, certificates)
         self._server = StateServer(
             settings,
             keys=self._keys,
@@ -405,6 +409,18 @@ class HTTPTransport(Generic[T]):
         """
         peers = peer_addresses(sources)
         return common_step(peers, self._client.group_fetch_settings(timeout, unreachable_timeout, None))
+
+    def ask_state(self, address: str, timeout: timedelta) -> ToldState:
+        """Asks a peer what it tells of itself to any process that watches it; no snapshot is taken for that.
+
+        Args:
+            address: What its ``metadata()`` returned.
+            timeout: For all of it.
+
+        Raises:
+            TransportError: It does not answer in time, or does not prove the job token.
+        """
+        return ask_state(address, self._connect, timeout.total_seconds())
 
     def prefault_receive(self, num_bytes: int) -> None:
         """Makes so much memory resident for what the next fetch receives that has no place in ``into``. Blocks.

@@ -164,10 +164,8 @@ class JobWatch:
         if within_s <= 0:
             return _Asked(None, "", is_late=True)
         try:
-            with self._connect(PeerAddress.from_url(address), within_s) as connection:
-                response = connection.get(STATE_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
-                told = decode_state(connection.read_body(response, max_bytes=_MAX_STATE_BYTES))
-                return _Asked(_bounded(told, str(connection.peer)), "")
+            told = ask_state(address, self._connect, within_s)
+            return _Asked(_bounded(told, address), "")
         except (TransportError, OSError) as error:
             return _Asked(None, f"{type(error).__name__}: {error}"[:_MAX_TEXT])
 
@@ -224,6 +222,22 @@ class JobWatch:
         )
 
 
+def ask_state(address: str, connect: Connect, within_s: float) -> ToldState:
+    """Ask one process what it tells.
+
+    Args:
+        address: Of its server, as a URL.
+        connect: Connects to it, and proves what is to be proved.
+        within_s: For all of it, in seconds.
+
+    Raises:
+        TransportError: It does not answer, or not to this process, or with something else.
+    """
+    with connect(PeerAddress.from_url(address), within_s) as connection:
+        response = connection.get(STATE_ROUTE, headers={}, expected_status=200, answer_within_s=0.0)
+        return decode_state(connection.read_body(response, max_bytes=_MAX_STATE_BYTES))
+
+
 def alone(address: str, name: str) -> KnownJob:
     """A job of one process, without a quorum."""
     return KnownJob(members=(KnownMember(name=name or "this process", replica_id=name, addresses=(address,)),))
@@ -268,7 +282,7 @@ def _bounded(told: ToldState, peer: str) -> ToldState:
     """
     manager, transport = told.manager, told.transport
     if manager is not None:
-        manager = replace(manager, members=(), steps=manager.steps[-_NUM_STEPS:])
+        manager = replace(manager, members=(), steps=manager.steps[-_NUM_STEPS:], rules=(), structure=())
     if transport is not None:
         transport = replace(transport, sends=transport.sends[-_NUM_FLOWS:], receives=transport.receives[-_NUM_FLOWS:])
     kept = replace(

@@ -176,6 +176,9 @@ class ToldManager:
         steps: The last ones, the newest at the end.
         num_committed: How many steps were, since the start.
         num_refused: How many were not.
+        rules: The settings that all replicas share; empty before the first quorum, and on other ranks than the first.
+        structure: Digests of what the replica's state looks like, by part; as ``rules``.
+        store_address: Of the store where the replica describes its state; as ``rules``.
     """
 
     replica_id: str = ""
@@ -193,6 +196,9 @@ class ToldManager:
     steps: tuple[ToldStep, ...] = ()
     num_committed: Number = 0
     num_refused: Number = 0
+    rules: tuple[str, ...] = ()
+    structure: tuple[tuple[str, str], ...] = ()
+    store_address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -214,6 +214,11 @@ class LighthouseSession:
             f"the last answer: {reasons[-1] if reasons else 'none'}"
         )
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether the Lighthouse hears this replica now, so that the others wait for it."""
+        return self._heartbeat is not None
+
     def missing(self) -> str:
         """Say whom this replica waits for; empty if the Lighthouse does not tell."""
         status = read_status(self._address, _STATUS_S)

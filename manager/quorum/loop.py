@@ -89,7 +89,11 @@ class QuorumLoop:
         self._snapshots = snapshots
         self._stall_watch = stall_watch
         self.membership = Membership(
-            config, address=transport.metadata(), keys=transport.keys, process_group=process_group
+            config,
+            address=transport.metadata(),
+            keys=transport.keys,
+            process_group=process_group,
+            ask_state=transport.ask_state,
         )
         self._executor = OwnedExecutor(1, "ft-transport-quorum")
         self._participant = Participant(self._state, self.membership)

@@ -26,6 +26,7 @@ from manager.config import LIGHTHOUSE_ENV, ManagerConfig
 from manager.errors import quorum_errors
 from manager.quorum.decision import Decision, Member, Rules, decide
 from manager.quorum.divergence import Claim
+from manager.quorum.foresight import AskState, refusing_members
 from manager.quorum.group_ranks import Exchange, GroupRanks, Incarnation
 from manager.quorum.held_process_group import HeldProcessGroup
 from manager.quorum.lighthouse import NAMELESS, LighthouseSession, embedded_lighthouse, name_of, running_members
@@ -54,6 +55,7 @@ class Membership:
         address: Where this rank serves its state, as peers are told.
         keys: Of the job token, if there is one.
         process_group: What runs the collectives; ``None`` for gloo.
+        ask_state: Asks a replica what it tells of itself.
 
     Attributes:
         replica_id: ``name:`` and a random part. Unique among those that live (`replica_ids`).
@@ -62,6 +64,7 @@ class Membership:
         differences: What replicas tell each other of states that differ.
         members: Of the last quorum.
         lighthouse: Its address, as far as this rank has been told.
+        said: What the replica said of itself in the last quorum; ``None`` before, and on other ranks than the first.
 
     Raises:
         QuorumError: The Lighthouse or the replica's store cannot be reached.
@@ -74,17 +77,19 @@ class Membership:
         address: str,
         keys: Keys | None,
         process_group: ReplicaProcessGroup | Reconfigurable | None,
+        ask_state: AskState,
     ) -> None:
         assert config.rank is not None, "the environment has been asked"
         assert config.world_size is not None, "the environment has been asked"
         self._config = config
         self._address = address
         self._keys = keys
+        self._ask_state = ask_state
+        self.said: Member | None = None
         self.group_rank = config.rank
         self.members: tuple[Member, ...] = ()
         self.lighthouse = config.lighthouse_addr or ""
         self._stores = StoreConnections()
-        self.differences = ToldDifferences(self._stores, self.group_rank)
         self.process_group = HeldProcessGroup(
             process_group,
             stores=self._stores,
@@ -110,6 +115,7 @@ class Membership:
         assert config.world_size is not None, "the environment has been asked"
         self._store = find_store(config, self._stores, state_address=self._address)
         self._store_address, store = self._store.address, self._store.channel
+        self.differences = ToldDifferences(self._stores, store, self.group_rank)
         name = config.replica_id or NAMELESS
         lighthouse = self._find_lighthouse(config) if self.group_rank == 0 else ""
         self.lighthouse = lighthouse or self.lighthouse
@@ -245,6 +251,12 @@ class Membership:
             announced_to=announced_to,
             rules=rules.told(),
         )
+        if not self._session.is_heard:
+            refusing = refusing_members(
+                own, self.running_members(), rules, self._ask_state, has_token=self._keys is not None
+            )
+            if refusing:
+                return msgspec.json.encode(refusing)
         self._is_asking = True
         members = self._session.quorum(
             own,
@@ -255,6 +267,7 @@ class Membership:
             num_retries=self._config.quorum_retries,
         )
         self._is_asking = False
+        self.said = own
         self._warn_of_namesakes(members)
         return msgspec.json.encode(members)
 

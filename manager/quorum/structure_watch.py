@@ -39,7 +39,8 @@ class StructureWatch:
         self._averaged_checked: tuple[int, ...] = ()
         self._tables: Tables = {}
         self._known_unfit: set[str] = set()
-        self._unfit_decision: Decision | None = None
+        self._is_doubted = False
+        self._published: Tables = {}
         self._glance = ModuleGlance(())
         self._structure: Structure = ()
         self._looked_at = 0
@@ -68,14 +69,12 @@ class StructureWatch:
             check_registered(state.registry, optimizers)
             self.look()
             self._checked = signature
-        elif self._glance.shows_change():
+        elif self._is_doubted or self._glance.shows_change():
             self.look()
-        decision = self._unfit_decision
-        if decision is not None:
-            self.look()
-            differences = self._participant.membership.differences
-            self._executor.submit(differences.tell_tables, decision.store_address, self._tables)
-            self._unfit_decision = None
+        self._is_doubted = False
+        if self._published != self._tables:
+            self._published = self._tables
+            self._executor.submit(self._participant.membership.differences.tell_tables, self._tables)
 
     def check_averaged(self, tensors: Sequence[torch.Tensor]) -> None:
         """In the first step, and after each change, make sure that averaged gradients belong to what is registered.
@@ -107,7 +106,7 @@ class StructureWatch:
         own = self._participant.membership.replica_id
         unknown = set(decision.unfit) - self._known_unfit
         if decision.unfit and own not in decision.unfit:
-            self._unfit_decision = decision
+            self._is_doubted = True
         self._known_unfit = set(decision.unfit)
         if unknown and own not in unknown:
             logger.warning(
@@ -120,7 +119,7 @@ class StructureWatch:
     def error(self, decision: Decision, role: DoesNotFit) -> HealFailedError:
         """Return the error for a replica whose own state does not fit, with what differs."""
         membership = self._participant.membership
-        differing = describe(role.parts, self._tables, membership.differences.told_tables(decision.store_address))
+        differing = describe(role.parts, self._tables, membership.differences.told_tables(role.holder.store_address))
         holder = f"{role.holder.replica_id} at {role.holder.addresses[membership.group_rank]}"
         reason = f"no further attempt can succeed: the state of {holder} differs from this replica's: {differing}"
         return HealFailedError(step=decision.step, reasons=(reason,))

@@ -31,7 +31,7 @@ def telling_loop(participant: Participant) -> Callable[[], ToldManager | None]:
 def _told(participant: Participant) -> ToldManager:
     state, membership, current = participant.state, participant.membership, participant.round
     decision = current.decision if current is not None else None
-    partial = state.partial
+    partial, said = state.partial, membership.said
     activity = _activity(participant)
     return ToldManager(
         replica_id=membership.replica_id,
@@ -52,6 +52,9 @@ def _told(participant: Participant) -> ToldManager:
         steps=state.steps.recent(),
         num_committed=state.steps.num_committed,
         num_refused=state.steps.num_refused,
+        rules=said.rules if said is not None else (),
+        structure=said.structure if said is not None else (),
+        store_address=said.store_address if said is not None else "",
     )
 
 

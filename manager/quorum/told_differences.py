@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from ft_transport.coordination.plain_values import from_json
+from ft_transport.coordination.store_channel import StoreChannel
 from ft_transport.coordination.store_connections import StoreConnections
 from ft_transport.errors import TransportError
 from manager.errors import StatesDivergedError
@@ -32,20 +33,22 @@ class ToldDifferences:
 
     Args:
         stores: Connections to the stores of all replicas.
+        own: The store of this rank's replica.
         group_rank: Of this rank; the ranks of one number compare.
     """
 
-    def __init__(self, stores: StoreConnections, group_rank: int) -> None:
+    def __init__(self, stores: StoreConnections, own: StoreChannel, group_rank: int) -> None:
         self._stores = stores
+        self._own = own
         self._group_rank = group_rank
 
-    def tell_tables(self, store_address: str, tables: Tables) -> None:
-        """Tell replicas that do not fit what the state looks like that everybody holds."""
+    def tell_tables(self, tables: Tables) -> None:
+        """Publish in this replica's own store what its state looks like, for replicas that do not fit."""
         with suppress(TransportError):
-            self._stores.at_address(store_address).set(self._tables_key(), msgspec.json.encode(tables), _TELLING)
+            self._own.set(self._tables_key(), msgspec.json.encode(tables), _TELLING)
 
     def told_tables(self, store_address: str) -> Tables | None:
-        """Return what a holder of the state has published with `tell_tables`; ``None`` if it has not."""
+        """Return what the replica of this store has published with `tell_tables`; ``None`` if it has not."""
         with suppress(TransportError):
             told = self._stores.at_address(store_address).get([self._tables_key()], _ASKING)
             if told is not None:

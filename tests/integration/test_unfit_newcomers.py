@@ -10,7 +10,8 @@ import torch
 from quorum_threads import SHORT, TIMEOUT, Gate, lighthouse, make_manager, run_replicas
 
 from ft_transport import HTTPTransport, TransportSettings
-from manager import HealFailedError, Manager, QuorumError
+from manager import HealFailedError, Manager, ManagerError, QuorumError
+from manager.quorum.lighthouse_status import read_status
 
 pytest.importorskip("torchft")
 
@@ -24,13 +25,17 @@ def address() -> Iterator[str]:
 
 
 class Trainer:
-    def __init__(self, address: str, name: str, *, width: int = 4, token: str | None = None) -> None:
+    def __init__(
+        self, address: str, name: str, *, width: int = 4, token: str | None = None, min_replica_size: int = 1
+    ) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 1))
         self.bank = torch.nn.Module()
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         settings = TransportSettings(host="127.0.0.1", advertise="127.0.0.1", token=token)
         self.transport: HTTPTransport[Any] = HTTPTransport(TIMEOUT, settings=settings)
-        self.manager: Manager = make_manager(address, name, checkpoint_transport=self.transport, timeout=SHORT)
+        self.manager: Manager = make_manager(
+            address, name, checkpoint_transport=self.transport, timeout=SHORT, min_replica_size=min_replica_size
+        )
         self.manager.register("model", self.model)
         self.manager.register("optimizer", self.optimizer)
         self.manager.attach(self.optimizer)
@@ -127,6 +132,36 @@ def test_another_token_costs_the_others_nothing(address: str, token: str | None,
     assert "right" not in told
     assert all(committed)
     assert num_snapshots == 0
+
+
+@pytest.mark.parametrize(
+    ("keywords", "named"),
+    [
+        ({"width": 5, "token": "right"}, "model.0.weight is float32"),
+        ({"min_replica_size": 2, "token": "right"}, "same rules"),
+        ({}, "same job token"),
+    ],
+    ids=["another state", "other rules", "no token"],
+)
+def test_the_lighthouse_hears_nothing_of_a_newcomer_that_is_refused(
+    address: str, keywords: dict[str, Any], named: str
+) -> None:
+    """It waits for whatever it has heard until the heartbeats have run out, and with it all replicas."""
+
+    def newcomer() -> list[str]:
+        trainer = Trainer(address, "newcomer", **keywords)
+        try:
+            with pytest.raises(ManagerError, match=named):
+                trainer.step()
+            status = read_status(address, 1.0)
+            assert status is not None
+            return [*status.alive, *(name for name, _ in status.silent)]
+        finally:
+            trainer.manager.shutdown()
+
+    heard, committed, _ = beside_a_healthy_replica(address, newcomer, "right")
+    assert [name.partition(":")[0] for name in heard] == ["healthy"]
+    assert all(committed)
 
 
 def test_a_state_that_has_changed_since_the_first_step_is_looked_at_once_more(address: str) -> None:
