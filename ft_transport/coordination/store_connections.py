@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -23,6 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported, undecl
     TCPStore,
 )
 
+from ft_transport.coordination.rendezvous import nobody_listens
 from ft_transport.coordination.store_channel import StoreChannel
 from ft_transport.errors import DeadlineExceededError, RankGoneError
 from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
@@ -34,6 +36,7 @@ _MAX_OTHERS: Final = 2
 """A group meets in the store of one member; another one is read where states differ."""
 _GRACE_S: Final = 0.25
 """For the answer to come back: the store counts the timeout itself."""
+_PROBE_S: Final = 1.0
 _SHORTEST_CONNECT_S: Final = 1.0
 """A resolver may be slower than one caller is patient; the next caller then finds the connection made."""
 
@@ -62,7 +65,7 @@ class StoreConnections:
                 raise RankGoneError(f"expected no more need of the store at {host}:{port}: has been shut down")
             if place in self._own:
                 return StoreChannel(self._own[place])
-            connection = self._others.pop(place, None) or StoreConnection(host, port)
+            connection = self._others.pop(place, None) or StoreConnection(host, port, is_patient=False)
             self._others[place] = connection
             if len(self._others) > _MAX_OTHERS:
                 oldest = self._others.pop(next(iter(self._others)))
@@ -104,12 +107,15 @@ class StoreConnection:
         host: Of the store.
         port: Of the store.
         store: What to begin with; ``None`` to connect with the first call.
+        is_patient: Whether a store at whose port nobody listens is waited for. Another replica's store listens for as
+            long as that replica lives.
     """
 
-    def __init__(self, host: str, port: int, store: TCPStore | None = None) -> None:
+    def __init__(self, host: str, port: int, store: TCPStore | None = None, *, is_patient: bool = True) -> None:
         self._host = host
         self._port = port
         self._first: TCPStore | None = store
+        self._is_patient = is_patient
         self._mutex = threading.Lock()
         self._worker: _Worker | None = None
         self._is_closed = False
@@ -160,7 +166,8 @@ class StoreConnection:
             if self._worker is None:
                 first, self._first = self._first, None
                 connect_s = max(timeout.total_seconds(), _SHORTEST_CONNECT_S)
-                self._worker = _Worker(self._host, self._port, connect_s, first)
+                connect = partial(_connect, self._host, self._port, connect_s, is_patient=self._is_patient)
+                self._worker = _Worker(connect, first)
             return self._worker
 
     def _drop(self, worker: _Worker) -> None:
@@ -173,14 +180,12 @@ class StoreConnection:
 class _Worker:
     """The thread of one connection: connects, and then does one job after the other."""
 
-    def __init__(self, host: str, port: int, timeout_s: float, store: TCPStore | None) -> None:
+    def __init__(self, connect: Callable[[], TCPStore], store: TCPStore | None) -> None:
         self.is_connected = store is not None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._current: Future[Any] | None = None
         # A daemon: where the store's process is stopped, its call does not return.
-        self._thread = SafeThread(
-            target=self._run, args=(host, port, timeout_s, [store]), name="ft-transport-store", daemon=True
-        )
+        self._thread = SafeThread(target=self._run, args=(connect, [store]), name="ft-transport-store", daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[[Any], T]) -> Future[T]:
@@ -199,16 +204,14 @@ class _Worker:
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
-    def _run(self, host: str, port: int, timeout_s: float, first: list[TCPStore | None]) -> None:
+    def _run(self, connect: Callable[[], TCPStore], first: list[TCPStore | None]) -> None:
         # Out of the list, which the thread object keeps: nothing else refers to the store when this ends.
         store: Any = first.pop()
         while (job := self._jobs.get()) is not None:
             self._current, function = job
             try:
                 if store is None and not self._current.cancelled():
-                    store = TCPStore(
-                        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-                    )
+                    store = connect()
                     self.is_connected = True
                 if self._current.set_running_or_notify_cancel():
                     _finish(self._current, function(store))
@@ -223,6 +226,14 @@ class _Worker:
         while not self._jobs.empty():
             if (job := self._jobs.get()) is not None and job[0].set_running_or_notify_cancel():
                 _finish(job[0], DistNetworkError("the connection was closed"))
+
+
+def _connect(host: str, port: int, timeout_s: float, *, is_patient: bool) -> TCPStore:
+    # A client of the store tries a port that refuses it until its timeout is over.
+    named = f"[{host}]" if ":" in host else host
+    if not is_patient and nobody_listens(f"http://{named}:{port}", _PROBE_S):
+        raise DistNetworkError("nobody listens there: the replica that had it is dead")
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def _finish(future: Future[Any], outcome: Any) -> None:

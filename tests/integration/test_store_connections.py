@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from programs import Program
 from quorum_threads import lighthouse, make_manager, run_replicas
 from torch.distributed import TCPStore
 
+from ft_transport.coordination.rendezvous import rendezvous
 from ft_transport.coordination.store_connections import StoreConnections
 from ft_transport.errors import DeadlineExceededError, RankGoneError
 from manager import Manager
@@ -95,6 +97,43 @@ def test_a_store_that_is_gone_is_named(stores: StoreConnections, servers: list[T
     servers.clear()
     with pytest.raises((DeadlineExceededError, RankGoneError), match=rf"the store at 127.0.0.1:{port} to answer"):
         connection.set("key", "another", timedelta(seconds=0.2))
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_a_store_whose_replica_is_dead_is_given_up_at_once(
+    stores: StoreConnections, servers: list[TCPStore], is_connected: bool
+) -> None:
+    """A client of torch's tries until its timeout is over, and with it all members that meet in that store."""
+    port = servers[0].port
+    connection = stores.at("127.0.0.1", port)
+    if is_connected:
+        connection.set("key", "value", LONG)
+    servers.clear()
+    start_s = time.monotonic()
+    with pytest.raises(RankGoneError, match=rf"the store at 127.0.0.1:{port} to answer: nobody listens there"):
+        connection.set("key", "another", LONG)
+    assert time.monotonic() - start_s < 5.0
+
+
+def test_a_member_whose_store_dies_while_the_others_meet_in_it_is_not_waited_for(
+    stores: StoreConnections, servers: list[TCPStore]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as alive:
+        address = f"http://127.0.0.1:{alive.getsockname()[1]}/"
+        timer = threading.Timer(0.5, servers.clear)
+        timer.start()
+        start_s = time.monotonic()
+        with pytest.raises(RankGoneError, match="nobody listens there"):
+            rendezvous(
+                store=stores.at("127.0.0.1", servers[0].port),
+                prefix="here",
+                rank=0,
+                names=["a", "b"],
+                addresses=[address, address],
+                timeout=LONG,
+            )
+        assert time.monotonic() - start_s < 5.0
+        timer.join()
 
 
 def test_closing_frees_whoever_waits(stores: StoreConnections, servers: list[TCPStore]) -> None:
