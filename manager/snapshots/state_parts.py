@@ -99,11 +99,11 @@ class ReplacedTensors:
         return found
 
     def _shows_loss(self, key: str, state: Mapping[Any, object]) -> bool:
-        """Whether the first state lost tensors at this boundary and at the one before. Loading does so, but once."""
+        """Whether the first state has lost tensors twice: some steps replace them seldom, and a load does so once."""
         before = self._samples.get(key, [])
         self._samples[key] = [weakref.ref(tensor) for tensor in _tensors_of_states(islice(state.values(), 1))]
         is_lost = any(reference() is None for reference in before)
-        self._num_losses[key] = self._num_losses[key] + 1 if is_lost else 0
+        self._num_losses[key] += is_lost
         if self._num_losses[key] >= _NUM_LOSSES:
             self._keys.add(key)
         return key in self._keys

@@ -41,6 +41,24 @@ class OutOfPlace(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * state["momentum"])
 
 
+class EveryOtherStep(OutOfPlace):
+    """Replaces its states in some steps alone, as SOAP and Shampoo do with their preconditioners."""
+
+    num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        kept = {parameter: dict(state) for parameter, state in self.state.items()}
+        super().step(closure)
+        if self.num_steps % 2:
+            for parameter, state in kept.items():
+                present = self.state[parameter]
+                state["momentum"].copy_(present["momentum"])
+                state["powers"][0].copy_(present["powers"][0])
+                present.update(state)
+
+
 class Swapping(OutOfPlace):
     """Gives its parameters other memory, as sharpness-aware minimisation does."""
 
@@ -135,8 +153,11 @@ def _equals(newcomer: Trainer, kept: dict[int, Any]) -> bool:
         newcomer.manager.shutdown()
 
 
-def test_a_join_costs_no_step_where_steps_replace_the_tensors_of_optimizer_states(address: str) -> None:
-    healthy, are_equal = _join(address, OutOfPlace, 1)
+@pytest.mark.parametrize("kind", [OutOfPlace, EveryOtherStep])
+def test_a_join_costs_no_step_where_steps_replace_the_tensors_of_optimizer_states(
+    address: str, kind: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    healthy, are_equal = _join(address, kind, 1)
     assert are_equal == [True]
     assert all(is_committed for _, is_committed in healthy.steps)
     assert max(length_s for length_s, _ in healthy.steps) < STANDSTILL_S
