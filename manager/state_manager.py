@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -405,6 +406,8 @@ class StateManager:
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job, end the threads and the transport. May be called twice, and from a signal handler.
 
+        On the training thread, this also ends worker processes that `batches` draws from.
+
         In a handler that has interrupted another call of this package it returns at once, and the end is made when the
         handler has returned: that call may hold locks that the end needs. A forked child leaves the manager to its
         parent, and returns at once.
@@ -415,7 +418,11 @@ class StateManager:
         if self._usability.is_of_parent():
             return
         self._usability.is_shut_down = True
-        self._end(lambda: self._shut_down(wait), wait=wait and not interrupts_own_call())
+        is_interrupting = interrupts_own_call()
+        self._end(lambda: self._shut_down(wait), wait=wait and not is_interrupting)
+        # Another thread may be waiting for a batch of theirs, and would wait for ever.
+        if self._state.training_thread == threading.get_ident() and not is_interrupting:
+            self._state.registry.loaders.end_workers()
 
     def _shut_down(self, wait: bool) -> None:
         self._unclosed.forget()

@@ -9,10 +9,13 @@ an iterator that the loop holds goes on from where it was. Neither shows in the 
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import GeneratorType
 from typing import Any, Final, Generic, TypeVar
 
 from torch import nn
@@ -59,12 +62,17 @@ class Batches(Iterator[T]):
 
     def is_displaced(self) -> bool:
         """Whether the loader has made another iterator since: its state is that of the newest one."""
-        newest = getattr(self._loader, "_iterator", self._iterator)
-        return self._iterator is not None and newest is not self._iterator
+        newest = _newest_iterator(self._loader)
+        return self._iterator is not None and newest is not None and newest is not self._iterator
 
-    def rewind(self) -> None:
-        """Make a new iterator before the next batch."""
-        self._iterator = None
+    def draws_from(self, iterator: object) -> bool:
+        """Whether the next batch comes from this iterator."""
+        return self._iterator is iterator
+
+    def rewind(self) -> Iterator[T] | None:
+        """Make a new iterator before the next batch; returns the present one."""
+        iterator, self._iterator = self._iterator, None
+        return iterator
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,14 +86,16 @@ class _Watched(Generic[T]):
         batches: What `LoaderOrder.batches` returned.
         position: Where it stood when it was registered or loaded; ``None`` after the boundary that follows.
         earlier: The iterator from before the last load, as long as the loop holds it.
+        rewound: Iterators of ``batches`` from before a load that is under way.
     """
 
     key: str
     loader: Iterable[T]
     is_replicated: bool
     batches: weakref.WeakSet[Batches[T]] = field(default_factory=weakref.WeakSet)
-    position: object = None
+    position: Set[object] | None = None
     earlier: weakref.ref[Any] | None = None
+    rewound: list[Iterator[T]] = field(default_factory=list)
 
 
 class LoaderOrder:
@@ -119,20 +129,47 @@ class LoaderOrder:
     def before_load(self, key: str) -> None:
         """Note which iterator the loop may hold."""
         watched = self._watched.get(key)
-        if watched is not None:
-            for each in watched.batches:
-                each.rewind()
-            iterator = _iterator_of(watched.loader)
-            watched.earlier = weakref.ref(iterator) if iterator is not None else None
+        if watched is None:
+            return
+        loader = watched.loader
+        iterator = _iterator_of(loader)
+        watched.rewound = [each for batches in watched.batches if (each := batches.rewind()) is not None]
+        is_own = any(each is iterator for each in watched.rewound)
+        watched.earlier = weakref.ref(iterator) if iterator is not None and not is_own else None
+        if _is_of_nodes(loader):
+            # Otherwise the loader ignores the state if it has made an iterator to tell its own, and tells the old one.
+            loader._it, loader._iter_for_state_dict = None, False  # type: ignore[attr-defined]
 
     def after_load(self, key: str) -> None:
-        """Note where the loader stands."""
+        """Note where the loader stands, and end the workers of the iterators that it has given up."""
         watched = self._watched.get(key)
-        if watched is not None:
-            if isinstance(watched.loader, DataLoader):
-                # The loader makes its next iterator here, from which the loop draws later.
-                watched.loader.state_dict()  # type: ignore[attr-defined]
-            watched.position = _position(watched.loader)
+        if watched is None:
+            return
+        loader = watched.loader
+        while watched.rewound:
+            # An exception that is being handled may hold the iterator, and with it the worker processes.
+            _end_workers(loader, watched.rewound.pop())
+        if isinstance(loader, DataLoader) or _is_of_nodes(loader):
+            # The loader makes its next iterator here, from which the loop draws later.
+            loader.state_dict()  # type: ignore[attr-defined]
+        watched.position = _position(loader)
+
+    def end_workers(self) -> None:
+        """End worker processes that no loop of the user's draws from; the loaders of torchdata stay where they are.
+
+        Otherwise they live until the collector finds the manager, which then waits 5 s for each in vain.
+        """
+        for watched in self._watched.values():
+            loader, iterator = watched.loader, _newest_iterator(watched.loader)
+            readers = [each for each in watched.batches if each.draws_from(iterator)]
+            is_of_torchdata = hasattr(loader, "_initial_iter_for_state_dict")
+            if not is_of_torchdata or not hasattr(iterator, "_shutdown_workers"):
+                continue
+            if readers or not _is_handed_out(loader):
+                loader.load_state_dict(loader.state_dict())  # type: ignore[attr-defined]
+                for each in readers:
+                    each.rewind()
+                _end_workers(loader, iterator)
 
     def check(self, *, is_saved: bool) -> None:
         """Refuse a loop whose loaders are ahead of the boundary that begins, or behind what was loaded.
@@ -176,37 +213,76 @@ class LoaderOrder:
             )
 
     def _refuse_drawn(self, watched: _Watched[Any]) -> None:
-        position, watched.position = watched.position, None
-        if position is None or _position(watched.loader) == position:
+        before, watched.position = watched.position, None
+        if before is None or _position(watched.loader) <= before:
             return
         message = (
             f"expected no batch from the loader {watched.key!r} before the step boundary, and its state has changed "
             f"since it was registered or loaded: checkpoints and healed replicas would skip a batch; {_ADVICE}"
         )
-        if isinstance(watched.loader, DataLoader):
+        if isinstance(watched.loader, DataLoader) or _is_of_nodes(watched.loader):
             raise LoaderOrderError(message, key=watched.key)
         # It may be iterable without being a loader.
         logger.warning("%s", message)
 
 
-def _position(loader: object) -> object:
-    """What drawing a batch changes; ``None`` if it cannot be found out."""
+def _position(loader: object) -> Set[object]:
+    """What drawing a batch adds to or replaces; empty if it cannot be found out.
+
+    Drawing is what counts, not a changed state: a registered replay buffer is filled before the first boundary.
+    """
+    if isinstance(loader, DataLoader) or _is_of_nodes(loader):
+        return {int(getattr(_iterator_of(loader), "_num_yielded", 0))}
+    if isinstance(loader, Iterator):
+        try:
+            with refusing_collectives():
+                return {state_digest(loader.state_dict())}  # type: ignore[attr-defined]
+        except Exception as error:
+            logger.debug("batches drawn from %s are not noticed: %s", type(loader).__name__, error)
+            return set()
+    return _loops_over(loader)
+
+
+def _loops_over(loader: object) -> Set[object]:
+    """The loops that have drawn from an object whose ``__iter__`` is a generator, and are not at its end."""
+    code = getattr(type(loader).__iter__, "__code__", None)  # type: ignore[attr-defined]
+    if code is None or not code.co_flags & inspect.CO_GENERATOR:
+        return set()
+    return {
+        weakref.ref(each)
+        for each in gc.get_referrers(loader)
+        if isinstance(each, GeneratorType)
+        and each.gi_code is code
+        and inspect.getgeneratorstate(each) == inspect.GEN_SUSPENDED
+    }
+
+
+def _end_workers(loader: object, iterator: object) -> None:
+    """End the worker processes of an iterator, if there are any and the loader has given the iterator up."""
+    if iterator is not _newest_iterator(loader) and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+
+
+def _is_of_nodes(loader: object) -> bool:
+    """Whether the object is a ``torchdata.nodes.Loader``."""
+    nodes = sys.modules.get("torchdata.nodes")
+    return nodes is not None and isinstance(loader, nodes.Loader)
+
+
+def _newest_iterator(loader: object) -> object:
+    """The iterator that a loader of torch or torchdata made last, if the loader knows it."""
     if isinstance(loader, DataLoader):
-        return int(getattr(_iterator_of(loader), "_num_yielded", 0))
-    try:
-        with refusing_collectives():
-            return state_digest(loader.state_dict())  # type: ignore[attr-defined]
-    except Exception as error:
-        logger.debug("batches drawn from %s are not noticed: %s", type(loader).__name__, error)
-        return None
+        return loader._iterator
+    return loader._it if _is_of_nodes(loader) else None  # type: ignore[attr-defined]
 
 
 def _iterator_of(loader: object) -> object:
-    """The iterator that a loader of torch made last, unless it has ended."""
-    iterator = getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
+    """The same, unless the iterator has ended."""
+    iterator = _newest_iterator(loader)
     return None if getattr(iterator, "_finished", False) else iterator
 
 
 def _is_handed_out(loader: object) -> bool:
     """Whether a loop may hold the iterator; the loader also makes one to tell its own state."""
-    return _iterator_of(loader) is not None and not getattr(loader, "_initial_iter_for_state_dict", False)
+    own = "_iter_for_state_dict" if _is_of_nodes(loader) else "_initial_iter_for_state_dict"
+    return _iterator_of(loader) is not None and not getattr(loader, own, False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from quorum_threads import Gate, lighthouse, make_manager, run_replicas
+from torch.utils.data import DataLoader
 
 from ft_transport import CheckpointStore
 from manager import LoaderOrderError, Manager, RegistryError, StateManager
@@ -146,22 +148,40 @@ def test_an_iterator_from_before_a_resume_is_refused(tmp_path: Path) -> None:
     trainer.manager.shutdown()
 
 
-def test_a_loader_of_ones_own_is_named_in_a_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    class Numbers:
-        position = 0
+class Numbers:
+    """A loader of one's own, that counts what it yields."""
 
-        def __iter__(self) -> Iterator[int]:
-            while True:
-                self.position += 1
-                yield self.position
+    def __init__(self) -> None:
+        self.position = 0
 
-        def state_dict(self) -> dict[str, int]:
-            return {"position": self.position}
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.position += 1
+            yield self.position
 
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.position = state["position"]
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
 
-    manager, numbers = _alone(tmp_path), Numbers()
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Stream(Numbers):
+    """One that is its own iterator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        self.position += 1
+        return self.position
+
+
+@pytest.mark.parametrize("kind", [Numbers, Stream])
+def test_a_loader_of_ones_own_is_named_in_a_warning(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, kind: type[Numbers]
+) -> None:
+    manager, numbers = _alone(tmp_path), kind()
     manager.register("model", torch.nn.Linear(1, 1))
     manager.register("numbers", numbers, scope="local")
     for step, _ in zip(range(3), numbers, strict=False):
@@ -169,6 +189,107 @@ def test_a_loader_of_ones_own_is_named_in_a_warning(caplog: pytest.LogCaptureFix
     manager.shutdown()
 
     assert caplog.text.count("expected no batch from the loader 'numbers'") == 1
+
+
+class ReplayBuffer:
+    """Iterable, and no loader."""
+
+    def __init__(self) -> None:
+        self.items: list[int] = []
+        self.num_calls = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.items)
+
+    def state_dict(self) -> dict[str, list[int]]:
+        self.num_calls += 1
+        return {"items": list(self.items)}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        self.items = state["items"]
+
+
+def test_what_changes_before_the_first_boundary_without_being_drawn_from_is_no_mistake(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    manager, buffer, numbers = _alone(tmp_path), ReplayBuffer(), Numbers()
+    manager.register("model", torch.nn.Linear(1, 1))
+    manager.register("buffer", buffer, scope="local")
+    manager.register("numbers", numbers, scope="local")
+    assert not buffer.num_calls, "its state may be large"
+    buffer.items += [1, 2, 3]
+    batches = iter(numbers)
+    for step in range(4):
+        manager.start_step(step)
+        buffer.items += [number for number in buffer if number < 3]
+        next(batches)
+        if step == 1:
+            num_calls = buffer.num_calls
+    assert buffer.num_calls == num_calls
+    manager.shutdown()
+
+    assert "numbers" not in caplog.text
+    assert "buffer" not in caplog.text
+
+
+class OwnState(DataLoader[Any]):
+    """A loader of torch's with a state of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__(range(8), batch_size=None)
+        self.first = 0
+
+    def __iter__(self) -> Any:
+        for number in super().__iter__():
+            if number >= self.first:
+                self.first = number + 1
+                yield number
+        self.first = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"first": self.first}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["first"]
+
+
+def _nodes(prefetched: int) -> Any:
+    from torchdata import nodes
+
+    numbers = nodes.IterableWrapper(range(8))
+    return nodes.Loader(nodes.Prefetcher(numbers, prefetched) if prefetched else numbers)
+
+
+@pytest.mark.parametrize("scope", ["local", "replicated"])
+@pytest.mark.parametrize("make", [Numbers, OwnState, lambda: _nodes(0), lambda: _nodes(2)])
+def test_other_loaders_go_on_after_a_resume(tmp_path: Path, make: Callable[[], Any], scope: Any) -> None:
+    """A loader of torchdata's nodes that has told its state ignores the next state that it loads."""
+
+    def run(until: int) -> list[int]:
+        loader, manager, drawn = make(), _alone(tmp_path), []
+        manager.register("model", torch.nn.Linear(1, 1))
+        manager.register("loader", loader, scope=scope)
+        manager.resume()
+        batches = manager.batches(loader)
+        for step in range(manager.current_step(), until):
+            manager.start_step(step)
+            drawn.append(int(next(batches)))
+        manager.start_step(until)
+        manager.shutdown()
+        return drawn
+
+    first, second = run(5), run(8)
+
+    assert second == list(range(first[-1] + 1, first[-1] + 4))
+
+
+def test_the_loop_over_a_loader_of_nodes_is_refused(tmp_path: Path) -> None:
+    manager, loader = _alone(tmp_path), _nodes(0)
+    manager.register("model", torch.nn.Linear(1, 1))
+    manager.register("loader", loader, scope="local")
+    with pytest.raises(LoaderOrderError, match="no batch from the loader 'loader'"):
+        _loop_over(loader, manager)
+    manager.shutdown()
 
 
 def test_batches_are_those_of_a_registered_loader() -> None:
@@ -257,3 +378,65 @@ def test_a_second_iterator_of_the_loader_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoaderOrderError, match="expected no other iterator of the loader 'loader'"):
         trainer.manager.start_step(1)
     trainer.manager.shutdown()
+
+
+class Values(torch.utils.data.Dataset[torch.Tensor]):
+    """Fails in the worker process at one index."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at = fails_at
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.fails_at:
+            raise ValueError("broken sample")
+        return torch.tensor([float(index)])
+
+
+def _worker_ids() -> set[int]:
+    return {process.pid or 0 for process in multiprocessing.active_children()}
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+# Python 3.12 and later warn of forks beside threads.
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_workers_of_the_old_iterator_end_with_it(tmp_path: Path, persistent: bool, fails: bool) -> None:
+    """Also where an exception that the loop handles still holds the iterator."""
+    others = _worker_ids()
+    loader = StatefulDataLoader(Values(7 if fails else None), num_workers=2, persistent_workers=persistent)
+    manager = _alone(tmp_path)
+    manager.register("model", torch.nn.Linear(1, 1))
+    manager.register("loader", loader, scope="local")
+    batches = manager.batches(loader)
+    failure: Exception | None = None
+
+    def train(batches: Iterator[torch.Tensor], until: int) -> None:
+        for step in range(manager.current_step(), until):
+            manager.start_step(step)
+            assert int(next(batches)) == step
+        manager.start_step(until)
+
+    try:
+        train(batches, 5)
+        manager.save(wait=True, overwrite=True)
+        train(batches, 8)
+    except ValueError as error:
+        failure = error
+    assert (failure is not None) == fails
+    old = _worker_ids() - others
+    assert len(old) == 2
+
+    manager.resume()
+
+    assert not old & _worker_ids()
+    train(batches, 7 if not fails else 6)
+    assert len(_worker_ids() - others) == 2
+    manager.shutdown()
+    assert _worker_ids() == others
+    assert int(next(batches)) == (6 if fails else 7), "the loader stands where it stood"
+    # These hold the last iterator.
+    loader.load_state_dict({})
+    del failure, batches
