@@ -224,7 +224,7 @@ def _forgotten_optimizers(
 ) -> Iterator[str]:
     """Optimizers of registered modules' parameters that are neither attached nor registered."""
     local = [entry.holder for entry in registry.entries("local") if isinstance(entry.holder, Optimizer)]
-    stepped = {id(parameter) for parameter in parameters_of([*known, *local])}
+    stepped = {id(parameter) for parameter in parameters_of([*known, *local, *_wrapped(registry, Optimizer)])}
     unstepped = {
         id(parameter): entry.key
         for entry in registry.entries("replicated")
@@ -232,7 +232,7 @@ def _forgotten_optimizers(
         for parameter in module.parameters()
         if parameter.requires_grad and id(parameter) not in stepped
     }
-    if not unstepped or any(_parameter_groups_in(_of_functions(registry, state))):
+    if not unstepped or any(_parameter_groups_in(_of_unknown(registry, state))):
         return
     for optimizer in _living(Optimizer):
         groups = getattr(optimizer, "param_groups", ())
@@ -248,13 +248,14 @@ def _forgotten_schedulers(
 ) -> Iterator[str]:
     """Schedulers of these optimizers: each marks its optimizer's ``step``, and its groups with ``initial_lr``."""
     registered = [entry.holder for entry in registry.entries() if isinstance(entry.holder, LRScheduler)]
+    registered += _wrapped(registry, LRScheduler)
     marked = [
         optimizer
         for optimizer in known
         if (hasattr(optimizer.step, "_wrapped_by_lr_sched") or any("initial_lr" in g for g in optimizer.param_groups))
         and not any(_schedules(scheduler, optimizer) for scheduler in registered)
     ]
-    if not marked or _holds_scheduler(_of_functions(registry, state)):
+    if not marked or _holds_scheduler(_of_unknown(registry, state)):
         return
     # The marks outlast their scheduler, and come with a received state.
     living = _living(LRScheduler)
@@ -272,9 +273,27 @@ def _schedules(scheduler: LRScheduler, optimizer: Optimizer) -> bool:
     return scheduled is optimizer or getattr(scheduled, "param_groups", None) is optimizer.param_groups
 
 
-def _of_functions(registry: StateRegistry, state: Mapping[str, object]) -> list[object]:
-    """What functions of one's own return, and objects of other classes."""
-    return [state[entry.key] for entry in registry.entries() if not isinstance(entry.holder, PLAIN)]
+def _of_unknown(registry: StateRegistry, state: Mapping[str, object]) -> list[object]:
+    """What functions of one's own return, and objects of other classes that wrap no optimizer and no scheduler."""
+    return [
+        state[entry.key]
+        for entry in registry.entries()
+        if not isinstance(entry.holder, PLAIN) and not any(_parts_of(entry.holder, (Optimizer, LRScheduler)))
+    ]
+
+
+def _wrapped(registry: StateRegistry, kind: type[T]) -> list[T]:
+    """Optimizers or schedulers that registered objects of other classes hold."""
+    return [part for entry in registry.entries() for part in _parts_of(entry.holder, (kind,))]
+
+
+def _parts_of(holder: object, kinds: tuple[type[T], ...]) -> Iterator[T]:
+    """The attributes of an object of an unknown class that are of these classes, also in lists and dicts."""
+    if holder is None or isinstance(holder, PLAIN):
+        return
+    for value in getattr(holder, "__dict__", {}).values():
+        inner = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+        yield from (each for each in inner if issubclass(type(each), kinds))
 
 
 def _holds_scheduler(value: object) -> bool:

@@ -78,6 +78,32 @@ def _module_of_a_registered_optimizer(parts: Parts) -> None:
     parts.manager.register("optimizer", parts.optimizer)
 
 
+class Wrapper:
+    """An optimizer wrapper or a scheduler of the user's own, with a state that looks like torch's."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"param_groups": [], "last_epoch": 0, **{key: each.state_dict() for key, each in vars(self).items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, each in vars(self).items():
+            each.load_state_dict(state[key])
+
+
+def _beside_a_wrapped_optimizer(parts: Parts) -> None:
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in parts.model)
+    parts.kept.append(second)
+    parts.manager.register("model", parts.model)
+    parts.manager.register("optimizer", Wrapper(optimizer=first))
+
+
+def _scheduler_beside_a_wrapped_optimizer(parts: Parts) -> None:
+    parts.kept.append(CosineAnnealingLR(parts.optimizer, 100))
+    parts.register(wrapper=Wrapper(optimizer=torch.optim.SGD([torch.zeros(1)], lr=0.1)))
+
+
 @pytest.mark.parametrize(
     ("set_up", "named"),
     [
@@ -94,6 +120,32 @@ def test_what_is_forgotten_is_refused_by_the_first_quorum(
     set_up(parts)
     with pytest.raises(RegistryError, match=named):
         parts.manager.start_quorum()
+
+
+@pytest.mark.parametrize(
+    ("set_up", "named"),
+    [
+        (_beside_a_wrapped_optimizer, "SGD, an optimizer of 2 parameters of 'model'"),
+        (_scheduler_beside_a_wrapped_optimizer, "CosineAnnealingLR, which sets the learning rates"),
+    ],
+)
+def test_a_wrapper_that_is_registered_hides_only_what_it_holds(
+    parts: Parts, set_up: Callable[[Parts], None], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning: an object of an unknown class may return what seems to be missing."""
+    set_up(parts)
+    parts.manager.start_quorum()
+    assert parts.manager.should_commit()
+    assert named in caplog.text
+
+
+def _wrapped_optimizer(parts: Parts) -> None:
+    parts.manager.register("model", parts.model)
+    parts.manager.register("optimizer", Wrapper(inner=parts.optimizer))
+
+
+def _wrapped_scheduler(parts: Parts) -> None:
+    parts.register(schedule=Wrapper(scheduler=StepLR(parts.optimizer, 3)))
 
 
 def _registered_scheduler(parts: Parts) -> None:
@@ -165,6 +217,8 @@ def _local_optimizer(parts: Parts) -> None:
 @pytest.mark.parametrize(
     "set_up",
     [
+        _wrapped_optimizer,
+        _wrapped_scheduler,
         _thrown_away_in_a_cycle,
         _local_optimizer,
         _registered_scheduler,
