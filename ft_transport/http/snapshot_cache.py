@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
 from ft_transport.http.awaited_steps import AwaitedSteps
+from ft_transport.runtime.handler_safety import Place, Places
 from ft_transport.wire.chunks import digest
 from ft_transport.wire.manifest import SnapshotId
 from ft_transport.wire.routes import LATEST, StepSelector
@@ -109,7 +110,7 @@ class SnapshotCache:
     _entries: list[_Entry] = field(default_factory=list)
     _leaving: list[_Entry] = field(default_factory=list)
     _awaited: AwaitedSteps[Reader] = field(default_factory=AwaitedSteps)
-    _num_reserved: int = 0
+    _reserved: Places = field(default_factory=Places)
     _sequence: int = 0
     _failure: str | None = None
     _num_final_failures: int = 0
@@ -121,11 +122,14 @@ class SnapshotCache:
         """Calls ``on_change`` after every arrival and final failure, on the thread of either. Set up early."""
         self._listeners.append(on_change)
 
-    def reserve(self) -> None:
+    def reserve(self) -> Place:
         """Makes sure that one more snapshot may be taken, retiring the oldest one that nobody reads if need be.
 
         One that has been in the way for too long is taken from its receivers. That takes a moment, so it makes room for
         the next call.
+
+        Returns:
+            The place of that snapshot, for `put`, or to be given back.
 
         Raises:
             SnapshotLimitError: All places are taken by snapshots that are being read.
@@ -134,10 +138,11 @@ class SnapshotCache:
         to_close: list[_Entry] = []
         cut_offs: list[Callable[[], None]] = []
         refused: SnapshotLimitError | None = None
+        place: Place | None = None
         with self._lock:
             if self._closed:
                 raise SnapshotError("expected a transport that serves, and this one was shut down")
-            alive = len(self._entries) + len(self._leaving) + self._num_reserved
+            alive = len(self._entries) + len(self._leaving) + self._reserved.num_taken()
             if alive >= self.max_snapshots:
                 idle = [entry for entry in self._entries if not entry.num_readers and not self._is_leased(entry)]
                 if not idle:
@@ -152,27 +157,24 @@ class SnapshotCache:
                     self._entries.remove(idle[0])
                     to_close.append(idle[0])
             if refused is None:
-                self._num_reserved += 1
+                place = self._reserved.take()
         for entry in to_close:
             entry.snapshot.close()
         for cut_off in cut_offs:
             cut_off()
         if refused is not None:
             raise refused
+        assert place is not None, "nothing refused it"
+        return place
 
-    def cancel_reservation(self) -> None:
-        """Gives a reserved place back without a snapshot."""
-        with self._lock:
-            self._num_reserved -= 1
-
-    def put(self, snapshot: Snapshot) -> None:
-        """Puts a snapshot on the reserved place and tells the listeners. The cache owns it from now on.
+    def put(self, snapshot: Snapshot, place: Place) -> None:
+        """Puts a snapshot on a reserved place and tells the listeners. The cache owns it from now on.
 
         After ``clear`` it is freed at once: a shutdown may overtake a snapshot that is still being copied.
         """
         manifest_digest = digest(memoryview(snapshot.header)[8:])
         with self._lock:
-            self._num_reserved -= 1
+            place.give_back()
             closed = self._closed
             if not closed:
                 self._sequence += 1
@@ -261,7 +263,7 @@ class SnapshotCache:
     def num_alive(self) -> int:
         """Snapshots that take memory, those that are being made or only read among them."""
         with self._lock:
-            return len(self._entries) + len(self._leaving) + self._num_reserved
+            return len(self._entries) + len(self._leaving) + self._reserved.num_taken()
 
     def newest(self) -> Snapshot | None:
         """The newest snapshot, without reading it."""

@@ -124,14 +124,19 @@ class Exporter:
         Raises:
             TransportError: A rank failed; the same error on all.
         """
+        # What is left where a signal handler raised in the end of the export before.
+        self._release()
         try:
             return self._write.write(request.version, request, suffix=f" of version {request.version}")
         finally:
-            self._content = None
-            self._files = {}
-            snapshot, self._snapshot = self._snapshot, None
-            if snapshot is not None:
-                snapshot.close()
+            self._release()
+
+    def _release(self) -> None:
+        self._content = None
+        self._files = {}
+        if self._snapshot is not None:
+            self._snapshot.close()
+            self._snapshot = None
 
     def close(self) -> None:
         """Frees the memory."""

@@ -1,4 +1,4 @@
-"""Conditions, events, futures, threads and executors for threads on which a signal handler may raise.
+"""Conditions, events, futures, threads, executors and counters for threads on which a signal handler may raise.
 
 CPython runs handlers between any two calls of the main thread, also inside the standard library's classes that are
 written in Python. ``Condition.__enter__`` is one: a handler that raises there, after the lock was taken, leaves it
@@ -148,6 +148,54 @@ class SafeThread(threading.Thread):
             begun.put(None)
 
 
+class LazyThread:
+    """A daemon thread that begins with the first `start`.
+
+    A handler that raises in `start` leaves a thread that runs or not; the next call makes sure that one does.
+
+    Args:
+        target: Called once.
+        name: Of the thread.
+    """
+
+    def __init__(self, target: Callable[[], object], name: str) -> None:
+        self._target = target
+        self._name = name
+        self._threads: list[SafeThread] = []
+        self._is_started = False
+        self._is_over = False
+        self._running = threading.Lock()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether `start` was called."""
+        return bool(self._threads)
+
+    def start(self) -> None:
+        """Start the thread, unless that was done. Errors as for `SafeThread.start`."""
+        if not self._is_started:
+            thread = SafeThread(target=self._run, name=self._name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+            self._is_started = True
+
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread has ended; see `SafeThread.join`."""
+        for thread in self._threads:
+            thread.join(timeout)
+
+    def _run(self) -> None:
+        # One thread after the other, where a start was interrupted; the second one finds nothing to do.
+        with self._running:
+            if not self._is_over:
+                self._is_over = True
+                self._target()
+
+
 def outcome_of(function: Callable[[], T]) -> T | Exception:
     """Call what waits outside of Python, and takes what a handler raises meanwhile for an error of its own.
 
@@ -172,6 +220,47 @@ def _outcome(function: Callable[[], T]) -> T | Exception:
         return function()
     except Exception as error:
         return error
+
+
+class Place:
+    """One of `Places`."""
+
+    __slots__ = ("__weakref__", "is_taken")
+
+    def __init__(self) -> None:
+        """Take it."""
+        self.is_taken = True
+
+    def give_back(self) -> None:
+        """Free the place; a second call does nothing."""
+        self.is_taken = False
+
+
+class Places:
+    """Counts places in use. A place is free again when it is given back, and when nothing refers to it any more.
+
+    A handler's exception may drop a place between the call that takes it and the ``try`` that would give it back, where
+    a counter would count it for good. The caller has a lock.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no place in use."""
+        self._taken: list[weakref.ref[Place]] = []
+
+    def take(self) -> Place:
+        """Return a new place, in use."""
+        place = Place()
+        self._taken = [*filter(_is_in_use, self._taken), weakref.ref(place)]
+        return place
+
+    def num_taken(self) -> int:
+        """Return how many are in use."""
+        return sum(map(_is_in_use, self._taken))
+
+
+def _is_in_use(reference: weakref.ref[Place]) -> bool:
+    place = reference()
+    return place is not None and place.is_taken
 
 
 class SafeEnd:

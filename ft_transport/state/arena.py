@@ -14,13 +14,14 @@ import mmap
 import os
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable
 from typing import Final
 
 import torch
 
 from ft_transport.errors import SnapshotError, SnapshotLimitError
-from ft_transport.runtime.handler_safety import SafeCondition, SafeThread, ThreadRefusedError
+from ft_transport.runtime.handler_safety import Place, Places, SafeCondition, SafeThread, ThreadRefusedError
 from ft_transport.state.host_memory import available_bytes
 from ft_transport.state.resident_memory import make_resident, map_file
 from ft_transport.wire.manifest import MAX_HEADER_BYTES
@@ -31,6 +32,7 @@ HEADER_ROOM_BYTES: Final = -(-(MAX_HEADER_BYTES + 8) // (2 << 20)) * (2 << 20)
 The header is encoded after the copy, when the digests are known, and is put right before the data. The room before it
 is a hole in the file and takes no memory.
 """
+_NAME: Final = "ft-transport-snapshot"
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1, include/uapi/linux/fcntl.h
 _REST_SHARE: Final = 4.0
 """Memory that nobody waits for is made resident in a fifth of the time: the training needs the core and the mapping."""
@@ -55,6 +57,7 @@ class Arena:
         view: The same memory for those who do not need a tensor.
         descriptor: The memory file; data begins at ``HEADER_ROOM_BYTES``. Where the system can do that, it is sealed:
             nobody who gets the descriptor can change its content or its length, only this object through its mappings.
+        place: Its place in a pool; ``None`` while nobody holds the arena.
     """
 
     def __init__(
@@ -66,8 +69,17 @@ class Arena:
         rest: Callable[[float], None] | None = None,
     ) -> None:
         self.capacity_bytes = capacity_bytes
-        self.descriptor = _memory_file()
-        self._unpin: Callable[[], None] | None = None
+        self.place: Place | None = None
+        descriptors: list[int] = []
+        self._unpin: list[Callable[[], None]] = []
+        # An arena that a handler's exception drops gives its memory back as well.
+        self._end = weakref.finalize(self, _release, self._unpin, descriptors)
+        if sys.platform == "linux":
+            # One call, in which no handler can raise before the number is stored.
+            descriptors.extend(map(os.memfd_create, (_NAME,), (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,)))
+        else:
+            descriptors.append(_temporary_file())
+        self.descriptor = descriptors[0]
         try:
             os.ftruncate(self.descriptor, HEADER_ROOM_BYTES + capacity_bytes)
             self._mapping = map_file(self.descriptor, capacity_bytes, offset=HEADER_ROOM_BYTES)
@@ -77,9 +89,9 @@ class Arena:
             make_resident(self.data.data_ptr(), capacity_bytes, is_wanted=is_wanted, rest=rest)
             self.view = memoryview(self._mapping).cast("B")
             if pin is not None:
-                self._unpin = pin(self.data)
+                self._unpin.append(pin(self.data))
         except BaseException:
-            os.close(self.descriptor)
+            self._end()
             # Whoever keeps the error keeps its traceback, and with that this object.
             vars(self).clear()
             raise
@@ -92,10 +104,7 @@ class Arena:
 
     def close(self) -> None:
         """Gives the memory back once the last tensor that looks into it is gone."""
-        if self._unpin is not None:
-            self._unpin()
-            self._unpin = None
-        os.close(self.descriptor)
+        self._end()
         self._header_room.close()
         # The tensor keeps the mapping alive for as long as anybody holds it.
         del self.data, self.view, self._mapping
@@ -114,7 +123,7 @@ class ArenaPool:
         self._pin = pin
         self._changed = SafeCondition()
         self._free: list[Arena] = []
-        self._num_taken = 0
+        self._places = Places()
         self._num_waiting = 0
         self._preparing: SafeThread | None = None
         self._prepared_bytes = 0
@@ -136,9 +145,16 @@ class ArenaPool:
             self._preparing, self._prepared_bytes = preparing, data_bytes
             try:
                 preparing.start()
-            except ThreadRefusedError as error:
+            except BaseException as error:
+                # A thread that a handler interrupted as it was started may never begin, and nobody must wait for it.
                 self._preparing = None
-                raise SnapshotError(f"expected a thread that prepares memory for snapshots: {error}") from error
+                if isinstance(error, ThreadRefusedError):
+                    raise SnapshotError(f"expected a thread that prepares memory for snapshots: {error}") from error
+                raise
+
+    def num_taken(self) -> int:
+        """How many arenas have a holder, or are being made for one."""
+        return self._places.num_taken()
 
     def take(self, data_bytes: int) -> Arena:
         """An arena with room for ``data_bytes``: a free one that is large enough, or else a new one.
@@ -154,11 +170,12 @@ class ArenaPool:
                 fitting = [arena for arena in self._free if arena.capacity_bytes >= data_bytes]
                 if fitting:
                     arena = min(fitting, key=lambda candidate: candidate.capacity_bytes)
+                    # In this order: an arena that is not handed over must not stay free and taken.
                     self._free.remove(arena)
-                    self._num_taken += 1
+                    arena.place = self._places.take()
                     return arena
                 is_coming = self._preparing is not None and self._prepared_bytes >= data_bytes
-                if not is_coming or self._num_taken >= self._max_arenas:
+                if not is_coming or self.num_taken() >= self._max_arenas:
                     break
                 # It is here sooner than one that is begun now, and its thread always ends.
                 self._num_waiting += 1
@@ -169,30 +186,34 @@ class ArenaPool:
                     self._num_waiting -= 1
             # What is being prepared for a smaller state is of no more use.
             self._prepared_bytes = max(self._prepared_bytes, data_bytes)
-            if self._num_taken >= self._max_arenas:
+            if self.num_taken() >= self._max_arenas:
                 raise SnapshotLimitError(
                     f"expected at most {self._max_arenas} snapshots alive at once (max_snapshots), and all of them are "
                     "still being written or read"
                 )
             outgrown = self._drop_outgrown(data_bytes)
-            self._num_taken += 1
+            place = self._places.take()
         for arena in outgrown:
             arena.close()
         try:
             # A snapshot that does not come costs a receiver time; one that the system ends this process for, a replica.
             _refuse_beyond_available(data_bytes)
-            return self._make(data_bytes, is_wanted=lambda: not self._closed)
+            arena = self._make(data_bytes, is_wanted=lambda: not self._closed)
+            arena.place = place
+            return arena
         except BaseException as error:
-            with self._changed:
-                self._num_taken -= 1
+            place.give_back()
             if isinstance(error, (OSError, OverflowError)):
                 raise SnapshotError(f"expected {data_bytes} bytes of host memory for a snapshot: {error}") from error
             raise
 
     def give_back(self, arena: Arena) -> None:
-        """Returns an arena that nobody reads any more."""
+        """Returns an arena that nobody reads any more; a second call does nothing."""
         with self._changed:
-            self._num_taken -= 1
+            if arena.place is None:
+                return
+            arena.place.give_back()
+            arena.place = None
             keep = not self._closed
             if keep:
                 self._free.append(arena)
@@ -224,7 +245,7 @@ class ArenaPool:
                 _refuse_beyond_available(2 * data_bytes)
                 arena = self._make(data_bytes, is_wanted=lambda: self._is_prepared_for(data_bytes), rest=self._rest)
                 with self._changed:
-                    keep = self._is_prepared_for(data_bytes)
+                    keep = self._is_prepared_for(data_bytes) and self._is_one_missing(data_bytes)
                     if keep:
                         self._free.append(arena)
                         self._changed.notify_all()
@@ -255,7 +276,7 @@ class ArenaPool:
 
     def _is_one_missing(self, data_bytes: int) -> bool:
         num_fitting = sum(arena.capacity_bytes >= data_bytes for arena in self._free)
-        return self._num_taken + num_fitting < self._max_arenas
+        return self.num_taken() + num_fitting < self._max_arenas
 
     def _drop_outgrown(self, data_bytes: int) -> list[Arena]:
         """Takes out what is too small for today's state, which is of no more use."""
@@ -270,10 +291,15 @@ def _refuse_beyond_available(num_bytes: int) -> None:
         raise SnapshotError(f"expected {num_bytes} bytes of free host memory for a snapshot, {available} are left")
 
 
-def _memory_file() -> int:
-    if sys.platform == "linux":
-        return os.memfd_create("ft-transport-snapshot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with tempfile.NamedTemporaryFile(prefix="ft-transport-snapshot-") as file:
+def _release(unpin: list[Callable[[], None]], descriptors: list[int]) -> None:
+    for each in unpin:
+        each()
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _temporary_file() -> int:
+    with tempfile.NamedTemporaryFile(prefix=_NAME) as file:
         return os.dup(file.fileno())
 
 

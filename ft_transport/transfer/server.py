@@ -15,7 +15,7 @@ from ft_transport.errors import SnapshotError, TransportError
 from ft_transport.http.server import SnapshotServer
 from ft_transport.http.snapshot_cache import Reader, SnapshotCache
 from ft_transport.keys import Keys
-from ft_transport.runtime.handler_safety import SafeEnd, SafeEvent
+from ft_transport.runtime.handler_safety import Place, SafeEnd, SafeEvent
 from ft_transport.settings import TransportSettings, check_number
 from ft_transport.state.copy_on_write import CopyOnWriteMemory
 from ft_transport.state.snapshot import HeldState, PendingSnapshot
@@ -80,9 +80,10 @@ class SnapshotInProgress:
     then ``publish``.
     """
 
-    def __init__(self, pending: PendingSnapshot, cache: SnapshotCache, sharing: _Sharing | None) -> None:
+    def __init__(self, pending: PendingSnapshot, cache: SnapshotCache, place: Place, sharing: _Sharing | None) -> None:
         self._pending = pending
         self._cache = cache
+        self._place = place
         self._sharing = sharing
 
     def copy_deferred(self) -> None:
@@ -90,7 +91,7 @@ class SnapshotInProgress:
         try:
             self._pending.copy_deferred()
         except BaseException:
-            self._cache.cancel_reservation()
+            self._place.give_back()
             raise
 
     def publish(self) -> None:
@@ -98,12 +99,12 @@ class SnapshotInProgress:
         try:
             snapshot = self._pending.finish()
         except BaseException:
-            self._cache.cancel_reservation()
+            self._place.give_back()
             raise
         sharing = self._sharing
         if sharing is not None:
             sharing.snapshot_id = snapshot.snapshot_id
-        self._cache.put(snapshot)
+        self._cache.put(snapshot, self._place)
         # The owner may have materialized the memory before the snapshot could be found by its id.
         if sharing is not None and sharing.memory.is_lost:
             self._cache.retire(snapshot.snapshot_id, even_if_needed=True)
@@ -112,7 +113,7 @@ class SnapshotInProgress:
     def abandon(self) -> None:
         """Gives everything back without a snapshot."""
         self._pending.abandon()
-        self._cache.cancel_reservation()
+        self._place.give_back()
 
 
 class StateServer:
@@ -322,7 +323,7 @@ class StateServer:
                 self._sharings.remove(sharing)
 
     def _begin(self, begin: Callable[[], PendingSnapshot]) -> SnapshotInProgress:
-        self._cache.reserve()
+        place = self._cache.reserve()
         try:
             pending = begin()
             sharing = None
@@ -331,9 +332,9 @@ class StateServer:
                 with self._sharings_mutex:
                     self._sharings[:] = [earlier for earlier in self._sharings if earlier.memory.is_shared]
                     self._sharings.append(sharing)
-            return SnapshotInProgress(pending, self._cache, sharing)
+            return SnapshotInProgress(pending, self._cache, place, sharing)
         except BaseException:
-            self._cache.cancel_reservation()
+            place.give_back()
             raise
 
     def lease(self, step: int) -> SnapshotLease:

@@ -87,13 +87,13 @@ def take(served: Serving, step: int) -> tuple[MemorySnapshot, float]:
     began_s = time.monotonic()
     while True:
         try:
-            served.cache.reserve()
+            place = served.cache.reserve()
             break
         except SnapshotLimitError:
             assert time.monotonic() - began_s < 20, "no newer snapshot is ever taken"
             time.sleep(0.005)
     took_s = time.monotonic() - began_s
     snapshot = MemorySnapshot(step, DATA)
-    served.cache.put(snapshot)
+    served.cache.put(snapshot, place)
     threading.Event().wait(LEASE_S / 2)  # A step, in which who was cut off comes back.
     return snapshot, took_s

@@ -433,7 +433,7 @@ def test_live_memory_that_is_shared_comes_through_the_network_and_is_not_copied(
         begun.copy_deferred()
         begun.publish()
         assert is_state(receiver.fetch(source.metadata(), 1).state, 1)
-        assert source._server._stager._pool._num_taken == 0
+        assert source._server._stager._pool.num_taken() == 0
     assert taken_from_memory(caplog) == []
 
 

@@ -72,7 +72,7 @@ class Training:
 
     def num_arenas(self) -> int:
         """How many of them hold a copy."""
-        return self.transport._server._stager._pool._num_taken
+        return self.transport._server._stager._pool.num_taken()
 
     def lend_boundary(self, step: int) -> dict[str, Any]:
         """What a quorum does that has a newcomer in it."""

@@ -368,7 +368,7 @@ class LocalReplica:
 
     def num_arenas(self) -> int:
         """How many hold a copy of the state."""
-        return self.transport._server._stager._pool._num_taken
+        return self.transport._server._stager._pool.num_taken()
 
 
 def test_what_is_global_is_fetched_between_two_syncs_and_nothing_in_the_quorum(

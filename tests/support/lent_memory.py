@@ -44,7 +44,7 @@ class LentMemory:
 @contextmanager
 def lent(served: Serving, data: bytes) -> Iterator[LentMemory]:
     """Live memory in the place of a snapshot's file."""
-    served.cache.reserve()
+    place = served.cache.reserve()
     snapshot = MemorySnapshot(5, data)
     file, memory = snapshot.memory, LentMemory(snapshot)
     snapshot.memory = memory
@@ -55,5 +55,5 @@ def lent(served: Serving, data: bytes) -> Iterator[LentMemory]:
         close()
 
     snapshot.close = close_file  # type: ignore[method-assign]
-    served.cache.put(snapshot)
+    served.cache.put(snapshot, place)
     yield memory

@@ -19,6 +19,7 @@ from ft_transport.http.server import SnapshotServer
 from ft_transport.http.snapshot_cache import SnapshotCache
 from ft_transport.http.snapshot_requests import FreshSnapshot
 from ft_transport.keys import Keys
+from ft_transport.runtime.handler_safety import Place
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.watch import Watch
 from ft_transport.tls import Certificates, TLSFiles
@@ -90,14 +91,15 @@ class Serving:
     keys: Keys | None = None
 
     def put(self, step: int, data: bytes = b"state") -> MemorySnapshot:
-        until(self._reserve)
+        places: list[Place] = []
+        until(lambda: self._reserve(places))
         snapshot = MemorySnapshot(step, data)
-        self.cache.put(snapshot)
+        self.cache.put(snapshot, places[0])
         return snapshot
 
-    def _reserve(self) -> bool:
+    def _reserve(self, places: list[Place]) -> bool:
         try:
-            self.cache.reserve()
+            places.append(self.cache.reserve())
         except SnapshotLimitError:  # The server has not yet seen that the last receiver closed its connection.
             return False
         return True

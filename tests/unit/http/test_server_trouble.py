@@ -353,11 +353,11 @@ def test_close_cuts_running_transfers_and_waiting_requests(wait: bool) -> None:
 
 def test_a_snapshot_that_is_finished_after_the_shutdown_is_freed() -> None:
     with serving() as served:
-        served.cache.reserve()
+        place = served.cache.reserve()
         served.server.close(wait=True)
         served.cache.clear()
         snapshot = MemorySnapshot(5, b"late")
-        served.cache.put(snapshot)
+        served.cache.put(snapshot, place)
         assert snapshot.closed.is_set()
         with pytest.raises(SnapshotError, match="shut down"):
             served.cache.reserve()

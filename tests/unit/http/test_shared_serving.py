@@ -46,7 +46,7 @@ class SharedInMemory:
 
 class SharedMemory:
     def __init__(self, served: Serving) -> None:
-        served.cache.reserve()
+        place = served.cache.reserve()
         self.snapshot = MemorySnapshot(5, DATA)
         self.memory = SharedInMemory(self.snapshot.content)
         self.file, self.snapshot.memory = self.snapshot.memory, self.memory
@@ -57,7 +57,7 @@ class SharedMemory:
             close()
 
         self.snapshot.close = close_file  # type: ignore[method-assign]
-        served.cache.put(self.snapshot)
+        served.cache.put(self.snapshot, place)
 
 
 @pytest.fixture

@@ -46,9 +46,9 @@ def cache(clock: Clock) -> Iterator[SnapshotCache]:
 
 
 def put(cache: SnapshotCache, step: int) -> MemorySnapshot:
-    cache.reserve()
+    place = cache.reserve()
     snapshot = MemorySnapshot(step, b"state")
-    cache.put(snapshot)
+    cache.put(snapshot, place)
     return snapshot
 
 
@@ -93,14 +93,18 @@ def test_the_limit_counts_what_is_read_and_what_is_reserved(cache: SnapshotCache
 
 
 def test_reserved_places_count_and_come_back(cache: SnapshotCache) -> None:
-    cache.reserve()
-    cache.reserve()
+    places = [cache.reserve(), cache.reserve()]
     with pytest.raises(SnapshotLimitError):
         cache.reserve()
-    cache.cancel_reservation()
-    cache.reserve()
-    cache.cancel_reservation()
-    cache.cancel_reservation()
+    places.pop().give_back()
+    places.append(cache.reserve())
+    with pytest.raises(SnapshotLimitError):
+        cache.reserve()
+    # One that an exception drops counts no more either.
+    del places[0]
+    assert cache.num_alive() == 1
+    places[0].give_back()
+    assert cache.num_alive() == 0
     assert cache.steps() == ()
 
 

@@ -206,7 +206,7 @@ def test_a_second_thread_that_materializes_waits_for_the_copy(owner: Owner, monk
     second.join(LONG_S)
     assert changed.is_set()
     assert file_of(snapshot) == before
-    assert owner.stager._pool._num_taken == 1
+    assert owner.stager._pool.num_taken() == 1
     snapshot.close()
 
 
@@ -217,9 +217,9 @@ def test_shared_memory_is_freed_when_its_last_reader_is_gone(owner: Owner) -> No
         before = file_of(snapshot)
         with memory_of(snapshot).pin(0, snapshot.total_bytes) as views:
             snapshot.close()
-            assert owner.stager._pool._num_taken == 1
+            assert owner.stager._pool.num_taken() == 1
             assert b"".join(views) == before
-        assert owner.stager._pool._num_taken == 0
+        assert owner.stager._pool.num_taken() == 0
 
 
 def test_what_is_closed_is_neither_copied_nor_read_any_more(owner: Owner) -> None:
