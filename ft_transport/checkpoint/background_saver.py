@@ -22,7 +22,7 @@ from ft_transport.coordination.consensus import Agreement, RankGroup
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.errors import CheckpointError, DeadlineExceededError, WriterFailedError
 from ft_transport.runtime.at_exit import at_exit
-from ft_transport.runtime.handler_safety import SafeFuture, SafeThread
+from ft_transport.runtime.handler_safety import LazyThread, SafeFuture
 from ft_transport.settings import check_duration
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class BackgroundSaver:
         self._seen_writer = 0
         self._fatal: BaseException | None = None
         self._jobs: queue.SimpleQueue[tuple[SaveRequest, SaveHandle] | None] = queue.SimpleQueue()
-        self._thread: SafeThread | None = None
+        self._thread: Final = LazyThread(self._run, "ft-transport-save")
         _savers.add(self)
 
     def start_writer(self) -> None:
@@ -160,15 +160,15 @@ class BackgroundSaver:
 
     def start(self) -> None:
         """Starts the thread."""
-        if self._thread is None:
-            self._thread = SafeThread(target=self._run, name="ft-transport-save", daemon=True)
-            self._thread.start()
+        self._thread.start()
 
     def submit(self, request: SaveRequest) -> SaveHandle:
         """Begins a save; nothing else is being saved. What is staged is released when it has ended."""
         self.start()
-        handle = self._current = SaveHandle(request.step)
+        handle = SaveHandle(request.step)
+        # In this order: nobody would end a save that is waited for and was not handed over.
         self._jobs.put((request, handle))
+        self._current = handle
         return handle
 
     def wait(self) -> None:
@@ -205,17 +205,15 @@ class BackgroundSaver:
 
     def close(self) -> None:
         """Ends the thread after what it has to save, and the writer process. May be called twice."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join()
+        self._jobs.put(None)
+        self._thread.join()
         self._exchange.close()
         self.writer.close()
 
     def finish_at_exit(self, deadline_s: float) -> None:
         """Ends the thread as `close` does, but waits no longer than until ``deadline_s``, of the monotonic clock."""
-        thread, self._thread = self._thread, None
-        if thread is not None and thread.is_alive():
+        thread = self._thread
+        if thread.is_alive():
             self._jobs.put(None)
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():

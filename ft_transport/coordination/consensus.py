@@ -239,8 +239,8 @@ class Agreement:
                     self._beat()
 
         thread = SafeThread(target=beat, name="ft-transport-alive", daemon=True)
-        thread.start()
         try:
+            thread.start()
             return action()
         finally:
             is_over.set()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import aiohttp
 import msgspec
@@ -18,13 +18,14 @@ from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, Engine, P
 from ft_transport.publish.known_engine import KnownEngine, Link
 from ft_transport.publish.polling import EnginePoller
 from ft_transport.publish.report import EngineReport, EngineState, Policy, PublishReport, judge
-from ft_transport.runtime.handler_safety import SafeThread
+from ft_transport.runtime.handler_safety import LazyThread, SafeFuture
 
 logger = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.25
 _CLOSING_S: Final = 15.0
 
+T = TypeVar("T")
 Post = Callable[[PublishReport], None]
 
 
@@ -61,7 +62,7 @@ class EngineNotifier:
         self._newest: Delivery | None = None
         self._is_polling = True
         self._is_closed = False
-        self._thread: SafeThread | None = None
+        self._thread = LazyThread(self._run, "ft-transport-publish")
         self._session: aiohttp.ClientSession | None = None
         self._under_way: set[asyncio.Task[Any]] = set()
         self._poller: EnginePoller | None = None
@@ -94,10 +95,9 @@ class EngineNotifier:
         with self._mutex:
             self._refuse_if_closed()
             self._newest = delivery
-            self._start()
-            return asyncio.run_coroutine_threadsafe(
-                self._notify_all(delivery, tuple(self._engines.values()), post), self._loop
-            )
+            self._thread.start()
+            engines = tuple(self._engines.values())
+            return self._submit(lambda: self._notify_all(delivery, engines, post))
 
     def add(self, engine: Engine) -> Future[None] | None:
         """Adds an engine, and begins to notify it of the newest version, if there is one.
@@ -114,8 +114,9 @@ class EngineNotifier:
             known = self._insert(engine)
             if self._newest is None:
                 return None
-            self._start()
-            return asyncio.run_coroutine_threadsafe(self._tell_newcomer(known, self._newest), self._loop)
+            self._thread.start()
+            newest = self._newest
+            return self._submit(lambda: self._tell_newcomer(known, newest))
 
     def remove(self, url: str) -> None:
         """Forgets an engine; a delivery that is under way is given up.
@@ -134,7 +135,7 @@ class EngineNotifier:
             # It may be added again while this end is resumed.
             self._left = {each: link for each, link in self._left.items() if link.is_busy or link.is_left_paused}
             self._left[known.url] = known.link
-            if self._thread is not None:
+            if self._thread.is_begun:
                 self._loop.call_soon_threadsafe(self._give_up, known)
 
     def states(self) -> tuple[EngineState, ...]:
@@ -158,12 +159,12 @@ class EngineNotifier:
     def close(self) -> None:
         """Gives up engines that are being notified, and ends the thread. May be called twice."""
         with self._mutex:
-            self._is_closed = True
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-            thread.join(3 * _CLOSING_S)
-            if thread.is_alive():
+            is_first, self._is_closed = not self._is_closed, True
+        if self._thread.is_alive():
+            if is_first:
+                self._submit(self._end)
+            self._thread.join(3 * _CLOSING_S)
+            if self._thread.is_alive():
                 logger.warning("an engine's deliver does not give way: its thread is left behind")
         if not self._loop.is_running():
             self._loop.close()
@@ -181,10 +182,24 @@ class EngineNotifier:
         self._engines = {**self._engines, engine.url: known}
         return known
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = SafeThread(target=self._run, name="ft-transport-publish", daemon=True)
-            self._thread.start()
+    def _submit(self, start: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        """As ``asyncio.run_coroutine_threadsafe``, whose future a signal handler can leave locked for the loop."""
+        future: Future[T] = SafeFuture()
+
+        def begin() -> None:
+            self._loop.create_task(start()).add_done_callback(settle)
+
+        def settle(task: asyncio.Task[T]) -> None:
+            if task.cancelled():
+                future.cancel()
+                future.set_running_or_notify_cancel()
+            elif (error := task.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(task.result())
+
+        self._loop.call_soon_threadsafe(begin)
+        return future
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
