@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ft_transport.errors import CollectiveRefusedError
 from ft_transport.state.dtensors import dtensor_type
@@ -34,8 +34,14 @@ def refusing_collectives() -> Iterator[None]:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         yield
         return
-    with _Refusing():  # type: ignore[no-untyped-call]
-        yield
+    mode = _Refusing()  # type: ignore[no-untyped-call]
+    try:
+        with mode:
+            yield
+    finally:
+        # Where a signal handler raised inside torch's own ``__enter__`` or ``__exit__``.
+        if mode in _get_current_dispatch_mode_stack():
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]

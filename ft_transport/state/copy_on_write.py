@@ -178,15 +178,18 @@ class CopyOnWriteMemory:
         error, and the owner goes on.
         """
         began_s = time.monotonic()
+        is_to_copy = False
         with self._copying:
-            with self._changed:
-                is_to_copy = self.is_shared
-                # A pin of its own: a close in between must not give back the arena that is being written.
-                self._num_pins += is_to_copy
-            if is_to_copy:
-                try:
+            try:
+                with self._changed:
+                    # A pin of its own: a close in between must not give back the arena that is being written.
+                    is_shared = self.is_shared
+                    self._num_pins += is_shared
+                    is_to_copy = is_shared
+                if is_to_copy:
                     self._copy()
-                finally:
+            finally:
+                if is_to_copy:
                     with self._changed:
                         self._num_pins -= 1
                         self._let_go()

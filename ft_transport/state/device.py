@@ -8,6 +8,7 @@ still writing, because those kernels were only queued when ``step()`` returned.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -66,7 +67,9 @@ class DeviceCopier:
         May run on any thread. The caller keeps the sources alive until this returns, so the caching allocator cannot
         hand their memory to somebody else meanwhile.
         """
-        finished = []
+        finished: list[Any] = []
+        # Waits for all of them in one call, in which no signal handler can raise between two devices.
+        synchronized = map(methodcaller("synchronize"), finished)
         try:
             for device, event in after.items():
                 if device not in self._streams:
@@ -75,17 +78,21 @@ class DeviceCopier:
                 stream.wait_event(event)
                 done = self._accelerator.new_event(device)
                 try:
+                    finished.append(done)
                     with stream:
-                        for target, source in copies:
-                            if source.device == device:
-                                target.copy_(source, non_blocking=True)
+                        _queue(copies, device)
                 finally:
                     done.record(stream)
-                    finished.append(done)
         finally:
             # After an error too: what was queued must not write into memory that the caller then gives away.
-            for done in finished:
-                done.synchronize()
+            list(synchronized)
+
+
+def _queue(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
+    """Queues the copies from one device. A function of its own: see ``runtime.handler_safety`` about loops."""
+    for target, source in copies:
+        if source.device == device:
+            target.copy_(source, non_blocking=True)
 
 
 def pinning() -> Callable[[torch.Tensor], Callable[[], None]] | None:

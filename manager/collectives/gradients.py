@@ -96,7 +96,7 @@ class _Gradient:
         elif self.num_own != (1, 0):
             self.parameter.grad = _like(self.parameter, self.local)
         elif self.parameter.grad is not None:
-            own = _local_of(self.parameter.grad)
+            own = _local_of(self.parameter.grad.detach())
             if own.data_ptr() != self.local.data_ptr():
                 # Of other strides; whether a gradient travels alone must not depend on them.
                 own.copy_(self.local)
@@ -132,15 +132,15 @@ def average_gradients(parameters: NamedParameters, allreduce: Allreduce) -> bool
     works.append(allreduce(flags, Reduction("which gradients exist", ReduceOp.SUM)))
     if not wait_all(works):
         return False
-    with torch.no_grad():
-        for bucket, whole in zip(buckets, flat, strict=True):
-            averaged = torch.split(whole, [each.local.numel() for each in bucket])
-            torch._foreach_copy_(
-                [each.local for each in bucket],
-                [part.view(each.local.shape) for part, each in zip(averaged, bucket, strict=True)],
-            )
-        for each, (num_dense, num_sparse) in zip(gradients, flags.tolist(), strict=True):
-            each.settle(num_dense, num_sparse)
+    # Nothing here requires gradients. A signal handler that raises inside ``torch.no_grad`` may leave them turned off.
+    for bucket, whole in zip(buckets, flat, strict=True):
+        averaged = torch.split(whole, [each.local.numel() for each in bucket])
+        torch._foreach_copy_(
+            [each.local for each in bucket],
+            [part.view(each.local.shape) for part, each in zip(averaged, bucket, strict=True)],
+        )
+    for each, (num_dense, num_sparse) in zip(gradients, flags.tolist(), strict=True):
+        each.settle(num_dense, num_sparse)
     return True
 
 

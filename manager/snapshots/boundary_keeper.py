@@ -385,7 +385,10 @@ def _copied(plan: _Plan) -> list[torch.Tensor]:
     if any(source is None for source in sources):
         raise NotKeepableError("a buffer is gone")
     spare, plan.spare = plan.spare, None
-    with torch.no_grad():
+    had_gradients = torch.is_grad_enabled()
+    try:
+        # Not ``torch.no_grad``: a signal handler that raises in its functions may leave gradients turned off.
+        torch._C._set_grad_enabled(False)
         if spare is not None and all(
             copy_.shape == source.shape and copy_.dtype is source.dtype and copy_.device == source.device
             for copy_, source in zip(spare, sources, strict=True)
@@ -396,3 +399,5 @@ def _copied(plan: _Plan) -> list[torch.Tensor]:
         made: dict[Memory | None, torch.Tensor] = {}
         # Tensors that are one stay one.
         return [made.setdefault(memory_at(source), source.detach().clone()) for source in sources]
+    finally:
+        torch._C._set_grad_enabled(had_gradients)

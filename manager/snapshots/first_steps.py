@@ -46,13 +46,15 @@ class FirstSteps:
         """
         if self._is_called:
             return
-        self._is_called = True
         try:
             self._state()
         except Exception as error:
+            self._is_called = True
             if isinstance(error.__cause__, CollectiveRefusedError):
                 raise  # On every rank alike, and at the start, when it can be mended.
             logger.debug("the state functions failed at their first call: %s", error)
+        # Not where a handler ended the call: the next one would be made inside a section.
+        self._is_called = True
 
     def prefault(self) -> None:
         """Make memory for snapshots of this state ready after the first step; called at each boundary.

@@ -208,15 +208,16 @@ class SnapshotScheduler:
         Returns:
             Whether a snapshot was begun.
         """
-        with self._mutex:
-            held = self._held
-            if held is None:
-                return False
-            self._held, self._settled = None, held.run
+        held: HeldBoundary | None = None
         try:
+            with self._mutex:
+                held = self._held
+                if held is None:
+                    return False
+                self._held, self._settled = None, held.run
             return self._begin_or_let_go(held)
         finally:
-            if self._settled is held.run:
+            if held is not None and self._settled is held.run:
                 self._settled = None
 
     def _begin_or_let_go(self, held: HeldBoundary) -> bool:

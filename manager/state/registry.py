@@ -12,7 +12,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -208,8 +208,14 @@ class StateRegistry:
         try:
             num_calls = self._num_calls.get(entry.key, 0)
             is_known = num_calls >= _NUM_GUARDED_CALLS
-            with self._noted(), nullcontext() if is_known else refusing_collectives():
-                state = entry.state_dict()
+            with nullcontext() if is_known else refusing_collectives():
+                thread = threading.get_ident()
+                try:
+                    # Inside: no step would count any more in a thread that a handler's exception has left here.
+                    self._calling.add(thread)
+                    state = entry.state_dict()
+                finally:
+                    self._calling.discard(thread)
             self._num_calls[entry.key] = num_calls + 1
             return state
         except Exception as error:
@@ -222,15 +228,6 @@ class StateRegistry:
     def is_calling(self) -> bool:
         """Whether this thread is inside a registered function. DCP's make an optimizer's states by a step of it."""
         return threading.get_ident() in self._calling
-
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        thread = threading.get_ident()
-        self._calling.add(thread)
-        try:
-            yield
-        finally:
-            self._calling.discard(thread)
 
     def parameter_finder(self) -> Callable[[tuple[str | int, ...]], torch.Tensor | None]:
         """Return a function that knows how the states are divided of an optimizer which has not stepped yet.
@@ -314,10 +311,8 @@ class StateRegistry:
         loaded: list[str] = []
         for entry in entries:
             try:
-                with self._noted(), exact_loading(entry.load_state_dict, optimizers):
-                    self.loaders.before_load(entry.key)
-                    entry.load_state_dict(state[entry.key])
-                    self.loaders.after_load(entry.key)
+                with exact_loading(entry.load_state_dict, optimizers):
+                    self._load_entry(entry, state[entry.key])
             except Exception as error:
                 raise RegistryError(
                     f"expected load_state_dict of {entry.key!r} to take the received state, got "
@@ -325,6 +320,16 @@ class StateRegistry:
                     keys=(entry.key,),
                 ) from error
             loaded.append(entry.key)
+
+    def _load_entry(self, entry: StateEntry, part: object) -> None:
+        thread = threading.get_ident()
+        try:
+            self._calling.add(thread)
+            self.loaders.before_load(entry.key)
+            entry.load_state_dict(part)
+            self.loaders.after_load(entry.key)
+        finally:
+            self._calling.discard(thread)
 
 
 def names_of(

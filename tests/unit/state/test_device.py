@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from interruptions import at_every_place
 from state_tools import file_of, open_stager, receive, take
 
 from ft_transport.errors import SnapshotError
@@ -301,3 +302,22 @@ def test_torchs_own_accelerator_has_what_the_stand_in_has() -> None:
     for name in ("record", "synchronize"):
         assert hasattr(torch.Event, name)
         assert hasattr(StandInEvent, name)
+
+
+def test_wherever_a_handler_raises_nothing_is_on_its_way_and_no_stream_stays_current(
+    accelerator: StandInAccelerator,
+) -> None:
+    copier = DeviceCopier(accelerator)
+    source = torch.ones(4).as_subclass(StandInTensor)
+    other = torch.ones(4).as_subclass(OtherStandInTensor)
+
+    def copy() -> None:
+        copies = [(torch.zeros(4), source), (torch.zeros(4), source), (torch.zeros(4), other)]
+        copier.copy(copies, copier.mark([_DEVICE, _OTHER]))
+
+    def check() -> None:
+        assert StandInTensor.stream is None
+        queued = [each for stream in copier._streams.values() for each in stream.queue]
+        assert not [each for each in queued if each.__name__ == "<lambda>"], "a copy is on its way"
+
+    at_every_place(copy, check, at_least=10)
