@@ -166,6 +166,10 @@ def _leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
             torch.zeros(1, device="cuda")
     before = _alive()
     yield
+    recorder = sys.modules.get("ft_transport.telemetry.recorder")
+    if recorder is not None and (recording := recorder.current()) is not None:
+        recording.leave()  # Else each record of the tests that follow would be a part of it.
+        pytest.fail("the test left a recording open", pytrace=False)
     deadline = time.monotonic() + float(request.config.getini("leak_grace_s"))
     leaked = _alive() - before
     if leaked:

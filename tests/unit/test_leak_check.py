@@ -34,6 +34,12 @@ LEAKY = """
         child = subprocess.Popen(["sleep", "60"])
         kept.extend([child.kill, child.wait])
 
+    def test_recording():
+        from ft_transport.telemetry.recorder import Recorder
+
+        recording = Recorder().begin("save")
+        kept.append(recording.end)
+
     def test_clean():
         thread = threading.Thread(target=lambda: None)
         thread.start()
@@ -52,7 +58,7 @@ def test_it_names_what_a_test_leaves_behind(pytester: pytest.Pytester) -> None:
 
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=60)
 
-    result.assert_outcomes(passed=5, errors=3)
+    result.assert_outcomes(passed=6, errors=4)
     result.stdout.fnmatch_lines_random(
         [
             "*ERROR at teardown of test_thread *",
@@ -61,5 +67,7 @@ def test_it_names_what_a_test_leaves_behind(pytester: pytest.Pytester) -> None:
             "  descriptor /memfd:left-open (deleted)",
             "*ERROR at teardown of test_process *",
             "  process * (sleep)",
+            "*ERROR at teardown of test_recording *",
+            "the test left a recording open",
         ]
     )
