@@ -215,9 +215,10 @@ def test_chaos(new_fleet: Callable[..., ReplicaFleet], num_kills: int) -> None:
     for _ in range(num_kills):
         fleet.run_for(chance.uniform(0.0, 1.5))
         # What one that was killed had begun alone is gone with it.
-        before = max(map(fleet.newest_step_of, NAMES))
+        # Read once: threads note new steps meanwhile.
+        newest = {name: fleet.newest_step_of(name) for name in NAMES}
         # One that has the state stays alive: it is nowhere else.
-        kept = chance.choice([name for name in NAMES if fleet.newest_step_of(name) == before])
+        kept = chance.choice([name for name in NAMES if newest[name] == max(newest.values())])
         others = [name for name in NAMES if name != kept]
         victims = chance.sample(others, chance.choice([1, 1, 2]))
         for name in victims:
