@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from ft_transport.errors import TransportError
 
@@ -11,10 +11,15 @@ ITEM_BITS: Final = {
     "bool": 8, "uint8": 8, "int8": 8, "int16": 16, "uint16": 16, "int32": 32, "uint32": 32, "int64": 64, "uint64": 64,
     "float16": 16, "bfloat16": 16, "float32": 32, "float64": 64, "complex32": 32, "complex64": 64, "complex128": 128,
     "float8_e4m3fn": 8, "float8_e4m3fnuz": 8, "float8_e5m2": 8, "float8_e5m2fnuz": 8, "float8_e8m0fnu": 8,
+    "float4_e2m1fn_x2": 8, "qint8": 8, "quint8": 8, "qint32": 32, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
-"""Of torch's dtypes, the bits of an element."""
+"""The bits of an element, of torch's dtypes, and by the names of safetensors of those that torch has not."""
 MAX_DIMENSIONS: Final = 64
 """Those of torch's own tensors."""
+
+
+Form: TypeAlias = Literal["file", "files", "dcp"]
+"""One safetensors file, a directory of them, or a directory of DCP's."""
 
 
 class UnreadableError(TransportError, ValueError):
@@ -33,13 +38,15 @@ class NotComparedError(TransportError):
 class StoredPart:
     """Where something is stored: a file beside the metadata (empty: the file itself), where it begins, its length.
 
-    ``is_raw``: its bytes are the data themselves, and not what ``torch.save`` makes of them.
+    ``is_raw``: its bytes are the data themselves, and not what ``torch.save`` makes of them. ``is_zstd``: DCP's
+    extension has compressed the latter.
     """
 
     file: str
     start: int
     num_bytes: int
     is_raw: bool = True
+    is_zstd: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,28 +85,29 @@ class Contents:
 
     Attributes:
         kind: In words.
+        form: How it is stored.
         tensors: In the order in which they are stored.
         values: What is stored beside them: names, and where it is, for who has asked for that.
         step: The committed step; ``None`` where it is not told.
         data_start: Where the data of a single file begins.
         metadata: What a file says of itself, by name.
-        num_bytes_missing: So many bytes a single file is shorter than it should be.
+        num_bytes_missing: So many bytes its safetensors files are shorter than they should be.
+        troubles: What keeps the library from opening its safetensors files, or is at odds with their index.
+        notes: What was not looked at.
     """
 
     kind: str
+    form: Form = "dcp"
     tensors: tuple[TensorEntry, ...] = ()
     values: dict[str, StoredPart | None] = field(default_factory=dict)
     step: int | None = None
     data_start: int = 0
     metadata: dict[str, str] = field(default_factory=dict)
     num_bytes_missing: int = 0
+    troubles: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """Of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors)
-
-    @property
-    def is_one_file(self) -> bool:
-        """True for a single file, which holds nothing beside its tensors."""
-        return self.data_start > 0

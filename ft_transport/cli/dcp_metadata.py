@@ -51,6 +51,10 @@ _LEAST_MEMORY_BYTES: Final = 512 << 20
 _MEMORY_FOR_EACH_BYTE: Final = 64
 """What a byte of metadata takes as objects, and as JSON, many times over."""
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
+_SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
+"""Where torch had `TensorProperties` up to 2.2."""
+_ZSTD: Final = "stream.zstd/1"
+"""What DCP's ``ZStandard`` extension calls itself (torch/distributed/checkpoint/_extension.py)."""
 
 _contents_decoder: Final = msgspec.json.Decoder(Contents)
 
@@ -67,7 +71,7 @@ def read_dcp(directory: Path, *, with_places: bool) -> Contents:
     """
     path = directory / METADATA_NAME
     try:
-        encoded = read_regular(path, max_bytes=_MAX_BYTES)
+        encoded = read_regular(Path(os.path.realpath(path)), max_bytes=_MAX_BYTES)
     except OSError as error:
         raise UnreadableError(f"expected a DCP checkpoint in {directory}: {error}") from error
     command = child_command(__name__, _main.__name__, *([_WITH_PLACES] if with_places else []))
@@ -118,6 +122,7 @@ def _read(encoded: bytes, *, with_places: bool) -> Contents:
     places = _places_of(metadata.get("storage_data")) if with_places else None
     return Contents(
         kind="DCP checkpoint",
+        form="dcp",
         tensors=tuple(_tensor(name, each, places) for name, each in stored.items() if isinstance(each, _Tensor)),
         values={
             str(name): places.get((name, None)) if places is not None else None
@@ -174,6 +179,8 @@ _CLASSES: Final[dict[tuple[str, str], Any]] = {
             "_MEM_FORMAT_ENCODING",
         )
     },
+    (_SHARDED, "TensorProperties"): _Kept,
+    (_SHARDED, "MEM_FORMAT_ENCODING"): _Kept,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Kept,
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _Kept,
     ("torch.serialization", "_get_layout"): _Kept,
@@ -241,10 +248,14 @@ def _places_of(storage: Any) -> _Places:
         if not isinstance(file, str) or not isinstance(start, int) or not isinstance(num_bytes, int):
             raise UnreadableError("expected file, offset and length of what is stored")
         name, offset = index["fqn"], index.get("offset")
-        if stored.get("transform_descriptors"):
-            raise UnreadableError(f"expected data as torch.save writes it, {_shown(name)} is compressed or encrypted")
+        transforms = stored.get("transform_descriptors") or []
+        if transforms not in ([], [_ZSTD]):
+            raise UnreadableError(
+                "expected data as torch.save writes it, or as DCP's ZStandard compresses that; another extension has "
+                f"transformed {_shown(name)}"
+            )
         at = _lengths(offset, name) if offset is not None else None
-        places[name, at] = StoredPart(file, start, num_bytes, is_raw=False)
+        places[name, at] = StoredPart(file, start, num_bytes, is_raw=False, is_zstd=bool(transforms))
     return places
 
 

@@ -72,7 +72,7 @@ def find_differences(one: StoredState, other: StoredState, *, chunks: UnequalChu
     found: dict[str, Difference] = {}
     num_bytes, left_out = 0, 0
     pairs: dict[str, list[Pair]] = {"elements": [], "value": []}
-    has_values = one.contents.is_one_file == other.contents.is_one_file
+    has_values = one.contents.form == other.contents.form
     sides: list[tuple[Kind, dict[str, StoredTensor], dict[str, StoredTensor]]] = [
         ("elements", one.tensors, other.tensors),
         ("value", one.values, other.values),

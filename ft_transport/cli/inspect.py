@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -14,15 +13,18 @@ import typer
 
 from ft_transport.cli.contents import Contents, NothingThereError, TensorEntry, UnreadableError
 from ft_transport.cli.dcp_metadata import METADATA_NAME, read_dcp
-from ft_transport.cli.safetensors_header import read_header
+from ft_transport.cli.safetensors_files import INDEX_SUFFIX, SUFFIX, read_file, read_files, read_header
 from ft_transport.errors import escape_peer_text
-from ft_transport.runtime.regular_files import open_regular
 from ft_transport.telemetry.explain import megabytes
 
 _STEP_DIRECTORY: Final = re.compile(r"step-([0-9]{1,18})")
+_NUMBERED: Final = re.compile(r"(?:step|version)-([0-9]{1,18})")
+"""Of checkpoints, also those of torchtitan, and of published versions."""
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 MANIFEST: Final = "manifest.json"
 OURS: Final = "checkpoint of ft_transport"
+OF_A_RANK: Final = "rank-*.json"
+"""Beside the files of DCP in a checkpoint of ours."""
 _MAX_NAME: Final = 200
 _PEER_WITHIN_S: Final = 30.0
 
@@ -67,7 +69,12 @@ def open_thing(thing: str, *, with_places: bool = False) -> Contents:
     if is_url(thing):
         return _of_peer(thing)
     path = checkpoint_at(Path(thing))
-    return _of_checkpoint(path, with_places=with_places) if path.is_dir() else _of_file(path)
+    if path.is_dir() and (path / METADATA_NAME).exists():
+        return _of_checkpoint(path, with_places=with_places)
+    if path.is_dir():
+        indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"), key=lambda index: (not index.name.startswith("model."), index))
+        return read_files(path, indexes[0] if indexes else None)
+    return read_files(path.parent, path) if path.name.endswith(INDEX_SUFFIX) else read_file(path)
 
 
 def is_url(thing: str) -> bool:
@@ -76,18 +83,19 @@ def is_url(thing: str) -> bool:
 
 
 def checkpoint_at(path: Path) -> Path:
-    """The newest complete checkpoint in a directory of them; anything else as it is.
+    """The newest complete checkpoint, or version, in a directory of them; anything else as it is.
 
     Raises:
         NothingThereError: It is a directory without any, or cannot be looked into.
     """
     try:
-        if not path.is_dir() or (path / METADATA_NAME).exists():
+        if not path.is_dir() or _is_stored_in(path):
             return path
         steps = sorted(
             (int(found[1]), entry)
             for entry in path.iterdir()
-            if (found := _STEP_DIRECTORY.fullmatch(entry.name)) and (entry / MANIFEST).exists()
+            if (found := _NUMBERED.fullmatch(entry.name))
+            and ((entry / MANIFEST).exists() or (_is_stored_in(entry) and not any(entry.glob(OF_A_RANK))))
         )
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise NothingThereError(
@@ -95,10 +103,15 @@ def checkpoint_at(path: Path) -> Path:
         ) from error
     if not steps:
         raise NothingThereError(
-            f"expected a checkpoint in {path}: it has neither {METADATA_NAME} nor a complete step-N directory; name "
-            "the directory that the trainer saves to, a file or a URL"
+            f"expected a checkpoint in {path}: it has neither {METADATA_NAME}, nor safetensors files, nor a complete "
+            "step-N or version-N directory; name the directory that the trainer saves to, a file or a URL"
         )
     return steps[-1][1]
+
+
+def _is_stored_in(directory: Path) -> bool:
+    patterns = (f"*{SUFFIX}", f"*{INDEX_SUFFIX}")
+    return (directory / METADATA_NAME).exists() or any(any(directory.glob(pattern)) for pattern in patterns)
 
 
 def _of_checkpoint(path: Path, *, with_places: bool) -> Contents:
@@ -107,27 +120,6 @@ def _of_checkpoint(path: Path, *, with_places: bool) -> Contents:
     if found is None or not (path / MANIFEST).exists():
         return contents
     return replace(contents, kind=OURS, step=int(found[1]))
-
-
-def _of_file(path: Path) -> Contents:
-    try:
-        descriptor = open_regular(path)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise NothingThereError(
-            f"expected a safetensors file at {path}: {getattr(error, 'strerror', None) or error}"
-        ) from error
-    try:
-        contents = read_header(
-            lambda start, length: os.pread(descriptor, length, start), kind="safetensors file", name=str(path)
-        )
-        parts = (piece.stored for each in contents.tensors for piece in each.pieces if piece.stored is not None)
-        ends = (part.start + part.num_bytes for part in parts)
-        missing = contents.data_start + max(ends, default=0) - os.fstat(descriptor).st_size
-        return replace(contents, num_bytes_missing=max(0, missing))
-    except OSError as error:
-        raise UnreadableError(f"expected a safetensors file at {path}, it cannot be read: {error}") from error
-    finally:
-        os.close(descriptor)
 
 
 def _of_peer(url: str) -> Contents:

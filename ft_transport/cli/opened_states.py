@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from ft_transport.cli.differences import UnequalChunks
 from ft_transport.cli.inspect import checkpoint_at, is_url, open_thing
-from ft_transport.cli.stored_state import StoredFile, StoredState, open_state
+from ft_transport.cli.stored_file import StoredFile
+from ft_transport.cli.stored_state import StoredState, open_state
 from ft_transport.cli.wholeness import DIGESTS, read_manifest
 from ft_transport.runtime.handler_safety import SafeExecutor
 
@@ -96,7 +97,7 @@ def _manifest_of(thing: str) -> Manifest | None:
     path = checkpoint_at(Path(thing))
     if path.is_dir() or DIGESTS not in open_thing(thing).metadata:
         return None
-    file = StoredFile(path)
+    file = StoredFile.at(path)
     try:
         return read_manifest(file)
     finally:

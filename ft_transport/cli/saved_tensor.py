@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -30,18 +30,26 @@ _MAX_DIRECTORY_BYTES: Final = 1 << 20
 _MAX_ENTRIES: Final = 4096
 _MAX_PICKLE_BYTES: Final = 1 << 16
 _NUM_KEPT: Final = 1024
-_FULL_16: Final = 0xFFFF
 _FULL_32: Final = 0xFFFFFFFF
 _EXTRA_64: Final = 1
+_VERSIONS: Final = ("version", ".data/version")
+_FLAGS: Final = 0x0808
+"""Sizes behind the data too, and names in UTF-8 (APPNOTE.TXT 4.4.4)."""
+_REBUILD_QUANTIZED: Final = ("torch._utils", "_rebuild_qtensor")
+_REBUILD: Final = (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3"), _REBUILD_QUANTIZED)
 
 
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
-    """One entry: its name without the archive's own, where from the beginning its head is, and its length in bytes."""
+    """One entry: its name without the archive's own, where from the beginning its head is, its length, and its CRC-32.
+
+    torch writes 0 for every CRC-32 where ``torch.serialization.set_crc32_options(False)`` was called.
+    """
 
     name: str
     head: int
     num_bytes: int
+    crc: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +61,14 @@ class SavedTensor:
         end: Of the storage, likewise.
         shape: Of the tensor.
         strides: In elements.
+        is_quantized: Whether its elements mean something only with a scale, which is stored beside them.
     """
 
     start: int
     end: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    is_quantized: bool
 
 
 def zip_entries(read: Read, num_bytes: int) -> list[ZipEntry]:
@@ -68,9 +78,15 @@ def zip_entries(read: Read, num_bytes: int) -> list[ZipEntry]:
         UnreadableError: It is no such file.
     """
     try:
-        return list(_entries(read, num_bytes))
+        found = list(_entries(read, num_bytes))
     except (struct.error, UnicodeDecodeError, IndexError) as error:
         raise UnreadableError(f"expected what torch.save writes: {error}") from error
+    archives = {entry.name.partition("/")[0] for entry in found}
+    entries = [replace(entry, name=entry.name.partition("/")[2]) for entry in found]
+    # ``torch.load`` opens no other.
+    if len(archives) != 1 or not any(entry.name in _VERSIONS for entry in entries):
+        raise UnreadableError("expected what torch.save writes, names in its directory are damaged or missing")
+    return entries
 
 
 def start_of(entry: ZipEntry, read: Read, num_bytes: int) -> int:
@@ -110,7 +126,7 @@ def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
         kind, arguments = _walk(read(start_of(pickled, read, num_bytes), pickled.num_bytes))
         while kind == ("torch._utils", "_rebuild_parameter"):
             kind, arguments = arguments[0]
-        if kind not in (("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")):
+        if kind not in _REBUILD:
             raise UnreadableError("expected a plain tensor, got something else")
         _storage, offset, shape, strides = arguments[:4]
         storage_start = start_of(storage, read, num_bytes)
@@ -123,7 +139,7 @@ def locate_tensor(read: Read, num_bytes: int, item_bytes: int) -> SavedTensor:
     is_empty = 0 in shape
     if min(numbers) < 0 or (not is_empty and start + (last + 1) * item_bytes > end):
         raise UnreadableError(f"expected a tensor of {shape} with strides {strides}, its storage ends before")
-    return SavedTensor(start, end, shape, strides)
+    return SavedTensor(start, end, shape, strides, kind == _REBUILD_QUANTIZED)
 
 
 @lru_cache(_NUM_KEPT)
@@ -136,16 +152,18 @@ def _entries(read: Read, num_bytes: int) -> Iterator[ZipEntry]:
     tail_bytes = min(_TAIL_BYTES, num_bytes)
     tail_start = num_bytes - tail_bytes
     tail = read(tail_start, tail_bytes)
+    end = num_bytes - _END.size
     signature, *_, count, size, start, _comment = _END.unpack_from(tail, len(tail) - _END.size)
     if signature != b"PK\x05\x06":
         raise UnreadableError("expected what torch.save writes, it has no directory at its end")
-    if count == _FULL_16 or _FULL_32 in (size, start):
-        at = len(tail) - _END.size - _LOCATOR_64.size
-        signature, _disk, position, _disks = _LOCATOR_64.unpack_from(tail, at)
-        found = _END_64.unpack(read(position, _END_64.size))
-        if signature != b"PK\x06\x07" or found[0] != b"PK\x06\x06":
-            raise UnreadableError("expected what torch.save writes, the end of its directory is damaged")
+    signature, _disk, position, disks = _LOCATOR_64.unpack_from(tail, len(tail) - _END.size - _LOCATOR_64.size)
+    is_damaged = False
+    if signature == b"PK\x06\x07":
+        end, found = position, _END_64.unpack(read(position, _END_64.size))
         count, size, start = found[7:]
+        is_damaged = (*found[:2], *found[4:7], disks) != (b"PK\x06\x06", _END_64.size - 12, 0, 0, count, 1)
+    if is_damaged or start + size != end:
+        raise UnreadableError("expected what torch.save writes, the end of its directory is damaged")
     if size > _MAX_DIRECTORY_BYTES or count > _MAX_ENTRIES:
         raise UnreadableError(f"expected what torch.save writes, its directory has {count} entries in {size} bytes")
     directory = tail[start - tail_start :] if start >= tail_start else read(start, size)
@@ -158,9 +176,11 @@ def _entries(read: Read, num_bytes: int) -> Iterator[ZipEntry]:
         extra = directory[at + _CENTRAL.size + name_bytes :][:extra_bytes]
         stored, length, local = _widened(extra, stored, length, local)
         at += _CENTRAL.size + name_bytes + extra_bytes + comment_bytes
-        if fields[0] != b"PK\x01\x02" or fields[4] or stored != length:
+        if fields[0] != b"PK\x01\x02" or fields[3] & ~_FLAGS or fields[4] or stored != length or any(fields[13:16]):
             raise UnreadableError("expected what torch.save writes, it has compressed entries or a damaged directory")
-        yield ZipEntry(name.partition("/")[2], local, length)
+        yield ZipEntry(name, local, length, fields[7])
+    if at != size:
+        raise UnreadableError("expected what torch.save writes, its directory is damaged")
 
 
 def _widened(extra: bytes, stored: int, length: int, local: int) -> tuple[int, int, int]:

@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from ft_transport.cli.contents import ITEM_BITS, Contents, StoredPart, TensorEntry, TensorPiece, UnreadableError
+from ft_transport.cli.contents import (
+    ITEM_BITS,
+    Contents,
+    StoredPart,
+    TensorEntry,
+    TensorPiece,
+    UnreadableError,
+)
 from ft_transport.cli.coverage import Box, find_gap
 from ft_transport.cli.saved_tensor import locate_tensor, start_of, zip_entries
+from ft_transport.cli.stored_file import StoredFile, expanded, path_in
 from ft_transport.errors import escape_peer_text
-from ft_transport.runtime.regular_files import open_regular
 
 _MAX_NAME: Final = 200
 _READ_WHOLE_BYTES: Final = 16 << 10
 """Less than this is read at once, to look for what is in it."""
+_MAX_AROUND_BYTES: Final = 1 << 20
+"""Of what ``torch.save`` puts around a tensor."""
+_MAX_VALUE_BYTES: Final = 1 << 30
+"""Of a value that was compressed."""
 _NOT_VALUES: Final = ("version", "byteorder")
-
-
-class StoredFile:
-    """One file that is read from, by several threads."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            self.descriptor = open_regular(path)
-        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-            raise UnreadableError(f"expected a file at {path}: {getattr(error, 'strerror', error)}") from error
-        self.num_bytes = os.fstat(self.descriptor).st_size
-        self._map: mmap.mmap | None = None
-
-    def read(self, start: int, num_bytes: int) -> bytes:
-        """Fewer where there are no more."""
-        return os.pread(self.descriptor, num_bytes, start) if start < self.num_bytes else b""
-
-    @property
-    def mapped(self) -> mmap.mmap:
-        """All of it as memory."""
-        if self._map is None:
-            self._map = mmap.mmap(self.descriptor, self.num_bytes, prot=mmap.PROT_READ)
-        return self._map
-
-    def close(self) -> None:
-        """What is mapped goes when nothing looks at it any more."""
-        self._map = None
-        os.close(self.descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +96,7 @@ def open_state(name: str, path: Path, contents: Contents) -> StoredState:
     """
     state = StoredState(name=name, contents=contents)
     try:
-        finder = _Finder(path, contents, state.files)
+        finder = PartFinder(path, state.files, takes_quantized=False)
         for entry in contents.tensors:
             state.tensors[entry.path] = finder.tensor(entry)
         for value, part in contents.values.items():
@@ -127,35 +108,26 @@ def open_state(name: str, path: Path, contents: Contents) -> StoredState:
     return state
 
 
-def find_unreadable(path: Path, contents: Contents) -> Iterator[str]:
-    """What stands in the way of `open_state`, tensor by tensor, also in the envelopes that ``torch.save`` makes."""
-    with StoredState(name="", contents=contents) as state:
-        finder = _Finder(path, contents, state.files)
-        for entry in contents.tensors:
-            try:
-                finder.tensor(entry)
-            except UnreadableError as error:
-                yield error.message
+class PartFinder:
+    """Finds tensors and values in the files of a checkpoint.
 
-
-def path_in(directory: Path, name: str) -> Path:
-    """A file of a checkpoint.
-
-    Raises:
-        UnreadableError: It would be somewhere else.
+    Args:
+        path: The file, its directory, or the index.
+        files: That are open, by name; more are added.
+        takes_quantized: Whether a quantized tensor may be one: its elements are not all of it.
     """
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise UnreadableError(f"expected files of the checkpoint, {_shown(name)} lies outside of it")
-    return directory / name if name else directory
 
-
-class _Finder:
-    def __init__(self, path: Path, contents: Contents, files: dict[str, StoredFile]) -> None:
+    def __init__(self, path: Path, files: dict[str, StoredFile], *, takes_quantized: bool) -> None:
         self._path = path
-        self._contents = contents
         self._files = files
+        self._takes_quantized = takes_quantized
 
     def tensor(self, entry: TensorEntry) -> StoredTensor:
+        """Where all of a tensor is.
+
+        Raises:
+            UnreadableError: It is not whole, or not where it should be.
+        """
         gap = find_gap(entry.shape, [(piece.offsets, piece.sizes) for piece in entry.pieces])
         if gap:
             raise UnreadableError(f"expected the whole of {_shown(entry.path)}, {gap}")
@@ -167,7 +139,8 @@ class _Finder:
 
     def value(self, name: str, part: StoredPart) -> StoredTensor:
         """Of a zip file what is stored by name, without what says when and where it was made."""
-        file, read = self._open(part, name), self._reader(part, name)
+        file, part = self.located(part, name)
+        read = self.reader(file, part)
         try:
             places = [
                 (part.start + start_of(entry, read, part.num_bytes), entry.num_bytes)
@@ -186,28 +159,33 @@ class _Finder:
         box, part = (piece.offsets, piece.sizes), piece.stored
         if part is None:
             raise UnreadableError(f"expected the whole of {_shown(entry.path)}, a part of it is nowhere stored")
-        file = self._open(part, entry.path)
+        file, part = self.located(part, entry.path, entry.num_bytes + _MAX_AROUND_BYTES)
         if part.is_raw:
             self._check_length(entry, part, _volume(box) * item_bytes)
-            return StoredPiece(box, file, self._contents.data_start + part.start)
+            return StoredPiece(box, file, part.start)
         try:
-            found = locate_tensor(self._reader(part, entry.path), part.num_bytes, item_bytes)
+            found = locate_tensor(self.reader(file, part), part.num_bytes, item_bytes)
         except UnreadableError as error:
             raise UnreadableError(f"{_shown(entry.path)}: {error.message}") from error
         if found.shape != piece.sizes:
             raise UnreadableError(
                 f"expected {_shown(entry.path)} in parts as the metadata say, one of {piece.sizes} has {found.shape}"
             )
+        if found.is_quantized and not self._takes_quantized:
+            raise UnreadableError(
+                f"expected a plain tensor, {_shown(entry.path)} is quantized: its scale is not compared"
+            )
         return StoredPiece(box, file, part.start + found.start, found.strides)
 
     def _bytes_of(self, entry: TensorEntry) -> StoredTensor:
         """A tensor whose elements are no whole bytes, or unknown: its bytes alone."""
-        (piece,) = entry.pieces
+        piece = entry.pieces[0]
         assert piece.stored is not None, "that of a file is"
+        if len(entry.pieces) > 1:
+            raise UnreadableError(f"expected {_shown(entry.path)} in one part, {entry.dtype} is not divided into bytes")
         self._check_length(entry, piece.stored, entry.num_bytes)
         file = self._open(piece.stored, entry.path)
-        start = self._contents.data_start + piece.stored.start
-        bytes_of = StoredPiece(((0,), (entry.num_bytes,)), file, start)
+        bytes_of = StoredPiece(((0,), (entry.num_bytes,)), file, piece.stored.start)
         return StoredTensor(dtype=entry.dtype, shape=entry.shape, item_bytes=1, pieces=(bytes_of,))
 
     def _check_length(self, entry: TensorEntry, part: StoredPart, num_bytes: int) -> None:
@@ -219,18 +197,40 @@ class _Finder:
     def _open(self, part: StoredPart, name: str) -> StoredFile:
         file = self._files.get(part.file)
         if file is None:
-            file = self._files[part.file] = StoredFile(path_in(self._path, part.file))
-        start = self._contents.data_start + part.start
-        if part.start < 0 or part.num_bytes < 0 or start + part.num_bytes > file.num_bytes:
+            file = self._files[part.file] = StoredFile.at(path_in(self._path, part.file))
+        start, end = part.start, part.start + part.num_bytes
+        if start < 0 or end < start or end > file.num_bytes:
             where = _shown(str(path_in(self._path, part.file)))
             raise UnreadableError(
-                f"expected bytes [{start}, {start + part.num_bytes}) of {_shown(name)} in {where}, it has "
-                f"{file.num_bytes}"
+                f"expected bytes [{start}, {end}) of {_shown(name)} in {where}, it has {file.num_bytes}"
             )
         return file
 
-    def _reader(self, part: StoredPart, name: str) -> Callable[[int, int], bytes]:
+    def located(self, part: StoredPart, name: str, most_bytes: int = _MAX_VALUE_BYTES) -> tuple[StoredFile, StoredPart]:
+        """Opens the file of a part; of a compressed one a file that has it expanded.
+
+        Raises:
+            UnreadableError: It is not there, or damaged.
+        """
         file = self._open(part, name)
+        if not part.is_zstd:
+            return file, part
+        key = _expanded_name(part)
+        try:
+            whole = self._files.get(key) or self._files.setdefault(key, expanded(file, part, most_bytes=most_bytes))
+        except UnreadableError as error:
+            raise UnreadableError(f"{_shown(part.file)}: {_shown(name)}: {error.message}") from error
+        return whole, replace(part, start=0, num_bytes=whole.num_bytes, is_zstd=False)
+
+    def drop(self, part: StoredPart) -> None:
+        """Closes the file that has a part expanded."""
+        file = self._files.pop(_expanded_name(part), None)
+        if file is not None:
+            file.close()
+
+    @staticmethod
+    def reader(file: StoredFile, part: StoredPart) -> Callable[[int, int], bytes]:
+        """Reads a part, from its beginning."""
         if part.num_bytes <= _READ_WHOLE_BYTES:
             whole = file.read(part.start, part.num_bytes)
             return lambda start, num_bytes: whole[start : start + num_bytes]
@@ -239,6 +239,10 @@ class _Finder:
             return file.read(part.start + start, max(0, min(num_bytes, part.num_bytes - start)))
 
         return read
+
+
+def _expanded_name(part: StoredPart) -> str:
+    return f"{part.file}\0{part.start}"
 
 
 def _volume(box: Box) -> int:

@@ -10,8 +10,8 @@ import msgspec
 import typer
 
 from ft_transport.cli.contents import Contents, NothingThereError, TensorEntry, UnreadableError
-from ft_transport.cli.inspect import MANIFEST, OURS, checkpoint_at, is_url, open_thing
-from ft_transport.cli.stored_state import find_unreadable
+from ft_transport.cli.inspect import MANIFEST, OF_A_RANK, OURS, checkpoint_at, is_url, open_thing
+from ft_transport.cli.record_sums import Sums, find_damage
 from ft_transport.cli.wholeness import DIGESTS, digest_troubles, file_troubles, tensor_troubles
 from ft_transport.errors import (
     CheckpointDamagedError,
@@ -22,8 +22,6 @@ from ft_transport.errors import (
 )
 from ft_transport.telemetry.explain import megabytes
 
-_OF_A_RANK: Final = "rank-*.json"
-"""Beside the files of DCP in a checkpoint of ours."""
 _MAX_SHOWN: Final = 20
 _MAX_CHARACTERS: Final = 500
 
@@ -40,9 +38,10 @@ def verify_command(
     """Look whether a replica's snapshot, a file or a checkpoint is whole.
 
     A snapshot is received, kept nowhere, and each chunk compared with its digest; so is a file that ``fetch`` has
-    written, and, file by file, a checkpoint of ours. Other safetensors files and DCP checkpoints have no digests: it is
-    looked whether each tensor is all there, each element once, and in files that are long enough. Exits with 1 if
-    something is wrong, with 2 if there is nothing to look at.
+    written, and, file by file, a checkpoint of ours. Other safetensors files have no digests: it is looked whether the
+    library opens them, and whether they have what their index says. Of a DCP checkpoint it is looked whether each
+    tensor is all there, each element once, and each record is compared with its CRC-32 if torch has written one. Exits
+    with 1 if something is wrong, with 2 if there is nothing to look at.
     """
     contents, notes, troubles = Contents(kind=""), list[str](), list[str]()
     try:
@@ -79,8 +78,11 @@ def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]
     if contents.kind == OURS:
         yield from _of_ours(path)
         return
-    troubles = [*tensor_troubles(contents), *file_troubles(path, contents)]
-    if path.is_dir() and any(path.glob(_OF_A_RANK)):
+    notes += contents.notes
+    troubles = [*contents.troubles, *tensor_troubles(contents)]
+    troubles += file_troubles(path, contents) if contents.form == "dcp" else ()
+    is_ours = path.is_dir() and any(path.glob(OF_A_RANK))
+    if is_ours:
         if not (path / MANIFEST).exists():
             troubles.append(
                 f"{path.name}: expected {MANIFEST}, which ft_transport writes last; the save was not finished, or it "
@@ -88,16 +90,28 @@ def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]
             )
         else:
             notes.append("its files were not compared with their digests: its directory has to have its name, step-N")
-    if not troubles and not contents.is_one_file:
-        troubles = [*find_unreadable(path, contents)]
+    sums = Sums()
+    if not troubles and contents.form == "dcp":
+        troubles = [*find_damage(path, contents, sums)]
     yield from troubles
     if not troubles and DIGESTS in contents.metadata:
         try:
             yield from digest_troubles(path)
         except ManifestError as error:
             notes.append(f"its digests were not compared: {error.message}")
-    elif not troubles and not notes:
-        notes.append("its structure was checked; no digests are there to compare its bytes with")
+    elif not troubles and not is_ours:
+        notes.append(_looked_at(sums))
+
+
+def _looked_at(sums: Sums) -> str:
+    if not sums.num_compared:
+        return "its structure was checked; no digests are there to compare its bytes with"
+    if not sums.num_without:
+        return "its structure was checked, and all of its bytes compared with the CRC-32s of torch.save"
+    return (
+        f"its structure was checked; {sums.num_compared} of its parts were compared with the CRC-32s of torch.save, "
+        f"{sums.num_without} have none"
+    )
 
 
 def _of_peer(url: str, timeout_s: float) -> Contents:

@@ -6,6 +6,7 @@ Time and memory are in proportion to the length of the pickle.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -96,6 +97,7 @@ _STEPS: Final[dict[bytes, Callable[[_Machine], object]]] = {
     b"M": lambda machine: machine.stack.append(machine.number(2)),  # BININT2
     b"J": lambda machine: machine.stack.append(machine.number(4, signed=True)),  # BININT
     b"\x8a": lambda machine: machine.stack.append(machine.number(machine.number(1), signed=True)),  # LONG1
+    b"G": lambda machine: machine.stack.extend(struct.unpack(">d", machine.take(8))),  # BINFLOAT
     b"\x88": lambda machine: machine.stack.append(True),  # NEWTRUE
     b"\x89": lambda machine: machine.stack.append(False),  # NEWFALSE
     b"(": _Machine.mark,  # MARK

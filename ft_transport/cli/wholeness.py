@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from ft_transport.cli.contents import ITEM_BITS, Contents, UnreadableError
 from ft_transport.cli.coverage import find_gap
-from ft_transport.cli.stored_state import StoredFile, path_in
+from ft_transport.cli.stored_file import StoredFile, path_in
 from ft_transport.errors import ManifestError, escape_peer_text
 
 if TYPE_CHECKING:
@@ -19,31 +19,20 @@ DIGESTS: Final = "ft_transport.digests"
 """In the metadata of a snapshot's file."""
 
 _MAX_NAME: Final = 200
-_PARTS_OF_BYTES: Final = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Bits of an element, by the names of safetensors."""
 
 
 def tensor_troubles(contents: Contents) -> Iterator[str]:
-    """Whether the parts of each are all of it, and as long as its elements."""
+    """Whether the parts of each are all of it, and in a DCP checkpoint as long as its elements."""
     for tensor in contents.tensors:
         name = _shown(tensor.path)
-        bits = ITEM_BITS.get(tensor.dtype, _PARTS_OF_BYTES.get(tensor.dtype))
-        if bits is None:
-            yield f"{name}: its dtype {_shown(tensor.dtype)} is not known"
-            continue
-        if min(tensor.shape, default=0) < 0:
-            yield f"{name}: it has a negative length"
-            continue
         gap = find_gap(tensor.shape, [(piece.offsets, piece.sizes) for piece in tensor.pieces])
         if gap:
             yield f"{name}: {gap}"
-        for piece in tensor.pieces:
-            if not math.prod(piece.sizes):
-                continue
-            num_bytes = -(-math.prod(piece.sizes) * bits // 8)
-            if piece.stored is None:
+        for piece in tensor.pieces if contents.form == "dcp" else ():
+            num_bytes = math.prod(piece.sizes) * ITEM_BITS[tensor.dtype] // 8
+            if num_bytes and piece.stored is None:
                 yield f"{name}: its part at {list(piece.offsets)} is nowhere stored"
-            elif piece.stored.num_bytes < num_bytes or (piece.stored.is_raw and piece.stored.num_bytes > num_bytes):
+            elif piece.stored is not None and not piece.stored.is_zstd and piece.stored.num_bytes < num_bytes:
                 yield (
                     f"{name}: {tensor.dtype} of {list(piece.sizes)} takes {num_bytes} bytes, {piece.stored.num_bytes} "
                     "are stored"
@@ -51,20 +40,20 @@ def tensor_troubles(contents: Contents) -> Iterator[str]:
 
 
 def file_troubles(path: Path, contents: Contents) -> Iterator[str]:
-    """Whether they lie in their files, and none over another."""
+    """Whether the parts of a DCP checkpoint lie in their files, and none over another."""
     parts = [piece.stored for tensor in contents.tensors for piece in tensor.pieces] + [*contents.values.values()]
-    by_file: dict[str, set[tuple[int, int]]] = {"": set()} if contents.is_one_file else {}
+    by_file: dict[str, set[tuple[int, int]]] = {}
     for part in filter(None, parts):
         # What two names have in common is stored once.
         by_file.setdefault(part.file, set()).add((part.start, part.num_bytes))
     for name, places in by_file.items():
-        shown = _shown(name or path.name)
+        shown = _shown(name)
         try:
-            file = StoredFile(path_in(path, name))
+            file = StoredFile.at(path_in(path, name))
         except UnreadableError as error:
             yield f"{shown}: {error.message}"
             continue
-        num_bytes = file.num_bytes - contents.data_start
+        num_bytes = file.num_bytes
         file.close()
         end = 0
         for start, length in sorted(places):
@@ -72,11 +61,7 @@ def file_troubles(path: Path, contents: Contents) -> Iterator[str]:
                 yield f"{shown}: bytes [{start}, {start + length}) are not in its {num_bytes} bytes"
             elif start < end and length:
                 yield f"{shown}: bytes [{start}, {start + length}) lie over others, which end at {end}"
-            elif start > end and contents.is_one_file:
-                yield f"{shown}: bytes [{end}, {start}) belong to no tensor"
             end = max(end, start + length)
-        if end < num_bytes and contents.is_one_file:
-            yield f"{shown}: {num_bytes - end} bytes behind the last tensor belong to none"
 
 
 def digest_troubles(path: Path) -> Iterator[str]:
@@ -89,7 +74,7 @@ def digest_troubles(path: Path) -> Iterator[str]:
     from ft_transport.settings import default_num_threads
     from ft_transport.transfer.sparse_file import read_pieces
 
-    file = StoredFile(path)
+    file = StoredFile.at(path)
     try:
         manifest = read_manifest(file)
         if manifest.digests is None:

@@ -302,10 +302,9 @@ def test_tensors_that_lie_over_each_other_are_found(tmp_path: Path) -> None:
         ({"a": ("U8", [4], [0, 4])}, 7, "m: 3 bytes behind the last tensor belong to none"),
         ({}, 7, "m: 7 bytes behind the last tensor belong to none"),
         ({"a": ("F32", [4], [0, 12])}, 12, "a: float32 of [4] takes 16 bytes, 12 are stored"),
-        ({"a": ("F32", [1 << 62], [0, 12])}, 12, f"a: float32 of [{1 << 62}] takes {1 << 64} bytes, 12 are stored"),
-        ({"a": ("F32", [-1], [0, 4])}, 4, "a: it has a negative length"),
+        ({"a": ("F32", [1 << 62], [0, 12])}, 12, "a: its shape has a product above 64 bits"),
         ({"a": ("X9", [1], [0, 4])}, 4, "a: its dtype X9 is not known"),
-        ({"a": ("F4", [3], [0, 1])}, 1, "a: F4 of [3] takes 2 bytes, 1 are stored"),
+        ({"a": ("F4", [3], [0, 1])}, 1, "a: F4 of [3] takes 1 bytes and 4 bits, 1 are stored"),
     ],
 )
 def test_what_is_wrong_with_a_safetensors_file_is_said(
@@ -439,7 +438,11 @@ def test_a_checkpoint_of_ours_without_its_list_of_digests_is_not_whole(tmp_path:
 
 
 def test_where_no_digests_are_it_is_said(tmp_path: Path) -> None:
-    save_with_dcp(tmp_path / "dcp")
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_with_dcp(tmp_path / "dcp")
+    finally:
+        torch.serialization.set_crc32_options(True)
     save_file(STATE["model"], tmp_path / "m.safetensors")  # type: ignore[arg-type]
     for name in ("dcp", "m.safetensors"):
         said = "no digests are there to compare its bytes with"

@@ -1,0 +1,303 @@
+"""Safetensors files, alone or as the shards of a model: their tensors, and whether the library opens them.
+
+Eight bytes of length, little end first, so many of JSON, and the data: https://huggingface.co/docs/safetensors
+(Format). The rules for what is valid are those of the library's ``tensor.rs``. A snapshot that a peer serves has the
+same header.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+
+from ft_transport.cli.contents import (
+    ITEM_BITS,
+    MAX_DIMENSIONS,
+    Contents,
+    StoredPart,
+    TensorEntry,
+    TensorPiece,
+    UnreadableError,
+)
+from ft_transport.cli.stored_file import StoredFile, path_in
+from ft_transport.errors import escape_peer_text
+from ft_transport.runtime.decode_errors import DECODE_ERRORS
+
+SUFFIX: Final = ".safetensors"
+INDEX_SUFFIX: Final = ".safetensors.index.json"
+
+_LENGTH: Final = struct.Struct("<Q")
+_MAX_BYTES: Final = 100_000_000
+"""Of a header, in the library; an index has less."""
+_MAX_COUNT: Final = (1 << 64) - 1
+_MAX_NAME: Final = 200
+_METADATA: Final = "__metadata__"
+_FIELDS: Final = {_METADATA, "dtype", "shape", "data_offsets"}
+_STEP: Final = "ft_transport.step"
+_SHARDING: Final = "DCP_SHARDING_INFO"
+"""Where in its tensor each part in a file of DCP's begins (torch/distributed/checkpoint/_hf_utils.py)."""
+_DTYPES: Final = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
+    "I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
+
+Read = Callable[[int, int], bytes]
+"""Bytes from a position on, so many."""
+
+
+_Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A product of some millions of numbers takes hours, and one of many digits is no float."""
+
+
+class _Entry(msgspec.Struct, frozen=True, gc=False):
+    dtype: str
+    shape: Annotated[tuple[_Number, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[_Number, _Number]
+
+
+class _Offsets(msgspec.Struct, frozen=True, gc=False):
+    saved_offsets: tuple[_Number, ...]
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_entries: Final = msgspec.json.Decoder(_Entry)
+_metadata: Final = msgspec.json.Decoder(dict[str, str] | None)
+_sharding: Final = msgspec.json.Decoder(dict[str, _Offsets])
+_index: Final = msgspec.json.Decoder(_Index)
+
+
+def read_header(read: Read, *, kind: str, name: str, file: str = "") -> Contents:
+    """What a file contains by its header.
+
+    Args:
+        read: Reads the file.
+        kind: What it is, in words.
+        name: Of the file, for errors.
+        file: Of the file in its directory, for the places of the tensors.
+
+    Raises:
+        UnreadableError: It is no safetensors file.
+    """
+    begin = read(0, _LENGTH.size)
+    num_bytes = _LENGTH.unpack(begin)[0] if len(begin) == _LENGTH.size else 0
+    if num_bytes < 2:
+        raise UnreadableError(f"expected a safetensors file, {name} begins with no length of a header")
+    if num_bytes > _MAX_BYTES:
+        raise UnreadableError(
+            f"expected a safetensors file, {name} begins with {num_bytes} as the length of its header, the format has "
+            f"at most {_MAX_BYTES}"
+        )
+    try:
+        header = read(_LENGTH.size, num_bytes)
+        table = _decoder.decode(header)
+        metadata = table.pop(_METADATA, None)
+        told = (_metadata.decode(metadata) if metadata is not None else None) or {}
+        entries = {path: _entries.decode(entry) for path, entry in table.items()}
+        json.loads(header.decode(), object_pairs_hook=_refuse_doubled)
+    except (*DECODE_ERRORS, ValueError) as error:
+        raise UnreadableError(f"expected the header of a safetensors file in {name}: {error}") from error
+    if len(header) < num_bytes:
+        raise UnreadableError(f"expected the header of a safetensors file in {name}: the file ends in it")
+    data_start = _LENGTH.size + num_bytes
+    step = told.get(_STEP, "")
+    is_number = step.isascii() and step.isdigit() and len(step) <= 18
+    return Contents(
+        kind=kind,
+        form="file",
+        tensors=tuple(_tensor(path, entry, StoredPart(file, data_start, 0)) for path, entry in entries.items()),
+        values=dict.fromkeys(told),
+        step=int(step) if is_number else None,
+        data_start=data_start,
+        metadata=told,
+    )
+
+
+def read_file(path: Path, *, file: str = "") -> Contents:
+    """What a file contains, and in ``troubles`` what keeps the library from opening it.
+
+    Args:
+        path: Of the file.
+        file: Its name in its directory, for the places of the tensors; empty where it is alone.
+
+    Raises:
+        UnreadableError: It is no safetensors file.
+    """
+    opened = StoredFile.at(path)
+    try:
+        contents = read_header(opened.read, kind="safetensors file", name=str(path), file=file)
+    except OSError as error:
+        raise UnreadableError(f"expected a safetensors file at {path}, it cannot be read: {error}") from error
+    finally:
+        opened.close()
+    ends = (part.start + part.num_bytes for part in _parts(contents))
+    missing = max(0, max(ends, default=contents.data_start) - opened.num_bytes)
+    troubles = _layout_troubles(contents, opened.num_bytes - contents.data_start, path.name)
+    return replace(contents, num_bytes_missing=missing, troubles=tuple(troubles))
+
+
+def read_files(directory: Path, index: Path | None) -> Contents:
+    """What the files of a directory contain together; ``troubles`` also tells where files and index disagree.
+
+    Args:
+        directory: Of the files.
+        index: Names the file of each tensor. Without it, all safetensors files of the directory count, and a tensor may
+            be in several as DCP's `HuggingFaceStorageWriter` divides it.
+
+    Raises:
+        UnreadableError: The index is none.
+    """
+    there = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
+    weight_map = _read_index(index) if index is not None else dict[str, str]()
+    names = sorted({*weight_map.values()}) if index is not None else there
+    troubles, pieces, num_missing = list[str](), dict[str, list[tuple[str, TensorEntry]]](), 0
+    unread = set[str]()
+    for name in names:
+        try:
+            contents = read_file(path_in(directory, name), file=name)
+            sharding = _sharding.decode(contents.metadata.get(_SHARDING, "{}"))
+        except (UnreadableError, *DECODE_ERRORS) as error:
+            troubles.append(f"{_shown(name)}: {error}")
+            unread.add(name)
+            continue
+        troubles += contents.troubles
+        num_missing += contents.num_bytes_missing
+        for tensor in contents.tensors:
+            offsets = sharding[tensor.path].saved_offsets if tensor.path in sharding else None
+            pieces.setdefault(tensor.path, []).append((name, _moved(tensor, offsets)))
+    troubles += _index_troubles(weight_map, pieces, unread) if index is not None else ()
+    others = ", ".join(name for name in there if name not in names)
+    return Contents(
+        kind="directory of safetensors files",
+        form="files",
+        tensors=tuple(_merged([part for _, part in parts], troubles) for parts in pieces.values()),
+        num_bytes_missing=num_missing,
+        troubles=tuple(troubles),
+        notes=(f"{others}: not in the index, and not looked at",) if others else (),
+    )
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    file = StoredFile.at(index)
+    try:
+        return _index.decode(file.read(0, _MAX_BYTES)).weight_map
+    except DECODE_ERRORS as error:
+        raise UnreadableError(f"expected the index of a model in {index}: {error}") from error
+    finally:
+        file.close()
+
+
+def _index_troubles(
+    weight_map: dict[str, str], pieces: dict[str, list[tuple[str, TensorEntry]]], unread: set[str]
+) -> Iterator[str]:
+    for name, parts in pieces.items():
+        files = ", ".join(_shown(file) for file, _ in parts)
+        if name not in weight_map:
+            yield f"{_shown(name)}: it is in {files}, and not in the index"
+        elif files != _shown(weight_map[name]):
+            yield f"{_shown(name)}: the index says that it is in {_shown(weight_map[name])}, it is in {files}"
+    for name, file in weight_map.items():
+        if name not in pieces and file not in unread:
+            yield f"{_shown(name)}: the index says that it is in {_shown(file)}, it is in no file"
+
+
+def _merged(parts: list[TensorEntry], troubles: list[str]) -> TensorEntry:
+    first = parts[0]
+    if len(parts) == 1 and first.shape == first.pieces[0].sizes:
+        return first
+    if any((part.dtype, len(part.shape)) != (first.dtype, len(first.shape)) for part in parts):
+        troubles.append(f"{_shown(first.path)}: its parts are of several dtypes or numbers of dimensions")
+        return first
+    shape = tuple(max(lengths) for lengths in zip(*(part.shape for part in parts), strict=True))
+    pieces = tuple(part.pieces[0] for part in parts)
+    num_bytes = sum(part.num_bytes for part in parts)
+    return replace(first, shape=shape, num_bytes=num_bytes, num_parts=len(pieces), pieces=pieces)
+
+
+def _moved(tensor: TensorEntry, offsets: tuple[int, ...] | None) -> TensorEntry:
+    """A part that begins there: its tensor reaches at least as far as its end (as DCP's reader takes it)."""
+    (piece,) = tensor.pieces
+    if offsets is None or len(offsets) != len(piece.sizes):
+        return tensor
+    shape = tuple(offset + size for offset, size in zip(offsets, piece.sizes, strict=True))
+    return replace(tensor, shape=shape, pieces=(replace(piece, offsets=offsets),))
+
+
+def _tensor(path: str, entry: _Entry, data: StoredPart) -> TensorEntry:
+    start, end = entry.data_offsets
+    stored = replace(data, start=data.start + start, num_bytes=end - start)
+    return TensorEntry(
+        path=path,
+        dtype=_DTYPES.get(entry.dtype, entry.dtype),
+        shape=entry.shape,
+        num_bytes=max(0, end - start),
+        pieces=(TensorPiece((0,) * len(entry.shape), entry.shape, stored),),
+    )
+
+
+def _layout_troubles(contents: Contents, data_bytes: int, name: str) -> Iterator[str]:
+    """What the library's ``Metadata::validate`` refuses: the tensors fill the file, one behind the other."""
+    for tensor in contents.tensors:
+        yield from _size_troubles(tensor)
+    shown, end = _shown(name), 0
+    for start, stop in sorted(
+        (part.start - contents.data_start, part.start - contents.data_start + part.num_bytes)
+        for part in _parts(contents)
+    ):
+        if stop > data_bytes:
+            yield f"{shown}: bytes [{start}, {stop}) are not in its {data_bytes} bytes"
+        elif start < end:
+            yield f"{shown}: bytes [{start}, {stop}) lie over others, which end at {end}"
+        elif start > end:
+            yield f"{shown}: bytes [{end}, {start}) belong to no tensor"
+        end = max(end, stop)
+    if end < data_bytes:
+        yield f"{shown}: {data_bytes - end} bytes behind the last tensor belong to none"
+
+
+def _size_troubles(tensor: TensorEntry) -> Iterator[str]:
+    bits = ITEM_BITS.get(tensor.dtype)
+    if bits is None:
+        yield f"{_shown(tensor.path)}: its dtype {_shown(tensor.dtype)} is not known"
+        return
+    (piece,) = tensor.pieces
+    assert piece.stored is not None, "that of a file is"
+    num_bits = 1
+    for length in (*tensor.shape, bits):
+        num_bits *= length
+        if num_bits > _MAX_COUNT:
+            # The library counts so, also where another length is 0.
+            yield f"{_shown(tensor.path)}: its shape has a product above 64 bits"
+            return
+    if num_bits != 8 * piece.stored.num_bytes:
+        size = f"{num_bits // 8} bytes" + (f" and {num_bits % 8} bits" if num_bits % 8 else "")
+        yield (
+            f"{_shown(tensor.path)}: {tensor.dtype} of {list(tensor.shape)} takes {size}, {piece.stored.num_bytes} are "
+            "stored"
+        )
+
+
+def _parts(contents: Contents) -> Iterator[StoredPart]:
+    return (piece.stored for tensor in contents.tensors for piece in tensor.pieces if piece.stored is not None)
+
+
+def _refuse_doubled(pairs: list[tuple[str, Any]]) -> None:
+    """The library refuses a doubled field; of tensors of one name the last one counts, as for msgspec."""
+    fields = [name for name, _ in pairs if name in _FIELDS]
+    if len(fields) > len({*fields}):
+        raise ValueError(f"expected each field once, one of {', '.join(sorted({*fields}))} is there twice")
+
+
+def _shown(text: str) -> str:
+    return escape_peer_text(text, max_characters=_MAX_NAME)

@@ -1,0 +1,107 @@
+"""One file of a checkpoint, and what DCP's ZStandard extension has compressed in one."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final, cast
+
+from ft_transport.cli.contents import NothingThereError, StoredPart, UnreadableError
+from ft_transport.errors import escape_peer_text
+from ft_transport.runtime.regular_files import open_regular
+
+_MAX_NAME: Final = 200
+
+
+class StoredFile:
+    """One file that is read from, by several threads. Takes its descriptor over."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.num_bytes = os.fstat(descriptor).st_size
+        self._map: mmap.mmap | None = None
+
+    @classmethod
+    def at(cls, path: Path) -> StoredFile:
+        """Opens a file, also through links: a cache of Hugging Face's has nothing else.
+
+        Raises:
+            NothingThereError: There is none.
+        """
+        try:
+            return cls(open_regular(Path(os.path.realpath(path))))
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+            raise NothingThereError(f"expected a file at {path}: {getattr(error, 'strerror', error)}") from error
+
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Fewer where there are no more."""
+        return os.pread(self.descriptor, num_bytes, start) if start < self.num_bytes else b""
+
+    @property
+    def mapped(self) -> mmap.mmap:
+        """All of it as memory."""
+        if self._map is None:
+            self._map = mmap.mmap(self.descriptor, self.num_bytes, prot=mmap.PROT_READ)
+        return self._map
+
+    def close(self) -> None:
+        """What is mapped goes when nothing looks at it any more."""
+        self._map = None
+        os.close(self.descriptor)
+
+
+def path_in(directory: Path, name: str) -> Path:
+    """A file of a checkpoint, or beside an index.
+
+    Raises:
+        UnreadableError: It would be somewhere else.
+    """
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise UnreadableError(
+            f"expected files of the checkpoint, {escape_peer_text(name, max_characters=_MAX_NAME)} lies outside of it"
+        )
+    return (directory if directory.is_dir() else directory.parent) / name if name else directory
+
+
+def expanded(file: StoredFile, part: StoredPart, *, most_bytes: int) -> StoredFile:
+    """What a part has been compressed from, in a file without a name.
+
+    Args:
+        file: Has the part.
+        part: That.
+        most_bytes: More than it can be.
+
+    Raises:
+        UnreadableError: It is damaged, or becomes more.
+    """
+    import zstandard
+
+    source = cast("IO[bytes]", _PartReader(file, part.start, part.num_bytes))
+    with tempfile.TemporaryFile(prefix="ft-transport-") as into:
+        try:
+            for block in zstandard.ZstdDecompressor().read_to_iter(source):
+                into.write(block)
+                if into.tell() > most_bytes:
+                    raise UnreadableError(f"expected what expands to at most {most_bytes} bytes, it becomes more")
+        except zstandard.ZstdError as error:
+            raise UnreadableError(f"expected what ZStandard has compressed: {error}") from error
+        into.flush()
+        return StoredFile(os.dup(into.fileno()))
+
+
+@dataclass(slots=True)
+class _PartReader:
+    """Reads a part as ``zstandard`` reads a file."""
+
+    file: StoredFile
+    at: int
+    num_left: int
+
+    def read(self, num_bytes: int) -> bytes:
+        block = self.file.read(self.at, min(num_bytes, self.num_left))
+        self.at += len(block)
+        self.num_left -= len(block)
+        return block
