@@ -26,6 +26,7 @@ OURS: Final = "checkpoint of ft_transport"
 OF_A_RANK: Final = "rank-*.json"
 """Beside the files of DCP in a checkpoint of ours."""
 _MAX_NAME: Final = 200
+_MAX_TROUBLE: Final = 500
 _PEER_WITHIN_S: Final = 30.0
 
 
@@ -33,7 +34,8 @@ def inspect_command(
     thing: Annotated[
         str,
         typer.Argument(
-            metavar="WHAT", help="URL of a replica, safetensors file, checkpoint, directory of them, or DCP directory."
+            metavar="WHAT",
+            help="URL of a replica, safetensors file or directory, checkpoint, directory of them, or DCP directory.",
         ),
     ],
     values: Annotated[bool, typer.Option("--values", help="Name what is stored beside the tensors, too.")] = False,
@@ -41,15 +43,15 @@ def inspect_command(
 ) -> None:
     """List the tensors of a replica's newest snapshot, of a file or of a checkpoint, without reading their data.
 
-    Nothing is unpickled but names that DCP's metadata consists of. Exits with 1 if it cannot be read, or is a
-    file that was cut off.
+    Nothing is unpickled but names that DCP's metadata consists of. Exits with 1 if it cannot be read, is a
+    file that was cut off, or lacks a file of its index.
     """
     contents = open_thing(thing)
     if as_json:
         typer.echo(msgspec.json.encode(_as_object(contents)))
     else:
         typer.echo(_as_text(contents, with_values=values))
-    if contents.num_bytes_missing:
+    if contents.num_bytes_missing or _troubles(contents):
         raise typer.Exit(1)
 
 
@@ -69,7 +71,8 @@ def open_thing(thing: str, *, with_places: bool = False) -> Contents:
     if is_url(thing):
         return _of_peer(thing)
     path = checkpoint_at(Path(thing))
-    if path.is_dir() and (path / METADATA_NAME).exists():
+    # A checkpoint of ours has consolidated files beside what DCP reads, and is nothing without that.
+    if path.is_dir() and ((path / METADATA_NAME).exists() or any(path.glob(OF_A_RANK))):
         return _of_checkpoint(path, with_places=with_places)
     if path.is_dir():
         indexes = sorted(path.glob(f"*{INDEX_SUFFIX}"), key=lambda index: (not index.name.startswith("model."), index))
@@ -89,7 +92,7 @@ def checkpoint_at(path: Path) -> Path:
         NothingThereError: It is a directory without any, or cannot be looked into.
     """
     try:
-        if not path.is_dir() or _is_stored_in(path):
+        if not path.is_dir() or (path / METADATA_NAME).exists():
             return path
         steps = sorted(
             (int(found[1]), entry)
@@ -101,6 +104,8 @@ def checkpoint_at(path: Path) -> Path:
         raise NothingThereError(
             f"expected a checkpoint in {path}: {getattr(error, 'strerror', None) or error}"
         ) from error
+    if not steps and _is_stored_in(path):
+        return path
     if not steps:
         raise NothingThereError(
             f"expected a checkpoint in {path}: it has neither {METADATA_NAME}, nor safetensors files, nor a complete "
@@ -156,6 +161,11 @@ def _of_peer(url: str) -> Contents:
     return replace(contents, step=status.step)
 
 
+def _troubles(contents: Contents) -> tuple[str, ...]:
+    """What is wrong with the list itself: files that are missing, or not as their index says."""
+    return contents.troubles if contents.form == "files" else ()
+
+
 def _as_object(contents: Contents) -> dict[str, Any]:
     return {
         "kind": contents.kind,
@@ -174,6 +184,7 @@ def _as_object(contents: Contents) -> dict[str, Any]:
         ],
         "values": list(contents.values),
         "num_bytes_missing": contents.num_bytes_missing,
+        "troubles": _troubles(contents),
     }
 
 
@@ -194,6 +205,7 @@ def _as_text(contents: Contents, *, with_values: bool) -> str:
     lines.append(f"{len(contents.values)} values beside them")
     if contents.num_bytes_missing:
         lines.append(f"✗ the file was cut off: {contents.num_bytes_missing:,} bytes of that are not in it")
+    lines += [f"✗ {escape_peer_text(each, max_characters=_MAX_TROUBLE)}" for each in _troubles(contents)]
     if with_values:
         lines += [f"  {_shown(each)}" for each in contents.values]
     return "\n".join(lines)

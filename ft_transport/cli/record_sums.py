@@ -20,8 +20,8 @@ from ft_transport.runtime.handler_safety import SafeExecutor
 _NUM_THREADS: Final = 2
 _BLOCK_BYTES: Final = 1 << 20
 """Read and summed at once."""
-_PICKLE: Final = b"\x80"
-"""How begins what ``torch.save`` wrote before it wrote zip files."""
+_BEFORE_ZIP: Final = b"\x80\x02\x8a\x0a"
+"""What ``torch.save`` wrote before torch 1.6, and still can, begins with its magic number as a pickle."""
 _MAX_NAME: Final = 200
 
 _Found: TypeAlias = "tuple[list[str], bool | None]"
@@ -96,7 +96,7 @@ class _Summing:
         shown = f"{_shown(at.file)}: {_shown(name)}"
         try:
             read = self._finder.reader(file, at)
-            if read(0, 1) == _PICKLE:
+            if read(0, len(_BEFORE_ZIP)) == _BEFORE_ZIP:
                 return [], False
             entries = zip_entries(read, at.num_bytes)
             if not any(entry.crc for entry in entries):

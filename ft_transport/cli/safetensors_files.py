@@ -177,7 +177,7 @@ def read_files(directory: Path, index: Path | None) -> Contents:
             offsets = sharding[tensor.path].saved_offsets if tensor.path in sharding else None
             pieces.setdefault(tensor.path, []).append((name, _moved(tensor, offsets)))
     troubles += _index_troubles(weight_map, pieces, unread) if index is not None else ()
-    others = ", ".join(name for name in there if name not in names)
+    others = ", ".join(_shown(name) for name in there if name not in names)
     return Contents(
         kind="directory of safetensors files",
         form="files",

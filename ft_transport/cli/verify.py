@@ -28,7 +28,10 @@ _MAX_CHARACTERS: Final = 500
 
 def verify_command(
     thing: Annotated[
-        str, typer.Argument(metavar="WHAT", help="URL of a replica, safetensors file, checkpoint, or DCP directory.")
+        str,
+        typer.Argument(
+            metavar="WHAT", help="URL of a replica, safetensors file or directory, checkpoint, or DCP directory."
+        ),
     ],
     timeout: Annotated[
         float, typer.Option(help="Give up a replica from which nothing comes for so many seconds.", min=0.1, max=1e6)

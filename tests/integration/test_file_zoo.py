@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import random
 import re
 import struct
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import zstandard
 from huggingface_hub import load_torch_model, save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -279,6 +281,8 @@ def test_a_shard_that_is_missing_or_cut_off_is_named(sharded: Path) -> None:
     shard.unlink()
     _, (trouble,), _ = verified(sharded)
     assert trouble.startswith(f"{shard.name}: expected a file at")
+    result = CliRunner().invoke(app, ["inspect", str(sharded)])
+    assert (result.exit_code, f"✗ {shard.name}: expected a file at" in result.output) == (1, True)
     assert not hub_loads(sharded)
 
 
@@ -315,6 +319,13 @@ def test_a_file_beside_the_index_is_said_not_to_have_been_looked_at(sharded: Pat
     good, _, notes = verified(sharded)
     assert good
     assert "other.safetensors: not in the index, and not looked at" in notes
+
+
+def test_a_file_beside_numbered_directories_does_not_stand_for_them(tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "step-3", {"w": torch.ones(5)})
+    save_file({"a": torch.ones(2)}, tmp_path / "other.safetensors")
+    told = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"]).output)
+    assert told["tensors"][0]["path"] == "w"
 
 
 def test_the_versions_that_we_publish_are_good(tmp_path: Path) -> None:
@@ -404,6 +415,19 @@ def test_what_zstandard_compresses_is_looked_into(tmp_path: Path) -> None:
     (data,) = tmp_path.glob("*.distcp")
     overwrite(data, data.stat().st_size // 2, b"\x55" * 40)
     assert not verified(tmp_path)[0]
+
+
+def test_what_expands_to_more_than_its_tensor_is_refused(tmp_path: Path) -> None:
+    save_with_dcp(tmp_path, {"w": torch.ones(4)}, dcp.FileSystemWriter(tmp_path, _extensions=[ZStandard()]))
+    (data,) = tmp_path.glob("*.distcp")
+    bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
+    data.write_bytes(bomb)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.length = len(bomb)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    _, (trouble,), _ = verified(tmp_path)
+    assert f"{data.name}: w: expected what expands to at most" in trouble
 
 
 def test_a_checkpoint_behind_links_is_good(tmp_path: Path) -> None:

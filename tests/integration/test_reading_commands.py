@@ -437,6 +437,15 @@ def test_a_checkpoint_of_ours_without_its_list_of_digests_is_not_whole(tmp_path:
     assert "step-3: expected manifest.json" in trouble
 
 
+def test_consolidated_files_do_not_stand_for_a_checkpoint_of_ours(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path, consolidate="model") as store:
+        store.save(3, STATE, wait=True)
+    assert verified(tmp_path / "step-3") == (0, [])
+    (tmp_path / "step-3" / ".metadata").unlink()
+    code, (trouble,) = verified(tmp_path / "step-3")
+    assert (code, "expected a DCP checkpoint in" in trouble) == (1, True)
+
+
 def test_where_no_digests_are_it_is_said(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
