@@ -74,7 +74,7 @@ $(SGLANG_STAMP): pyproject.toml constraints-sglang.txt
 		transformers compressed-tensors openai apache-tvm-ffi sentencepiece soundfile dill einops fastapi gguf \
 		ipython jsonschema loguru orjson partial-json-parser pillow prometheus-client psutil pybase64 \
 		python-multipart pyzmq requests setproctitle uvicorn uvloop watchfiles zstandard \
-		hypothesis pytest pytest-timeout --editable .
+		hypothesis peft pytest pytest-timeout --editable .
 	@$(SGLANG_PIP) --constraint constraints-sglang.txt --no-deps sglang xgrammar
 	@touch $@
 

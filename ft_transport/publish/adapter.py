@@ -7,6 +7,7 @@ have the adapter's own name in them (peft/utils/save_and_load.py, ``get_peft_mod
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ import torch
 from torch import nn
 
 from ft_transport.errors import ConfigurationError
-from ft_transport.publish.names import parameters_by_name
+from ft_transport.publish.names import modules_by_name, parameters_by_name
+from ft_transport.publish.peft_config import is_of_experts, module_of, plain_adapter, rank_of, scale_of
 
-CONFIG_NAME: Final = "adapter_config.json"
 _REQUIRED: Final = ("r", "lora_alpha", "target_modules")
 _PREFIX: Final = "base_model.model."
 _KIND: Final = re.compile(r"(?:^|\.)(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)\.")
@@ -63,6 +64,12 @@ class LoRAAdapter:
         if not isinstance(tensors, Mapping) or not tensors:
             what = "none" if isinstance(tensors, Mapping) else type(tensors).__name__
             raise ConfigurationError(f"expected an adapter's tensors by name, got {what}")
+        for name in ("r", *(["rank_pattern"] if config.get("rank_pattern") else [])):
+            given = config[name].values() if name == "rank_pattern" else [config[name]]
+            if any(not isinstance(rank, int) or rank < 1 for rank in given):
+                raise ConfigurationError(f"expected ranks of at least 1 in {name}, got {config[name]!r}")
+        for name, tensor in tensors.items():
+            self._check_rank(name, tensor)
 
     @classmethod
     def of(cls, module: nn.Module, config: Mapping[str, Any] | PEFTConfig, name: str = "default") -> LoRAAdapter:
@@ -77,9 +84,13 @@ class LoRAAdapter:
             name: Of the adapter, if the module has several.
 
         Raises:
-            ConfigurationError: The module has no such parameters, or trains one that no engine applies.
+            ConfigurationError: The module has no such parameters, trains one that no engine applies, applies another
+                adapter at the same time, or has other ranks or scales than the configuration.
         """
         fields = config if isinstance(config, Mapping) else config.to_dict()
+        # What a dict of the user's own leaves out, such as init_lora_weights, is the model's all the same.
+        known: Any = next((part.peft_config for part in module.modules() if hasattr(part, "peft_config")), {})
+        fields = {**(known[name].to_dict() if name in known else {}), **fields}
         tensors = {}
         for parameter_name, parameter in parameters_by_name(module):
             match = _KIND.search(parameter_name)
@@ -108,7 +119,14 @@ class LoRAAdapter:
                 f"expected parameters of the LoRA adapter {name!r}, such as layer.lora_A.{name}.weight, found none in "
                 f"{type(module).__name__}"
             )
-        return cls(tensors, fields)
+        adapter = cls(tensors, fields)
+        for layer_name, layer in modules_by_name(module):
+            adapter._check_layer(layer_name.removeprefix(_PREFIX), layer, name)
+        return adapter
+
+    def plain(self, dtype: torch.dtype | None) -> LoRAAdapter:
+        """The adapter of the same effect that every engine applies; see `plain_adapter`."""
+        return LoRAAdapter(*plain_adapter(self.tensors, self.config, dtype))
 
     def encoded_config(self) -> bytes:
         """The content of ``adapter_config.json``.
@@ -123,10 +141,42 @@ class LoRAAdapter:
             raise ConfigurationError(f"expected an adapter's configuration that JSON can say: {error}") from error
         return text.encode()
 
+    def _check_rank(self, name: object, tensor: torch.Tensor) -> None:
+        module, kind = (module_of(name) if isinstance(name, str) else None) or ("", "")
+        dim = {"A": 0, "B": 1}.get(kind[-1:])
+        if dim is None or is_of_experts(module) or (dim == 1 and tensor.ndim == 1):
+            return
+        rank = rank_of(self.config, module)
+        if tensor.ndim < 2 or tensor.shape[dim] != rank:
+            raise ConfigurationError(
+                f"expected the rank {rank} that the configuration gives {name}, got the shape {tuple(tensor.shape)}; "
+                "pass the configuration of this adapter, model.peft_config[name]"
+            )
+
+    def _check_layer(self, module: str, layer: nn.Module, name: str) -> None:
+        """Compares one of PEFT's layers with the configuration."""
+        scaling = getattr(layer, "scaling", None)
+        if not isinstance(scaling, Mapping) or name not in scaling:
+            return
+        active = getattr(layer, "active_adapters", ())
+        if name in active and len(active) > 1:
+            raise ConfigurationError(
+                f"expected one active adapter, got {', '.join(active)} in {module}: the model adds all of them, and an "
+                "engine only the one that is published; make one of them (PEFT's add_weighted_adapter with "
+                f'combination_type="cat"), or activate {name!r} alone'
+            )
+        expected = scale_of(self.config, module)
+        # Patterns name parameters of experts, and not their layer.
+        if not self.config.get("target_parameters") and not math.isclose(scaling[name], expected, rel_tol=1e-6):
+            raise ConfigurationError(
+                f"expected the scale {expected:g} that the configuration gives {module}, the layer has "
+                f"{scaling[name]:g}; pass the configuration of this adapter, model.peft_config[{name!r}]"
+            )
+
 
 def is_adapter(names: Iterable[object]) -> bool:
     """Whether these are the names of LoRA's matrices alone."""
-    return all(isinstance(name, str) and _KIND.search(name) for name in names)
+    return all(isinstance(name, str) and module_of(name) is not None for name in names)
 
 
 def _plain(value: object) -> object:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import nn
 
 from ft_transport.errors import PublishError
-from ft_transport.publish.adapter import CONFIG_NAME, LoRAAdapter, is_adapter
+from ft_transport.publish.adapter import LoRAAdapter, is_adapter
 from ft_transport.publish.engines.engine import Kind
 from ft_transport.publish.names import Renamed, engine_names, unwrapped
+from ft_transport.publish.peft_config import CONFIG_NAME
 from ft_transport.publish.weight_format import WeightFormat
 from ft_transport.state.casting import CASTABLE
 
 Weights: TypeAlias = LoRAAdapter | Mapping[str, torch.Tensor]
+
+_OF_PEFT: Final = re.compile(r"^base_model\.model\.|(?:^|\.)(?:base_layer|lora_(?:embedding_)?[AB])(?:\.|$)")
+"""Names of PEFT's wrappers, and of what is inside them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +46,12 @@ def content_of(weights: Weights | Callable[[], Weights], weight_format: WeightFo
 
     Raises:
         PublishError: Nothing that an engine could use, or the format does not fit it.
+        ConfigurationError: The adapter's effect cannot be had from a plain one.
     """
     # A module is callable, too.
     value: object = weights() if callable(weights) and not isinstance(weights, nn.Module) else weights
     if isinstance(value, LoRAAdapter):
+        value = value.plain(weight_format.dtype)
         tensors, renamed = _formatted(value.tensors, weight_format)
         if renamed and not is_adapter(tensors):
             other = next(name for name in tensors if not is_adapter([name]))
@@ -67,6 +74,14 @@ def content_of(weights: Weights | Callable[[], Weights], weight_format: WeightFo
             path=next(iter(value)),
         )
     tensors, renamed = _formatted(unwrapped(value), weight_format)
+    for name in tensors:
+        if _OF_PEFT.search(name):
+            raise PublishError(
+                "expected the weights of a model by the names that engines know, got those of a PEFT model, whose "
+                "adapter engines would leave out; pass LoRAAdapter.of(model, config), or the state_dict() of a copy "
+                "with the adapter merged (merge_and_unload), or rename them all with WeightFormat(names=...)",
+                path=name,
+            )
     return Content(kind="weights", tensors=tensors, renamed=renamed)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 import aiohttp
 
 from ft_transport.errors import EngineRefusedError, EngineUnreachableError, escape_peer_text
+from ft_transport.publish.engines.adapters import check_applied
 from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, EngineConnection
 from ft_transport.publish.known_engine import KnownEngine
 from ft_transport.publish.report import EngineReport
@@ -169,6 +170,7 @@ class _Attempt:
         """
         known = self.known
         connection = self.connection = known.connection(session)
+        check_applied(known.engine, self.delivery)
         pause_s = _FIRST_PAUSE_S
         while True:
             if known.link.unfinished:

@@ -73,6 +73,8 @@ class DeltaDirectory:
     """
 
     headers: Mapping[str, str] = {}
+    adapter_features: frozenset[str] | None = None
+    """Its readers have PEFT's files whole."""
 
     def __init__(
         self, root: str | os.PathLike[str], *, anchor_every: int = 10, keep_anchors: int = 2, private: bool = False

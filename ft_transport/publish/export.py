@@ -5,6 +5,7 @@ Each byte comes from one rank that has it. After the last vote the version is on
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -28,9 +29,9 @@ from ft_transport.coordination.consensus import Agreement
 from ft_transport.coordination.exchange import Exchange
 from ft_transport.coordination.plain_values import from_msgpack
 from ft_transport.errors import PublishError, StaleVersionError
-from ft_transport.publish.adapter import CONFIG_NAME
 from ft_transport.publish.content import Content
 from ft_transport.publish.names import Renamed, check_engine_names, shown
+from ft_transport.publish.peft_config import CONFIG_NAME, features_of
 from ft_transport.publish.weight_format import WeightFormat
 from ft_transport.runtime.regular_files import make_read_only, open_regular
 from ft_transport.state.stager import Stager
@@ -86,6 +87,7 @@ class Exporter:
         directory: Used on the first rank alone.
         weight_format: Of every version.
         num_threads: That copy.
+        check_features: Refuses an adapter for what it asks for beyond plain LoRA; called on the first rank alone.
         is_private: Whether nobody but the owner may read the files; else the umask says who may.
     """
 
@@ -97,9 +99,11 @@ class Exporter:
         *,
         weight_format: WeightFormat,
         num_threads: int,
+        check_features: Callable[[Mapping[str, object]], None],
         is_private: bool = False,
     ) -> None:
         self._agreement = agreement
+        self._check_features = check_features
         self._is_private = is_private
         self._format = weight_format
         self._directory = directory
@@ -157,8 +161,12 @@ class Exporter:
 
         Raises:
             StaleVersionError: The version is not newer than all that there are.
+            PublishError: An engine does not apply what the adapter asks for, as far as this rank has it.
         """
         del is_retry
+        own = self._own()
+        if own.kind == "adapter":
+            self._check_features(features_of(json.loads(own.files[CONFIG_NAME]), own.tensors))
         versions = self._directory.numbers()
         if versions and request.version <= versions[-1]:
             raise StaleVersionError(

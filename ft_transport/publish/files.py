@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from ft_transport.errors import PublishError
-from ft_transport.publish.adapter import CONFIG_NAME
+from ft_transport.publish.peft_config import CONFIG_NAME
 
 Files: TypeAlias = Mapping[str, Path | bytes | str | Mapping[str, Any]]
 

@@ -21,11 +21,14 @@ _MAX_SHOWN: Final = 5
 
 def parameters_by_name(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a module, by the names that they have without what wraps it or its parts."""
-    inner: nn.Module | None = module
-    while inner is not None:
-        module, inner = inner, _wrapped_in(inner)
-    for name, parameter in module.named_parameters():
+    for name, parameter in _innermost(module).named_parameters():
         yield _without_wrappers(name), parameter
+
+
+def modules_by_name(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The parts of a module, named as `parameters_by_name` names parameters."""
+    for name, part in _innermost(module).named_modules():
+        yield _without_wrappers(name), part
 
 
 def unwrapped(tensors: Mapping[Any, T]) -> Mapping[Any, T]:
@@ -106,6 +109,12 @@ def _check_distinct(renamed: Renamed) -> None:
 
 def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    while (inner := _wrapped_in(module)) is not None:
+        module = inner
+    return module
 
 
 def _wrapped_in(module: nn.Module) -> nn.Module | None:

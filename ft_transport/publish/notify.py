@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
@@ -14,6 +14,7 @@ import msgspec
 
 from ft_transport.errors import ConfigurationError, PublishError, TransportError
 from ft_transport.publish.delivering import deliver
+from ft_transport.publish.engines.adapters import refusal
 from ft_transport.publish.engines.engine import LEFT_PAUSED, Delivery, Engine, PolledEngine
 from ft_transport.publish.known_engine import KnownEngine, Link
 from ft_transport.publish.polling import EnginePoller
@@ -137,6 +138,19 @@ class EngineNotifier:
             self._left[known.url] = known.link
             if self._thread.is_begun:
                 self._loop.call_soon_threadsafe(self._give_up, known)
+
+    def check_features(self, features: Mapping[str, object]) -> None:
+        """Refuses an adapter that an engine would apply otherwise than the trainer does.
+
+        Args:
+            features: See `features_of`.
+
+        Raises:
+            PublishError: Names the engine, and what it does not apply.
+        """
+        for known in self._engines.values():
+            if reason := refusal(known.engine, features):
+                raise PublishError(reason)
 
     def states(self) -> tuple[EngineState, ...]:
         """What is known of each engine."""

@@ -174,6 +174,7 @@ class Publisher:
                 self._directory,
                 weight_format=self._format,
                 num_threads=threads,
+                check_features=self._notifier.check_features,
                 is_private=private,
             )
             return {"policy": policy, "engine_timeout": engine_timeout, **self._format.stated()}

@@ -7,8 +7,8 @@ from collections.abc import Set
 from pathlib import Path
 
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.publish.adapter import CONFIG_NAME
 from ft_transport.publish.engines.engine import Delivery
+from ft_transport.publish.peft_config import CONFIG_NAME
 from ft_transport.publish.retention import Retention, StoredVersion
 from ft_transport.publish.serving import VersionServer
 

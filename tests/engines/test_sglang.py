@@ -108,8 +108,11 @@ class TestAdapters:
         assert server.adapters(tmp_path) == ["one"]
 
     def test_a_refused_one_leaves_the_one_before_in_use(self, server: SGLangServer, tmp_path: Path) -> None:
+        class Unchecked(SGLangEngine):
+            adapter_features = None
+
         bad = LoRAAdapter(adapter(2).tensors, {**adapter(2).config, "use_dora": True})
-        engine = SGLangEngine(server.url, "refused-{version}", unload_after=_AT_ONCE)
+        engine = Unchecked(server.url, "refused-{version}", unload_after=_AT_ONCE)
         with Publisher([engine], tmp_path) as publisher:
             publish(publisher, 1, adapter(1))
             refused = publish(publisher, 2, bad)

@@ -560,7 +560,7 @@ def test_asking_engines_keeps_no_process_from_ending(tmp_path: Path, is_hanging:
         "        return newest.version\n"
         "publisher = Publisher([Own()], sys.argv[1], poll_interval=timedelta(milliseconds=1))\n"
         "config = {'r': 1, 'lora_alpha': 1, 'target_modules': ['a']}\n"
-        "publisher.publish(1, LoRAAdapter({'a.lora_A.weight': torch.ones(3)}, config)).result()\n"
+        "publisher.publish(1, LoRAAdapter({'a.lora_A.weight': torch.ones(1, 3)}, config)).result()\n"
         "assert asked.wait(10)\n"
         "import time; print(time.monotonic(), flush=True)\n"
     )

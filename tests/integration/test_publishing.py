@@ -114,7 +114,7 @@ class TestAdapters:
                 self.lora_A = nn.ModuleDict({"default": nn.Linear(2, 1, bias=False), "other": nn.Linear(2, 1)})
                 self.lora_B = nn.ModuleDict({"default": nn.Linear(1, 2, bias=False)})
 
-        found = LoRAAdapter.of(nn.ModuleDict({"q": Layer()}), CONFIG)
+        found = LoRAAdapter.of(nn.ModuleDict({"q": Layer()}), {**CONFIG, "r": 1})
         assert list(found.tensors) == ["base_model.model.q.lora_A.weight", "base_model.model.q.lora_B.weight"]
         with pytest.raises(ConfigurationError, match=r"'another'.*found none in Layer"):
             LoRAAdapter.of(Layer(), CONFIG, "another")
@@ -611,7 +611,7 @@ def test_a_process_that_ends_still_tells_the_engines(tmp_path: Path) -> None:
         "import sys, torch; from ft_transport import LoRAAdapter, Publisher, VLLMEngine\n"
         "publisher = Publisher([VLLMEngine(sys.argv[1])], sys.argv[2])\n"
         "config = {'r': 1, 'lora_alpha': 1, 'target_modules': ['a']}\n"
-        "publisher.publish(1, LoRAAdapter({'a.lora_A.weight': torch.ones(3)}, config))\n"
+        "publisher.publish(1, LoRAAdapter({'a.lora_A.weight': torch.ones(1, 3)}, config))\n"
         "raise RuntimeError('of the user')"
     )
     with serving(server := VLLMStandIn(load_s=0.5)):

@@ -15,10 +15,51 @@ from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Final
 
+from safetensors import SafetensorError
+
 from ft_transport.errors import EngineRefusedError
-from ft_transport.publish.engines.engine import Delivery, EngineConnection
+from ft_transport.publish.engines.engine import Delivery, Engine, EngineConnection
+from ft_transport.publish.peft_config import features_in
 
 _DIRECTORY: Final = re.compile(r"version-(0|[1-9][0-9]*)")
+
+_CHANGED_BASE: Final = (
+    "it changes the base model's weights, which engines serve unchanged: publish the converted adapter (PEFT's "
+    "path_initial_model_for_weight_conversion), or pass init_lora_weights=True in the configuration if the engines "
+    "serve the changed weights"
+)
+
+
+def refusal(engine: Engine, features: Mapping[str, object]) -> str | None:
+    """Why an engine must not get an adapter; ``None`` if it may.
+
+    Args:
+        engine: With ``adapter_features``, as `Engine` describes.
+        features: What the adapter asks for, see `features_of`.
+    """
+    applied: frozenset[str] | None = getattr(engine, "adapter_features", frozenset())
+    unapplied = sorted(features.keys() - applied) if applied is not None else []
+    if not unapplied:
+        return None
+    asked = ", ".join(f"{name}={features[name]!r}" for name in unapplied)
+    advice = _CHANGED_BASE if "init_lora_weights" in unapplied else "publish merged weights, or train without it"
+    return (
+        f"expected an adapter that the engine {engine.url} applies; {type(engine).__name__} does not apply {asked}, so "
+        f"that its policy would be another one; {advice}"
+    )
+
+
+def check_applied(engine: Engine, delivery: Delivery) -> None:
+    """Refuses an adapter that lies on disk, also one of an earlier release, for an engine that came later.
+
+    Raises:
+        EngineRefusedError: Names what the engine does not apply.
+    """
+    if delivery.kind == "weights":
+        return
+    with suppress(OSError, ValueError, SafetensorError):  # The engine itself says so.
+        if reason := refusal(engine, features_in(delivery.directory)):
+            raise EngineRefusedError(reason, body=reason, peer=engine.url)
 
 
 def version_in(path: str) -> int | None:

@@ -262,6 +262,10 @@ async def _read(content: aiohttp.StreamReader, data: bytearray) -> None:
 class Engine(Protocol):
     """One inference engine.
 
+    An engine that applies more than plain LoRA (``lora_alpha / r * B @ A`` on the unmodified base) says so with an
+    attribute ``adapter_features``: names of fields of PEFT's ``LoraConfig``, such as ``use_dora``, and
+    ``lora_embedding``; ``None`` where PEFT itself reads the files. An adapter that asks for more is refused.
+
     Attributes:
         url: Its base URL, by which reports name it.
         headers: Sent with each request, such as ``Authorization``.

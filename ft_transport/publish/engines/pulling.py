@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import ClassVar, get_args
 
 from ft_transport.errors import EngineRefusedError, EngineUnreachableError
 from ft_transport.keys import TOKEN_VARIABLE, Keys
@@ -32,6 +32,7 @@ class PullingEngine:
     url: str
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     token: str | None = field(default=None, repr=False)
+    adapter_features: ClassVar = frozenset({"lora_embedding"})
     _keys: Keys | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engines.adapters import adapter_served, deliver_adapter
@@ -40,6 +40,7 @@ class SGLangEngine:
     pause: Literal["abort", "retract", "in_place"] = "retract"
     headers: Mapping[str, str] = field(default_factory=dict)
     unload_after: timedelta = timedelta(minutes=10)
+    adapter_features: ClassVar = frozenset({"lora_embedding"})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", checked_url(self.url))

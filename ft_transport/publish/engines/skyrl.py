@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ft_transport.publish.engines.adapters import adapter_served, deliver_adapter
 from ft_transport.publish.engines.engine import Delivery, EngineConnection, checked_url
@@ -31,6 +32,7 @@ class SkyRLEngine:
     lora_name: str = "skyrl-lora"
     pause: PauseMode = "keep"
     headers: Mapping[str, str] = field(default_factory=dict)
+    adapter_features: ClassVar = VLLMEngine.adapter_features
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", checked_url(self.url))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, TypeAlias
 
 from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engines.adapters import adapter_served, deliver_adapter
@@ -52,6 +52,7 @@ class VLLMEngine:
     pause: PauseMode = "keep"
     update_info: Callable[[Delivery], Mapping[str, object]] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    adapter_features: ClassVar = frozenset({"use_rslora", "lora_embedding"})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", checked_url(self.url))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ft_transport.checkpoint.directory import NumberedDirectory
-from ft_transport.publish.adapter import CONFIG_NAME
+from ft_transport.publish.peft_config import CONFIG_NAME
 from ft_transport.publish.retention import Retention
 from ft_transport.publish.stored_versions import StoredVersions
 
