@@ -36,6 +36,9 @@ _PLAIN: Final = frozenset([
 ])
 # fmt: on
 """Fields that do not change what an adapter adds to a model: they choose modules, or belong to training."""
+MODULE_FEATURES: Final = frozenset({"modules_outside_layers", "modules_without_q_proj"})
+"""Where an adapter's modules are; engines apply these unless they say otherwise."""
+_PLACED: Final = re.compile(r"(?:^|\.)(?:layers\.\d+|embed_tokens|lm_head)\.")
 _PLAIN_INITS: Final = ("gaussian", "eva", "orthogonal", "mica")
 """Those that leave the base model's weights as they are (peft/tuners/lora/layer.py)."""
 
@@ -64,7 +67,7 @@ def is_of_experts(module: str) -> bool:
 
 
 def features_of(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, object]:
-    """What an adapter asks for beyond plain LoRA: fields of the configuration, and ``lora_embedding``.
+    """What an adapter asks for beyond plain LoRA: fields of the configuration, ``lora_embedding``, `MODULE_FEATURES`.
 
     Args:
         config: PEFT's fields.
@@ -81,8 +84,13 @@ def features_of(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, ob
         features.pop("init_lora_weights", None)
     if str(features.get("peft_type", "LORA")).rpartition(".")[2] == "LORA":
         features.pop("peft_type", None)
-    for name in names:
-        module, kind = module_of(name) or ("", "")
+    modules = {name: module_of(name) or ("", "") for name in names}
+    blocks = {module.removesuffix("q_proj") for module, _ in modules.values() if module.endswith("q_proj")}
+    for name, (module, kind) in modules.items():
+        if kind and not _PLACED.search(f"{module}."):
+            features.setdefault("modules_outside_layers", name)
+        if module.endswith((".k_proj", ".v_proj")) and module[: -len("k_proj")] not in blocks:
+            features.setdefault("modules_without_q_proj", name)
         if not kind:
             features.setdefault("modules_to_save", name)
         elif is_of_experts(module):

@@ -254,6 +254,23 @@ def test_what_an_engine_does_not_apply_is_refused_by_name(
         assert publisher.latest() is None
 
 
+def test_modules_that_sglang_drops_or_cannot_place_are_refused_by_name(tmp_path: Path) -> None:
+    def adapter(module: str) -> LoRAAdapter:
+        tensors = {f"base_model.model.{module}.lora_A.weight": torch.ones(2, 4)}
+        return LoRAAdapter(tensors, {"r": 2, "lora_alpha": 4, "target_modules": [module.rpartition(".")[2]]})
+
+    with Publisher([SGLangEngine("http://127.0.0.1:1")], tmp_path) as publisher:
+        for module, feature in {
+            "projector.linear": "modules_outside_layers",
+            "model.layers.0.self_attn.v_proj": "modules_without_q_proj",
+        }.items():
+            with pytest.raises(PublishError, match=f"does not apply {feature}='.*{module}"):
+                publisher.publish(1, adapter(module))
+    with Publisher([VLLMEngine("http://127.0.0.1:1")], tmp_path) as publisher:
+        publisher.publish(1, adapter("model.layers.0.self_attn.v_proj"))
+        publisher.close(timedelta(0))
+
+
 def test_weights_that_the_initialisation_changed_may_be_those_that_engines_serve(tmp_path: Path) -> None:
     server = SGLangStandIn()
     model = peft_model(init_lora_weights="pissa")

@@ -18,7 +18,8 @@ WEIGHTS = {"weight": torch.ones(3)}
 
 
 def adapter() -> LoRAAdapter:
-    return LoRAAdapter({"model.q.lora_A.weight": torch.ones(4, 8)}, {"r": 4, "lora_alpha": 8, "target_modules": ["q"]})
+    tensors = {"model.layers.0.q.lora_A.weight": torch.ones(4, 8)}
+    return LoRAAdapter(tensors, {"r": 4, "lora_alpha": 8, "target_modules": ["q"]})
 
 
 def publish(publisher: Publisher, version: int, what: Any = None) -> EngineReport:

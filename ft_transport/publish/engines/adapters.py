@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engines.engine import Delivery, Engine, EngineConnection
-from ft_transport.publish.peft_config import features_in
+from ft_transport.publish.peft_config import MODULE_FEATURES, features_in
 
 _DIRECTORY: Final = re.compile(r"version-(0|[1-9][0-9]*)")
 
@@ -34,11 +34,15 @@ def refusal(engine: Engine, features: Mapping[str, object]) -> str | None:
     """Why an engine must not get an adapter; ``None`` if it may.
 
     Args:
-        engine: With ``adapter_features``, as `Engine` describes.
+        engine: With ``adapter_features``, as `Engine` describes; its ``adapter_gaps`` are those of `MODULE_FEATURES`
+            that it does not apply.
         features: What the adapter asks for, see `features_of`.
     """
     applied: frozenset[str] | None = getattr(engine, "adapter_features", frozenset())
-    unapplied = sorted(features.keys() - applied) if applied is not None else []
+    if applied is None:
+        return None
+    anywhere = MODULE_FEATURES - getattr(engine, "adapter_gaps", frozenset())
+    unapplied = sorted(features.keys() - applied - anywhere)
     if not unapplied:
         return None
     asked = ", ".join(f"{name}={features[name]!r}" for name in unapplied)

@@ -15,6 +15,7 @@ from ft_transport.errors import EngineRefusedError
 from ft_transport.publish.engines.adapters import adapter_served, deliver_adapter
 from ft_transport.publish.engines.engine import NO_ROUTE, Answer, Delivery, EngineConnection, checked_url
 from ft_transport.publish.engines.weight_version import confirmed_weight_version, weight_version
+from ft_transport.publish.peft_config import MODULE_FEATURES
 from ft_transport.settings import check_duration
 
 _MODEL_INFO: Final = ("/model_info", "/get_model_info")
@@ -41,6 +42,9 @@ class SGLangEngine:
     headers: Mapping[str, str] = field(default_factory=dict)
     unload_after: timedelta = timedelta(minutes=10)
     adapter_features: ClassVar = frozenset({"lora_embedding"})
+    # It drops what is outside of layers without a word, and the first request for k_proj or v_proj alone raises in its
+    # scheduler (sglang/srt/lora/lora.py, ``_process_weight``; mem_pool.py, ``load_lora_weight_to_buffer``).
+    adapter_gaps: ClassVar = MODULE_FEATURES
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", checked_url(self.url))
