@@ -1,8 +1,8 @@
 """PEFT's LoRA configuration: its ranks and scales, what it asks for beyond plain LoRA, and the plain adapter of it.
 
 A plain adapter adds ``lora_alpha / r * B @ A`` to weights of the unmodified base model, with one rank. Every engine
-applies that. SGLang 0.5.23 reads nothing else but ``use_dora`` (sglang/srt/lora/lora.py, ``scaling``), and vLLM before
-0.32 no pattern (vllm/lora/peft_helper.py).
+applies that. SGLang 0.5.23 reads nothing else but ``use_dora`` (sglang/srt/lora/lora.py, ``scaling``), and vLLM 0.23,
+which SkyRL 0.3.0 pins, no pattern (vllm/lora/peft_helper.py).
 """
 
 from __future__ import annotations
