@@ -52,6 +52,7 @@ from ft_transport.runtime.lazy_imports import import_on_use
 
 if TYPE_CHECKING:
     from ft_transport.checkpoint.background_saver import SaveHandle
+    from ft_transport.checkpoint.foreign import DCPCheckpoint
     from ft_transport.checkpoint.health import StoreHealth
     from ft_transport.checkpoint.load import LoadedCheckpoint
     from ft_transport.checkpoint.settings import StoreSettings
@@ -114,6 +115,7 @@ else:
             "ft_transport.settings": ("FetchProgress", "TransportSettings"),
             "ft_transport.tls": ("TLSFiles",),
             "ft_transport.checkpoint.background_saver": ("SaveHandle",),
+            "ft_transport.checkpoint.foreign": ("DCPCheckpoint",),
             "ft_transport.checkpoint.health": ("StoreHealth",),
             "ft_transport.checkpoint.load": ("LoadedCheckpoint",),
             "ft_transport.checkpoint.settings": ("StoreSettings",),
@@ -141,6 +143,7 @@ __all__ = [
     "CheckpointUntrustedError",
     "CollectiveRefusedError",
     "ConfigurationError",
+    "DCPCheckpoint",
     "DeadlineExceededError",
     "Delivery",
     "DeltaDirectory",

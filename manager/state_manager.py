@@ -391,6 +391,9 @@ class StateManager:
         ``scope="local"`` state comes from a checkpoint of the same ``replica_id`` and number of ranks alone. Otherwise
         the present local state stays, with a warning.
 
+        If ``torch.distributed.checkpoint`` wrote the newest ``step-N`` for another program, such as torchtitan, that
+        is loaded: what is registered under the names that it has.
+
         Returns:
             What was loaded; ``None`` if there is no checkpoint.
 

@@ -130,6 +130,7 @@ class CheckpointStorage:
         Raises:
             CheckpointExistsError: There is one of this step, and it may not be replaced.
         """
+        self._directory.refuse_foreign(request.step)
         if not (request.overwrite or is_retry) and self._directory.find(request.step) is not None:
             raise CheckpointExistsError(
                 f"expected no checkpoint of this step in {self._directory.root}, there is one; overwrite=True "

@@ -4,6 +4,8 @@ One rank alone calls what is here. Files are written to ``step-N.incomplete``; w
 makes it ``step-N``. So a directory of that name is complete at any instant. One that is replaced is exchanged with its
 successor by one system call where the file system can do that. Where it cannot (NFS), it becomes ``step-N.replaced``
 first, which counts as ``step-N`` as long as there is no other. What is deleted gets the name ``step-N.deleted`` first.
+
+A ``step-N`` that another program wrote is foreign: it does not count, and nothing here replaces or deletes it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from ft_transport.checkpoint.manifest import DATA_SUFFIX, rank_file_name
+from ft_transport.errors import CheckpointExistsError
 from ft_transport.runtime.regular_files import is_directory, is_regular, make_directory, sync_directory
 
 logger = logging.getLogger(__name__)
@@ -65,8 +69,10 @@ class NumberedDirectory:
         """
         for path, number, suffix in self._found():
             try:
-                if suffix == ".replaced" and not self._is_complete(self._path(number)):
-                    self._put_back(path, self._path(number))
+                final = self._path(number)
+                if suffix == ".replaced" and self._is_complete(path) and not self._is_complete(final):
+                    if not self._is_foreign(final):
+                        self._put_back(path, final)
                 elif suffix:
                     self._remove(path)
             except OSError as error:
@@ -81,6 +87,8 @@ class NumberedDirectory:
             if suffix in ("", ".replaced"):
                 if self._is_complete(path):
                     found.add(number)
+                elif self._is_foreign(path):
+                    self._warn_once(path, "was written by another program: it does not count, and no save replaces it")
                 elif self._last_file is not None:
                     self._warn_once(path, "has no %s and does not count", self._last_file)
         return sorted(found)
@@ -89,6 +97,25 @@ class NumberedDirectory:
         """A complete directory; ``None`` if there is none of this number."""
         paths = (self._path(number), self._path(number, ".replaced"))
         return next((path for path in paths if self._is_complete(path)), None)
+
+    def foreign(self) -> dict[int, Path]:
+        """Directories of these names that another program wrote, by number, ascending."""
+        found = {number: path for path, number, suffix in self._found() if not suffix and self._is_foreign(path)}
+        return dict(sorted(found.items()))
+
+    def refuse_foreign(self, number: int) -> None:
+        """Refuses to replace what another program wrote.
+
+        Raises:
+            CheckpointExistsError: A foreign directory has the name of this number.
+        """
+        path = self._path(number)
+        if self._is_foreign(path):
+            raise CheckpointExistsError(
+                f"expected no other program's files in {path}: no save replaces them; move that directory away, or "
+                "save to another root",
+                step=number,
+            )
 
     # -------------------------------------------------------------------------------------------------------- writing
 
@@ -146,14 +173,15 @@ class NumberedDirectory:
                 _delete(path)
 
     def clear(self) -> None:
-        """Takes all of them out of those that count, and deletes them, complete or not.
+        """Takes all of them out of those that count, and deletes them, complete or not, but for foreign ones.
 
         Raises:
             OSError: One still counts.
         """
         for path, _, suffix in self._found():
             try:
-                self._remove(path)
+                if suffix or not self._is_foreign(path):
+                    self._remove(path)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -179,6 +207,22 @@ class NumberedDirectory:
         if self._last_file is None:
             return is_directory(path, follows_links=False)
         return is_regular(path / self._last_file)
+
+    def _is_foreign(self, path: Path) -> bool:
+        """Whether another program's files are at the name of a complete directory.
+
+        Own files that lost their list are not foreign, nor are data files without the metadata of DCP, which an
+        interrupted ``dcp.save`` leaves.
+        """
+        if self._last_file is None or self._is_complete(path):
+            return False
+        try:
+            names = os.listdir(path)
+        except FileNotFoundError:
+            return False
+        except OSError:  # a file, or a directory of another user
+            return True
+        return rank_file_name(0) not in names and not all(name.endswith(DATA_SUFFIX) for name in names)
 
     def _warn_once(self, path: Path, text: str, *arguments: object) -> None:
         if path.name not in self._warned_of:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
@@ -14,7 +14,9 @@ import msgspec
 from msgspec import Struct
 
 from ft_transport.checkpoint.claim import RootClaim
+from ft_transport.checkpoint.dcp_format import DCP_METADATA_NAME
 from ft_transport.checkpoint.directory import NumberedDirectory, wait_until_visible
+from ft_transport.checkpoint.foreign import DCPCheckpoint
 from ft_transport.checkpoint.manifest import MANIFEST_NAME
 from ft_transport.checkpoint.patience import Patience
 from ft_transport.checkpoint.settings import (
@@ -34,7 +36,7 @@ from ft_transport.errors import (
     CheckpointUntrustedError,
     TransportError,
 )
-from ft_transport.runtime.regular_files import NotRegularFileError, open_regular
+from ft_transport.runtime.regular_files import NotRegularFileError, is_regular, open_regular
 from ft_transport.settings import check_number
 
 T = TypeVar("T")
@@ -43,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 MAX_GONE: Final = 10
 """So many checkpoints may go away while a good one is looked for."""
+_MAX_SHOWN: Final = 5
 
 
 class FoundCheckpoint(Struct, frozen=True, array_like=True, kw_only=True):
@@ -66,6 +69,7 @@ class FoundCheckpoint(Struct, frozen=True, array_like=True, kw_only=True):
 
 _found_decoder: Final = msgspec.msgpack.Decoder(FoundCheckpoint)
 _steps_decoder: Final = msgspec.msgpack.Decoder(list[int])
+_of_dcp_decoder: Final = msgspec.msgpack.Decoder(tuple[int, str] | None)
 _flag_decoder: Final = msgspec.msgpack.Decoder(bool)
 _damaged_decoder: Final = msgspec.msgpack.Decoder(list[str])
 
@@ -113,9 +117,16 @@ class Inventory:
         def set_up() -> None:
             claim.take(owner, settings.claim_timeout.total_seconds())
             directory.recover()
+            foreign = directory.foreign()
+            if existing == "clear" and foreign:
+                raise CheckpointExistsError(
+                    f"expected only checkpoints of this package to clear in {directory.root}, another program wrote "
+                    f"{_named(foreign)}; nothing was cleared: move those directories away, or use another root"
+                )
             if existing == "clear":
                 directory.clear()
-            if existing == "refuse" and (steps := directory.numbers()):
+            # Each foreign directory is warned of.
+            if (steps := sorted({*directory.numbers(), *foreign})) and existing == "refuse":
                 raise CheckpointExistsError(f"expected no checkpoints in {directory.root}, there are {steps}")
 
         def find() -> None:
@@ -129,6 +140,39 @@ class Inventory:
         self._agreement.step = None
         steps = self._on_directory("list the checkpoints", self._directory.numbers, _steps_decoder)
         return tuple(steps)
+
+    def newer_of_dcp(self) -> DCPCheckpoint | None:
+        """The newest checkpoint that DCP wrote for another program, if no own one has a later step.
+
+        Raises:
+            CheckpointUntrustedError: With a job token, unsigned checkpoints are not accepted.
+            CheckpointError: It cannot be read.
+        """
+        directory = self._directory
+
+        def find() -> tuple[int, str] | None:
+            own = directory.numbers()
+            of_dcp = [item for item in directory.foreign().items() if is_regular(item[1] / DCP_METADATA_NAME)]
+            step, path = of_dcp[-1] if of_dcp else (-1, Path())
+            return (step, str(path)) if step > (own[-1] if own else -1) else None
+
+        self._agreement.step = None
+        found = self._on_directory("look for checkpoints of DCP", find, _of_dcp_decoder)
+        if found is None:
+            return None
+        step, path = found
+        if self._trust.keys is not None and not self._trust.accepts_unsigned:
+            raise CheckpointUntrustedError(
+                f"expected a checkpoint that is signed with the job token, another program wrote {path}; load it with "
+                "accept_unsigned=True if you trust that program, or move it away",
+                step=step,
+            )
+        read: list[DCPCheckpoint] = []
+        patience = Patience(self._retry_s)
+        self._agreement.run_on_all_ranks(
+            "read DCP's metadata", lambda: read.append(patience.call(lambda: DCPCheckpoint(Path(path), step)))
+        )
+        return read[0]
 
     def agree_on_step(self, step: CheckpointSelector) -> CheckpointSelector:
         """Checks the step that a caller has asked for.
@@ -292,6 +336,11 @@ class Inventory:
                 return action()
 
         return self._agreement.value_of_first(phase, lambda: patience.call(run), decoder)
+
+
+def _named(foreign: Mapping[int, Path]) -> str:
+    names = [path.name for path in foreign.values()]
+    return ", ".join(names[:_MAX_SHOWN]) + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:

@@ -15,6 +15,7 @@ from ft_transport.checkpoint.background_saver import BackgroundSaver, SaveHandle
 from ft_transport.checkpoint.checkpoint_storage import SaveRequest
 from ft_transport.checkpoint.claim import RootClaim
 from ft_transport.checkpoint.directory import NumberedDirectory
+from ft_transport.checkpoint.foreign import DCPCheckpoint
 from ft_transport.checkpoint.health import Health, StoreHealth
 from ft_transport.checkpoint.inventory import Inventory
 from ft_transport.checkpoint.load import Destination, LoadedCheckpoint
@@ -56,6 +57,7 @@ class CheckpointStore:
         rank_local: Top-level keys of the state whose values each rank has for itself (random generators, the position
             of a data loader). Of all else, ranks hold the same, or shards of the same.
         existing: What happens to checkpoints that are there: ``keep`` them, ``clear`` them, or ``refuse`` to start.
+            A ``step-N`` that another program wrote is never cleared or replaced.
         keep: After each save, keep so many checkpoints, it and those before it, and delete older ones; ``None`` keeps
             all. Those of later steps, which a run that was set back has left, stay.
         consolidate: Path of a part of the state, keys joined by dots, such as ``model``: its tensors are also written
@@ -191,6 +193,7 @@ class CheckpointStore:
         Raises:
             UnsupportedLeafError: The state of a rank has something in it that cannot be saved; the path names it.
             CheckpointError: The state of a rank is no dict.
+            CheckpointExistsError: Another program wrote what has the name of this step.
             SaveInProgressError: The save before is not finished, and the policy is to refuse.
             TransportError: With ``wait``, what `SaveHandle.result` raises; or more saves in a row have failed than are
                 allowed.
@@ -281,6 +284,8 @@ class CheckpointStore:
         """
         self._check_open()
         self.wait()
+        if step == "latest":
+            self._refuse_newer_of_dcp()
         destination = Destination(into=into, like=like, check=check, is_comparable=is_comparable)
         return self._loader.load(step, destination)
 
@@ -299,11 +304,24 @@ class CheckpointStore:
 
         Raises:
             CheckpointDamagedError: There are some, and all are damaged.
+            CheckpointError: ``torch.distributed.checkpoint`` wrote the newest one for another program.
             CheckpointNotFoundError: Another process deletes them faster than they are read.
             TransportError: As for `load`.
         """
+        self._refuse_newer_of_dcp()
         destination = Destination(into=into, like=like, check=check, is_comparable=is_comparable)
         return self._loader.load_newest_good(destination, self.steps)
+
+    def newer_of_dcp(self) -> DCPCheckpoint | None:
+        """The checkpoint that ``torch.distributed.checkpoint`` wrote for another program, if it is the newest here.
+
+        Raises:
+            CheckpointUntrustedError: There is a job token, and unsigned checkpoints are not accepted.
+            CheckpointError: It cannot be read.
+        """
+        self._check_open()
+        self.wait()
+        return self._inventory.newer_of_dcp()
 
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, ascending."""
@@ -378,7 +396,7 @@ class CheckpointStore:
             self._agreement.step = step
             recording.phase("agree")
             try:
-                self._agreement.run_on_all_ranks("copy the state", staged.check)
+                self._agreement.run_on_all_ranks("copy the state", lambda: self._check_savable(step, staged))
             except BaseException:
                 staged.release()
                 raise
@@ -392,6 +410,22 @@ class CheckpointStore:
         if wait:
             handle.result()
         return handle
+
+    def _check_savable(self, step: int, staged: StagedState) -> None:
+        """Refuses, before training goes on, what no attempt could save."""
+        staged.check()
+        if self._agreement.is_first:
+            self._directory.refuse_foreign(step)
+
+    def _refuse_newer_of_dcp(self) -> None:
+        newer = self.newer_of_dcp()
+        if newer is not None:
+            raise CheckpointError(
+                f"expected the newest checkpoint in {self._root} to be this package's own, "
+                f"torch.distributed.checkpoint wrote {newer.path} for another program; load that with dcp.load or with "
+                "a manager's resume(), or move it away",
+                step=newer.step,
+            )
 
     def _check_open(self, step: int | None = None) -> None:
         if self._is_closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,13 +15,22 @@ from manager.errors import ManagerError, RegistryError
 from manager.recovery.replica_metrics import resumes
 from manager.recovery.values import Recovery, shown
 from manager.state.compatibility import check_fit
-from manager.state.parameter_order import TAKEN_OVER, OrderTakenOverError, incoming_names
+from manager.state.parameter_order import (
+    MANAGER_KEY,
+    TAKEN_OVER,
+    USER_KEY,
+    OrderTakenOverError,
+    incoming_names,
+)
 from manager.state.replica_state import ReplicaState
 
 if TYPE_CHECKING:
-    from ft_transport import CheckpointStore, Incoming, LoadedCheckpoint, SaveHandle, SnapshotLease
+    from ft_transport import CheckpointStore, DCPCheckpoint, Incoming, LoadedCheckpoint, SaveHandle, SnapshotLease
 
 logger = logging.getLogger(__name__)
+
+_LEAST_BYTES_PER_S: Final = 1 << 20
+"""A disk that gives less is taken for one that hangs."""
 
 LOCAL_KEY: Final = "local"
 """Under this key a checkpoint has what is registered with ``scope="local"``, for each rank its own.
@@ -105,6 +115,15 @@ class Checkpoints:
 
     def resume(self) -> Recovery | None:
         """See `StateManager.resume`."""
+        of_dcp = self.store.newer_of_dcp()
+        resumed = self._resume_own() if of_dcp is None else self._resume_from_dcp(of_dcp)
+        if resumed is not None:
+            self._saved_step = resumed.step
+            self.counts.add()
+            logger.info("resumed step %d from %s", resumed.step, self.store.root)
+        return resumed
+
+    def _resume_own(self) -> Recovery | None:
         state, store = self._state, self.store
         own_errors: list[Exception] = []
         with ExitStack() as held:
@@ -148,9 +167,6 @@ class Checkpoints:
             except TransportError as error:
                 # One's own error is as it would be without other ranks.
                 raise own_errors[0] if own_errors else error from None
-        self._saved_step = loaded.step
-        self.counts.add()
-        logger.info("resumed step %d from %s", loaded.step, store.root)
         return Recovery(step=loaded.step, source=f"{store.root}, step {loaded.step}")
 
     def _load_newest(self, own_errors: list[Exception]) -> LoadedCheckpoint[Any] | None:
@@ -179,6 +195,43 @@ class Checkpoints:
         store.run_on_all_ranks("look at the own state", partial(_noted, own_errors, look), timeout=state.timeout)
         like = state.registry.parameter_finder()
         return store.load_newest_good(into=into, like=like, check=check, is_comparable=True)
+
+    def _resume_from_dcp(self, checkpoint: DCPCheckpoint) -> Recovery:
+        """Load what ``torch.distributed.checkpoint`` wrote for another program."""
+        from manager.recovery.dcp_loading import load_dcp  # noqa: PLC0415 # it imports DCP, which takes a second
+
+        state, step = self._state, checkpoint.step
+        own_errors: list[Exception] = []
+
+        def note_change() -> None:
+            state.mark_partial(step, "loading it was interrupted")
+
+        def load() -> None:
+            state.require_training_thread()
+            with state.lock.write("loading a checkpoint"):
+                parts = load_dcp(checkpoint, state.registry, note_change)
+                state.load({USER_KEY: parts, MANAGER_KEY: {"step": step}})
+                # Where another rank could not load it, this one must not step with it either.
+                note_change()
+
+        num_bytes = sum(dtype.itemsize * shape.numel() for dtype, shape in checkpoint.tensors.values())
+        try:
+            self.store.run_on_all_ranks(
+                "load the checkpoint of DCP",
+                partial(_noted, own_errors, load),
+                timeout=state.timeout + timedelta(seconds=num_bytes / _LEAST_BYTES_PER_S),
+            )
+        except TransportError as error:
+            raise own_errors[0] if own_errors else error from None
+        state.partial = None
+        if local := [entry.key for entry in state.registry.entries("local")]:
+            logger.warning("step %d from %s: the local states %s stay as they are", step, checkpoint.path, local)
+        logger.warning(
+            "step %d from %s: torch.distributed.checkpoint wrote it for another program; no digest covers its files",
+            step,
+            checkpoint.path,
+        )
+        return Recovery(step=step, source=f"{checkpoint.path} of torch.distributed.checkpoint")
 
     @property
     def _is_known(self) -> bool:

@@ -344,7 +344,7 @@ def names_of(
     names: dict[int, str] = {}
     for key, module in modules:
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            full_name = f"{key}.{_WRAPPERS.sub('', name)}"
+            full_name = f"{key}.{without_wrappers(name)}"
             # Of a shared parameter's names, the first in the alphabet: the order of submodules may differ.
             names[id(parameter)] = min(names.get(id(parameter), full_name), full_name)
     named = {
@@ -352,6 +352,11 @@ def names_of(
         for key, optimizer in optimizers.items()
     }
     return {key: groups for key, groups in named.items() if any(map(any, groups))}
+
+
+def without_wrappers(name: str) -> str:
+    """The name of a parameter as states have it."""
+    return _WRAPPERS.sub("", name)
 
 
 def _check_signatures(key: str, load_state_dict: Callable[[Any], object], state_dict: Callable[[], object]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from ft_transport.checkpoint import directory as module
 from ft_transport.checkpoint.directory import NumberedDirectory
 from ft_transport.checkpoint.manifest import MANIFEST_NAME
+from ft_transport.errors import CheckpointExistsError
 
 
 def checkpoints(root: Path) -> NumberedDirectory:
@@ -18,6 +19,7 @@ def checkpoints(root: Path) -> NumberedDirectory:
 def make(path: Path, content: str, *, is_complete: bool = True) -> None:
     path.mkdir(parents=True)
     (path / "data").write_text(content)
+    (path / "rank-0.json").write_text("")
     if is_complete:
         (path / MANIFEST_NAME).write_text(content)
 
@@ -103,6 +105,21 @@ def test_one_without_its_list_of_files_may_be_replaced(directory: NumberedDirect
     save(directory, 1, "new")
     assert contents(directory) == {1: "new"}
     assert names_in(directory.root) == {"step-1"}
+
+
+def test_what_another_program_wrote_is_neither_replaced_nor_deleted(directory: NumberedDirectory) -> None:
+    for name in ("step-1", "step-2"):
+        (directory.root / name).mkdir(parents=True)
+        (directory.root / name / "model.pt").write_text("foreign")
+    make(directory.root / "step-1.replaced", "own")
+    for action in (directory.recover, directory.clear):
+        assert directory.foreign() == {step: directory.root / f"step-{step}" for step in (1, 2)}
+        assert directory.find(2) is None
+        action()
+    with pytest.raises(CheckpointExistsError, match="step-1"):
+        directory.refuse_foreign(1)
+    directory.refuse_foreign(3)
+    assert names_in(directory.root) == {"step-1", "step-2"}
 
 
 @pytest.mark.parametrize(
