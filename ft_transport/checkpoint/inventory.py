@@ -31,6 +31,7 @@ from ft_transport.checkpoint.verify import decode_rank_files, find_damage, read_
 from ft_transport.coordination.consensus import Agreement
 from ft_transport.errors import (
     CheckpointDamagedError,
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointUntrustedError,
@@ -173,6 +174,21 @@ class Inventory:
             "read DCP's metadata", lambda: read.append(patience.call(lambda: DCPCheckpoint(Path(path), step)))
         )
         return read[0]
+
+    def refuse_newer_of_dcp(self) -> None:
+        """Refuses to take an own checkpoint for the newest one where DCP wrote a later one for another program.
+
+        Raises:
+            CheckpointError: It did.
+        """
+        newer = self.newer_of_dcp()
+        if newer is not None:
+            raise CheckpointError(
+                f"expected the newest checkpoint in {self._directory.root} to be this package's own, "
+                f"torch.distributed.checkpoint wrote {newer.path} for another program; load that with dcp.load or with "
+                "a manager's resume(), or move it away",
+                step=newer.step,
+            )
 
     def agree_on_step(self, step: CheckpointSelector) -> CheckpointSelector:
         """Checks the step that a caller has asked for.

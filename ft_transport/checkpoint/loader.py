@@ -46,7 +46,10 @@ class CheckpointLoader:
     def load(self, step: CheckpointSelector, destination: Destination) -> LoadedCheckpoint[Any]:
         """See ``CheckpointStore.load``."""
         with self._recorder.begin("load", phase="find") as recording:
-            loaded = self._load(self._inventory.agree_on_step(step), destination)
+            agreed = self._inventory.agree_on_step(step)
+            if agreed == "latest":
+                self._inventory.refuse_newer_of_dcp()
+            loaded = self._load(agreed, destination)
             # Of a load by several ranks each one tells what it has read itself.
             recording.tell(step=loaded.step, num_bytes=loaded.num_bytes_read)
             return loaded
@@ -61,6 +64,7 @@ class CheckpointLoader:
             list_steps: The steps that there are, ascending; called before each attempt.
         """
         with self._recorder.begin("load", phase="find") as recording:
+            self._inventory.refuse_newer_of_dcp()
             loaded = load_newest_good(list_steps, lambda step: self._load(step, destination))
             if loaded is not None:
                 recording.tell(step=loaded.step, num_bytes=loaded.num_bytes_read)

@@ -284,8 +284,6 @@ class CheckpointStore:
         """
         self._check_open()
         self.wait()
-        if step == "latest":
-            self._refuse_newer_of_dcp()
         destination = Destination(into=into, like=like, check=check, is_comparable=is_comparable)
         return self._loader.load(step, destination)
 
@@ -308,7 +306,6 @@ class CheckpointStore:
             CheckpointNotFoundError: Another process deletes them faster than they are read.
             TransportError: As for `load`.
         """
-        self._refuse_newer_of_dcp()
         destination = Destination(into=into, like=like, check=check, is_comparable=is_comparable)
         return self._loader.load_newest_good(destination, self.steps)
 
@@ -416,16 +413,6 @@ class CheckpointStore:
         staged.check()
         if self._agreement.is_first:
             self._directory.refuse_foreign(step)
-
-    def _refuse_newer_of_dcp(self) -> None:
-        newer = self.newer_of_dcp()
-        if newer is not None:
-            raise CheckpointError(
-                f"expected the newest checkpoint in {self._root} to be this package's own, "
-                f"torch.distributed.checkpoint wrote {newer.path} for another program; load that with dcp.load or with "
-                "a manager's resume(), or move it away",
-                step=newer.step,
-            )
 
     def _check_open(self, step: int | None = None) -> None:
         if self._is_closed:
