@@ -27,8 +27,8 @@ _MAX_RANK_FILE_BYTES: Final = 1 << 30
 """Above what the description of a snapshot may have (``wire.manifest``), for each of its parts."""
 
 
-def read_manifest(directory: Path, step: int, trust: Trust, patience: Patience) -> CheckpointManifest:
-    """The list of files of the checkpoint of a step.
+def read_manifest(directory: Path, step: int | None, trust: Trust, patience: Patience) -> CheckpointManifest:
+    """The list of files of the checkpoint of a step; ``None`` of whatever step, where the directory has another name.
 
     Raises:
         CheckpointDamagedError: It is not what was written, or is not there.
@@ -38,7 +38,7 @@ def read_manifest(directory: Path, step: int, trust: Trust, patience: Patience) 
     path = directory / MANIFEST_NAME
     encoded = patience.read(MANIFEST_NAME, lambda: read_regular(path, max_bytes=_MAX_MANIFEST_BYTES))
     manifest = trust.open(encoded, name=MANIFEST_NAME)
-    if manifest.step != step:
+    if step is not None and manifest.step != step:
         raise CheckpointDamagedError(
             f"{MANIFEST_NAME}: expected that of step {step}, as the directory is named, got that of step "
             f"{manifest.step}",

@@ -82,17 +82,17 @@ def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]
         yield from _of_ours(path)
         return
     notes += contents.notes
+    is_of_ranks = path.is_dir() and any(path.glob(OF_A_RANK))
+    if is_of_ranks and (path / MANIFEST).exists():
+        yield from _of_renamed(path)
+        return
     troubles = [*contents.troubles, *tensor_troubles(contents)]
     troubles += file_troubles(path, contents) if contents.form == "dcp" else ()
-    is_ours = path.is_dir() and any(path.glob(OF_A_RANK))
-    if is_ours:
-        if not (path / MANIFEST).exists():
-            troubles.append(
-                f"{path.name}: expected {MANIFEST}, which ft_transport writes last; the save was not finished, or it "
-                "was lost, and nothing says what the bytes should be"
-            )
-        else:
-            notes.append("its files were not compared with their digests: its directory has to have its name, step-N")
+    if is_of_ranks:
+        troubles.append(
+            f"{path.name}: expected {MANIFEST}, which ft_transport writes last; the save was not finished, or it "
+            "was lost, and nothing says what the bytes should be"
+        )
     sums = Sums()
     if not troubles and contents.form == "dcp":
         troubles = [*find_damage(path, contents, sums)]
@@ -102,7 +102,7 @@ def _troubles(thing: str, contents: Contents, notes: list[str]) -> Iterator[str]
             yield from digest_troubles(path)
         except ManifestError as error:
             notes.append(f"its digests were not compared: {error.message}")
-    elif not troubles and not is_ours:
+    elif not troubles:
         notes.append(_looked_at(sums))
 
 
@@ -145,3 +145,21 @@ def _of_ours(path: Path) -> Iterator[str]:
             store.verify(step)
         except CheckpointDamagedError as error:
             yield f"{type(error).__name__}: {error}"
+
+
+def _of_renamed(path: Path) -> Iterator[str]:
+    """Compares the files of a checkpoint whose directory has another name than ``step-N``."""
+    from ft_transport import StoreSettings
+    from ft_transport.checkpoint.patience import Patience
+    from ft_transport.checkpoint.verify import decode_rank_files, find_damage, read_manifest, read_rank_files
+
+    settings = StoreSettings()
+    patience = Patience(settings.retry_s)
+    try:
+        manifest = read_manifest(path, None, settings.trust(), patience)
+        damaged = find_damage(path, manifest.files, manifest.hash, patience, lambda: None)
+        if not damaged:
+            decode_rank_files(read_rank_files(path, manifest, patience), manifest)
+        yield from damaged
+    except CheckpointDamagedError as error:
+        yield f"{type(error).__name__}: {error}"

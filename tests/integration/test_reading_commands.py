@@ -427,9 +427,14 @@ def test_a_checkpoint_of_ours_without_its_list_of_digests_is_not_whole(tmp_path:
     with CheckpointStore(tmp_path) as store:
         store.save(3, STATE, wait=True)
     (tmp_path / "step-3").rename(tmp_path / "copy")
-    result = CliRunner().invoke(app, ["verify", str(tmp_path / "copy")])
-    assert result.exit_code == 0
-    assert "its directory has to have its name, step-N" in result.stdout
+    assert verified(tmp_path / "copy") == (0, [])
+    data = tmp_path / "copy" / "__0_0.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
+    code, (trouble,) = verified(tmp_path / "copy")
+    assert code == 1
+    assert "__0_0.distcp" in trouble
+    data.write_bytes(whole)
     (tmp_path / "copy").rename(tmp_path / "step-3")
     (tmp_path / "step-3" / "manifest.json").unlink()
     code, (trouble,) = verified(tmp_path / "step-3")
