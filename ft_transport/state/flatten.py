@@ -197,10 +197,14 @@ class _Flattener:
                 "its forward once before the first step",
                 path=path,
             )
+        advice = "leave it out of the state, or give its type an encoding with register_encoding"
+        if type_.__name__ == "ShardedTensor":
+            advice = (
+                "FSDP1 makes these: use FSDP2 (fully_shard), or make FSDP1 with a device_mesh and call "
+                "FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT) to get DTensors"
+            )
         raise UnsupportedLeafError(
-            f"expected a leaf with a safe encoding, got {type_.__module__}.{type_.__qualname__}; leave it out of the "
-            "state, or give its type an encoding with register_encoding",
-            path=path,
+            f"expected a leaf with a safe encoding, got {type_.__module__}.{type_.__qualname__}; {advice}", path=path
         )
 
     def _custom(self, custom: encodings.Encoding, value: object, path: str) -> Node:

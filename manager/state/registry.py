@@ -146,9 +146,10 @@ class StateRegistry:
             is_stable: See `StateEntry`.
 
         Raises:
-            RegistryError: As in `register`.
+            RegistryError: As in `register`; or the object is a model of FSDP1.
             TypeError: The object lacks one of the two methods, or as in `register`.
         """
+        _refuse_fsdp1(key, obj)
         methods = {name: getattr(obj, name, None) for name in ("load_state_dict", "state_dict")}
         lacking = [name for name, method in methods.items() if not callable(method)]
         if lacking:
@@ -402,3 +403,17 @@ def _swap_advice(error: Exception) -> str:
     traceback = error.__traceback__
     is_refused_call = isinstance(error, TypeError) and traceback is not None and traceback.tb_next is None
     return f" ({_ORDER})" if is_refused_call else ""
+
+
+def _refuse_fsdp1(key: str, obj: object) -> None:
+    """Refuses a model whose state functions gather parameters from all ranks; an interrupted one spoils the model."""
+    for module in obj.modules() if isinstance(obj, torch.nn.Module) else ():
+        group: Any = getattr(module, "process_group", None)
+        if type(module).__name__ == "FullyShardedDataParallel" and group is not None and group.size() > 1:
+            raise RegistryError(
+                f"expected a model whose state one rank can give alone under {key!r}, got one of FSDP1 "
+                "(FullyShardedDataParallel), which gathers parameters for its state dict: use FSDP2 (fully_shard), or "
+                "save with a CheckpointStore what FSDP1, made with a device_mesh, returns on all ranks after "
+                "FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)",
+                keys=(key,),
+            )

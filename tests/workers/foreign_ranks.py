@@ -1,4 +1,4 @@
-"""Two ranks of FSDP2 save as torchtitan does, and resume from it; started by `ranks`. Usage: ``... ROOT``.
+"""Two ranks save with other programs: torchtitan with FSDP2, and FSDP1; started by `ranks`. Usage: ``... ROOT``.
 
 `Titan` has the layout of torchtitan 0.3.0 (components/checkpointer/dcp.py, components/optimizer/utils.py): a model's
 tensors by their bare names, and an optimizer's states and settings by the names of its parameters.
@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import pickle
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from programs import fork_writers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ft_transport import CheckpointStore
-from manager import StateManager
+from manager import RegistryError, StateManager
 
 
 class Titan:
@@ -96,8 +98,24 @@ def main() -> None:
             assert torch.equal(_local(own_optimizer.state[own][slot]), _local(value))
     manager.start_step(40)
     manager.shutdown()
+    check_fsdp1(root / "fsdp1", mesh)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def check_fsdp1(root: Path, mesh: DeviceMesh) -> None:
+    """A model of FSDP1 is refused with its remedies, and the second one works."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(nn.Linear(8, 8), device_mesh=mesh, device_id=torch.device("cpu"))
+    manager = StateManager()
+    with pytest.raises(RegistryError, match=r"fully_shard.*set_state_dict_type"):
+        manager.register("model", model)
+    manager.shutdown()
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    with CheckpointStore(root) as store:
+        store.save(1, {"model": model.state_dict()}, wait=True)
+        assert store.load(1).state["model"]["weight"].shape == (8, 8)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
