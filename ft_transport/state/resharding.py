@@ -294,8 +294,9 @@ class _Builder:
             found = f"{len(ways)} different ways to do it" if ways else "none"
             raise RestoreError(
                 f"expected a tensor in the receiver's state, or one of the same shape {list(kind[0])} and layout at "
-                f"the sources, that shows how it is to be divided; found {found}: let an optimizer step once before "
-                "(or pass like=...), so that its states are there",
+                f"the sources, that shows how it is to be divided; found {found}: make an optimizer's states before "
+                "(get_optimizer_state_dict of torch.distributed.checkpoint.state_dict does), or pass like= to a store "
+                "or a transport",
                 path=path_name(path),
             )
         return next(iter(ways))

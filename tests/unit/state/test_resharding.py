@@ -234,7 +234,7 @@ def test_where_that_is_not_clear_the_caller_says_it() -> None:
     own = {"a": _own(Shard(0)), "b": _own(Shard(1)), "state": {}}
     with pytest.raises(RestoreError, match=r"found 2 different ways to do it.*at state.0") as caught:
         _receive(sources, own)
-    assert "let an optimizer step once before" in str(caught.value)
+    assert "make an optimizer's states before" in str(caught.value)
     received = _receive(sources, own, like=lambda path: own["b"] if path == ("state", 0) else None)
     assert torch.equal(received["state"][0].to_local(), WHOLE[:, 3:])
 
