@@ -20,7 +20,7 @@ from ft_transport.checkpoint.signing import Trust
 from ft_transport.checkpoint.writer_process import WriterProcess
 from ft_transport.coordination.consensus import Agreement, RankGroup
 from ft_transport.coordination.exchange import Exchange
-from ft_transport.errors import CheckpointError, DeadlineExceededError, WriterFailedError
+from ft_transport.errors import CheckpointError, DeadlineExceededError, RankFailedError, WriterFailedError
 from ft_transport.runtime.at_exit import at_exit
 from ft_transport.runtime.handler_safety import LazyThread, SafeFuture
 from ft_transport.settings import check_duration
@@ -38,16 +38,31 @@ class SaveHandle:
 
     Attributes:
         step: Its step.
-        is_skipped: Whether nothing is saved, because the save before was not finished.
+        is_skipped: Whether nothing is saved: the save before was not finished, or the checkpoint is the one that was
+            resumed.
     """
 
     def __init__(self, step: int, *, is_skipped: bool = False) -> None:
         self.step = step
         self.is_skipped = is_skipped
+        self.planned: Future[None] = SafeFuture()
         self.future: Future[None] = SafeFuture()
         self.future.set_running_or_notify_cancel()
         if is_skipped:
+            self.end(None)
+
+    def note_plan(self) -> None:
+        """Notes that the ranks have planned it. Idempotent."""
+        if not self.planned.done():
+            self.planned.set_result(None)
+
+    def end(self, error: BaseException | None) -> None:
+        """Notes how it went."""
+        if error is None:
             self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+        self.note_plan()
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -143,6 +158,7 @@ class BackgroundSaver:
             max_attempts=settings.max_attempts,
         )
         self._current: SaveHandle | None = None
+        self._is_planned = False
         self._num_failed = 0
         self._seen_writer = 0
         self._fatal: BaseException | None = None
@@ -163,13 +179,30 @@ class BackgroundSaver:
         self._thread.start()
 
     def submit(self, request: SaveRequest) -> SaveHandle:
-        """Begins a save; nothing else is being saved. What is staged is released when it has ended."""
+        """Begins a save; nothing else is being saved. What is staged is released when it has ended.
+
+        Waits for the plan of a first save, and of one after a failure.
+
+        Raises:
+            CheckpointError: The state can never be saved; the path names why.
+        """
         self.start()
         handle = SaveHandle(request.step)
         # In this order: nobody would end a save that is waited for and was not handed over.
         self._jobs.put((request, handle))
         self._current = handle
+        if not self._is_planned:
+            handle.planned.result()
+            self._refuse_unsavable(handle)
         return handle
+
+    def _refuse_unsavable(self, handle: SaveHandle) -> None:
+        error = handle.exception() if handle.done() else None
+        # What a rank could not do at this time may succeed at another one.
+        if isinstance(error, CheckpointError) and error.path is not None and not isinstance(error, RankFailedError):
+            self._num_failed = max(0, self._num_failed - 1)
+            raise error
+        self._is_planned = error is None
 
     def wait(self) -> None:
         """Returns when nothing is being saved."""
@@ -235,7 +268,7 @@ class BackgroundSaver:
         try:
             try:
                 self._agreement.step = request.step
-                self._write.write(request.step, request, suffix="")
+                self._write.write(request.step, request, suffix="", on_planned=handle.note_plan)
             finally:
                 request.staged.release()
         except BaseException as error:
@@ -249,11 +282,12 @@ class BackgroundSaver:
                 self._max_failed_saves,
                 error,
             )
-            handle.future.set_exception(error)
+            self._is_planned = False
+            handle.end(error)
             self._storage.drop()
         else:
             self._num_failed = 0
-            handle.future.set_result(None)
+            handle.end(None)
             self._storage.drop()
             self._agreement.showing_life(self._inventory.delete_retired, MAX_TIMEOUTS * self._timeout_s)
 

@@ -147,7 +147,7 @@ class CollectiveWrite(Generic[R]):
         self._plan_key: tuple[object, ...] | None = None
         self._assigned = _Assigned(RankPlan(), False)
 
-    def write(self, number: int, request: R, *, suffix: str) -> Path:
+    def write(self, number: int, request: R, *, suffix: str, on_planned: Callable[[], None] = lambda: None) -> Path:
         """Writes a directory, and returns it when it is complete.
 
         An attempt that fails with what may pass is begun again from the start, by all ranks.
@@ -156,6 +156,7 @@ class CollectiveWrite(Generic[R]):
             number: Its number.
             request: For the storage writer.
             suffix: Behind the name of each phase, for errors.
+            on_planned: Called when the ranks know who writes what: a state that can never be written fails before.
 
         Raises:
             TransportError: It could not be written; the same error on every rank.
@@ -165,7 +166,7 @@ class CollectiveWrite(Generic[R]):
         attempt = 1
         while True:
             try:
-                return self._attempt(number, request, phases, is_retry=attempt > 1)
+                return self._attempt(number, request, phases, on_planned, is_retry=attempt > 1)
             except BaseException as error:
                 # By type and errno, and the same on all ranks: the vote says so.
                 may_pass = isinstance(error, TransportError) and self._agreement.may_try_again
@@ -181,7 +182,9 @@ class CollectiveWrite(Generic[R]):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _attempt(self, number: int, request: R, phases: Phases, *, is_retry: bool) -> Path:
+    def _attempt(
+        self, number: int, request: R, phases: Phases, on_planned: Callable[[], None], *, is_retry: bool
+    ) -> Path:
         agreement, storage = self._agreement, self._storage
         compare_settings(agreement, phases.name("snapshot"), lambda: storage.settings(request))
         drawn = agreement.value_of_first(
@@ -199,6 +202,7 @@ class CollectiveWrite(Generic[R]):
             _taken_decoder,
         )
         self._plan(request, taken, phases)
+        on_planned()
         plan = self._assigned.plan
         if self._assigned.is_compared:
             digests = phases.run("digest", lambda: storage.digest(plan))

@@ -2,8 +2,8 @@
 
 Where each tensor lies in which file is known from the plan, so every rank puts what it holds right there: nothing is
 gathered on one rank, and nothing is written twice. The index is that of ``save_pretrained`` (transformers,
-``model.safetensors.index.json``): the name of the file of each tensor. A tied tensor is there once, under its first
-name, as ``save_pretrained`` has it.
+``model.safetensors.index.json``): the name of the file of each tensor. A tied tensor is there under each of its names,
+so that ``load_state_dict`` finds all; the format lets no two names share bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from ft_transport.checkpoint.write_items import SHARED, Described, WriteItem
 from ft_transport.errors import CheckpointError
 from ft_transport.runtime.regular_files import create_file
-from ft_transport.state.dtypes import DTYPES_BY_NAME, SAFETENSORS_NAMES
+from ft_transport.state.dtypes import DTYPES_BY_NAME, SAFETENSORS_FILE_NAMES
 from ft_transport.wire.nodes import QuantizedNode
 from ft_transport.wire.slices import Slice, row_major_strides, slice_of
 
@@ -29,6 +29,7 @@ INDEX_NAME: Final = "model.safetensors.index.json"
 MAX_FILE_BYTES: Final = 5_000_000_000
 """As ``save_pretrained`` divides a model."""
 _ALIGN_BYTES: Final = 8
+_HALF_BYTES: Final = "float4_e2m1fn_x2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Consolidation:
         files: All of them, in order.
         index: Content of the index.
         root: Path of the part.
-        places: By the first name that DCP has for a tensor in it: number of the file, and where in that it begins.
+        places: By each name that DCP has for a tensor in it: number of the file, and where in that it begins.
     """
 
     files: tuple[ConsolidatedFile, ...]
@@ -88,8 +89,7 @@ def consolidate(
                 )
     tensors: dict[str, WriteItem] = {}
     for item in itertools.chain.from_iterable(each.items for each in described):
-        name = name_below(item, root)
-        if name is not None:
+        for name in names_below(item, root):
             tensors.setdefault(name, item)
     if not tensors:
         raise CheckpointError("expected a part of the state with tensors to consolidate, found none", path=root)
@@ -119,11 +119,9 @@ def consolidate(
     return Consolidation(tuple(laid_out), msgspec.json.format(msgspec.json.encode(index)), root, places)
 
 
-def name_below(item: WriteItem, root: str) -> str | None:
-    """The first name of a tensor in one part of the state, ``None`` if it is not there."""
-    if item.part != SHARED:
-        return None
-    return next((name for name in item.names if name.startswith(f"{root}.")), None)
+def names_below(item: WriteItem, root: str) -> list[str]:
+    """The names of a tensor in one part of the state."""
+    return [name for name in item.names if name.startswith(f"{root}.")] if item.part == SHARED else []
 
 
 def create(directory: Path, consolidation: Consolidation, *, is_private: bool = False) -> None:
@@ -171,8 +169,8 @@ def _lay_out(name: str, tensors: dict[str, WriteItem], root: str) -> tuple[Conso
         offsets[tensor] = end
         end += _num_bytes_of(item, tensor)
         table[tensor[len(root) + 1 :]] = {
-            "dtype": SAFETENSORS_NAMES[DTYPES_BY_NAME[item.dtype]],
-            "shape": item.global_shape,
+            "dtype": SAFETENSORS_FILE_NAMES[DTYPES_BY_NAME[item.dtype]],
+            "shape": _file_shape(item),
             "data_offsets": (offsets[tensor], end),
         }
     encoded = msgspec.json.encode(table)
@@ -184,9 +182,16 @@ def _lay_out(name: str, tensors: dict[str, WriteItem], root: str) -> tuple[Conso
 
 def _num_bytes_of(item: WriteItem, name: str) -> int:
     dtype = DTYPES_BY_NAME[item.dtype]
-    if dtype not in SAFETENSORS_NAMES:
-        raise CheckpointError(f"expected a dtype that safetensors has a name for, got {dtype}", path=name)
+    if dtype not in SAFETENSORS_FILE_NAMES or (item.dtype == _HALF_BYTES and not item.global_shape):
+        raise CheckpointError(
+            f"expected a dtype and a shape that safetensors can name, got {dtype}{list(item.global_shape)}", path=name
+        )
     return math.prod(item.global_shape) * dtype.itemsize
+
+
+def _file_shape(item: WriteItem) -> tuple[int, ...]:
+    shape = item.global_shape
+    return (*shape[:-1], 2 * shape[-1]) if item.dtype == _HALF_BYTES else shape
 
 
 def _write_at(descriptor: int, data: memoryview, position: int) -> None:

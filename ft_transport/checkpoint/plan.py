@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from ft_transport.checkpoint.consolidated import MAX_FILE_BYTES, Consolidation, consolidate, name_below
+from ft_transport.checkpoint.consolidated import MAX_FILE_BYTES, Consolidation, consolidate, names_below
 from ft_transport.checkpoint.write_items import LOCAL, Described, Key, WriteItem
 from ft_transport.errors import CheckpointError, ReplicasDivergedError
 
@@ -125,8 +125,11 @@ def _targets(
 ) -> tuple[tuple[int, int, int], ...]:
     if consolidation is None:
         return ()
-    named = [(position, name_below(described.items[position], consolidation.root)) for position in items]
-    return tuple((position, *consolidation.places[name]) for position, name in named if name is not None)
+    return tuple(
+        (position, *consolidation.places[name])
+        for position in items
+        for name in names_below(described.items[position], consolidation.root)
+    )
 
 
 def find_diverged(plan: SavePlan, digests: Sequence[Sequence[int]]) -> None:

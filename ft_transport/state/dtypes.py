@@ -33,6 +33,18 @@ DTYPES_BY_NAME: Final[dict[str, torch.dtype]] = {
 }
 """Every dtype of the running torch by its canonical name (``float32``, never ``float``)."""
 
+SAFETENSORS_FILE_NAMES: Final = SAFETENSORS_NAMES | {
+    DTYPES_BY_NAME[name]: file_name
+    for name, file_name in {
+        "float8_e8m0fnu": "F8_E8M0",
+        "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ",
+        "float4_e2m1fn_x2": "F4",
+    }.items()
+    if name in DTYPES_BY_NAME
+}
+"""The dtypes that safetensors 0.8 has names for. In its shapes, the elements of ``F4`` are halves of bytes."""
+
 QUANTIZED: Final = {
     torch.qint8: torch.int8,
     torch.quint8: torch.uint8,

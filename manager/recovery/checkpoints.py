@@ -70,6 +70,7 @@ class Checkpoints:
         self._save_every = save_every
         self._lease = lease
         self._saved_step: int | None = None
+        self._resumed_step: int | None = None
         self.counts = resumes()
         self.replica_name: str | None = None
 
@@ -88,6 +89,8 @@ class Checkpoints:
         state, store = self._state, self.store
         state.assume_training_thread()
         step = self._saved_step = state.step
+        if step == self._resumed_step and not overwrite and not state.is_past_step:
+            return ft_transport.SaveHandle(step, is_skipped=True)
         with ExitStack() as held:
 
             def local() -> dict[str, object]:
@@ -118,7 +121,7 @@ class Checkpoints:
         of_dcp = self.store.newer_of_dcp()
         resumed = self._resume_own() if of_dcp is None else self._resume_from_dcp(of_dcp)
         if resumed is not None:
-            self._saved_step = resumed.step
+            self._saved_step = self._resumed_step = resumed.step
             self.counts.add()
             logger.info("resumed step %d from %s", resumed.step, self.store.root)
         return resumed

@@ -18,7 +18,7 @@ from ft_transport import (
     RestoreError,
 )
 from ft_transport.checkpoint import inventory
-from ft_transport.state.snapshot import PendingSnapshot
+from ft_transport.checkpoint.checkpoint_storage import CheckpointStorage
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -62,13 +62,13 @@ def test_old_checkpoints_are_gone_when_the_handle_is_done(
     store: CheckpointStore, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_begin = threading.Event()
-    finish = PendingSnapshot.finish
+    write = CheckpointStorage.write
 
-    def late(pending: PendingSnapshot) -> Any:
+    def late(*arguments: Any) -> Any:
         assert may_begin.wait(10)
-        return finish(pending)
+        return write(*arguments)
 
-    monkeypatch.setattr(PendingSnapshot, "finish", late)
+    monkeypatch.setattr(CheckpointStorage, "write", late)
     seen: list[list[str]] = []
     new = range(step + 1, step + 4)
     for each in new:

@@ -195,6 +195,13 @@ def test_what_cannot_be_saved_is_refused_in_the_call_and_the_next_save_succeeds(
     assert store.steps() == (2,)
 
 
+def test_names_that_collide_are_refused_in_the_call_and_the_next_save_succeeds(store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointError, match=r"two of one .*at a\.b"):
+        store.save(1, {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})
+    store.save(2, _state(2), wait=True)
+    assert store.check_health().is_good
+
+
 @pytest.mark.parametrize(
     "state",
     [

@@ -17,6 +17,7 @@ from ft_transport.checkpoint.write_items import describe
 from ft_transport.state.stager import Stager
 from ft_transport.wire.manifest import decode_header
 
+_NAMED_BY_SAFETENSORS = {"float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"}
 _RANKS = Path(__file__).parents[1] / "workers" / "consolidated_ranks.py"
 
 
@@ -25,7 +26,7 @@ def test_ranks_put_their_parts_in_place(tmp_path: Path, dim: int) -> None:
     run_ranks(str(_RANKS), 4, str(tmp_path), str(dim), timeout_s=100)
 
 
-def test_a_tied_tensor_is_there_once_and_other_parts_are_not(tmp_path: Path) -> None:
+def test_a_model_is_there_whole_with_tied_names_and_other_parts_are_not(tmp_path: Path) -> None:
     embedding, head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
     head.weight = embedding.weight
     model = nn.ModuleDict({"embedding": embedding, "head": head, "norm": nn.BatchNorm1d(4)})
@@ -33,9 +34,9 @@ def test_a_tied_tensor_is_there_once_and_other_parts_are_not(tmp_path: Path) -> 
     with CheckpointStore(tmp_path, consolidate="model") as store:
         store.save(1, state, wait=True)
         found = load_file(tmp_path / "step-1" / "model-00001-of-00001.safetensors")
-        expected = {name: tensor for name, tensor in model.state_dict().items() if name != "head.weight"}
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert found.keys() == model.state_dict().keys() == _weight_map(tmp_path / "step-1").keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+        model.load_state_dict(found, strict=True)
         assert store.load(1).state["count"] == 5
         (tmp_path / "step-1" / "model-00001-of-00001.safetensors").write_bytes(b"gone")
         with pytest.raises(CheckpointDamagedError, match=r"model-00001-of-00001\.safetensors"):
@@ -45,19 +46,35 @@ def test_a_tied_tensor_is_there_once_and_other_parts_are_not(tmp_path: Path) -> 
 def test_a_part_that_is_not_there_is_named(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path, consolidate="weights") as store:
         with pytest.raises(CheckpointError, match=r"found none .*at weights"):
-            store.save(1, {"model": {"weight": torch.ones(3)}}, wait=True)
-        assert store.steps() == ()
+            store.save(1, {"model": {"weight": torch.ones(3)}})
+        store.save(2, {"weights": {"weight": torch.ones(3)}}, wait=True)
+        assert store.check_health().is_good
+        assert store.steps() == (2,)
+
+
+@pytest.mark.parametrize("name", sorted({"complex64", "float8_e4m3fn", *_NAMED_BY_SAFETENSORS}))
+def test_every_dtype_that_safetensors_has_a_name_for_is_written(tmp_path: Path, name: str) -> None:
+    tensor = torch.arange(64, dtype=torch.uint8).view(4, 16).view(getattr(torch, name))
+    with CheckpointStore(tmp_path, consolidate="model") as store:
+        store.save(1, {"model": {"weight": tensor}}, wait=True)
+        loaded = store.load(1).state["model"]["weight"]
+    (found,) = load_file(tmp_path / "step-1" / "model-00001-of-00001.safetensors").values()
+    for each in (found, loaded):
+        assert (each.dtype, each.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(each.view(torch.uint8), tensor.view(torch.uint8))
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*are deprecated:UserWarning")
-@pytest.mark.parametrize("name", ["__metadata__", "scaled"])
+@pytest.mark.parametrize("name", ["__metadata__", "scaled", "complex"])
 def test_what_safetensors_cannot_hold_is_named(tmp_path: Path, name: str) -> None:
     tensor = torch.ones(3)
     if name == "scaled":
         tensor = torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+    elif name == "complex":
+        tensor = tensor.to(torch.complex128)
     with CheckpointStore(tmp_path, consolidate="model") as store:
         with pytest.raises(CheckpointError, match=f"model.{name}"):
-            store.save(1, {"model": {"weight": torch.ones(3), name: tensor}}, wait=True)
+            store.save(1, {"model": {"weight": torch.ones(3), name: tensor}})
         assert store.steps() == ()
 
 
@@ -76,3 +93,9 @@ def test_a_large_model_goes_to_several_files(tmp_path: Path) -> None:
     assert weight_map["layer.0"] == weight_map["layer.1"] == plan.files[0].name
     snapshot.close()
     stager.close()
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    index = json.loads((directory / "model.safetensors.index.json").read_bytes())
+    weight_map: dict[str, str] = index["weight_map"]
+    return weight_map

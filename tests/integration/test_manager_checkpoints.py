@@ -202,6 +202,23 @@ def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(tmp_path: Path) ->
         trainer.manager.start_step(5)
 
 
+def test_a_save_at_the_step_that_was_resumed_keeps_the_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with replica(tmp_path, transport=False) as first:
+        first.train(0, 2)
+        first.manager.start_step(2)
+        first.manager.save(wait=True)
+    with replica(tmp_path, transport=False) as second:
+        second.manager.resume()
+        handle = second.manager.save(wait=True)
+        assert (handle.step, handle.is_skipped, handle.exception()) == (2, True, None)
+        assert "could not be saved" not in caplog.text
+        assert not second.manager.save(wait=True, overwrite=True).is_skipped
+        second.manager.start_step(3)
+        assert not second.manager.save(wait=True).is_skipped
+
+
 def test_save_refuses_a_state_between_two_boundaries(tmp_path: Path) -> None:
     with replica(tmp_path) as trainer:
         trainer.train(0, 1)

@@ -38,6 +38,13 @@ def published(root: Path, value: Any, **options: Any) -> dict[str, torch.Tensor]
 
 
 class TestFormat:
+    @pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float4_e2m1fn_x2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+    def test_weights_of_microscaling_formats(self, tmp_path: Path, dtype: str) -> None:
+        scales = torch.arange(64, dtype=torch.uint8).view(4, 16).view(getattr(torch, dtype))
+        found = published(tmp_path, {"w": torch.ones(4), "w.scales": scales})
+        assert (found["w.scales"].dtype, found["w.scales"].shape) == (scales.dtype, scales.shape)
+        assert torch.equal(found["w.scales"].view(torch.uint8), scales.view(torch.uint8))
+
     def test_names_and_dtype_of_weights(self, tmp_path: Path) -> None:
         own = weights()
         names = {"body.weight": "model.weight", "value.weight": None}

@@ -473,15 +473,15 @@ def _kept(ranks: Ranks) -> list[list[str]]:
     """What each rank finds in the directory at the moment in which its handle is done."""
     root = ranks.root.with_name("kept")
     found: list[list[str]] = []
-    finish = PendingSnapshot.finish
+    write = CheckpointStorage.write
     may_begin = threading.Event()
 
-    def late(pending: PendingSnapshot) -> Any:
+    def late(*arguments: Any) -> Any:
         assert may_begin.wait(TIMEOUT_S)
-        return finish(pending)
+        return write(*arguments)
 
     with ranks.store(root=root, keep=1) as store:
-        PendingSnapshot.finish = late  # type: ignore[method-assign]
+        CheckpointStorage.write = late  # type: ignore[method-assign]
         for step in (1, 2, 3):
             may_begin.clear()
             handle = store.save(step, state_of(step, ranks.rank))
@@ -491,7 +491,7 @@ def _kept(ranks: Ranks) -> list[list[str]]:
             may_begin.set()
             handle.result()
             dist.barrier()
-        PendingSnapshot.finish = finish  # type: ignore[method-assign]
+        CheckpointStorage.write = write  # type: ignore[method-assign]
     return found
 
 
