@@ -54,7 +54,9 @@ def load_dcp(
         _complete_scheduler(entry, registry, loaded)
     before_change()
     checkpoint.load(request.tensors, ())
-    unused = sorted((checkpoint.tensors.keys() | checkpoint.values) - request.tensors.keys() - request.values)
+    left = (checkpoint.tensors.keys() | checkpoint.values) - request.tensors.keys() - request.values
+    # All parameters of a group have the settings of its first one.
+    unused = sorted(name for name in left if ".param_groups." not in name)
     if unused:
         logger.warning("%s: %s stay unused, nothing that is registered has these names", checkpoint.path, _some(unused))
     return loaded
