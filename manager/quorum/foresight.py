@@ -48,7 +48,7 @@ def refusing_members(
         has_token: Whether this replica has a job token.
 
     Raises:
-        QuorumError: The members would not belong together, or all of them have a job token and this replica has none.
+        QuorumError: The members would not belong together, or none of them lets in this replica, which has no token.
     """
     # A replica that holds as new a state may be the one whose structure counts.
     ahead = sorted((each for each in running if each.step > own.step and each.addresses), key=lambda each: -each.step)
@@ -62,8 +62,8 @@ def refusing_members(
     if is_stranger and len(asked) == len(ahead):
         shown = ", ".join(repr(each.replica_id[:_MAX_SHOWN_CHARACTERS]) for each in asked)
         raise QuorumError(
-            "expected replicas with the same job token; those that train have one, and this replica has none "
-            f"({TOKEN_VARIABLE}): {shown}"
+            "expected replicas with the same job token and certificates; this replica has no token "
+            f"({TOKEN_VARIABLE}), and those that train do not let it in: {shown}: {answers[0]}"
         )
     members = (*(answer for answer in answers if isinstance(answer, Member)), own)
     if len(members) == 1:

@@ -11,7 +11,7 @@ from certificates import Issued, issue
 from quorum_threads import TIMEOUT, Gate, lighthouse, make_manager, run_replicas
 
 from ft_transport import HTTPTransport, TransportSettings
-from manager import HealFailedError, Manager
+from manager import Manager, QuorumError
 
 pytest.importorskip("torchft")
 
@@ -83,7 +83,7 @@ def test_a_newcomer_without_the_jobs_certificate_gets_no_state_and_says_why(tmp_
         try:
             manager.start_quorum()
             manager.wait_quorum()
-        except HealFailedError as error:
+        except QuorumError as error:
             return str(error)
         else:
             return "it was healed"
