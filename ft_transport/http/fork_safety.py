@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Final, Protocol
 
-from ft_transport.runtime.handler_safety import SafeCondition
+from ft_transport.runtime.handler_safety import Place, Places, SafeCondition
 
 _DESCRIPTORS: Final = "/dev/fd"
 _LONGEST_DELAY_S: Final = 5.0
@@ -50,20 +50,20 @@ class _Gate:
 
     def __init__(self) -> None:
         self._changed = SafeCondition()
-        self._num_inside = 0
+        self._inside = Places()
 
-    def enter(self) -> None:
+    def enter(self) -> Place:
         with self._changed:
-            self._num_inside += 1
+            return self._inside.take()
 
-    def leave(self) -> None:
+    def leave(self, place: Place) -> None:
         with self._changed:
-            self._num_inside -= 1
+            place.give_back()
             self._changed.notify_all()
 
     def close(self) -> None:
         self._changed.acquire()
-        self._changed.wait_for(lambda: not self._num_inside, timeout=_LONGEST_DELAY_S)
+        self._changed.wait_for(lambda: not self._inside.num_taken(), timeout=_LONGEST_DELAY_S)
 
     def open(self) -> None:
         self._changed.release()
@@ -80,11 +80,11 @@ def delaying_forks() -> Iterator[None]:
     may be inside at once.
     """
     gate = _gate
-    gate.enter()
+    place = gate.enter()
     try:
         yield
     finally:
-        gate.leave()
+        gate.leave(place)
 
 
 def close_in_children(holder: SocketHolder) -> None:

@@ -36,32 +36,45 @@ def exact_loading(load_state_dict: Callable[[Any], object], optimizers: Iterable
         load_state_dict: The function that is about to load. The optimizers are found that it belongs to or refers to.
         optimizers: Other optimizers that it may load.
     """
-    with ExitStack() as hooks:
-        found = {id(each): each for each in (*optimizers, *trained_by(load_state_dict)) if isinstance(each, Optimizer)}
-        for optimizer in found.values():
-            # A wrapper may be an optimizer by its class alone.
-            if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
-                load = _ExactLoad()
-                hooks.callback(optimizer.register_load_state_dict_pre_hook(load.before).remove)
-                hooks.callback(optimizer.register_load_state_dict_post_hook(load.after, prepend=True).remove)
-        yield
+    load = _ExactLoad()
+    try:
+        with ExitStack() as hooks:
+            found = (*optimizers, *trained_by(load_state_dict))
+            for optimizer in {id(each): each for each in found if isinstance(each, Optimizer)}.values():
+                # A wrapper may be an optimizer by its class alone.
+                if hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
+                    hooks.callback(optimizer.register_load_state_dict_pre_hook(load.before).remove)
+                    hooks.callback(optimizer.register_load_state_dict_post_hook(load.after, prepend=True).remove)
+            yield
+    finally:
+        # Where a signal handler raised, a hook may stay on an optimizer.
+        load.is_over = True
 
 
 class _ExactLoad:
-    """Notes what torch's loader is about to take, and puts back whatever the loader has changed or could not make."""
+    """Notes what torch's loader is about to take, and puts back whatever the loader has changed or could not make.
+
+    Attributes:
+        is_over: Its hooks do nothing from then on.
+    """
 
     def __init__(self) -> None:
-        self._given: Mapping[str, Any] = {}
+        self._given: dict[Optimizer, Mapping[str, Any]] = {}
+        self.is_over = False
 
-    def before(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._given = state_dict
+    def before(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self.is_over:
+            return state_dict
+        self._given[optimizer] = state_dict
         # What belongs to no parameter, the loader takes as it is.
         indices = set(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         states = state_dict["state"].items()
         return {**state_dict, "state": {key: _loadable(each) if key in indices else each for key, each in states}}
 
     def after(self, optimizer: Optimizer) -> None:
-        given, self._given = self._given, {}
+        given = self._given.pop(optimizer, None)
+        if given is None or self.is_over:
+            return
         indices = chain.from_iterable(group["params"] for group in given["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for index, parameter in zip(indices, parameters, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -14,13 +15,14 @@ import torch
 from interruptions import HandlerError, Interruption, at_every_place
 from quorum_threads import loopback_transport
 
-from ft_transport import CheckpointStore, Publisher, StoreSettings, TransportError
+from ft_transport import CheckpointStore, Publisher, StoreSettings, TransportError, delaying_forks
 from ft_transport.telemetry.recorder import current
 from manager import ManagerError, StateManager
 
 NUM_SAMPLES = int(os.environ.get("FT_TRANSPORT_INTERRUPTIONS", "20"))
 """By hand, some thousands: every place."""
 SECOND = timedelta(seconds=10)
+AT_ONCE_S = 4.0
 
 Call = tuple[Callable[[], object], Callable[[], None]]
 """A call that is interrupted, and a check that the next one is right."""
@@ -145,3 +147,21 @@ def test_the_next_one_is_right(call: Call) -> None:
     at_every_place(
         interrupted, check_all, at_least=50, every=every, errors=(HandlerError, TransportError, ManagerError)
     )
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_an_interrupted_section_delays_no_later_fork() -> None:
+    def enter() -> None:
+        with delaying_forks():
+            pass
+
+    def check() -> None:
+        begin = time.monotonic()
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        took = time.monotonic() - begin
+        os.waitpid(child, 0)
+        assert took < AT_ONCE_S
+
+    at_every_place(enter, check, at_least=10)

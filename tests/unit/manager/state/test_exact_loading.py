@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from interruptions import HandlerError, at_every_place
 
+from manager.errors import RegistryError
 from manager.state.registry import StateRegistry
 
 
@@ -90,3 +92,21 @@ def test_what_the_class_and_the_user_add_stays() -> None:
     registry.load_state_dict({"optimizer": state})
     (own,) = optimizer.state.values()
     assert (own["made"].dtype, own["seen"]) == (torch.int8, torch.float32)
+
+
+def test_after_an_interrupted_load_torch_loads_as_ever() -> None:
+    optimizers = [optimizer_of()]
+
+    def load() -> None:
+        registry = StateRegistry()
+        registry.register_object("optimizer", optimizers[0])
+        registry.load_state_dict({"optimizer": received()})
+
+    def check() -> None:
+        optimizer = optimizers.pop()
+        optimizer.load_state_dict(received())
+        assert next(iter(optimizer.state.values()))["momentum_buffer"].dtype == torch.bfloat16
+        optimizers.append(optimizer_of())
+
+    modules = ("manager.state.exact_loading", "contextlib")
+    at_every_place(load, check, at_least=50, modules=modules, errors=(HandlerError, RegistryError))
