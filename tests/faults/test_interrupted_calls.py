@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import time
@@ -112,6 +113,9 @@ def call(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Call]:
     before = _descriptors()
     with ExitStack() as held:
         yield request.param(held, tmp_path)
+    gc.collect()
+    held_memory = [target for _, target in _descriptors() - before if "memfd" in target]
+    assert not held_memory, "of snapshots that an interrupted call has dropped"
     # Nobody closes the number that a handler takes from ``os.open`` before it is stored.
     for descriptor, target in _descriptors() - before:
         if target.startswith(str(tmp_path)):
