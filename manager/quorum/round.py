@@ -47,6 +47,7 @@ class QuorumRound:
         is_own_error: Whether it came from this replica itself, beside others that could have gone on.
         works: The collectives begun.
         gradients: The parameters that have gradients (``gradients_of``), as the first `Manager.allreduce` found them.
+        num_averaging: Calls of `Manager.average_gradients` that have begun and not ended.
         reductions: What was reduced, where only the next quorum can compare it.
         is_left: Whether `Manager.start_quorum` was called again.
         is_over: Whether its reductions have ended, in `Manager.should_commit`.
@@ -61,6 +62,7 @@ class QuorumRound:
     is_own_error: bool = False
     works: list[ManagedWork] = field(default_factory=list)
     gradients: dict[int, tuple[int, torch.Tensor]] | None = None
+    num_averaging: int = 0
     reductions: Claim = field(default_factory=Claim)
     is_left: bool = False
     is_over: bool = False

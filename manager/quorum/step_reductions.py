@@ -60,7 +60,11 @@ class StepReductions:
         self._structures.check_averaged(gradients)
         self._state.scalers.look()
         self._state.scalers.refuse_unscaled(gradients, self._state.optimizers, is_first=False)
-        return average_gradients(parameters, partial(self._reduce, current, None))
+        # A signal handler may raise where all replicas have reduced, and this one has not put the averages back.
+        current.num_averaging += 1
+        is_averaged = average_gradients(parameters, partial(self._reduce, current, None))
+        current.num_averaging -= 1
+        return is_averaged
 
     def end(self, current: QuorumRound, deadline: Deadline) -> None:
         """Wait for the reductions of the step, and make sure that the other replicas made the same ones.
@@ -70,6 +74,13 @@ class StepReductions:
             deadline: Of the caller.
         """
         participant, group = self._participant, self._participant.membership.process_group
+        if current.num_averaging:
+            participant.report_error(
+                ManagerError(
+                    "expected average_gradients to end, and an exception ended it before all gradients were averaged; "
+                    "repeat the step"
+                )
+            )
         if current.error is None:
             try:
                 group.end_step()

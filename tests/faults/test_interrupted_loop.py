@@ -9,14 +9,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from interruptions import HandlerError, Interruption
-from quorum_threads import LONG_S, lighthouse, make_manager
+from interruptions import HandlerError, Interruption, at_every_place
+from quorum_threads import LONG_S, lighthouse, make_manager, run_replicas
 from torch.distributed import TCPStore
 
 from manager import Manager, ManagerError, QuorumError
@@ -193,6 +194,107 @@ def test_a_replica_goes_on_exactly_wherever_a_handler_raised(replicas: Replicas,
             assert time.monotonic() - begin_s < RECOVERY_S
         except BaseException as error:
             raise AssertionError(f"after an interruption at place {place} of {length} in {name}: {error!r}") from error
+
+
+class Averaging(Trainer):
+    """Averages gradients of several sizes, and draws the numbers of a registered loader."""
+
+    def __init__(self, address: str, name: str) -> None:
+        loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+        super().__init__(address, name)
+        self.others = [torch.nn.Parameter(torch.zeros(each)) for each in (1, 3, 40)]
+        self.optimizer.add_param_group({"params": self.others})
+        self.loader = loader(torch.arange(1000), batch_size=None)
+        self.manager.register("others", torch.nn.ParameterList(self.others))
+        self.manager.register("loader", self.loader)
+        self.batches = self.manager.batches(self.loader)
+        self.drawn: list[int] = []
+        self.gradient = -1.0
+
+    def draw(self) -> None:
+        self.drawn.append(int(next(self.batches)))
+
+    def reduce(self) -> None:
+        for parameter in (self.weight, *self.others):
+            parameter.grad = torch.full_like(parameter, self.gradient)
+        self.manager.average_gradients(self.optimizer)
+
+    def check(self) -> None:
+        super().check()
+        assert all(bool(each.detach().eq(self.weight[0]).all()) for each in self.others)
+
+
+@pytest.fixture
+def alone() -> Iterator[Averaging]:
+    with lighthouse() as address:
+        trainer = Averaging(address, "alone")
+        try:
+            trainer.step()
+            trainer.start()
+            yield trainer
+        finally:
+            trainer.manager.shutdown()
+
+
+@pytest.mark.timeout(120 if NUM_SAMPLES < 100 else 3600)
+def test_averaging_can_be_interrupted_and_the_step_repeated(alone: Averaging) -> None:
+    def check() -> None:
+        alone.step_and_check()
+        before = alone.manager.current_step()
+        alone.step_and_check()
+        assert alone.manager.current_step() == before + 1
+        alone.start()
+
+    at_every_place(alone.reduce, check, at_least=100, every=100 // NUM_SAMPLES or 1)
+
+
+def test_drawing_can_be_interrupted_and_goes_on(alone: Averaging) -> None:
+    def check() -> None:
+        alone.reduce()
+        alone.start()
+        alone.draw()
+        assert alone.drawn == sorted(set(alone.drawn))
+        assert alone.drawn[-1] <= alone.drawn[0] + 2 * len(alone.drawn)
+
+    at_every_place(alone.draw, check, at_least=3)
+
+
+def test_a_step_whose_averages_were_not_put_back_is_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loop goes on behind a handler's exception; the other replica has reduced the same, and commits."""
+    with lighthouse(min_replicas=2) as address:
+        is_over = threading.Barrier(2)
+        copy = torch._foreach_copy_
+
+        def run(name: str, gradient: float) -> list[float]:
+            def interrupt(*arguments: Any) -> None:
+                if threading.current_thread() is interrupted and trainer.manager.current_step() == 2:
+                    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+                    raise HandlerError
+                copy(*arguments)
+
+            trainer = Averaging(address, name)
+            trainer.gradient = gradient
+            if gradient == -2.0:
+                interrupted = threading.current_thread()
+                monkeypatch.setattr(torch, "_foreach_copy_", interrupt)
+            seen = []
+            try:
+                while trainer.manager.current_step() < 5:
+                    trainer.start()
+                    with suppress(HandlerError):
+                        trainer.reduce()
+                    trainer.commit()
+                    trainer.update()
+                    seen.append(trainer.is_committed)
+                trainer.start()
+                is_over.wait(LONG_S)
+                return [seen.count(False), *(float(each.detach().max()) for each in (trainer.weight, *trainer.others))]
+            finally:
+                trainer.manager.shutdown()
+
+        first, second = run_replicas(lambda: run("healthy", 0.0), lambda: run("interrupted", -2.0))
+    assert (first[0], second[0]) == (0, 1)
+    assert first[1:] == second[1:]
 
 
 @pytest.mark.timeout(600 if NUM_SAMPLES < 100 else 3600)
