@@ -287,18 +287,23 @@ class SnapshotCache:
             reader: Who reads; one of this process if not given.
         """
         with self._lock:
-            for entry in reversed(self._entries):
-                snapshot = entry.snapshot
-                if (
-                    (step in (LATEST, snapshot.step))
-                    and (snapshot_id is None or snapshot.snapshot_id == snapshot_id)
-                    and entry.sequence > after_sequence
-                ):
-                    self._forget_past_want(entry)
-                    who = reader or Reader()
-                    entry.readers.append(who)
-                    entry.was_read = True
-                    return Reading(snapshot, entry.manifest_digest, self, entry, who)
+            entry = self._newest(step, snapshot_id, after_sequence)
+            if entry is None:
+                return None
+            self._forget_past_want(entry)
+            who = reader or Reader()
+            entry.readers.append(who)
+            entry.was_read = True
+        return Reading(entry.snapshot, entry.manifest_digest, self, entry, who)
+
+    def _newest(self, step: StepSelector, snapshot_id: SnapshotId | None, after_sequence: int) -> _Entry | None:
+        for entry in reversed(self._entries):
+            if (
+                (step in (LATEST, entry.snapshot.step))
+                and (snapshot_id is None or entry.snapshot.snapshot_id == snapshot_id)
+                and entry.sequence > after_sequence
+            ):
+                return entry
         return None
 
     def retire(self, snapshot_id: SnapshotId, *, even_if_needed: bool) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+from interruptions import at_every_place
 from served_memory import MemorySnapshot
 
 from ft_transport.errors import SnapshotLimitError
@@ -15,6 +17,7 @@ from ft_transport.wire.manifest import SnapshotId
 
 LEASE_S = 5.0
 RATE = 10.0
+AT_ONCE_S = 5.0
 
 
 class Clock:
@@ -411,3 +414,29 @@ def test_a_new_receiver_has_its_whole_time_after_a_pause(cache: SnapshotCache, c
     with pytest.raises(SnapshotLimitError):
         cache.reserve()
     assert late.ends == []
+
+
+def test_a_handler_that_raises_while_a_reader_looks_for_its_snapshot_leaves_the_cache_open() -> None:
+    put_there: list[MemorySnapshot] = []
+
+    def made() -> SnapshotCache:
+        cache = SnapshotCache(max_snapshots=2, lease_s=LEASE_S, contended_bytes_per_s=RATE, clock=Clock())
+        put_there.extend((put(cache, 1), put(cache, 2)))
+        return cache
+
+    caches = [made()]
+
+    def still_there() -> None:
+        cache = caches.pop()
+        waiting = threading.Thread(target=cache.clear, daemon=True)
+        waiting.start()
+        waiting.join(AT_ONCE_S)
+        assert not waiting.is_alive()
+        caches.append(made())
+
+    at_every_place(lambda: caches[0].read(1), still_there, at_least=5)
+    caches[0].clear()
+    for each in put_there:
+        # An interrupted reader may hold it.
+        if not each.closed.is_set():
+            each.close()
