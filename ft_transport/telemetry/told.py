@@ -17,6 +17,7 @@ from ft_transport.telemetry.record import Kind, Number, Phase, Record, Retry, Tr
 VERSION: Final = 1
 NUM_RECORDS: Final = 20
 NUM_STEPS: Final = 60
+NUM_CHANGES: Final = 50
 _MAX_PHASES: Final = 60
 _MAX_PARTS: Final = 20
 _MAX_TEXT: Final = 400
@@ -25,6 +26,9 @@ _MAX_REPLICA: Final = 120
 Activity: TypeAlias = Literal["training", "healing", "waiting", "idle"]
 """``training``: it takes part in the present step. ``healing``: it receives the state first. ``waiting``: for a quorum,
 or for others. ``idle``: it has not begun, or has no quorum to be in."""
+
+Change: TypeAlias = Literal["left", "joined", "healed"]
+"""``left`` and ``joined``: another replica. ``healed``: the replica that reports the change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +176,7 @@ class ToldManager:
         members: Of the last quorum.
         num_participants: How many of them contribute.
         lighthouse: Its address.
+        is_lighthouse_lost: Whether the Lighthouse could not be reached since the last quorum; rank 0 alone knows.
         lock: Over the state.
         steps: The last ones, the newest at the end.
         num_committed: How many steps were, since the start.
@@ -192,6 +197,7 @@ class ToldManager:
     members: tuple[ToldMember, ...] = ()
     num_participants: Number = 0
     lighthouse: str = ""
+    is_lighthouse_lost: bool = False
     lock: ToldLock = field(default_factory=ToldLock)
     steps: tuple[ToldStep, ...] = ()
     num_committed: Number = 0
@@ -199,6 +205,27 @@ class ToldManager:
     rules: tuple[str, ...] = ()
     structure: tuple[tuple[str, str], ...] = ()
     store_address: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToldChange:
+    """A change of membership, as one replica saw it.
+
+    Attributes:
+        unix_s: When, in seconds since 1970.
+        kind: What happened.
+        replica_id: The replica that left, joined or healed.
+        step: The committed step of the quorum that found the change.
+        length_s: How long no step was committed before a departure was found, or how long a heal took; else 0.
+        text: The change in words, without the replica.
+    """
+
+    unix_s: float
+    kind: Change
+    replica_id: str
+    step: Number
+    length_s: float = 0.0
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +273,7 @@ class ToldState:
         records: The last ones to have ended, the newest at the end.
         running: Those that are being made.
         errors: The last ones, the newest at the end.
+        changes: The last changes of membership, the newest at the end.
     """
 
     version: Number = VERSION
@@ -255,6 +283,7 @@ class ToldState:
     records: tuple[Record, ...] = ()
     running: tuple[Running, ...] = ()
     errors: tuple[ToldError, ...] = ()
+    changes: tuple[ToldChange, ...] = ()
 
 
 _state_decoder: Final = msgspec.json.Decoder(ToldState)

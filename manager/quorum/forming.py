@@ -19,6 +19,7 @@ from manager.quorum.decision import NO_WHOLE_STATE, Decision, DoesNotFit, Heals,
 from manager.quorum.group_ranks import Exchange
 from manager.quorum.hyperparameters import Hyperparameters
 from manager.quorum.loop_metrics import LoopMetrics
+from manager.quorum.membership_log import MembershipLog
 from manager.quorum.round import Participant, QuorumRequest, QuorumRound, is_own_shortage
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.structure_watch import StructureWatch
@@ -51,6 +52,7 @@ class QuorumForming:
         healer: Receives the state of others.
         warm_join: Gets a newcomer ready before its first quorum.
         metrics: Counts quorums.
+        changes: Logs changes of membership.
         stall_watch: Looks after the waits.
     """
 
@@ -68,6 +70,7 @@ class QuorumForming:
         healer: Healer,
         warm_join: WarmJoin,
         metrics: LoopMetrics,
+        changes: MembershipLog,
         stall_watch: StallWatch,
     ) -> None:
         self._config = config
@@ -82,6 +85,7 @@ class QuorumForming:
         self._healer = healer
         self._warm_join = warm_join
         self._metrics = metrics
+        self._changes = changes
         self._stall_watch = stall_watch
         replica.state.registry.loaders.may_heal = True
 
@@ -159,6 +163,7 @@ class QuorumForming:
                     case Heals() as role:
                         self._begin_record(began_s)
                         if self._heal(decision, role):
+                            self._changes.healed(decision, time.monotonic() - began_s, self._healer.source)
                             break
                     case StandsBy() as role:
                         if not self._may_wait_for_snapshot(request, decision, role):
@@ -246,6 +251,7 @@ class QuorumForming:
         participant.announced_to = frozenset()
         self._metrics.quorums.observe(time.monotonic() - start_s)
         self._metrics.num_participants = decision.num_participants
+        self._changes.note(decision)
         participant.tell_irregular_steps()
         self._tell_divergence(decision)
         self._hyperparameters.note(decision)

@@ -219,6 +219,12 @@ class LighthouseSession:
         """Whether the Lighthouse hears this replica now, so that the others wait for it."""
         return self._heartbeat is not None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the Lighthouse could not be reached since the last quorum."""
+        heartbeat = self._heartbeat
+        return self._is_suspect or (heartbeat is not None and heartbeat.was_unreachable)
+
     def missing(self) -> str:
         """Say whom this replica waits for; empty if the Lighthouse does not tell."""
         status = read_status(self._address, _STATUS_S)

@@ -37,6 +37,7 @@ from manager.quorum.hyperparameters import Hyperparameters
 from manager.quorum.job_members import finding_job
 from manager.quorum.loop_metrics import ABANDONED, LoopMetrics, member_readings, refusal_cause
 from manager.quorum.membership import Membership
+from manager.quorum.membership_log import MembershipLog
 from manager.quorum.round import OwnErrors, Participant, QuorumRequest, QuorumRound
 from manager.quorum.stall_watch import StallWatch
 from manager.quorum.step_reductions import StepReductions
@@ -102,6 +103,7 @@ class QuorumLoop:
         self._structures = StructureWatch(self._participant, self._executor, replica.encodings)
         self._hyperparameters = Hyperparameters(self._participant)
         self._reductions = StepReductions(self._participant, self._structures, stall_watch)
+        changes = MembershipLog(self._participant, self._metrics)
         healer = Healer(config, state=replica.state, peers=peers, watch=stall_watch)
         self._forming = QuorumForming(
             config,
@@ -115,6 +117,7 @@ class QuorumLoop:
             healer=healer,
             warm_join=WarmJoin(config, state=replica.state, peers=peers, keeper=snapshots.keeper, watch=stall_watch),
             metrics=self._metrics,
+            changes=changes,
             stall_watch=stall_watch,
         )
         transport.watch.metrics.collect(self._metrics.readings)
@@ -124,6 +127,7 @@ class QuorumLoop:
         self._own_errors = OwnErrors()
         self._errors = transport.watch.errors
         transport.watch.tell("manager", telling_loop(self._participant))
+        transport.watch.tell("changes", changes.recent)
         transport.watch.find_job = finding_job(self.membership)
         self._state.add_observer(CommittedSteps(self._participant, self._comparison))
 

@@ -59,6 +59,19 @@ _CONFIGURED: Final = Metric(
 _PARTICIPANTS: Final = Metric(
     name=f"{PREFIX}participants", kind="gauge", help="Replicas that contribute to the step, by the last quorum."
 )
+_DEPARTURES: Final = Metric(
+    name=f"{PREFIX}departures_total", kind="counter", help="Other replicas that a quorum no longer had."
+)
+_STANDSTILL: Final = Metric(
+    name=f"{PREFIX}standstill_seconds_total",
+    kind="counter",
+    help="How long no step was committed before a quorum without a replica that had left.",
+)
+_RECOVERY: Final = Metric(
+    name=f"{PREFIX}recovery_seconds_total",
+    kind="counter",
+    help="From this replica's request for a quorum until it had healed.",
+)
 _MEMBER: Final = Metric(
     name=f"{PREFIX}member_info",
     kind="gauge",
@@ -84,12 +97,16 @@ class LoopMetrics:
         self.configured = Durations(_CONFIGURED, _BOUNDS_S)
         self.periods = Durations(_PERIODS, _BOUNDS_S)
         self.lengths = Durations(_LENGTHS, _BOUNDS_S)
+        self.departures = Counts(_DEPARTURES)
+        self.standstill_s = Counts(_STANDSTILL)
+        self.recovery_s = Counts(_RECOVERY)
         self.num_participants = 0
 
     def readings(self) -> Iterator[Reading]:
         """See ``telemetry.readings.Source``."""
         durations = (self.quorums, self.configured, self.periods, self.lengths)
-        for each in (self.committed, self.refused, self.failed_quorums, *durations):
+        changes = (self.departures, self.standstill_s, self.recovery_s)
+        for each in (self.committed, self.refused, self.failed_quorums, *changes, *durations):
             yield from each.readings()
         yield Reading(metric=_PARTICIPANTS, value=self.num_participants)
 

@@ -329,6 +329,10 @@ class Membership:
         """Say whom a quorum waits for, as the Lighthouse tells rank 0; empty if it does not."""
         return self._session.missing() if self._session is not None else ""
 
+    def is_lighthouse_lost(self) -> bool:
+        """Whether the Lighthouse could not be reached since the last quorum. Rank 0 alone knows."""
+        return self._session is not None and self._session.is_lost
+
     def num_missed_heartbeats(self) -> int:
         """How often the Lighthouse may have taken this replica for dead. Its rank 0 alone knows."""
         return self._session.num_missed_heartbeats() if self._session is not None else 0

@@ -48,6 +48,7 @@ def _told(participant: Participant) -> ToldManager:
         ),
         num_participants=decision.num_participants if decision is not None else 0,
         lighthouse=membership.lighthouse,
+        is_lighthouse_lost=membership.is_lighthouse_lost(),
         lock=told_lock(state.lock),
         steps=state.steps.recent(),
         num_committed=state.steps.num_committed,

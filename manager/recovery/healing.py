@@ -62,6 +62,7 @@ class Healer:
 
     Attributes:
         num_failures: Attempts in a row that failed.
+        source: The replicas that served the last state.
     """
 
     def __init__(self, config: ManagerConfig, *, state: ReplicaState, peers: PeerRecovery, watch: StallWatch) -> None:
@@ -70,7 +71,7 @@ class Healer:
         self._peers = peers
         self._watch = watch
         self._reasons: list[str] = []
-        self._source = ""
+        self.source = ""
         self.num_failures = 0
 
     def receive(self, decision: Decision, role: Heals, *, group_rank: int, name: str) -> tuple[str, ...]:
@@ -125,7 +126,7 @@ class Healer:
                 _tell_retry(error, address)
                 logger.warning("%s: healing from %s failed: %s", name, source.replica_id, reason)
                 continue
-            self._source = source.replica_id
+            self.source = source.replica_id
             logger.info(
                 "%s: healed to step %d from %s in %.1f ms",
                 name,
@@ -158,7 +159,7 @@ class Healer:
                 "load a durable checkpoint from before",
                 name,
                 decision.step,
-                self._source,
+                self.source,
                 ", ".join(damaged[:_MAX_SHOWN]),
                 more,
             )
@@ -211,7 +212,7 @@ class Healer:
                 error,
             )
             return False
-        self._source = ", ".join(source.replica_id for source in role.sources)
+        self.source = ", ".join(source.replica_id for source in role.sources)
         logger.info(
             "%s: healed to step %d from %d sources, %d replicas together, in %.1f ms",
             name,

@@ -1,0 +1,122 @@
+"""The last changes of membership: replicas that left, joined and healed, each with one line in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from datetime import datetime, timezone
+from itertools import takewhile
+from typing import Final
+
+from ft_transport.errors import escape_peer_text
+from ft_transport.telemetry.told import NUM_CHANGES, Change, ToldChange
+from manager.quorum.decision import Decision, DoesNotFit, UpToDate
+from manager.quorum.loop_metrics import LoopMetrics
+from manager.quorum.round import Participant
+
+logger = logging.getLogger(__name__)
+
+_MAX_ID: Final = 100
+_MAX_TEXT: Final = 300
+
+
+class MembershipLog:
+    """Compares each quorum with the one before. The thread that forms quorums calls it; any thread may read it.
+
+    Rank 0 of a replica logs at WARNING, its other ranks log at INFO.
+
+    Args:
+        participant: This replica among the others.
+        metrics: Counts departures, standstill and recovery.
+    """
+
+    def __init__(self, participant: Participant, metrics: LoopMetrics) -> None:
+        self._participant = participant
+        self._metrics = metrics
+        self._kept: deque[ToldChange] = deque(maxlen=NUM_CHANGES)
+        self._present: frozenset[str] = frozenset()
+        self._known: frozenset[str] = frozenset()
+        self._healing: tuple[str, ...] = ()
+        self._last_quorum_s = 0.0
+
+    def note(self, decision: Decision) -> None:
+        """Log the changes since the quorum before. Without a change this costs one comparison of two sets of names.
+
+        Args:
+            decision: Of a new quorum.
+        """
+        role, membership = decision.role, self._participant.membership
+        if isinstance(role, DoesNotFit):
+            return
+        now_s = time.monotonic()
+        ago_s, self._last_quorum_s = now_s - self._last_quorum_s, now_s
+        present = frozenset([member.replica_id for member in membership.members])
+        healing = role.serves_now if isinstance(role, UpToDate) else ()
+        if present == self._present and healing == self._healing:
+            return
+        group, known, is_first = frozenset(decision.group_members), self._known, not self._present
+        joined = (group - known | set(healing) - set(self._healing)) - {membership.replica_id}
+        self._present, self._healing, self._known = present, healing, known & present | group
+        if is_first:
+            return
+        if known - present:
+            self._note_departures(sorted(known - present), decision, now_s, ago_s)
+        for replica_id in sorted(joined):
+            heals = f"heals to step {decision.step}" if replica_id in healing else f"is at step {decision.step}"
+            self._note("joined", replica_id, decision.step, f"joined: {heals}; {_replicas(decision)} train")
+
+    def healed(self, decision: Decision, length_s: float, source: str) -> None:
+        """Log that this replica has healed. The common start at step 0 is no heal.
+
+        Args:
+            decision: The quorum of the heal.
+            length_s: Seconds since the replica asked for a quorum.
+            source: The replicas that have served the state.
+        """
+        if decision.step == 0:
+            return
+        self._metrics.recovery_s.add(by=length_s)
+        sources = escape_peer_text(source, max_characters=_MAX_ID)
+        text = f"healed to step {decision.step} in {length_s:.1f} s, from {sources}"
+        self._note("healed", self._participant.membership.replica_id, decision.step, text, length_s)
+
+    def recent(self) -> tuple[ToldChange, ...]:
+        """Return the last changes, the newest at the end."""
+        return tuple(self._kept.copy())
+
+    def _note_departures(self, left: list[str], decision: Decision, now_s: float, ago_s: float) -> None:
+        steps = self._participant.state.steps
+        refused = list(takewhile(lambda step: not step.is_committed, reversed(steps.recent())))
+        # Of the attempts since the last commit; between steps a loop may do something else for as long as it likes.
+        standstill_s = now_s - steps.began_s + sum(step.period_s for step in refused)
+        attempts = f", {len(refused)} attempted step{'s' * (len(refused) != 1)} lost" if refused else ""
+        self._metrics.departures.add(by=len(left))
+        self._metrics.standstill_s.add(by=standstill_s)
+        for replica_id in left:
+            text = (
+                f"left: last in a quorum {ago_s:.1f} s ago; all stood still for {standstill_s:.1f} s{attempts}; "
+                f"{_replicas(decision)} go on"
+            )
+            self._note("left", replica_id, decision.step, text, standstill_s)
+
+    def _note(self, kind: Change, replica_id: str, step: int, text: str, length_s: float = 0.0) -> None:
+        participant = self._participant
+        subject = escape_peer_text(replica_id, max_characters=_MAX_ID)
+        self._kept.append(
+            ToldChange(
+                unix_s=datetime.now(timezone.utc).timestamp(),
+                kind=kind,
+                replica_id=subject,
+                step=step,
+                length_s=length_s,
+                text=text[:_MAX_TEXT],
+            )
+        )
+        level = logging.INFO if participant.membership.group_rank else logging.WARNING
+        logger.log(level, "%s: replica %s %s", participant.name, subject, text)
+
+
+def _replicas(decision: Decision) -> str:
+    count = len(decision.group_members)
+    return f"{count} replica{'s' * (count != 1)}"
