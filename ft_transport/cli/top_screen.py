@@ -18,6 +18,8 @@ from ft_transport.telemetry.told import ToldManager, ToldState, ToldStep
 _LEAST_ROWS: Final = 3
 _MAX_RECORDS: Final = 4
 _MAX_ERRORS: Final = 3
+_MAX_CHANGES: Final = 4
+_LOST: Final = " THE LIGHTHOUSE DOES NOT ANSWER: without it no quorum is formed "
 _STALLED: Final = 10.0
 """So many times as long as usual may a step take before it needs attention, and at least so many seconds."""
 _SPARKS: Final = "▁▂▃▄▅▆▇█"
@@ -61,9 +63,17 @@ def screen(job: JobState, *, width: int, height: int) -> Text:
     rows = [_row(process, several_ranks=several_ranks) for process in job.processes]
     rows.sort(key=lambda row: (_RANKS.get(row.condition, 9), row.process.name, row.process.group_rank))
     lines = [_headline(job, rows), _summary(rows)]
+    if _is_lighthouse_lost(job, rows):
+        # Without the Lighthouse, an empty table says nothing.
+        lines[1 : 1 if rows else 2] = [Text(_LOST, style="bold white on red")]
     records = [_record_line(job, index) for index in range(len(job.records))][-_MAX_RECORDS:][::-1]
     errors = [_error_line(job, index) for index in range(len(job.errors))][-_MAX_ERRORS:][::-1]
-    below = [*_section("recoveries, saves", records), *_section("errors", errors)]
+    changes = [_change_line(job, index) for index in range(len(job.changes))][-_MAX_CHANGES:][::-1]
+    below = [
+        *_section("joined, left, healed", changes),
+        *_section("recoveries, saves", records),
+        *_section("errors", errors),
+    ]
     # Head, headings of the table, and a line between the parts; what is over goes to the replicas.
     room = height - len(lines) - 3
     while below and room - len(below) < min(len(rows), _LEAST_ROWS):
@@ -183,8 +193,8 @@ def _managers(rows: list[_Row]) -> list[ToldManager]:
 def _headline(job: JobState, rows: list[_Row]) -> Text:
     text = Text()
     text.append("ft-transport top", style="bold").append(f"  {escape_peer_text(job.lighthouse, max_characters=60)}")
-    if not job.is_lighthouse_read:
-        text.append("  its page cannot be read", style="bold red")
+    if not job.is_lighthouse_read and not _is_lighthouse_lost(job, rows):
+        text.append("  its page cannot be read", style="yellow")
     elif not any(row.condition == "training" for row in rows) and job.status:
         text.append(f"  {escape_peer_text(job.status, max_characters=80)}", style="yellow")
     if job.num_left_out:
@@ -192,9 +202,16 @@ def _headline(job: JobState, rows: list[_Row]) -> Text:
     return text
 
 
+def _is_lighthouse_lost(job: JobState, rows: list[_Row]) -> bool:
+    """Whether a process says so; or its page cannot be read, and no replica trains."""
+    is_training = any(row.condition == "training" for row in rows)
+    is_unread = not job.is_lighthouse_read and not is_training
+    return is_unread or any(manager.is_lighthouse_lost for manager in _managers(rows))
+
+
 def _summary(rows: list[_Row]) -> Text:
     if not rows:
-        return Text("nobody is known yet; replicas appear with their first quorum")
+        return Text("no replica is known; replicas appear with their first quorum")
     counts = Counter(row.condition for row in rows)
     text = Text()
     ordered = sorted(counts.items(), key=lambda item: _RANKS.get(item[0], 9))
@@ -274,6 +291,14 @@ def _record_line(job: JobState, index: int) -> Text:
     text = Text(f"  {_name(each.name)} {record.kind}{step} ")
     text.append("" if record.outcome == "ok" else f"{record.outcome} ", style="bold red")
     return text.append(f"{seconds(record.length_s)}, {seconds(ago_s)} ago: {phases}")
+
+
+def _change_line(job: JobState, index: int) -> Text:
+    change = job.changes[index]
+    name = _name(change.replica_id.rpartition(":")[0] or change.replica_id)
+    text = escape_peer_text(change.text, max_characters=200)
+    style = "bold red" if change.kind == "left" else ""
+    return Text(f"  {seconds(max(0.0, job.unix_s - change.unix_s))} ago: {name} {text}", style=style)
 
 
 def _error_line(job: JobState, index: int) -> Text:

@@ -29,7 +29,7 @@ from ft_transport.telemetry.job import (
     KnownMember,
     Presence,
 )
-from ft_transport.telemetry.told import ToldState, decode_state, short_phases, short_retries, shortened
+from ft_transport.telemetry.told import ToldChange, ToldState, decode_state, short_phases, short_retries, shortened
 from ft_transport.wire.routes import STATE_ROUTE
 
 MAX_PROCESSES: Final = 512
@@ -51,6 +51,7 @@ _FORGET_S: Final = 600.0
 """How long who is gone is told of, unless it comes back under its name."""
 _NUM_RECORDS: Final = 30
 _NUM_ERRORS: Final = 30
+_NUM_CHANGES: Final = 30
 _NUM_STEPS: Final = 30
 _MAX_TEXT: Final = 300
 
@@ -189,11 +190,13 @@ class JobWatch:
         processes: list[JobProcess] = []
         records: list[JobRecord] = []
         errors: list[JobError] = []
+        changes: dict[tuple[str, str, float], ToldChange] = {}
         for key, seen in sorted(self._seen.items(), key=lambda item: (item[1].name, item[0].group_rank, item[0])):
             told = seen.told
             if told is not None:
                 records += _records(seen.name, key.group_rank, told, seen.ahead_s)
                 errors += _errors(seen.name, key.group_rank, told, seen.ahead_s)
+                _add_changes(changes, told, seen.ahead_s)
             processes.append(
                 JobProcess(
                     name=seen.name,
@@ -204,7 +207,7 @@ class JobWatch:
                     since_s=now_s - seen.since_s,
                     error=seen.error,
                     step=seen.step,
-                    told=replace(told, records=(), errors=()) if told is not None else None,
+                    told=replace(told, records=(), errors=(), changes=()) if told is not None else None,
                 )
             )
         records.sort(key=lambda each: each.record.begun_unix_s + each.record.length_s)
@@ -219,6 +222,7 @@ class JobWatch:
             num_left_out=num_left_out,
             records=tuple(records[-_NUM_RECORDS:]),
             errors=tuple(errors[-_NUM_ERRORS:]),
+            changes=tuple(sorted(changes.values(), key=lambda each: each.unix_s)[-_NUM_CHANGES:]),
         )
 
 
@@ -274,6 +278,14 @@ def _errors(name: str, group_rank: int, told: ToldState, ahead_s: float) -> Iter
         yield JobError(name=name, group_rank=group_rank, error=replace(error, unix_s=error.unix_s + ahead_s))
 
 
+def _add_changes(changes: dict[tuple[str, str, float], ToldChange], told: ToldState, ahead_s: float) -> None:
+    """Add what one process tells: all ranks of all survivors tell the same departure, and the first one counts."""
+    for change in told.changes:
+        key, shifted = (change.kind, change.replica_id, change.step), replace(change, unix_s=change.unix_s + ahead_s)
+        if shifted.unix_s <= changes.setdefault(key, shifted).unix_s:
+            changes[key] = shifted
+
+
 def _bounded(told: ToldState, peer: str) -> ToldState:
     """What is kept of it, and told again to all who watch: all of it is encoded at once while nobody else runs Python.
 
@@ -300,6 +312,10 @@ def _bounded(told: ToldState, peer: str) -> ToldState:
         ),
         records=tuple(shortened(record) for record in told.records[-_NUM_RECORDS:]),
         errors=told.errors[-_NUM_ERRORS:],
+        changes=tuple(
+            replace(each, replica_id=each.replica_id[:_MAX_TEXT], text=each.text[:_MAX_TEXT])
+            for each in told.changes[-_NUM_CHANGES:]
+        ),
     )
     num_bytes = len(encode_told(replace(kept, records=(), errors=())))
     if num_bytes > _MAX_KEPT_BYTES:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from ft_transport.telemetry.record import Record
-from ft_transport.telemetry.told import VERSION, ToldError, ToldState
+from ft_transport.telemetry.told import VERSION, ToldChange, ToldError, ToldState
 
 Presence: TypeAlias = Literal["here", "silent", "gone", "coming"]
 """``here``: it answers. ``silent``: it does not, and is still counted on. ``gone``: it does not, and nobody counts on
@@ -114,6 +114,7 @@ class JobState:
         num_left_out: So many more processes were not asked, because there are too many.
         records: The last ones of all, the newest at the end.
         errors: The last ones of all, the newest at the end.
+        changes: The last changes of membership, each once, the newest at the end; times are by the clock of who looks.
     """
 
     version: int = VERSION
@@ -126,3 +127,4 @@ class JobState:
     num_left_out: int = 0
     records: tuple[JobRecord, ...] = ()
     errors: tuple[JobError, ...] = ()
+    changes: tuple[ToldChange, ...] = ()

@@ -32,6 +32,7 @@ from ft_transport.telemetry.record import Phase, Record, Retry, Transfer
 from ft_transport.telemetry.recorder import Recorder
 from ft_transport.telemetry.told import (
     Running,
+    ToldChange,
     ToldError,
     ToldFlow,
     ToldHolder,
@@ -155,6 +156,11 @@ def test_a_killed_replica_leaves_the_page_heals_and_returns(
         assert complaints(driver) == []
         driver.get(address)
         until(lambda: states(driver) == {"A": "training"}, "the page of A alone")
+        # A page that was opened after it all knows what has happened.
+        changes = texts(driver, "#changes li")
+        assert any(change.startswith("B") and "all stood still for" in change for change in changes)
+        assert any(change.startswith("B") and "joined" in change for change in changes)
+        until(lambda: "3, 3 contribute" in "".join(texts(driver, "#figures dd")), "the size of the quorum")
         assert complaints(driver) == []
     _, job = look(replicas.lighthouse)
     heal = next(each.record for each in reversed(job.records) if each.name == "B" and each.record.kind == "heal")
@@ -188,6 +194,7 @@ def hostile_state() -> ToldState:
         records=(record,),
         running=(Running(kind="heal", transfers=transfers, retries=retries, **common),),
         errors=(ToldError(unix_s=1.0, about=HOSTILE, text=HOSTILE),),
+        changes=(ToldChange(unix_s=1.0, kind="left", replica_id=HOSTILE, step=3, text=HOSTILE),),
     )
 
 
@@ -288,7 +295,7 @@ def test_top_says_what_is_missing() -> None:
     assert "expected http://host:port of a Lighthouse" in str(wrong.exception)
     nobody = CliRunner().invoke(app, ["top", "127.0.0.1:9", "--once"])
     assert nobody.exit_code == 1
-    assert "its page cannot be read" in nobody.stdout
+    assert "THE LIGHTHOUSE DOES NOT ANSWER" in nobody.stdout
     with lighthouse() as address:
         empty = CliRunner().invoke(app, ["top", address, "--once", "--json"])
     assert empty.exit_code == 1
@@ -333,7 +340,7 @@ def test_top_in_a_terminal_ends_with_a_key_and_leaves_it_as_it_was(end: bytes) -
                 env={**os.environ, "TERM": "xterm", "LINES": "24", "COLUMNS": "80"},
             )
             shown = b""
-            while b"nobody is known yet" not in shown:
+            while b"no replica is known" not in shown:
                 shown += os.read(terminal, 65536)
             os.write(terminal, end)
             reader = threading.Thread(target=_drain, args=(terminal, process), daemon=True)

@@ -21,4 +21,4 @@ def test_without_a_terminal_each_look_is_printed_below_the_one_before(monkeypatc
     result = CliRunner().invoke(app, ["top", "http://127.0.0.1:9"])
 
     assert result.exit_code == 1
-    assert result.output.count("its page cannot be read") == 2
+    assert result.output.count("THE LIGHTHOUSE DOES NOT ANSWER") == 2

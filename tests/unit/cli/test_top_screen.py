@@ -11,7 +11,9 @@ from ft_transport.telemetry.job import JobError, JobProcess, JobRecord, JobState
 from ft_transport.telemetry.record import Phase, Record
 from ft_transport.telemetry.told import (
     Activity,
+    Change,
     Running,
+    ToldChange,
     ToldError,
     ToldFlow,
     ToldManager,
@@ -21,6 +23,12 @@ from ft_transport.telemetry.told import (
 )
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e[bold]" + "x" * 10_000
+
+
+CHANGES: list[tuple[Change, str]] = [
+    ("left", "left: last in a quorum 5.4 s ago; all stood still for 5.3 s"),
+    ("healed", "healed to step 41 in 0.5 s, from a"),
+]
 
 
 def process(
@@ -125,6 +133,7 @@ def test_text_of_peers_moves_nothing() -> None:
             records=(hostile_heal,),
             errors=(JobError(name=HOSTILE, group_rank=0, error=error),),
             status=HOSTILE,
+            changes=(ToldChange(unix_s=1e308, kind="left", replica_id=HOSTILE, step=2**62, text=HOSTILE),),
         )
     )
     text = "\n".join(lines)
@@ -160,8 +169,41 @@ def test_no_figure_and_no_address_ends_it(figure: float, address: str) -> None:
 
 
 def test_a_narrow_screen_and_a_job_without_anybody() -> None:
-    assert "nobody is known yet" in "\n".join(drawn(job(), width=50))
+    assert "no replica is known" in "\n".join(drawn(job(), width=50))
     drawn(job(process("a" * 100)), width=30)
+
+
+def test_a_death_is_shown_after_it_with_its_cost() -> None:
+    changes = tuple(
+        ToldChange(unix_s=960.0 + 10 * at, kind=kind, replica_id="b:3f2c", step=41, text=text)
+        for at, (kind, text) in enumerate(CHANGES)
+    )
+    lines = drawn(job(process("a"), process("b"), changes=changes), width=120)
+    first = lines.index("joined, left, healed") + 1
+    assert lines[first : first + 2] == [
+        "  30.0 s ago: b healed to step 41 in 0.5 s, from a",
+        "  40.0 s ago: b left: last in a quorum 5.4 s ago; all stood still for 5.3 s",
+    ]
+
+
+@pytest.mark.parametrize("processes", [(), (process("a", activity="waiting"),)])
+def test_a_dead_lighthouse_is_a_line_of_its_own(processes: tuple[JobProcess, ...]) -> None:
+    state = JobState(lighthouse="http://lh:1", processes=processes)
+    lines = drawn(state)
+    assert "THE LIGHTHOUSE DOES NOT ANSWER" in lines[1]
+    assert not any("no replica is known" in line for line in lines)
+
+
+def test_a_lighthouse_without_a_page_is_not_dead_where_replicas_train() -> None:
+    lines = drawn(JobState(lighthouse="http://lh:1", processes=(process("a"),)))
+    assert "its page cannot be read" in lines[0]
+    assert not any("DOES NOT ANSWER" in line for line in lines)
+
+
+def test_a_process_says_that_the_lighthouse_is_lost() -> None:
+    told = ToldState(manager=ToldManager(activity="training", is_lighthouse_lost=True))
+    lines = drawn(job(JobProcess(name="a", replica_id="a:1", presence="here", told=told)))
+    assert "THE LIGHTHOUSE DOES NOT ANSWER" in lines[1]
 
 
 @pytest.mark.parametrize(

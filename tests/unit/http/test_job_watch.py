@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import pytest
 from served_memory import serving
@@ -18,7 +19,7 @@ from ft_transport.keys import Keys
 from ft_transport.telemetry.encoding import encode_told
 from ft_transport.telemetry.job import JobState, KnownJob, KnownMember
 from ft_transport.telemetry.recorder import Recorder
-from ft_transport.telemetry.told import ToldManager
+from ft_transport.telemetry.told import ToldChange, ToldManager
 from ft_transport.telemetry.watch import Watch
 
 NOBODY = "http://127.0.0.1:9/checkpoint/"
@@ -66,6 +67,22 @@ def test_a_replica_leaves_starts_again_and_is_back() -> None:
     with serving(watch=watch) as served:
         known[:] = [KnownMember(name="b", replica_id="b:2", addresses=(f"{served.server.address}/checkpoint/",))]
         assert presences(looking.look()) == {"b:2": "here"}
+
+
+def test_the_same_departure_told_by_all_survivors_is_one() -> None:
+    death = ToldChange(unix_s=50.0, kind="left", replica_id="c:1", step=41, text="left" * 1000)
+    tolds = [(death,), (replace(death, unix_s=49.0), replace(death, step=60, unix_s=70.0))]
+    with ExitStack() as open_:
+        members = []
+        for at, told in enumerate(tolds):
+            watch = Watch(Recorder())
+            watch.tell("changes", lambda told=told: told)
+            address = f"{open_.enter_context(serving(watch=watch)).server.address}/checkpoint/"
+            members.append(KnownMember(name=f"r{at}", replica_id=f"r{at}:1", addresses=(address,)))
+        job = watching(lambda: KnownJob(members=tuple(members))).look()
+    assert [(each.unix_s, each.step) for each in job.changes] == [(49.0, 41), (70.0, 60)]
+    assert max(len(each.text) for each in job.changes) < 400
+    assert all(each.told is not None and each.told.changes == () for each in job.processes)
 
 
 def test_who_is_gone_for_long_is_forgotten() -> None:
