@@ -9,37 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Final
+from typing import Final
 
 import msgspec
-import torch
 from torch.optim import Optimizer
 
 from manager.errors import HyperparametersDivergedError
 from manager.quorum.decision import Decision
 from manager.quorum.divergence import Claim
 from manager.quorum.round import Participant
+from manager.state.hyperparameters import WITHOUT_EFFECT, leaves, named_optimizers, plain
 
 logger = logging.getLogger(__name__)
 
 _NAMING: Final = timedelta(seconds=2)
 _MAX_DIVERGENCES: Final = 1
 """In a row: healing does not mend what the loop itself sets."""
-_WITHOUT_EFFECT: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Which kernels run is for each replica to choose; names are compared with the structure of the state."""
 
-
-def _plain(value: object) -> object:
-    """Returns what an encoder that knows plain values alone can compare; ``None`` for anything else."""
-    # The value of a tensor on a device would keep the training thread waiting for the device.
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
-        return value.item()
-    return None
-
-
-_encoder: Final = msgspec.msgpack.Encoder(enc_hook=_plain, order="deterministic")
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=plain, order="deterministic")
 
 
 class Hyperparameters:
@@ -74,7 +62,7 @@ class Hyperparameters:
             return
         steps_with_commits = self._state.ledger.steps_with_commits
         groups = [
-            {name: value for name, value in group.items() if name not in _WITHOUT_EFFECT}
+            {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
             for _, optimizer in self._optimizers()
             if steps_with_commits(optimizer)
             for group in optimizer.param_groups
@@ -131,7 +119,7 @@ class Hyperparameters:
             for name, optimizer in self._optimizers()
             if self._state.ledger.steps_with_commits(optimizer)
             for index, group in enumerate(optimizer.param_groups)
-            for path, told in _leaves(group)
+            for path, told in leaves(group)
         }
         error.tensors = membership.differences.differing_values(
             error, table, replica_id=membership.replica_id, timeout=_NAMING
@@ -143,24 +131,6 @@ class Hyperparameters:
         attached = state.optimizers()
         signature = (state.registry.num_changes, *map(id, attached))
         if signature != self._signature:
-            holders = {id(entry.holder): entry for entry in state.registry.entries()}
-            self._named = [
-                (entry.key, entry.holder)
-                for entry in holders.values()
-                if isinstance(entry.holder, Optimizer) and entry.scope == "replicated"
-            ]
-            self._named += [
-                (f"attached optimizer {index}", optimizer)
-                for index, optimizer in enumerate(dict.fromkeys(attached))
-                if id(optimizer) not in holders
-            ]
+            self._named = named_optimizers(state.registry, attached)
             self._signature = signature
         return self._named
-
-
-def _leaves(group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, value in group.items():
-        told = _plain(value) if isinstance(value, torch.Tensor) else value
-        # Objects of other classes may print as they lie in memory.
-        if name not in _WITHOUT_EFFECT and isinstance(told, (bool, int, float, str, tuple, list, type(None))):
-            yield name, repr(told)

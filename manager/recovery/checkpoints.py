@@ -182,6 +182,7 @@ class Checkpoints:
         into: dict[str, object] = {}
 
         def look() -> None:
+            state.note_configured()
             into.update(state.content())
             if self._is_known:
                 into.update(self._local_part())

@@ -146,6 +146,7 @@ class PeerRecovery:
         named = source if isinstance(source, str) else f"{source[0]} and {len(source) - 1} more"
         phase("lock")
         with state.lock.write(f"receiving step {step} from {named}", options.timeout):
+            state.note_configured()
             into = state.content()
             if step == "latest" and spans_ranks(into) and not options.is_warm:
                 raise ManagerError(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from manager.errors import ManagerError, RegistryError, StateTornError
+from manager.state.hyperparameters import ConfiguredHyperparameters
 from manager.state.lock import StateLock
 from manager.state.optimizer_guard import OptimizerAttachment, attach_optimizers
 from manager.state.overflows import Scalers
@@ -84,6 +85,7 @@ class ReplicaState:
         self.is_past_step = False
         self.training_thread: int | None = None
         self.partial: StateTornError | None = None
+        self._configured = ConfiguredHyperparameters()
         self._attachments: list[OptimizerAttachment] = []
         self._observers: list[StateObserver] = []
 
@@ -191,6 +193,7 @@ class ReplicaState:
                 keys=(MANAGER_KEY,),
             )
         self.take_over_order(names_in(parts[MANAGER_KEY]))
+        self.note_configured()
         before = self.partial
         self.mark_partial(step, "loading it was interrupted")
         self.ledger.replaced()
@@ -203,6 +206,11 @@ class ReplicaState:
             raise
         self.load_counters(parts[MANAGER_KEY])
         self.partial = None
+        self._configured.warn_of_replaced(self.registry, self.optimizers(), step)
+
+    def note_configured(self) -> None:
+        """Note the hyperparameters that this process was started with, before a state is received in place."""
+        self._configured.note(self.registry, self.optimizers(), has_trained=self.steps.num_committed > 0)
 
     def take_over_order(self, names: Mapping[str, Groups]) -> bool:
         """Arrange optimizers' parameters as in a state that is about to be loaded; the caller holds the write lock.

@@ -61,7 +61,7 @@ class _Drill:
         finally:
             manager.shutdown()
         self.gate.wait("alone")
-        manager, train = _replica(self.address, "c")
+        manager, train = _replica(self.address, "c", lr=0.05)
         try:
             train()
             self.last_step = manager.current_step() + 3
@@ -80,9 +80,9 @@ class _Drill:
         self.metrics[name] = {metric: float(value) for metric, value in found}
 
 
-def _replica(address: str, name: str) -> tuple[Manager, Callable[[], None]]:
+def _replica(address: str, name: str, *, lr: float = 0.1) -> tuple[Manager, Callable[[], None]]:
     model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     manager = make_manager(address, name)
     manager.register("model", model)
     manager.register("optimizer", optimizer)
@@ -128,6 +128,11 @@ def test_each_survivor_says_once_who_left_and_for_how_long_all_stood_still(
         assert drill.metrics[name]["recovery_seconds_total"] == 0
     (healed,) = [line for line in lines if line.startswith("replica c:")]
     assert re.search(r"replica c:\S+ healed to step \d+ in \d+\.\d s, from [ab]:", healed)
+    (changed,) = [record.getMessage() for record in caplog.records if record.name == "manager.state.hyperparameters"]
+    assert (
+        "replaces hyperparameters that this process was started with: optimizer.param_groups.0.lr 0.05 by 0.1;"
+        in changed
+    )
     (change,) = drill.seen["c"]["changes"]
     assert change["kind"] == "healed"
     assert drill.metrics["c"]["recovery_seconds_total"] == pytest.approx(change["length_s"])
