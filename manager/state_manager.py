@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ft_transport.runtime.handler_safety import SafeEnd
+from manager.recovery.checkpoints import ResumeKeys
 from manager.recovery.replica import Replica
 from manager.recovery.values import PeerOptions, Recovery
 from manager.state.optimizer_guard import OptimizerAttachment
@@ -385,7 +386,7 @@ class StateManager:
         self._usability.require()
         return self._replica.save(wait=wait, overwrite=overwrite)
 
-    def resume(self) -> Recovery | None:
+    def resume(self, *, keys: ResumeKeys = "same") -> Recovery | None:
         """Load the newest durable checkpoint that is what was written; all ranks call this, before the first step.
 
         ``scope="local"`` state comes from a checkpoint of the same ``replica_id`` and number of ranks alone. Otherwise
@@ -394,17 +395,23 @@ class StateManager:
         If ``torch.distributed.checkpoint`` wrote the newest ``step-N`` for another program, such as torchtitan, that
         is loaded: what is registered under the names that it has.
 
+        Args:
+            keys: ``same`` refuses a checkpoint with other keys than are registered. ``shared`` loads the keys that both
+                have, and a warning names the others: what is registered alone stays as it is, and what the checkpoint
+                has alone is left out. In a quorum all replicas then take the state of one of them.
+
         Returns:
             What was loaded; ``None`` if there is no checkpoint.
 
         Raises:
-            ManagerError: There is no store.
+            ConfigError: ``keys`` is neither.
+            ManagerError: There is no store; or replicas without a ``replica_id`` add keys.
             RegistryError: The checkpoint does not fit what is registered here, or a load function failed.
             StateTornError: After loading, the state is not the one that was saved.
             TransportError: All checkpoints are damaged, or loading failed; the same on all ranks.
         """
         self._usability.require()
-        return self._replica.resume()
+        return self._replica.resume(keys)
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the job, end the threads and the transport. May be called twice, and from a signal handler.

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import ft_transport
 from ft_transport import ConfigurationError, TransportError
 from manager.errors import ManagerError, RegistryError
+from manager.quorum.decision import next_lineage
 from manager.recovery.replica_metrics import resumes
 from manager.recovery.values import Recovery, shown
 from manager.state.compatibility import check_fit
@@ -31,6 +32,12 @@ logger = logging.getLogger(__name__)
 
 _LEAST_BYTES_PER_S: Final = 1 << 20
 """A disk that gives less is taken for one that hangs."""
+
+ResumeKeys: TypeAlias = Literal["same", "shared"]
+"""Which keys of a checkpoint `StateManager.resume` loads."""
+_OTHER_KEYS: Final = (
+    "to load the keys that both have, call resume(keys='shared') on all replicas (docs/changing-a-job.md)"
+)
 
 LOCAL_KEY: Final = "local"
 """Under this key a checkpoint has what is registered with ``scope="local"``, for each rank its own.
@@ -116,17 +123,19 @@ class Checkpoints:
             handle.result()
         return handle
 
-    def resume(self) -> Recovery | None:
+    def resume(self, keys: ResumeKeys = "same") -> Recovery | None:
         """See `StateManager.resume`."""
+        if keys not in ("same", "shared"):
+            raise ConfigurationError(f"expected keys='same' or 'shared', got {keys!r}")
         of_dcp = self.store.newer_of_dcp()
-        resumed = self._resume_own() if of_dcp is None else self._resume_from_dcp(of_dcp)
+        resumed = self._resume_own(only_shared=keys == "shared") if of_dcp is None else self._resume_from_dcp(of_dcp)
         if resumed is not None:
             self._saved_step = self._resumed_step = resumed.step
             self.counts.add()
             logger.info("resumed step %d from %s", resumed.step, self.store.root)
         return resumed
 
-    def _resume_own(self) -> Recovery | None:
+    def _resume_own(self, *, only_shared: bool) -> Recovery | None:
         state, store = self._state, self.store
         own_errors: list[Exception] = []
         with ExitStack() as held:
@@ -143,13 +152,13 @@ class Checkpoints:
                 state.mark_partial("latest", "loading it was interrupted")
                 try:
                     try:
-                        loaded = self._load_newest(own_errors)
+                        loaded = self._load_newest(own_errors, only_shared)
                     except TransportError as error:
                         # This rank's parameters or another one's have places now that its plan does not know.
                         if TAKEN_OVER not in str(error):
                             raise
                         own_errors.clear()
-                        loaded = self._load_newest(own_errors)
+                        loaded = self._load_newest(own_errors, only_shared)
                 except TransportError as error:
                     if error.destination_touched:
                         state.mark_partial("latest", str(error))
@@ -163,7 +172,7 @@ class Checkpoints:
                 # Where another rank could not load it, this one must not step with it either.
                 store.run_on_all_ranks(
                     "load the checkpoint",
-                    partial(_noted, own_errors, partial(self._apply, loaded)),
+                    partial(_noted, own_errors, partial(self._apply, loaded, only_shared)),
                     timeout=state.timeout,
                 )
                 state.partial = None
@@ -172,7 +181,7 @@ class Checkpoints:
                 raise own_errors[0] if own_errors else error from None
         return Recovery(step=loaded.step, source=f"{store.root}, step {loaded.step}")
 
-    def _load_newest(self, own_errors: list[Exception]) -> LoadedCheckpoint[Any] | None:
+    def _load_newest(self, own_errors: list[Exception], only_shared: bool) -> LoadedCheckpoint[Any] | None:
         """Load the newest good checkpoint into this rank's own state; the caller holds the write lock.
 
         Raises:
@@ -194,7 +203,10 @@ class Checkpoints:
             if state.take_over_order(incoming_names(incoming, state.registry)):
                 raise OrderTakenOverError(TAKEN_OVER)
             note = f"it is the checkpoint of step {incoming.step} in {store.root}"
-            check_fit(incoming, state.registry, into, note=note)
+            check_fit(incoming, state.registry, into, note=note, keys_note=_OTHER_KEYS, only_shared=only_shared)
+            kept = [key for key in state.registry.registered_keys() if key not in (incoming.keys(USER_KEY) or ())]
+            if kept and not self._is_known:
+                raise ManagerError(f"expected a replica_id for each replica, to resume with the new keys {kept}")
 
         store.run_on_all_ranks("look at the own state", partial(_noted, own_errors, look), timeout=state.timeout)
         like = state.registry.parameter_finder()
@@ -275,11 +287,11 @@ class Checkpoints:
                 "call save right after start_step or start_quorum"
             )
 
-    def _apply(self, loaded: LoadedCheckpoint[Any]) -> None:
+    def _apply(self, loaded: LoadedCheckpoint[Any], only_shared: bool) -> None:
         """Give the parts of a loaded state to the load functions."""
         state = self._state
         try:
-            state.load(loaded.state)
+            state.load(loaded.state, only_shared=only_shared)
             state.mark_partial(loaded.step, "comparing it was interrupted")
             differences = loaded.differences(state.content_like(loaded.state))
             self._load_local(loaded.state, loaded.step)
@@ -293,6 +305,26 @@ class Checkpoints:
                 + shown(differences),
             )
             state.refuse_partial()
+        self._tell_other_keys(loaded)
+
+    def _tell_other_keys(self, loaded: LoadedCheckpoint[Any]) -> None:
+        """Name the keys that are not loaded. A quorum then takes the state of one replica where keys are new."""
+        state, saved = self._state, loaded.state[USER_KEY]
+        own = state.registry.registered_keys()
+        kept, left_out = [key for key in own if key not in saved], [key for key in saved if key not in own]
+        if not kept and not left_out:
+            return
+        if kept and self.replica_name is not None:
+            # Each replica has values of its own under these keys, so their states must not have the same name.
+            state.lineage = next_lineage(state.lineage, f"{kept} of {self.replica_name}", state.step)
+        logger.warning(
+            "step %d from %s: %s stay as they are, the checkpoint does not have them; %s are left out, nothing is "
+            "registered under them",
+            loaded.step,
+            self.store.root,
+            kept,
+            left_out,
+        )
 
 
 def check_store(store: CheckpointStore | None, save_every: int | None) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ft_transport import PeerError, TransportError
 from ft_transport.telemetry.telling import tell_records
 from manager.errors import ManagerError, RecoveryFailedError
-from manager.recovery.checkpoints import Checkpoints, check_store
+from manager.recovery.checkpoints import Checkpoints, ResumeKeys, check_store
 from manager.recovery.peers import PeerRecovery
 from manager.recovery.replica_metrics import collect_metrics
 from manager.recovery.values import PeerOptions, Recovery
@@ -169,9 +169,9 @@ class Replica:
         """See `StateManager.save`."""
         return self._required_checkpoints().save(wait=wait, overwrite=overwrite)
 
-    def resume(self) -> Recovery | None:
+    def resume(self, keys: ResumeKeys) -> Recovery | None:
         """See `StateManager.resume`."""
-        return self._required_checkpoints().resume()
+        return self._required_checkpoints().resume(keys)
 
     def closers(self) -> list[Callable[[], object]]:
         """Return what ends a replica that nobody closes, the last first. Refers to none of its state."""

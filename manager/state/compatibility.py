@@ -21,7 +21,15 @@ logger = logging.getLogger(__name__)
 _MAX_SHOWN: Final = 5
 
 
-def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[str, object], *, note: str = "") -> None:
+def check_fit(
+    incoming: Incoming,
+    registry: StateRegistry,
+    own_state: Mapping[str, object],
+    *,
+    note: str = "",
+    keys_note: str = "",
+    only_shared: bool = False,
+) -> None:
     """Refuse a state that what is registered here could not hold exactly.
 
     Other keys would fail in the middle of loading, other dtypes would be rounded without a word, and an optimizer or a
@@ -34,6 +42,8 @@ def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[st
         registry: What is registered here.
         own_state: What ``ReplicaState.content`` returned.
         note: Added to what is said of tensors that differ: where they come from, or what would help.
+        keys_note: Added to what is said of keys that differ.
+        only_shared: Whether only the keys that both have are compared, where there are any.
 
     Raises:
         RegistryError: It does not fit; nothing has been received.
@@ -44,10 +54,14 @@ def check_fit(incoming: Incoming, registry: StateRegistry, own_state: Mapping[st
                 f"expected a replica's state with the part {part!r}, which is missing; nothing was received",
                 keys=(part,),
             )
-    registry.check_keys(incoming.keys(USER_KEY) or ())
+    keys = incoming.keys(USER_KEY) or ()
+    if not (only_shared and set(keys).intersection(registry.registered_keys())):
+        registry.check_keys(keys, note=keys_note)
     own_parts = own_state[USER_KEY]
     assert isinstance(own_parts, Mapping), "a replica's state has its parts by key"
     for entry in registry.entries("replicated"):
+        if entry.key not in keys:
+            continue
         holder = entry.holder
         own = own_parts.get(entry.key)
         is_free: Callable[[str], bool] = _nothing

@@ -274,24 +274,38 @@ class StateRegistry:
                 for group in holder.param_groups:
                     yield from group["params"]
 
-    def check_keys(self, keys: Collection[str], scope: Scope = "replicated") -> None:
+    def registered_keys(self, scope: Scope = "replicated") -> list[str]:
+        """Return the registered keys of one scope, in the order of registration."""
+        return [entry.key for entry in self.entries(scope)]
+
+    def check_keys(self, keys: Collection[str], scope: Scope = "replicated", *, note: str = "") -> None:
         """Compare the keys of a received state with those that are registered.
+
+        Args:
+            keys: Of the state.
+            scope: See `StateEntry`.
+            note: Ends the message: what would help.
 
         Raises:
             RegistryError: They differ.
         """
-        expected = [entry.key for entry in self.entries(scope)]
+        expected = self.registered_keys(scope)
         missing = tuple(key for key in expected if key not in keys)
         unexpected = tuple(key for key in keys if key not in expected)
         if missing or unexpected:
             raise RegistryError(
                 f"expected {scope} state with exactly the keys {sorted(expected)}; missing: {list(missing)}, "
-                f"unexpected: {list(unexpected)}; nothing was loaded",
+                f"unexpected: {list(unexpected)}; nothing was loaded{f'; {note}' if note else ''}",
                 keys=missing + unexpected,
             )
 
     def load_state_dict(
-        self, state: Mapping[str, object], scope: Scope = "replicated", *, optimizers: Collection[Optimizer] = ()
+        self,
+        state: Mapping[str, object],
+        scope: Scope = "replicated",
+        *,
+        optimizers: Collection[Optimizer] = (),
+        only_shared: bool = False,
     ) -> None:
         """Hand each part of a received state to its load function. Optimizers load it bit for bit (`exact_loading`).
 
@@ -302,13 +316,15 @@ class StateRegistry:
             state: What `state_dict` of a replica with the same registrations returned.
             scope: Which entries to load; the state has to match their keys exactly.
             optimizers: Optimizers that functions of the user's own load, beside those that are registered.
+            only_shared: Whether to load the keys that both have, and no others, instead.
 
         Raises:
             RegistryError: The keys differ (nothing has been loaded then), or a load function failed (its exception
                 is the cause, and the message tells what had been loaded before).
         """
-        self.check_keys(state, scope)
-        entries = self.entries(scope)
+        if not only_shared:
+            self.check_keys(state, scope)
+        entries = [entry for entry in self.entries(scope) if entry.key in state]
         loaded: list[str] = []
         for entry in entries:
             try:

@@ -150,12 +150,14 @@ class ReplicaState:
         return {USER_KEY: user, MANAGER_KEY: own_part(self.counters(), self.registry)}
 
     def content_like(self, received: Mapping[str, Any]) -> dict[str, object]:
-        """Return `content` to be compared with a received state, but for the names of parameters.
+        """Return `content` to be compared with a received state, without the names of parameters and keys of one alone.
 
-        Their order is the same since the state was loaded; the sender may have named more of them, or none.
+        The order of parameters is the same since the state was loaded; the sender may have named more of them, or none.
         """
         names = {key: value for key, value in received[MANAGER_KEY].items() if key == NAMES_KEY}
-        return {**self.content(), MANAGER_KEY: {**self.counters(), **names}}
+        own: Any = self.content()[USER_KEY]
+        user = {key: own.get(key, value) for key, value in received[USER_KEY].items()}
+        return {USER_KEY: user, MANAGER_KEY: {**self.counters(), **names}}
 
     def counters(self) -> dict[str, int | str]:
         """Return ``step``, ``batches_committed`` and ``lineage``."""
@@ -172,8 +174,12 @@ class ReplicaState:
         self.lineage = str(counters.get("lineage", ""))
         self.is_past_step = False
 
-    def load(self, state: object) -> None:
+    def load(self, state: object, *, only_shared: bool = False) -> None:
         """Apply a whole state; the caller holds the write lock.
+
+        Args:
+            state: What `content` of a replica returned.
+            only_shared: See ``StateRegistry.load_state_dict``.
 
         Raises:
             RegistryError: It does not fit what is registered. If a load function failed midway, the state is partial.
@@ -200,7 +206,7 @@ class ReplicaState:
         for observer in self._observers:
             observer.replaced()
         try:
-            self.registry.load_state_dict(parts[USER_KEY], "replicated", optimizers=self.optimizers())
+            self.registry.load_state_dict(parts[USER_KEY], optimizers=self.optimizers(), only_shared=only_shared)
         except RegistryError as error:
             self.partial = StateTornError(step=step, reason=str(error)) if error.__cause__ is not None else before
             raise
