@@ -86,18 +86,18 @@ class MembershipLog:
         return tuple(self._kept.copy())
 
     def _note_departures(self, left: list[str], decision: Decision, now_s: float, ago_s: float) -> None:
-        steps = self._participant.state.steps
-        refused = list(takewhile(lambda step: not step.is_committed, reversed(steps.recent())))
-        # Of the attempts since the last commit; between steps a loop may do something else for as long as it likes.
-        standstill_s = now_s - steps.began_s + sum(step.period_s for step in refused)
-        attempts = f", {len(refused)} attempted step{'s' * (len(refused) != 1)} lost" if refused else ""
+        steps, cost, standstill_s = self._participant.state.steps, "", 0.0
+        # A replica that is behind the others does not know for how long they stood still.
+        if isinstance(decision.role, UpToDate) and steps.num_committed:
+            refused = list(takewhile(lambda step: not step.is_committed, reversed(steps.recent())))
+            # Of the attempts since the last commit; between steps a loop may do something else for as long as it likes.
+            standstill_s = now_s - steps.began_s + sum(step.period_s for step in refused)
+            lost = f", {len(refused)} attempted step{'s' * (len(refused) != 1)} lost" if refused else ""
+            cost = f"all stood still for {standstill_s:.1f} s{lost}; "
         self._metrics.departures.add(by=len(left))
         self._metrics.standstill_s.add(by=standstill_s)
         for replica_id in left:
-            text = (
-                f"left: last in a quorum {ago_s:.1f} s ago; all stood still for {standstill_s:.1f} s{attempts}; "
-                f"{_replicas(decision)} go on"
-            )
+            text = f"left: last in a quorum {ago_s:.1f} s ago; {cost}{_replicas(decision)} go on"
             self._note("left", replica_id, decision.step, text, standstill_s)
 
     def _note(self, kind: Change, replica_id: str, step: int, text: str, length_s: float = 0.0) -> None:

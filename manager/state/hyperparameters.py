@@ -18,6 +18,7 @@ WITHOUT_EFFECT: Final = frozenset({"params", "param_names", "foreach", "fused", 
 _SCHEDULED: Final = frozenset({"lr", "momentum", "betas"})
 """What torch's schedulers change in a group; they leave ``initial_lr`` there, which stays as it was configured."""
 _MAX_SHOWN: Final = 5
+_MAX_VALUE: Final = 60
 
 
 class ConfiguredHyperparameters:
@@ -47,7 +48,11 @@ class ConfiguredHyperparameters:
         if not own:
             return
         loaded = dict(_values(named_optimizers(registry, attached)))
-        replaced = [f"{name} {told} by {loaded[name]}" for name, told in own.items() if loaded.get(name, told) != told]
+        replaced = [
+            f"{name} {told[:_MAX_VALUE]} by {loaded[name][:_MAX_VALUE]}"
+            for name, told in own.items()
+            if loaded.get(name, told) != told
+        ]
         if replaced:
             more = f" and {len(replaced) - _MAX_SHOWN} more" if len(replaced) > _MAX_SHOWN else ""
             logger.warning(

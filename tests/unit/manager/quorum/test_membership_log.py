@@ -1,0 +1,157 @@
+"""What changes between two quorums is logged once, in words that peers cannot choose."""
+
+from __future__ import annotations
+
+import logging
+import timeit
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ft_transport.telemetry.told import NUM_CHANGES
+from manager.quorum.decision import Decision, Heals, Member, Role, StandsBy, UpToDate
+from manager.quorum.loop_metrics import LoopMetrics
+from manager.quorum.membership_log import MembershipLog
+from manager.state.step_log import StepLog
+
+HOLDS = UpToDate(serves_now=(), serves_next=())
+
+
+class _Quorums:
+    """A log of the replica ``a``, and the quorums that it is told of."""
+
+    def __init__(self, group_rank: int = 0) -> None:
+        self.steps = StepLog()
+        self.membership: Any = SimpleNamespace(replica_id="a", group_rank=group_rank, members=())
+        participant: Any = SimpleNamespace(
+            name="replica a step 7", membership=self.membership, state=SimpleNamespace(steps=self.steps)
+        )
+        self.metrics = LoopMetrics()
+        self.log = MembershipLog(participant, self.metrics)
+
+    def come(self, members: str, *, group: str | None = None, role: Role = HOLDS, step: int = 7) -> list[str]:
+        """One more quorum of members with a letter each; returns the changes that it has added."""
+        self.membership.members = tuple(_member(each) for each in members)
+        num_before = len(self.log.recent())
+        self.log.note(_decision(tuple(members if group is None else group), role, step))
+        return [f"{each.replica_id} {each.kind}" for each in self.log.recent()[num_before:]]
+
+    def commit(self) -> None:
+        self.steps.begin()
+        self.steps.end(7)
+
+
+def _member(replica_id: str) -> Member:
+    return Member(replica_id=replica_id, step=7, lineage="x", store_address="", addresses=("http://x",))
+
+
+def _decision(group: tuple[str, ...], role: Role, step: int) -> Decision:
+    return Decision(
+        step=step,
+        lineage="x",
+        group="g",
+        group_members=group,
+        group_addresses=(),
+        store_address="",
+        rank=0,
+        num_participants=len(group),
+        participating_rank=0,
+        role=role,
+    )
+
+
+def test_the_first_quorum_and_equal_ones_say_nothing() -> None:
+    quorums = _Quorums()
+    assert [quorums.come("abc") for _ in range(3)] == [[], [], []]
+
+
+def test_a_newcomer_that_stands_by_first_joins_once() -> None:
+    quorums = _Quorums()
+    quorums.come("ab")
+    assert quorums.come("abc", group="ab") == []
+    heals = UpToDate(serves_now=("c",), serves_next=())
+    assert quorums.come("abc", role=heals) == ["c joined"]
+    assert quorums.come("abc", role=heals) == []  # the same heal, tried again
+    assert quorums.come("abc") == []
+
+
+def test_a_replica_that_is_behind_and_then_dies_has_left() -> None:
+    quorums = _Quorums()
+    quorums.come("abc")
+    assert quorums.come("abc", group="ab") == []
+    assert quorums.come("ab") == ["c left"]
+
+
+def test_a_replica_that_came_back_under_another_id_between_two_quorums_left_and_joined() -> None:
+    quorums = _Quorums()
+    quorums.come("ab")
+    assert quorums.come("ac") == ["b left", "c joined"]
+
+
+def test_what_heals_itself_is_no_newcomer() -> None:
+    quorums = _Quorums()
+    quorums.come("abc", group="bc", role=StandsBy(announced_to=frozenset("bc"), may_heal=True))
+    assert quorums.come("abc", role=Heals(sources=())) == []
+    quorums.log.healed(_decision(("a", "b", "c"), HOLDS, 7), 1.5, "b")
+    quorums.log.healed(_decision(("a", "b", "c"), HOLDS, 0), 1.5, "b")  # the common start
+    (change,) = quorums.log.recent()
+    assert (change.kind, change.text) == ("healed", "healed to step 7 in 1.5 s, from b")
+
+
+@pytest.mark.parametrize("role", [StandsBy(announced_to=frozenset("b"), may_heal=True), Heals(sources=())])
+def test_a_replica_that_was_away_claims_no_standstill_of_the_others(role: Role) -> None:
+    quorums = _Quorums()
+    quorums.commit()
+    quorums.come("abc")
+    assert quorums.come("ab", role=role) == ["c left"]
+    (change,) = quorums.log.recent()
+    assert change.length_s == 0
+    assert "stood still" not in change.text
+    assert quorums.metrics.departures.total() == 1
+    assert quorums.metrics.standstill_s.total() == 0
+
+
+def test_several_departures_at_once_are_one_standstill() -> None:
+    quorums = _Quorums()
+    quorums.commit()
+    quorums.come("abcd")
+    assert quorums.come("ab") == ["c left", "d left"]
+    assert quorums.metrics.departures.total() == 2
+    assert quorums.metrics.standstill_s.total() == quorums.log.recent()[0].length_s > 0
+
+
+def test_the_last_ones_are_kept() -> None:
+    quorums = _Quorums()
+    for _ in range(NUM_CHANGES):
+        quorums.come("ab")
+        quorums.come("a")
+    assert len(quorums.log.recent()) == NUM_CHANGES
+
+
+@pytest.mark.parametrize(("group_rank", "level"), [(0, logging.WARNING), (1, logging.INFO)])
+def test_one_rank_of_a_replica_warns(group_rank: int, level: int, caplog: pytest.LogCaptureFixture) -> None:
+    quorums = _Quorums(group_rank)
+    with caplog.at_level(logging.INFO):
+        quorums.come("ab")
+        quorums.come("a")
+    assert [record.levelno for record in caplog.records] == [level]
+
+
+def test_a_hostile_name_moves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    quorums = _Quorums()
+    quorums.come("ab")
+    quorums.membership.members = (_member("a"), _member("b"), _member("\x1b[2J\n" + "x" * 10_000))
+    quorums.log.note(_decision(("a", "b", "\x1b[2J\n" + "x" * 10_000), HOLDS, 7))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "\x1b" not in line
+    assert "\n" not in line
+    assert len(line) < 400
+
+
+def test_a_quorum_without_a_change_costs_microseconds() -> None:
+    quorums = _Quorums()
+    quorums.come("abcdefgh")
+    decision = _decision(tuple("abcdefgh"), HOLDS, 7)
+    # The quickest of several: the machine has other work.
+    assert min(timeit.repeat(lambda: quorums.log.note(decision), number=100, repeat=20)) / 100 < 50e-6
