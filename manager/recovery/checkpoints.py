@@ -258,12 +258,12 @@ class Checkpoints:
         local = self._state.registry.state_dict("local")
         return {_local_key(self.replica_name): local} if local else {}
 
-    def _load_local(self, state: Mapping[str, Any], step: int) -> None:
+    def _load_local(self, state: Mapping[str, Any], step: int, only_shared: bool) -> None:
         """Load the local state that this replica saved; without any, leave the present one and say so."""
         registry = self._state.registry
         keys = [entry.key for entry in registry.entries("local")]
         if self._is_known and _local_key(self.replica_name) in state:
-            registry.load_state_dict(state[_local_key(self.replica_name)], "local")
+            registry.load_state_dict(state[_local_key(self.replica_name)], "local", only_shared=only_shared)
         elif keys:
             saved = [key for key in state if key.partition(":")[0] == LOCAL_KEY]
             reason = (
@@ -294,7 +294,7 @@ class Checkpoints:
             state.load(loaded.state, only_shared=only_shared)
             state.mark_partial(loaded.step, "comparing it was interrupted")
             differences = loaded.differences(state.content_like(loaded.state))
-            self._load_local(loaded.state, loaded.step)
+            self._load_local(loaded.state, loaded.step, only_shared)
         except RegistryError as error:
             state.mark_partial(loaded.step, str(error))
             raise
@@ -309,12 +309,15 @@ class Checkpoints:
 
     def _tell_other_keys(self, loaded: LoadedCheckpoint[Any]) -> None:
         """Name the keys that are not loaded. A quorum then takes the state of one replica where keys are new."""
-        state, saved = self._state, loaded.state[USER_KEY]
-        own = state.registry.registered_keys()
+        state, registry = self._state, self._state.registry
+        saved, own = dict(loaded.state[USER_KEY]), registry.registered_keys()
+        is_new = any(key not in saved for key in own)
+        if self._is_known and (local := loaded.state.get(_local_key(self.replica_name))) is not None:
+            saved, own = {**saved, **local}, [*own, *registry.registered_keys("local")]
         kept, left_out = [key for key in own if key not in saved], [key for key in saved if key not in own]
         if not kept and not left_out:
             return
-        if kept and self.replica_name is not None:
+        if is_new and self.replica_name is not None:
             # Each replica has values of its own under these keys, so their states must not have the same name.
             state.lineage = next_lineage(state.lineage, f"{kept} of {self.replica_name}", state.step)
         logger.warning(
