@@ -114,7 +114,7 @@ class MembershipLog:
             )
         )
         level = logging.INFO if participant.membership.group_rank else logging.WARNING
-        logger.log(level, "%s: replica %s %s", participant.name, subject, text)
+        logger.log(level, "%s: %s%s", participant.name, "" if kind == "healed" else f"replica {subject} ", text)
 
 
 def _replicas(decision: Decision) -> str:

@@ -127,7 +127,7 @@ def test_each_survivor_says_once_who_left_and_for_how_long_all_stood_still(
         assert drill.metrics[name]["standstill_seconds_total"] == pytest.approx(death["length_s"])
         assert drill.metrics[name]["recovery_seconds_total"] == 0
     (healed,) = [line for line in lines if line.startswith("replica c:")]
-    assert re.search(r"replica c:\S+ healed to step \d+ in \d+\.\d s, from [ab]:", healed)
+    assert re.search(r"^replica c:\S+ step \d+: healed to step \d+ in \d+\.\d s, from [ab]:", healed)
     (changed,) = [record.getMessage() for record in caplog.records if record.name == "manager.state.hyperparameters"]
     assert (
         "replaces hyperparameters that this process was started with: optimizer.param_groups.0.lr 0.05 by 0.1;"

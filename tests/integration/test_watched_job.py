@@ -38,6 +38,7 @@ from ft_transport.telemetry.told import (
     ToldHolder,
     ToldLock,
     ToldManager,
+    ToldMember,
     ToldState,
     ToldStep,
     ToldTransport,
@@ -270,6 +271,35 @@ def test_it_is_used_by_keyboard_in_dark_and_light(hostile_page: tuple[Any, str])
     until(lambda: len(states(driver)) == 1, "all of it again")
     press("v")
     until(lambda: driver.current_url.endswith("/job"), "the page of the job")
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_a_page_that_is_opened_afterwards_shows_the_death_and_the_lost_lighthouse(tmp_path: Path) -> None:
+    members = tuple(ToldMember(replica_id=f"{name}:1", step=41) for name in ("a", "b"))
+    manager = ToldManager(
+        replica_id="a:1",
+        activity="waiting",
+        step=41,
+        quorum="5",
+        members=members,
+        num_participants=2,
+        lighthouse="http://lh:1",
+        is_lighthouse_lost=True,
+    )
+    change = ToldChange(unix_s=time.time() - 60, kind="left", replica_id="c:1", step=41, text="left: all stood still")
+    watch = Watch(Recorder())
+    watch.tell("unix_s", time.time)
+    watch.tell("manager", lambda: manager)
+    watch.tell("changes", lambda: (change,))
+    with browser(tmp_path / "profile") as driver, serving(watch=watch) as served:
+        driver.get(f"http://127.0.0.1:{served.server.port}/")
+        until(lambda: bool(texts(driver, "#changes li")), "the change")
+        assert "Lighthouse http://lh:1 does not answer: without it no quorum is formed" in texts(driver, "#banner")[0]
+        assert texts(driver, "#changes .name") == ["c"]
+        assert "left: all stood still" in texts(driver, "#changes li")[0]
+        assert any("2, 2 contribute" in figure for figure in texts(driver, "#figures dd"))
+        assert complaints(driver) == []
 
 
 @needs_chromium
