@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import threading
 from collections.abc import Sequence
+from unittest import mock
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
+_takes_rank = "_rank" in inspect.signature(DeviceMesh.__init__).parameters
+_patch_mutex = threading.Lock()
+
 
 def mesh_of(shape: tuple[int, ...], rank: int, *names: str) -> DeviceMesh:
     """A mesh as ``rank`` sees it."""
     ranks = torch.arange(math.prod(shape), dtype=torch.int).view(shape)
-    return DeviceMesh("cpu", ranks, mesh_dim_names=names or None, _init_backend=False, _rank=rank)
+    if _takes_rank:
+        return DeviceMesh("cpu", ranks, mesh_dim_names=names or None, _init_backend=False, _rank=rank)
+    # torch 2.9 asks for the rank of the process.
+    with _patch_mutex, mock.patch("torch.distributed.device_mesh.get_rank", return_value=rank):
+        return DeviceMesh("cpu", ranks, mesh_dim_names=names or None, _init_backend=False)
 
 
 def part_of(whole: torch.Tensor, mesh: DeviceMesh, at: Sequence[Placement]) -> DTensor:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.picture import draw
 from benchmarks.report import Group, Named, Quantity, Sample, Verdict
 from benchmarks.tables import print_figures, print_verdicts
 
@@ -58,6 +57,9 @@ class TestFigures:
 
 
 def test_picture_of_figures_with_and_without_a_spread(tmp_path: Path, group: Group) -> None:
+    pytest.importorskip("matplotlib", reason="the extra bench brings it")
+    from benchmarks.picture import draw
+
     below = Quantity("over no manager", "ms")
     group.add(OURS, below, Sample(0, -1.0))
     loop = Group("loop", "4", "steps")

@@ -230,8 +230,8 @@ def test_a_mesh_of_other_names_or_form_is_not_used_and_one_is_built_once() -> No
 
 
 def test_of_several_meshes_of_one_form_that_of_the_same_ranks_is_taken() -> None:
-    first = DeviceMesh("cpu", torch.tensor([0, 1]), _init_backend=False, _rank=0)
-    second = DeviceMesh("cpu", torch.tensor([0, 2]), _init_backend=False, _rank=0)
+    first = DeviceMesh("cpu", torch.tensor([0, 1]), _init_backend=False)
+    second = DeviceMesh("cpu", torch.tensor([0, 2]), _init_backend=False)
     resolver = placements.MeshResolver(None, [first, second])
     assert resolver.resolve(placements.describe_mesh(second), "p") is second
     assert resolver.resolve(placements.describe_mesh(first), "q") is first

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from sharded_tools import mesh_of
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
@@ -46,8 +46,7 @@ def test_an_optimizer_of_the_users_is_not_tried() -> None:
 
 
 def of_two_ranks(local: torch.Tensor) -> DTensor:
-    mesh = DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=0)
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    return DTensor.from_local(local, mesh_of((2,), 0), [Shard(0)], run_check=False)
 
 
 def test_of_a_sharded_parameter_the_part_of_this_rank_counts() -> None:
