@@ -118,10 +118,13 @@ def describe_mesh(mesh: DeviceMesh) -> Mesh:
 def matches(dtensor: DTensor, layout: Layout, mesh: Mesh) -> bool:
     """Whether the receiver's DTensor holds the very part that the layout describes, so that bytes can land in it."""
     coordinate = dtensor.device_mesh.get_coordinate()
+    placements = decode_placements(layout.placements)
     return (
         tuple(dtensor.shape) == layout.global_shape
         and tuple(dtensor.device_mesh.mesh.shape) == mesh.shape
-        and dtensor.placements == decode_placements(layout.placements)
+        and dtensor.placements == placements
+        # In torch 2.9 a Shard equals a _StridedShard of the same dimension.
+        and [*map(type, dtensor.placements)] == [*map(type, placements)]
         and _is_same_place(coordinate, mesh.coordinate, layout.placements)
     )
 
@@ -210,7 +213,7 @@ def rebuild(local: torch.Tensor, layout: Layout, described: Mesh, mesh: DeviceMe
     here = mesh.get_coordinate()
     if not _is_same_place(here, described.coordinate, layout.placements):
         raise RestoreError(
-            f"expected the shard of mesh coordinate {here}, which is this process's own, got that of "
+            f"expected the shard of mesh coordinate {tuple(here or ())}, which is this process's own, got that of "
             f"{described.coordinate}",
             path=path,
         )

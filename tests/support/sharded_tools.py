@@ -13,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
+STRIDES_AS_FSDP2 = _StridedShard(0, split_factor=2)._split_tensor(torch.arange(5), 2)[0][0].tolist() == [0, 1, 3]
+"""Whether torch divides an uneven strided shard as FSDP2 divides a parameter that is divided already; 2.9 does not."""
+
 _takes_rank = "_rank" in inspect.signature(DeviceMesh.__init__).parameters
 _patch_mutex = threading.Lock()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import msgspec
@@ -24,8 +25,20 @@ from ft_transport.wire.nodes import DTensorNode, LeafNode, TensorNode
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
 
+@functools.cache
+def _mesh_of_two_dimensions(*names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (1, 1), mesh_dim_names=names)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _groups(one_rank_group: None) -> None:
+    """Opens what torch 2.9 opens for a mesh of several dimensions, and never closes."""
+    _mesh("dp", "tp")
+    _mesh("replicate", "shard")
+
+
 def _mesh(*names: str) -> DeviceMesh:
-    return init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
+    return _mesh_of_two_dimensions(*names) if len(names) == 2 else init_device_mesh("cpu", (1,), mesh_dim_names=names)
 
 
 def _sharded(mesh: DeviceMesh, *at: Any, shape: tuple[int, ...] = (4, 6)) -> DTensor:
@@ -99,6 +112,9 @@ def test_a_dtensor_is_received_into_the_receivers_own() -> None:
     "own",
     [
         pytest.param(lambda mesh: _sharded(mesh, Shard(1)), id="other placement"),
+        pytest.param(
+            lambda mesh: DTensor.from_local(torch.zeros(4, 6), mesh, [_StridedShard(0, split_factor=2)]), id="strided"
+        ),
         pytest.param(lambda mesh: _sharded(_mesh("dp", "tp"), Shard(0), Replicate()), id="other mesh"),
         pytest.param(lambda mesh: _sharded(mesh, Shard(0), shape=(6, 4)), id="other shape"),
         pytest.param(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sharded_tools import mesh_of, part_of
+from sharded_tools import STRIDES_AS_FSDP2, mesh_of, part_of
 from state_equality import exact
 from state_tools import file_of_state, manifest_of
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -310,6 +310,7 @@ def test_another_shape_is_told_before_anything_comes() -> None:
     assert list(restore.incoming.mismatches) == [("w", "float32[10, 8]", "float32[10, 6]", False)]
 
 
+@pytest.mark.skipif(not STRIDES_AS_FSDP2, reason="this torch divides strided shards otherwise than FSDP2 does")
 def test_strided_shards_are_put_together() -> None:
     parts = _ranks(WHOLE, (2, 2), _StridedShard(0, split_factor=2), Shard(0))
     into = {"w": torch.zeros(10, 6)}
