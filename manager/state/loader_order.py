@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from types import GeneratorType
+from types import FrameType, GeneratorType
 from typing import Any, Final, Generic, TypeVar
 
 from torch import nn
@@ -252,9 +252,12 @@ def _loops_over(loader: object) -> Set[object]:
     code = getattr(type(loader).__iter__, "__code__", None)  # type: ignore[attr-defined]
     if code is None or not code.co_flags & inspect.CO_GENERATOR:
         return set()
+    holders = gc.get_referrers(loader)
+    # In Python 3.10 the frame refers to the loader, and the generator to its frame.
+    frames = [each for each in holders if isinstance(each, FrameType) and each.f_code is code]
     return {
         weakref.ref(each)
-        for each in gc.get_referrers(loader)
+        for each in holders + (gc.get_referrers(*frames) if frames else [])
         if isinstance(each, GeneratorType)
         and each.gi_code is code
         and inspect.getgeneratorstate(each) == inspect.GEN_SUSPENDED
