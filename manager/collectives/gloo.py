@@ -197,6 +197,8 @@ class GlooProcessGroup:
         """Return the name under which torchft's ``ManagedProcessGroup`` registers a backend of its own."""
         return "ft-transport-gloo"
 
+    _get_backend_name = getBackendName  # the name in torchft-nightly, for a group that is not of torchft's class
+
     def errored(self) -> Exception | None:
         """Return ``None``: gloo tells of its errors where a collective is waited for."""
         return None
