@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-slow test-long test-engines optimizer-zoo torchft-tests proxy-faults fuzz soak check format docs newcomer bench bench-quick bench-fleet clean
+.PHONY: help env demo test test-slow test-long test-engines test-versions optimizer-zoo torchft-tests proxy-faults fuzz soak check format docs newcomer bench bench-quick bench-fleet clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --editable '.[dev,bench,docs]'
 	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then \
 		$(PIP) --editable '.[torchft]' || \
-		echo "WARNING: torchft could not be installed; the tests against the real torchft will be skipped" >&2; \
+		echo "WARNING: torchft could not be installed (it has wheels for Python 3.10 to 3.13); the tests against the real torchft will be skipped" >&2; \
 	fi
 	@touch $@
 
@@ -111,6 +111,9 @@ test-long: $(STAMP) ## run the tests marked long, and the properties with all ex
 test-engines: $(ENGINES_STAMP) $(SGLANG_STAMP) ## publish to real engines under load (by hand: two environments of 6 GB, minutes)
 	@$(SGLANG_VENV)/bin/python -m pytest tests/engines $(ARGS) || [ $$? -eq 5 ]
 	@$(ENGINES_VENV)/bin/python -m pytest tests/engines $(ARGS) || [ $$? -eq 5 ]
+
+test-versions: ## test with the lowest, the pinned and the newest torch (by hand: an hour, 10 GB; ARGS="--only 3.10")
+	@$(PYTHON) tests/workers/version_matrix.py $(ARGS)
 
 optimizer-zoo: $(ZOO_STAMP) ## move states of other packages' optimizers (by hand: minutes; ARGS="bfloat16 kron")
 	@RUST_LOG=error PYTHONPATH=.:tests/support:tests/workers $(ZOO_VENV)/bin/python tests/workers/third_party_optimizers.py $(ARGS)
