@@ -82,19 +82,26 @@ def check_peer(url: str, connect: Connect, *, seconds_each: float) -> Iterator[C
 
 
 def _versions() -> Check:
-    found = [f"Python {platform.python_version()}"]
-    for name in ("ft-transport", "torch", "aiohttp", "torchft"):
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {name}")
-    is_there = "no torchft" not in found
+    torchft = _version("torchft") or _version("torchft-nightly")
+    found = [
+        f"Python {platform.python_version()}",
+        *(_version(name) or f"no {name}" for name in ("ft-transport", "torch", "aiohttp")),
+        torchft or "no torchft",
+    ]
+    remedy = "a quorum needs torchft: pip install 'ft-transport[torchft]', on Linux x86-64 with Python 3.10 to 3.13"
     return Check(
         name="versions",
-        verdict="ok" if is_there else "warn",
+        verdict="ok" if torchft else "warn",
         found=", ".join(found),
-        remedy="" if is_there else "a quorum needs torchft: pip install 'ft-transport[torchft]'",
+        remedy="" if torchft else remedy,
     )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return f"{distribution} {importlib.metadata.version(distribution)}"
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _memory_file() -> Check:

