@@ -127,7 +127,7 @@ class QuorumLoop:
         self._own_errors = OwnErrors()
         self._errors = transport.watch.errors
         transport.watch.tell("manager", telling_loop(self._participant))
-        transport.watch.tell("changes", changes.recent)
+        transport.watch.tell("changes", changes.recent())
         transport.watch.find_job = finding_job(self.membership)
         self._state.add_observer(CommittedSteps(self._participant, self._comparison))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import datetime, timezone
 from itertools import takewhile
 from typing import Final
@@ -81,9 +82,10 @@ class MembershipLog:
         text = f"healed to step {decision.step} in {length_s:.1f} s, from {sources}"
         self._note("healed", self._participant.membership.replica_id, decision.step, text, length_s)
 
-    def recent(self) -> tuple[ToldChange, ...]:
-        """Return the last changes, the newest at the end."""
-        return tuple(self._kept.copy())
+    def recent(self) -> Callable[[], tuple[ToldChange, ...]]:
+        """Return a function that returns the last changes, the newest at the end, and refers to no replica."""
+        kept = self._kept
+        return lambda: tuple(kept.copy())
 
     def _note_departures(self, left: list[str], decision: Decision, now_s: float, ago_s: float) -> None:
         steps, cost, standstill_s = self._participant.state.steps, "", 0.0

@@ -139,6 +139,22 @@ def test_a_manager_that_is_dropped_frees_the_model_and_ends_its_threads(
     assert len([warning for warning in warnings if "was dropped without shutdown" in warning]) == 1
 
 
+@pytest.mark.usefixtures("quorum_ready")
+def test_a_transport_that_is_kept_keeps_no_model_of_a_manager_that_was_shut_down() -> None:
+    kept = transport()
+    model = torch.nn.Linear(2, 1)
+    with lighthouse() as address:
+        manager = make_manager(address, "replica_0", checkpoint_transport=kept)
+        manager.register("model", model)
+        manager.start_quorum()
+        manager.shutdown()
+    found = weakref.ref(model)
+    del manager, model
+    gc.collect()
+    assert found() is None
+    assert kept.watch.state()["changes"] == ()
+
+
 def test_a_manager_that_is_shut_down_is_not_complained_of(caplog: pytest.LogCaptureFixture) -> None:
     StateManager(checkpoint_transport=transport()).shutdown()
     gc.collect()

@@ -33,9 +33,9 @@ class _Quorums:
     def come(self, members: str, *, group: str | None = None, role: Role = HOLDS, step: int = 7) -> list[str]:
         """One more quorum of members with a letter each; returns the changes that it has added."""
         self.membership.members = tuple(_member(each) for each in members)
-        num_before = len(self.log.recent())
+        num_before = len(self.log.recent()())
         self.log.note(_decision(tuple(members if group is None else group), role, step))
-        return [f"{each.replica_id} {each.kind}" for each in self.log.recent()[num_before:]]
+        return [f"{each.replica_id} {each.kind}" for each in self.log.recent()()[num_before:]]
 
     def commit(self) -> None:
         self.steps.begin()
@@ -95,7 +95,7 @@ def test_what_heals_itself_is_no_newcomer() -> None:
     assert quorums.come("abc", role=Heals(sources=())) == []
     quorums.log.healed(_decision(("a", "b", "c"), HOLDS, 7), 1.5, "b")
     quorums.log.healed(_decision(("a", "b", "c"), HOLDS, 0), 1.5, "b")  # the common start
-    (change,) = quorums.log.recent()
+    (change,) = quorums.log.recent()()
     assert (change.kind, change.text) == ("healed", "healed to step 7 in 1.5 s, from b")
 
 
@@ -105,7 +105,7 @@ def test_a_replica_that_was_away_claims_no_standstill_of_the_others(role: Role) 
     quorums.commit()
     quorums.come("abc")
     assert quorums.come("ab", role=role) == ["c left"]
-    (change,) = quorums.log.recent()
+    (change,) = quorums.log.recent()()
     assert change.length_s == 0
     assert "stood still" not in change.text
     assert quorums.metrics.departures.total() == 1
@@ -118,7 +118,7 @@ def test_several_departures_at_once_are_one_standstill() -> None:
     quorums.come("abcd")
     assert quorums.come("ab") == ["c left", "d left"]
     assert quorums.metrics.departures.total() == 2
-    assert quorums.metrics.standstill_s.total() == quorums.log.recent()[0].length_s > 0
+    assert quorums.metrics.standstill_s.total() == quorums.log.recent()()[0].length_s > 0
 
 
 def test_the_last_ones_are_kept() -> None:
@@ -126,7 +126,7 @@ def test_the_last_ones_are_kept() -> None:
     for _ in range(NUM_CHANGES):
         quorums.come("ab")
         quorums.come("a")
-    assert len(quorums.log.recent()) == NUM_CHANGES
+    assert len(quorums.log.recent()()) == NUM_CHANGES
 
 
 @pytest.mark.parametrize(("group_rank", "level"), [(0, logging.WARNING), (1, logging.INFO)])
