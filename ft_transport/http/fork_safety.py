@@ -54,7 +54,8 @@ class _Gate:
 
     def enter(self) -> Place:
         with self._changed:
-            return self._inside.take()
+            place = self._inside.take()
+        return place  # noqa: RET504 - within the block a handler may raise behind it
 
     def leave(self, place: Place) -> None:
         with self._changed:
