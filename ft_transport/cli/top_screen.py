@@ -250,6 +250,8 @@ def _line(row: _Row, flows: dict[tuple[str, int], str], top: int) -> Text:
     text.append(f"{row.words:<16.16} ", style=_STYLES.get(row.condition, "green"))
     text.append(f"{step if step is not None else '–':>7} ", style="yellow" if is_behind else "")
     steps = manager.steps if manager is not None else ()
+    # Of the last one it is not known yet how long it takes from boundary to boundary.
+    steps = tuple(step for step in steps if step.period_s) or steps
     last = f"{seconds(_period_s(steps[-1])):>7}" if steps else ""
     text.append(f"{_spark(steps):<9} {last:<7} ")
     text.append(flows.get((process.name, process.group_rank), "") or _held(manager, process))

@@ -98,8 +98,9 @@ class MembershipLog:
             cost = f"all stood still for {standstill_s:.1f} s{lost}; "
         self._metrics.departures.add(by=len(left))
         self._metrics.standstill_s.add(by=standstill_s)
+        is_alone = len(decision.group_members) == 1
         for replica_id in left:
-            text = f"left: last in a quorum {ago_s:.1f} s ago; {cost}{_replicas(decision)} go on"
+            text = f"left: last in a quorum {ago_s:.1f} s ago; {cost}{_replicas(decision)} remain{'s' * is_alone}"
             self._note("left", replica_id, decision.step, text, standstill_s)
 
     def _note(self, kind: Change, replica_id: str, step: int, text: str, length_s: float = 0.0) -> None:
