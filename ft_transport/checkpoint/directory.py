@@ -88,7 +88,9 @@ class NumberedDirectory:
                 if self._is_complete(path):
                     found.add(number)
                 elif self._is_foreign(path):
-                    self._warn_once(path, "was written by another program: it does not count, and no save replaces it")
+                    self._warn_once(
+                        path, "was written by another program: no save replaces it, and no prune or clear removes it"
+                    )
                 elif self._last_file is not None:
                     self._warn_once(path, "has no %s and does not count", self._last_file)
         return sorted(found)

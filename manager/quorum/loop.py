@@ -47,6 +47,7 @@ from manager.recovery.healing import Healer
 from manager.recovery.replica import Replica
 from manager.recovery.warm_join import WarmJoin
 from manager.state.guard_marks import warn_of_unguarded
+from manager.state.guarded_memory import parameters_of
 from manager.state.ownership import OwnedExecutor
 
 logger = logging.getLogger(__name__)
@@ -207,6 +208,7 @@ class QuorumLoop:
                 "both once for each step, and start_quorum again where it raised"
             )
         self._wait_for(current, deadline)
+        is_averaged = bool(current.works) or not self._has_gradients()
         self._reductions.end(current, deadline)
         refusals = commit_refusals(
             num_participants=self.num_participants(),
@@ -231,6 +233,8 @@ class QuorumLoop:
                 raise current.error.original_exception
             return False
         self._accept(current)
+        if not is_averaged:
+            self._comparison.suspect("manager.average_gradients(model) averaged no gradients in this step", current)
         return True
 
     def compare_at_next_boundary(self) -> None:
@@ -284,6 +288,12 @@ class QuorumLoop:
             closing.callback(self.membership.close)
 
     # --------------------------------------------------------------------------------------------------------- inside
+
+    def _has_gradients(self) -> bool:
+        """Whether an optimizer is about to step with gradients."""
+        state = self._state
+        stepping = [each for each in state.optimizers() if state.ledger.steps_with_commits(each)]
+        return any(parameter.grad is not None for parameter in parameters_of(stepping))
 
     def _current_round(self) -> QuorumRound:
         if self._participant.round is None:

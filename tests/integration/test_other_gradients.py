@@ -36,10 +36,13 @@ class Trainer:
         loss.backward(create_graph=create_graph)  # type: ignore[no-untyped-call]
         return loss
 
-    def step(self, closure: Callable[[], torch.Tensor] | None, *, create_graph: bool = False) -> None:
+    def step(
+        self, closure: Callable[[], torch.Tensor] | None, *, create_graph: bool = False, is_averaged: bool = True
+    ) -> None:
         self.manager.start_quorum()
         self.backward(self.index, create_graph=create_graph)
-        self.manager.average_gradients(self.model)
+        if is_averaged:
+            self.manager.average_gradients(self.model)
         if self.manager.should_commit():
             self.optimizer.step(closure)  # type: ignore[arg-type]
 
@@ -88,6 +91,16 @@ def test_a_replica_alone_may_compute_in_its_closure(
     trainer.steps(seed=0)
     trainer.step(lambda: torch.zeros(()))
     assert _SAID not in caplog.text
+
+
+def test_gradients_that_nobody_averages_end_before_the_next_step(trainers: Callable[..., list[Trainer]]) -> None:
+    def train(trainer: Trainer) -> int:
+        trainer.step(None, is_averaged=False)
+        with pytest.raises(StatesDivergedError, match="model"):
+            trainer.step(None, is_averaged=False)
+        return trainer.manager.current_step()
+
+    assert run_replicas(*(partial(train, trainer) for trainer in trainers(2))) == [1, 1]
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
