@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -47,6 +47,8 @@ _NUM_FLOWS: Final = 64
 _NUM_RUNNING: Final = 8
 _NUM_TRANSFERS: Final = 20
 _NUM_RETRIES: Final = 8
+_NAMELESS: Final = "replica"
+"""Begins the ids of replicas without a name."""
 _FORGET_S: Final = 600.0
 """How long who is gone is told of, unless it comes back under its name."""
 _NUM_RECORDS: Final = 30
@@ -210,6 +212,8 @@ class JobWatch:
                     told=replace(told, records=(), errors=(), changes=()) if told is not None else None,
                 )
             )
+        ordered = sorted(changes.values(), key=lambda each: each.unix_s)
+        processes += _departed(ordered, {each.name for each in processes})
         records.sort(key=lambda each: each.record.begun_unix_s + each.record.length_s)
         errors.sort(key=lambda each: each.error.unix_s)
         return JobState(
@@ -222,7 +226,7 @@ class JobWatch:
             num_left_out=num_left_out,
             records=tuple(records[-_NUM_RECORDS:]),
             errors=tuple(errors[-_NUM_ERRORS:]),
-            changes=tuple(sorted(changes.values(), key=lambda each: each.unix_s)[-_NUM_CHANGES:]),
+            changes=tuple(ordered[-_NUM_CHANGES:]),
         )
 
 
@@ -284,6 +288,25 @@ def _add_changes(changes: dict[tuple[str, str, float], ToldChange], told: ToldSt
         key, shifted = (change.kind, change.replica_id, change.step), replace(change, unix_s=change.unix_s + ahead_s)
         if shifted.unix_s <= changes.setdefault(key, shifted).unix_s:
             changes[key] = shifted
+
+
+def _departed(changes: Iterable[ToldChange], names: set[str]) -> Iterator[JobProcess]:
+    """Replicas that left before anybody looked, as the survivors report them.
+
+    Args:
+        changes: In the order in which they happened.
+        names: Of the replicas that have been seen.
+    """
+    last: dict[str, ToldChange] = {}
+    for change in changes:
+        name, _, start = change.replica_id.rpartition(":")
+        last[change.replica_id if name in ("", _NAMELESS) or not start else name] = change
+    for name, change in last.items():
+        since_s = _unix_s() - change.unix_s
+        if change.kind == "left" and name not in names and since_s < _FORGET_S:
+            yield JobProcess(
+                name=name, replica_id=change.replica_id, address="", presence="gone", since_s=since_s, step=change.step
+            )
 
 
 def _bounded(told: ToldState, peer: str) -> ToldState:

@@ -227,7 +227,10 @@ def parse(arguments_of_caller: Sequence[str] | None, *, program: str) -> argpars
         "--targets", type=Path, metavar="FILE", help="keep Prometheus' file_sd_configs of the replicas in this file"
     )
     parser.add_argument("--sharded", action="store_true", help="two replicas of two FSDP2 ranks")
-    return parser.parse_args(arguments_of_caller)
+    arguments = parser.parse_args(arguments_of_caller)
+    if arguments.width < 64 or arguments.width % 64 or arguments.num_layers < 1 or arguments.steps < 1:
+        parser.error("expected a width that is a multiple of 64, and at least one layer and one step")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class MembershipLog:
         self._metrics.standstill_s.add(by=standstill_s)
         is_alone = len(decision.group_members) == 1
         for replica_id in left:
-            text = f"left: last in a quorum {ago_s:.1f} s ago; {cost}{_replicas(decision)} remain{'s' * is_alone}"
+            text = f"left: {cost}it was in a quorum {ago_s:.1f} s before; {_replicas(decision)} remain{'s' * is_alone}"
             self._note("left", replica_id, decision.step, text, standstill_s)
 
     def _note(self, kind: Change, replica_id: str, step: int, text: str, length_s: float = 0.0) -> None:

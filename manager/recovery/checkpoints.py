@@ -320,14 +320,9 @@ class Checkpoints:
         if is_new and self.replica_name is not None:
             # Each replica has values of its own under these keys, so their states must not have the same name.
             state.lineage = next_lineage(state.lineage, f"{kept} of {self.replica_name}", state.step)
-        logger.warning(
-            "step %d from %s: %s stay as they are, the checkpoint does not have them; %s are left out, nothing is "
-            "registered under them",
-            loaded.step,
-            self.store.root,
-            kept,
-            left_out,
-        )
+        stay = f"{kept} stay as they are, the checkpoint does not have them" if kept else ""
+        out = f"{left_out} are left out, nothing is registered under them" if left_out else ""
+        logger.warning("step %d from %s: %s", loaded.step, self.store.root, "; ".join(filter(None, (stay, out))))
 
 
 def check_store(store: CheckpointStore | None, save_every: int | None) -> None:

@@ -85,6 +85,28 @@ def test_the_same_departure_told_by_all_survivors_is_one() -> None:
     assert all(each.told is not None and each.told.changes == () for each in job.processes)
 
 
+def test_a_replica_that_left_before_anybody_looked_has_a_row_until_it_returns() -> None:
+    now_s = time.time()
+    changes = [
+        ToldChange(unix_s=now_s - 3000, kind="left", replica_id="long:1", step=2),
+        ToldChange(unix_s=now_s - 80, kind="left", replica_id="back:1", step=30),
+        ToldChange(unix_s=now_s - 60, kind="joined", replica_id="back:2", step=40),
+        ToldChange(unix_s=now_s - 50, kind="left", replica_id="c:1", step=41),
+    ]
+    watch = Watch(Recorder())
+    watch.tell("changes", lambda: tuple(changes))
+    with serving(watch=watch) as served:
+        survivor = KnownMember(name="r", replica_id="r:1", addresses=(f"{served.server.address}/checkpoint/",))
+        looking = watching(lambda: KnownJob(members=(survivor,)))
+        survivor_row, gone = looking.look().processes
+        changes.append(ToldChange(unix_s=now_s - 1, kind="joined", replica_id="c:2", step=60))
+        after = looking.look()
+    assert survivor_row.presence == "here"
+    assert (gone.name, gone.presence, gone.step) == ("c", "gone", 41)
+    assert 50 <= gone.since_s < 60
+    assert presences(after) == {"r:1": "here"}
+
+
 def test_who_is_gone_for_long_is_forgotten() -> None:
     clock = Clock()
     known = [KnownMember(name="b", replica_id="b:1", addresses=(NOBODY,))]
