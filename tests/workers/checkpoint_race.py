@@ -24,7 +24,12 @@ from ft_transport import CheckpointStore
 
 def write(directory: Path, iteration: int) -> None:
     directory.mkdir(exist_ok=True)
-    (directory / f"{dist.get_rank()}-of-iteration-{iteration}").write_text(str(iteration))
+    (directory / _name(dist.get_rank(), iteration)).write_text(str(iteration))
+
+
+def _name(rank: int, iteration: int) -> str:
+    """As a save that was interrupted leaves them; other files are another program's, and are not cleared."""
+    return f"__{rank}_{iteration}.distcp"
 
 
 @contextmanager
@@ -56,7 +61,7 @@ def race(root: Path, num_iterations: int, set_up: Callable[..., Any]) -> dict[st
             errors.append(f"iteration {iteration}: {type(error).__name__}: {error}")
         dist.barrier()
         names = {path.name for path in (root / "step-1").glob("*")}
-        expected = {f"{rank}-of-iteration-{iteration}" for rank in range(dist.get_world_size())}
+        expected = {_name(rank, iteration) for rank in range(dist.get_world_size())}
         lost += len(expected - names)
         left += len(names - expected)
     return {"errors": errors, "num_lost": lost, "num_left": left}
