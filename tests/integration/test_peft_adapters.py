@@ -266,7 +266,7 @@ def test_modules_that_sglang_drops_or_cannot_place_are_refused_by_name(tmp_path:
         }.items():
             with pytest.raises(PublishError, match=f"does not apply {feature}='.*{module}"):
                 publisher.publish(1, adapter(module))
-    with Publisher([VLLMEngine("http://127.0.0.1:1")], tmp_path) as publisher:
+    with Publisher([VLLMEngine("http://127.0.0.1:1")], tmp_path, engine_timeout=timedelta(seconds=1)) as publisher:
         publisher.publish(1, adapter("model.layers.0.self_attn.v_proj"))
         publisher.close(timedelta(0))
 

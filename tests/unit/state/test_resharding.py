@@ -240,7 +240,7 @@ def test_where_that_is_not_clear_the_caller_says_it() -> None:
 
 
 def test_without_anything_to_go_by_it_is_refused() -> None:
-    with pytest.raises(RestoreError, match=r"found none: let an optimizer step.*at w"):
+    with pytest.raises(RestoreError, match=r"found none: make an optimizer's states before.*at w"):
         _receive([{"w": part} for part in _ranks(WHOLE, (4,), Shard(0))], {})
 
 
