@@ -42,7 +42,8 @@ def test_the_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
 
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     assert "all blocks ran" in done.stdout
-    assert "[torchft::" not in done.stdout + done.stderr, "a Lighthouse floods the terminal"
+    if page.name == "README.md":  # where a program imports torchft itself, that has read the level of its messages
+        assert "[torchft::" not in done.stdout + done.stderr, "a Lighthouse floods the terminal"
     expected = [f"{page.name}:{block.line}" for block in _blocks(page) if not (block.not_run or block.own_test)]
     assert [line for line in done.stdout.splitlines() if line in expected] == expected
 
