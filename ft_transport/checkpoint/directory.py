@@ -211,7 +211,7 @@ class NumberedDirectory:
         return is_regular(path / self._last_file)
 
     def _is_foreign(self, path: Path) -> bool:
-        """Whether another program's files are at the name of a complete directory.
+        """Whether another program wrote the directory, the file or the link at this path.
 
         Own files that lost their list are not foreign, nor are data files without the metadata of DCP, which an
         interrupted ``dcp.save`` leaves.

@@ -54,7 +54,7 @@ _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
 """Where torch had `TensorProperties` up to 2.2."""
 _ZSTD: Final = "stream.zstd/1"
-"""What DCP's ``ZStandard`` extension calls itself (torch/distributed/checkpoint/_extension.py)."""
+"""The name of DCP's ``ZStandard`` extension (torch/distributed/checkpoint/_extension.py)."""
 
 _contents_decoder: Final = msgspec.json.Decoder(Contents)
 

@@ -19,7 +19,7 @@ from ft_transport.telemetry.explain import megabytes
 
 _STEP_DIRECTORY: Final = re.compile(r"step-([0-9]{1,18})")
 _NUMBERED: Final = re.compile(r"(?:step|version)-([0-9]{1,18})")
-"""Of checkpoints, also those of torchtitan, and of published versions."""
+"""Names of checkpoint directories, ours and torchtitan's, and of published versions."""
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 MANIFEST: Final = "manifest.json"
 OURS: Final = "checkpoint of ft_transport"
@@ -162,7 +162,7 @@ def _of_peer(url: str) -> Contents:
 
 
 def _troubles(contents: Contents) -> tuple[str, ...]:
-    """What is wrong with the list itself: files that are missing, or not as their index says."""
+    """Return the problems of an index: files that it names and that are missing, or that have other tensors."""
     return contents.troubles if contents.form == "files" else ()
 
 

@@ -21,11 +21,11 @@ _NUM_THREADS: Final = 2
 _BLOCK_BYTES: Final = 1 << 20
 """Read and summed at once."""
 _BEFORE_ZIP: Final = b"\x80\x02\x8a\x0a"
-"""What ``torch.save`` wrote before torch 1.6, and still can, begins with its magic number as a pickle."""
+"""The first bytes of the format before torch 1.6, which ``torch.save`` can still write: a pickled magic number."""
 _MAX_NAME: Final = 200
 
 _Found: TypeAlias = "tuple[list[str], bool | None]"
-"""What is wrong, and whether there are sums; ``None`` where that could not be seen."""
+"""The damages, and whether the records have checksums; ``None`` if that is unknown."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Sums:
 
 
 def find_damage(path: Path, contents: Contents, sums: Sums) -> Iterator[str]:
-    """What is wrong with a DCP checkpoint behind its metadata: its envelopes, and the bytes in them.
+    """Yield the damages in the data files of a DCP checkpoint: broken envelopes, and bytes that differ from their sums.
 
     Args:
         path: The directory of the checkpoint.

@@ -34,7 +34,7 @@ INDEX_SUFFIX: Final = ".safetensors.index.json"
 
 _LENGTH: Final = struct.Struct("<Q")
 _MAX_BYTES: Final = 100_000_000
-"""Of a header, in the library; an index has less."""
+"""The longest header that the library reads; an index is shorter."""
 _MAX_COUNT: Final = (1 << 64) - 1
 _MAX_NAME: Final = 200
 _METADATA: Final = "__metadata__"

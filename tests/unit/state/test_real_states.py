@@ -163,7 +163,7 @@ def test_every_scheduler_continues_as_if_nothing_had_happened(name: str) -> None
     step()
     step()
     state = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    if callable(state["scheduler"].get("anneal_func")):
+    if name == "SWALR" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         pytest.skip("torch 2.9 has a function in the state of SWALR, which has no encoding")
     received = round_trip(state)
     assert exact(received) == exact(state)
