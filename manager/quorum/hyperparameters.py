@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Final
+from itertools import chain
+from operator import is_
+from typing import Any, Final
 
 import msgspec
 from torch.optim import Optimizer
@@ -26,6 +29,9 @@ logger = logging.getLogger(__name__)
 _NAMING: Final = timedelta(seconds=2)
 _MAX_DIVERGENCES: Final = 1
 """In a row: healing does not mend what the loop itself sets."""
+
+_FIXED: Final = frozenset({bool, float, int, str, type(None)})
+"""Values of these types stay as they are."""
 
 _encoder: Final = msgspec.msgpack.Encoder(enc_hook=plain, order="deterministic")
 
@@ -49,10 +55,14 @@ class Hyperparameters:
         self._num_divergences = 0
         self._signature: tuple[int, ...] = ()
         self._named: list[tuple[str, Optimizer]] = []
+        self._seen: list[object] = []
+        self._digest = ""
         self.claim = Claim()
 
     def look(self, *, is_after_commit: bool) -> None:
-        """Digest the hyperparameters of this boundary: 2 µs for one parameter group, 0.3 ms for 300.
+        """Digest the hyperparameters of this boundary, where they are not the same objects as at the last one.
+
+        It takes 2 µs for one parameter group, 0.3 ms for 300.
 
         Args:
             is_after_commit: Whether the step before was committed; otherwise nothing is compared.
@@ -62,20 +72,21 @@ class Hyperparameters:
             return
         steps_with_commits = self._state.ledger.steps_with_commits
         groups = [
-            {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
+            group
             for _, optimizer in self._optimizers()
             if steps_with_commits(optimizer)
             for group in optimizer.param_groups
         ]
         if not groups:
             return
-        try:
-            digest = hashlib.blake2b(_encoder.encode(groups), digest_size=8).hexdigest()
-        # Numbers beyond 64 bits, mappings with other keys, values that contain themselves.
-        except (OverflowError, RecursionError, TypeError, ValueError) as error:
-            logger.debug("hyperparameters are not compared with the other replicas': %s", error)
-            return
-        self.claim = Claim(step=self._state.step, lineage=self._state.lineage, tensors="hyperparameters", digest=digest)
+        values = [each for group in groups for each in chain(group, group.values())]
+        if len(values) != len(self._seen) or not all(map(is_, values, self._seen)):
+            self._digest = _digest_of(groups)
+            self._seen = values if all(map(_is_fixed, groups)) else []
+        if self._digest:
+            self.claim = Claim(
+                step=self._state.step, lineage=self._state.lineage, tensors="hyperparameters", digest=self._digest
+            )
 
     def note(self, decision: Decision) -> None:
         """Name the hyperparameters that differ; where this replica has others than most, let it heal, once.
@@ -134,3 +145,22 @@ class Hyperparameters:
             self._named = named_optimizers(state.registry, attached)
             self._signature = signature
         return self._named
+
+
+def _digest_of(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return a digest of the values that count; an empty one where they cannot be compared."""
+    counted = [{name: value for name, value in group.items() if name not in WITHOUT_EFFECT} for group in groups]
+    try:
+        return hashlib.blake2b(_encoder.encode(counted), digest_size=8).hexdigest()
+    # Numbers beyond 64 bits, mappings with other keys, values that contain themselves.
+    except (OverflowError, RecursionError, TypeError, ValueError) as error:
+        logger.debug("hyperparameters are not compared with the other replicas': %s", error)
+        return ""
+
+
+def _is_fixed(group: Mapping[str, Any]) -> bool:
+    """Whether no value of the group can change without another object in its place."""
+    return all(
+        name in WITHOUT_EFFECT or all(type(each) in _FIXED for each in (value if type(value) is tuple else (value,)))
+        for name, value in group.items()
+    )
