@@ -275,12 +275,13 @@ class _Done(dist._Work):  # type: ignore[name-defined, misc] # torch declares no
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._future.set_result(tensors)
+        self._tensors = tensors
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         del timeout
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._future
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future

@@ -46,24 +46,41 @@ class Reduction:
     @property
     def is_average(self) -> bool:
         """Whether the sum is divided by the number of participants afterwards; gloo has no average of its own."""
-        return bool(self.reduce_op == ReduceOp.AVG)
+        return _operation(self.reduce_op).is_average
 
     @property
     def operation(self) -> str:
         """The name of the operation, as messages have it."""
-        if isinstance(self.reduce_op, ReduceOp.RedOpType):
-            return self.reduce_op.name.lower()
-        # An instance of ReduceOp, as torch's functions make it, has no name.
-        named = [name.lower() for name, each in ReduceOp.RedOpType.__members__.items() if self.reduce_op == each]
-        return named[0] if named else "another operation"
+        return _operation(self.reduce_op).name
 
     @property
     def options(self) -> AllreduceOptions:
         """What the process group is asked for."""
-        options = AllreduceOptions()
-        chosen: Any = ReduceOp.SUM if self.is_average else self.reduce_op
-        options.reduceOp = chosen
-        return options
+        return _operation(self.reduce_op).options
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    name: str
+    is_average: bool
+    options: AllreduceOptions
+
+
+def _operation(reduce_op: Any) -> _Operation:
+    # An instance of ReduceOp, as torch's functions make it, has no name, and a premultiplied sum a factor.
+    return _named_operation(reduce_op) if type(reduce_op) is ReduceOp.RedOpType else _make_operation(reduce_op)
+
+
+def _make_operation(reduce_op: Any) -> _Operation:
+    is_average = bool(reduce_op == ReduceOp.AVG)
+    options = AllreduceOptions()
+    chosen: Any = ReduceOp.SUM if is_average else reduce_op
+    options.reduceOp = chosen
+    named = [name.lower() for name, each in ReduceOp.RedOpType.__members__.items() if reduce_op == each]
+    return _Operation(named[0] if named else "another operation", is_average, options)
+
+
+_named_operation: Final = functools.cache(_make_operation)
 
 
 class ReducedTensor:
@@ -122,8 +139,8 @@ class ReductionLog:
         """Start empty."""
         self._entries: list[_Entry] = []
         self._names: list[str] = []
-        self._forms_hash = hashlib.blake2b(digest_size=_HALF_BYTES)
-        self._names_hash = hashlib.blake2b(digest_size=_HALF_BYTES)
+        # Made with the first digest: a step of one replica that reduces nothing needs none.
+        self._hashes: tuple[hashlib.blake2b, hashlib.blake2b] | None = None
         self._num_hashed = 0
 
     def __len__(self) -> int:
@@ -140,16 +157,16 @@ class ReductionLog:
 
     def digest(self, num: int) -> Digest:
         """Return a digest of the first ``num`` entries."""
-        if num < self._num_hashed:
-            self._forms_hash = hashlib.blake2b(digest_size=_HALF_BYTES)
-            self._names_hash = hashlib.blake2b(digest_size=_HALF_BYTES)
+        if self._hashes is None or num < self._num_hashed:
+            self._hashes = hashlib.blake2b(digest_size=_HALF_BYTES), hashlib.blake2b(digest_size=_HALF_BYTES)
             self._num_hashed = 0
+        forms, names = self._hashes
         if num > self._num_hashed:
             added = slice(self._num_hashed, num)
-            self._forms_hash.update("".join(map(_form_of, self._entries[added])).encode())
-            self._names_hash.update("".join(f"{name}\n" for name in self._names[added]).encode())
+            forms.update("".join(map(_form_of, self._entries[added])).encode())
+            names.update("".join(f"{name}\n" for name in self._names[added]).encode())
         self._num_hashed = num
-        return Digest(self._forms_hash.digest(), self._names_hash.digest())
+        return Digest(forms.digest(), names.digest())
 
     def summary(self) -> tuple[str, str]:
         """Return which kind of digest this is, and a digest of all entries; those of one kind can be compared.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,6 +22,8 @@ from manager.state.guarded_memory import parameters_of
 
 logger = logging.getLogger(__name__)
 
+_NO_PARAMETER: Final = (None, None)
+
 
 class StepReductions:
     """Begins the reductions of a step, and ends them. Belongs to the training thread; the quorum is formed.
@@ -37,16 +39,12 @@ class StepReductions:
         self._state = participant.state
         self._structures = structures
         self._stall_watch = stall_watch
+        self._shapes: frozenset[torch.Size] = frozenset()
+        self._shapes_of: tuple[int, ...] | None = None
 
     def begin(self, current: QuorumRound, tensor: torch.Tensor, reduce_op: Any) -> ManagedWork:
         """See `Manager.allreduce`."""
-        if current.gradients is None:
-            current.gradients = gradients_of(parameters_of(self._state.optimizers()))
-        number, parameter = current.gradients.get(id(tensor), (None, None))
-        if parameter is not None and parameter.grad is not tensor:
-            # The gradients were replaced since, and an address was used again.
-            current.gradients = gradients_of(parameters_of(self._state.optimizers()))
-            number, parameter = current.gradients.get(id(tensor), (None, None))
+        number, parameter = self._parameter_of(current, tensor)
         is_first = not current.works
         if is_first:
             self._state.scalers.look()
@@ -104,6 +102,23 @@ class StepReductions:
         noticed = group.error()
         if noticed is not None:
             participant.report_error(noticed)
+
+    def _parameter_of(self, current: QuorumRound, tensor: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
+        """Return number and parameter whose gradient the tensor is; ``None`` for another tensor, such as a bucket."""
+        # A look at every gradient costs 1 µs each.
+        if self._shapes_of is not self._structures.checked:
+            self._shapes_of = self._structures.checked
+            self._shapes = frozenset(each.shape for each in parameters_of(self._state.optimizers()))
+        if tensor.shape not in self._shapes:
+            return _NO_PARAMETER
+        gradients = current.gradients
+        if gradients is not None:
+            number, parameter = gradients.get(id(tensor), _NO_PARAMETER)
+            # Otherwise the gradients were replaced since, and an address was used again.
+            if parameter is None or parameter.grad is tensor:
+                return number, parameter
+        gradients = current.gradients = gradients_of(parameters_of(self._state.optimizers()))
+        return gradients.get(id(tensor), _NO_PARAMETER)
 
     def _reduce(
         self, current: QuorumRound, parameter: torch.Tensor | None, tensor: torch.Tensor, reduction: Reduction

@@ -29,13 +29,16 @@ class StructureWatch:
         participant: This replica.
         executor: The quorum thread: tells the others.
         encodings: Checks that the state can be served.
+
+    Attributes:
+        checked: What the last check depended on; another object once optimizers or their parameters are others.
     """
 
     def __init__(self, participant: Participant, executor: SafeExecutor, encodings: EncodingCheck) -> None:
         self._participant = participant
         self._encodings = encodings
         self._executor = executor
-        self._checked: tuple[int, ...] = ()
+        self.checked: tuple[int, ...] = ()
         self._averaged_checked: tuple[int, ...] = ()
         self._tables: Tables = {}
         self._known_unfit: set[str] = set()
@@ -65,10 +68,10 @@ class StructureWatch:
             state.registry.num_changes,
             *(number for each in optimizers for number in (id(each), *map(_num_parameters, each.param_groups))),
         )
-        if signature != self._checked:
+        if signature != self.checked:
             check_registered(state.registry, optimizers)
             self.look()
-            self._checked = signature
+            self.checked = signature
         elif self._is_doubted or self._glance.shows_change():
             self.look()
         self._is_doubted = False
@@ -85,8 +88,8 @@ class StructureWatch:
         Raises:
             RegistryError: They do not.
         """
-        if self._averaged_checked != self._checked and tensors:
-            self._averaged_checked = self._checked
+        if self._averaged_checked != self.checked and tensors:
+            self._averaged_checked = self.checked
             state = self._participant.state
             check_averaged(state.registry, state.optimizers(), tensors)
 
