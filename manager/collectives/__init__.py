@@ -1,4 +1,4 @@
-"""The collectives between replicas: process groups that are configured anew when members change, and their ends.
+"""The collectives between replicas: process groups that are configured again when members change, and their ends.
 
 ``quorum`` and ``Manager`` come in. Nothing here knows the state.
 """

@@ -1,7 +1,7 @@
-"""The collectives between replicas: a process group that is set up afresh whenever the members change.
+"""The collectives between replicas: a process group that the manager configures again whenever the members change.
 
-`GlooProcessGroup` is torch's own gloo group behind the four methods that the manager calls. Any process group of
-torchft (``torchft.process_group.ProcessGroup``) has them too, so its NCCL groups can be passed in.
+`GlooProcessGroup` wraps torch's own gloo group in the four methods that the manager calls. Every process group of
+torchft (``torchft.process_group.ProcessGroup``) has the same methods, so the manager accepts its NCCL groups, too.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from manager.collectives.gloo_abort import GlooSockets
 from manager.errors import quorum_errors
 
 _LOOK_AFTER_S: Final = 1.0
-"""How long gloo is trusted to notice the end of a connection by itself."""
+"""gloo usually notices the end of a connection by itself within this time."""
 _SPARE_DESCRIPTORS: Final = 8
-"""A member has one for each other member and four more (torch 2.13); connections to stores come besides."""
+"""A member opens one for each other member and four more (torch 2.13), and some for connections to stores."""
 _GLOO_CONTEXT: Final = 0
-"""What precedes the ranks in the keys of a process group's first (and only) gloo context."""
+"""The prefix of the ranks' keys in the store, for a process group's first (and only) gloo context."""
 
 
 class ReplicaProcessGroup(Protocol):
@@ -44,31 +44,31 @@ class ReplicaProcessGroup(Protocol):
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        """Ends what it was, and meets the other members at ``store_addr`` (``host:port/prefix``). Blocks."""
+        """Leaves the current group and joins the next one at ``store_addr`` (``host:port/prefix``). Blocks."""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Begins an allreduce in place; returns a ``torch.distributed.Work``."""
 
     def abort(self) -> None:
-        """Ends it at once, so that whoever waits in one of its collectives fails."""
+        """Ends the group at once; threads that wait in one of its collectives fail."""
 
     def errored(self) -> Exception | None:
-        """An error that it noticed by itself."""
+        """Returns an error that the group noticed by itself."""
 
     def shutdown(self) -> None:
-        """Gives everything back."""
+        """Releases all resources."""
 
 
 class GlooProcessGroup:
-    """torch's gloo process group, set up afresh by every `configure`.
+    """torch's gloo process group; each `configure` makes a new one.
 
     Args:
-        timeout: For each collective.
-        connect_timeout: For meeting the other members.
+        timeout: Limits each collective.
+        connect_timeout: Limits each `configure`.
 
     Attributes:
         connect_timeout: As given; the next `configure` reads it.
-        stores: The connections that it uses.
+        stores: Connections to the stores that members meet at.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class GlooProcessGroup:
         self._timeout = timeout
         self.connect_timeout = connect_timeout
         self.stores = StoreConnections()
-        # Any, because torch declares a few of its methods only.
+        # Any: torch declares only some of its methods.
         self._group: Any = None
         self._sockets: GlooSockets | None = None
         self._mutex = threading.Lock()
@@ -94,7 +94,7 @@ class GlooProcessGroup:
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        """Meet the other members. A group of one needs no store and meets nobody.
+        """Meet the other members. A group of one member needs no store.
 
         Args:
             store_addr: ``host:port/prefix``; the prefix must not have been used before.
@@ -108,7 +108,7 @@ class GlooProcessGroup:
 
         Raises:
             QuorumError: The store does not answer.
-            RuntimeError: The others did not come in time.
+            RuntimeError: The other members did not arrive in time.
         """
         del replica_id, quorum_id, group_rank, group_world_size, global_ranks
         self.abort()
@@ -126,9 +126,9 @@ class GlooProcessGroup:
 
         with quorum_errors():
             channel = self.stores.at_address(place)
-            # A connection that has broken since its last use is made anew by this one.
+            # This call replaces a connection that has broken since its last use.
             channel.missing([prefix], timeout)
-        # A child that is forked before gloo's sockets are known would keep them.
+        # A child that forks before gloo's sockets are known would inherit them.
         with delaying_forks(), quorum_errors():
             group, said = channel.call(meet, timeout, may_repeat=False)
             own = said.pop(rank)
@@ -138,13 +138,13 @@ class GlooProcessGroup:
 
     @staticmethod
     def check_descriptors(world_size: int) -> None:
-        """Make sure that `configure` finds the descriptors that it needs. gloo ends the process where it accepts none.
+        """Make sure that `configure` can open its descriptors: without them gloo ends the process.
 
         Args:
             world_size: Number of members.
 
         Raises:
-            OSError: There are too few.
+            OSError: Too few are left.
         """
         opened: list[int] = []
         try:
@@ -155,7 +155,7 @@ class GlooProcessGroup:
                 os.close(descriptor)
 
     def have_members_left(self) -> bool:
-        """Whether a connection to another member has ended. Thread-safe."""
+        """Return whether a connection to another member has ended. Thread-safe."""
         with self._mutex:
             sockets = self._sockets
         return sockets is not None and sockets.have_ended()
@@ -183,9 +183,9 @@ class GlooProcessGroup:
         return WatchedWork(group.allgather(output_tensors, input_tensors, opts), sockets, self._timeout)
 
     def abort(self) -> None:
-        """Close the connections to the other members: their collectives fail, and so do this one's."""
+        """Close the connections to the other members, so that collectives fail on all of them."""
         with self._mutex:
-            # In a list, so that nothing else refers to it when the thread drops it.
+            # In a list: the thread that clears the list then drops the last reference.
             held, sockets = [self._group], self._sockets
             self._group = self._sockets = None
         if sockets is not None:
@@ -200,23 +200,22 @@ class GlooProcessGroup:
     _get_backend_name = getBackendName  # the name in torchft-nightly, for a group that is not of torchft's class
 
     def errored(self) -> Exception | None:
-        """Return ``None``: gloo tells of its errors where a collective is waited for."""
+        """Return ``None``: gloo raises its errors in the collectives' ``wait``."""
         return None
 
     def shutdown(self) -> None:
-        """As `abort`, and close the connections to stores."""
+        """Abort the group, and close the connections to stores."""
         self.abort()
         self.stores.close()
 
 
 class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
-    """A collective of gloo that is not waited for when a connection under it has ended.
+    """A collective of gloo whose `wait` fails soon after a connection under it has ended.
 
-    gloo at times misses the end of a connection; whoever waits for the other end would then wait for all of the group's
-    timeout.
+    gloo at times misses the end of a connection, and the collective would wait until the group's timeout.
 
     Args:
-        work: gloo's.
+        work: The collective of gloo.
         sockets: The connections of its process group.
         timeout: The longest wait.
     """
@@ -228,10 +227,10 @@ class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
         self._timeout = timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is done.
+        """Wait until the collective is done.
 
         Raises:
-            RuntimeError: It failed, or was not done in time.
+            RuntimeError: The collective failed or was not done in time.
             ConnectionError: A connection has ended, and gloo has not noticed.
         """
         deadline_s = time.monotonic() + (timeout if timeout is not None else self._timeout).total_seconds()
@@ -241,11 +240,11 @@ class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
             try:
                 return bool(self._work.wait(timedelta(seconds=max(0.001, min(_LOOK_AFTER_S, left_s)))))
             except RuntimeError:
-                # It tells of its own failure; what it has no failure for, is a wait that was too short.
+                # A completed work raises its own failure; otherwise this slice of the wait was too short.
                 if self._work.is_completed():
                     return bool(self._work.wait())
                 if left_s > _LOOK_AFTER_S and not had_ended:
-                    # It has one more turn to notice.
+                    # gloo gets one more turn to notice.
                     had_ended = self._sockets.have_ended()
                     continue
                 held, self._work = [self._work], None
@@ -255,18 +254,18 @@ class WatchedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
                 raise ConnectionError("expected the collective to end: a member has closed its connection") from None
 
     def is_completed(self) -> bool:
-        """Whether it is done."""
+        """Return whether the collective is done."""
         return self._work is None or bool(self._work.is_completed())
 
 
 def _let_go(held: list[Any]) -> None:
-    """Drop what is in the list on a thread of its own: the destructors of gloo wait for collectives that run.
+    """Clear the list on a thread of its own: the destructors of gloo wait for collectives that run.
 
-    The interpreter waits for that thread before it ends: a destructor that takes the GIL afterwards aborts the process.
+    The interpreter joins that thread before it ends: a destructor that takes the GIL afterwards aborts the process.
     """
     try:
         SafeThread(target=held.clear, name="ft-transport-gloo-end", daemon=False).start()
-    except ThreadRefusedError:  # The interpreter is about to end, or there is no thread left.
+    except ThreadRefusedError:  # The interpreter ends, or no thread is left.
         held.clear()
 
 

@@ -1,16 +1,16 @@
-"""The connections under a gloo process group, so that they can be ended.
+"""The connections under a gloo process group, and how to end them.
 
-gloo has no way to give up a collective: ``ProcessGroupGloo.abort()`` of torch 2.13 does nothing, and its destructor
-waits for what runs. Whoever waits for this replica would wait until the group's timeout. Shutting the sockets down ends
-every wait on both sides at once.
+gloo cannot abort a collective: ``ProcessGroupGloo.abort()`` of torch 2.13 does nothing, and the group's destructor
+waits for collectives that run. Other members would wait for this replica until the group's timeout. Shutting the
+sockets down ends every wait on both sides at once.
 
-gloo keeps its sockets to itself. They are found by the address that each rank puts into the store for the others
-(gloo/rendezvous/context.cc, ``Rank``: length and name of the host, then length and bytes of each address, which begin
-with a ``sockaddr``): of one rank, all connections end or begin there. Where this cannot be read, nothing is found, and
-the group's timeout is what remains.
+gloo does not expose its sockets. Each rank publishes its address in the store (gloo/rendezvous/context.cc, ``Rank``:
+length and name of the host, then length and bytes of each address, which begin with a ``sockaddr``), and all its
+connections have that address at one end. `GlooSockets` searches the process's descriptors for sockets with one of these
+addresses. If an address cannot be read, no socket is found, and the group's timeout limits the waits.
 
-gloo makes its sockets such that every child inherits them, forked or started otherwise. A peer would not see the end of
-a replica that is killed while such a child lives, so children are kept from them.
+Children inherit the sockets of gloo, whether forked or started otherwise. A peer would not see the end of a killed
+replica while such a child lives, so the sockets are closed in children.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Endpoint: TypeAlias = tuple[str, int]
 
 
 class GlooSockets:
-    """The sockets of one process group, as they were when it had been set up.
+    """The sockets of one process group, found right after its setup.
 
     Args:
-        own: What this rank put into the store.
-        others: What the others did.
+        own: This rank's address, as in the store.
+        others: The other ranks' addresses.
     """
 
     def __init__(self, own: bytes, others: Sequence[bytes]) -> None:
@@ -71,25 +71,25 @@ class GlooSockets:
                     self._sockets.append((descriptor, inode))
 
     def is_mine(self, candidate: socket.socket) -> bool:
-        """Whether a socket is a connection of this group, or where its members connect to."""
+        """Return whether a socket is a connection of this group, or its listener."""
         if self._own is None or candidate.family not in (socket.AF_INET, socket.AF_INET6):
             return False
         return _endpoint(candidate.getsockname()) == self._own or _other_end_of(candidate) in self._others
 
     def __len__(self) -> int:
-        """How many were found."""
+        """Return the number of sockets found."""
         return len(self._sockets)
 
     def have_ended(self) -> bool:
-        """Whether a connection has been closed by anybody. Thread-safe."""
+        """Return whether either end of a connection has closed it. Thread-safe."""
         return self._is_shut_down or any(not _is_established(*each) for each in self._sockets)
 
     def shut_down(self) -> None:
-        """End the connections: what waits for them fails at once, here and at the other end."""
+        """End the connections: waits on them fail at once, here and at the other end."""
         found, self._sockets = self._sockets, []
         self._is_shut_down = bool(found)
         for descriptor, inode in found:
-            # gloo may have closed it, and somebody else may have got its number.
+            # gloo may have closed the socket, and another file may have its number.
             if _inode_of(descriptor) == inode:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
                     duplicate.shutdown(socket.SHUT_RDWR)

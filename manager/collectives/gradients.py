@@ -1,8 +1,8 @@
-"""The gradients of a model, averaged over the replicas as one.
+"""Averages all gradients of a model over the replicas in one call.
 
-Replicas have to reduce the same tensors, whatever their batches touched. So each parameter that is trained counts,
-with zeros where a replica has no gradient for it; flags that are reduced beside the gradients say which parameters
-had one anywhere. A parameter that had none on any replica keeps none, so that its optimizer leaves it alone.
+All replicas must reduce the same tensors, whichever parameters their batches touched. So every trained parameter takes
+part, with zeros if a replica has no gradient for it. Flags that are reduced beside the gradients show which parameters
+have a gradient on any replica. A parameter without one on every replica keeps ``None``, and its optimizer skips it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from manager.collectives.managed_work import ManagedWork, wait_all
 from manager.collectives.reductions import Reduction
 
 _MIN_DIRECT_BYTES: Final = 1 << 20
-"""Larger gradients are reduced where they lie; a copy into a bucket costs more than a collective of their own."""
+"""Gradients of this size are reduced in place: a copy into a bucket would cost more than another collective."""
 _MAX_BUCKET_BYTES: Final = 32 << 20
 
 NamedParameters: TypeAlias = Sequence[tuple[str, torch.Tensor]]
@@ -30,14 +30,13 @@ Allreduce: TypeAlias = Callable[[torch.Tensor, Reduction], ManagedWork]
 
 
 def named_parameters(trained: nn.Module | Optimizer | Iterable[torch.Tensor]) -> NamedParameters:
-    """Return what of a model or an optimizer gets gradients, with names.
+    """Return the parameters of a model or an optimizer that get gradients, with names.
 
     Args:
-        trained: A module, an optimizer, or the parameters themselves. The order is that of the object, and the same on
-            all replicas.
+        trained: A module, an optimizer, or the parameters themselves, in an order that all replicas share.
 
     Raises:
-        TypeError: It is none of these.
+        TypeError: ``trained`` is none of these.
     """
     if isinstance(trained, nn.Module):
         return [(name, each) for name, each in trained.named_parameters() if each.requires_grad]
@@ -55,19 +54,19 @@ def named_parameters(trained: nn.Module | Optimizer | Iterable[torch.Tensor]) ->
 
 
 def gradients_of(parameters: Sequence[torch.Tensor]) -> dict[int, tuple[int, torch.Tensor]]:
-    """Return each parameter and its number by the ``id`` of its gradient, which says nothing once that is replaced."""
+    """Map the ``id`` of each gradient to its parameter, with its number; valid until a gradient is replaced."""
     return {id(each.grad): (number, each) for number, each in enumerate(parameters) if each.grad is not None}
 
 
 @dataclass(slots=True)
 class _Gradient:
-    """One parameter's part.
+    """One parameter's share of a reduction.
 
     Attributes:
-        name: Of the parameter.
+        name: The parameter's name.
         parameter: The parameter.
-        local: What is reduced: dense and contiguous, of a DTensor the local part.
-        num_own: Dense and sparse gradients that this replica has: (1, 0), (0, 1) or (0, 0).
+        local: The tensor to reduce: dense and contiguous; the local part of a DTensor.
+        num_own: Number of dense and of sparse gradients on this replica: (1, 0), (0, 1) or (0, 0).
     """
 
     name: str
@@ -88,7 +87,7 @@ class _Gradient:
         return cls(name, parameter, _local_of(gradient).contiguous(), (1, 0))
 
     def settle(self, num_dense: float, num_sparse: float) -> None:
-        """Give the parameter the average, in the form in which the replicas had it."""
+        """Store the average as the parameter's gradient, dense or sparse as it was on the replicas."""
         if num_dense == num_sparse == 0:
             self.parameter.grad = None
         elif num_dense == 0:
@@ -98,19 +97,19 @@ class _Gradient:
         elif self.parameter.grad is not None:
             own = _local_of(self.parameter.grad.detach())
             if own.data_ptr() != self.local.data_ptr():
-                # Of other strides; whether a gradient travels alone must not depend on them.
+                # The strides differ. Which gradients share a bucket must not depend on strides.
                 own.copy_(self.local)
 
 
 def average_gradients(parameters: NamedParameters, allreduce: Allreduce) -> bool:
-    """Average the gradients of the parameters over the replicas, and wait for that.
+    """Average the gradients over the replicas, and wait for the result.
 
     Args:
         parameters: The same on all replicas.
-        allreduce: Begins to average, or to sum.
+        allreduce: Begins a reduction.
 
     Returns:
-        Whether they are averaged. Where they are not, they mean nothing; that has been reported.
+        Whether all gradients are averaged. If not, their values are undefined and an error has been reported.
     """
     gradients = [_Gradient.of(name, parameter) for name, parameter in parameters]
     if not gradients:
@@ -127,12 +126,13 @@ def average_gradients(parameters: NamedParameters, allreduce: Allreduce) -> bool
     for bucket, whole in zip(buckets, flat, strict=True):
         parts = tuple((each.name, each.local.shape) for each in bucket)
         works.append(allreduce(whole, Reduction(f"bucket of {len(bucket)}", ReduceOp.AVG, parts)))
-    # Last, so that a parameter which is missing on a replica is named before the number of them differs.
+    # Last: if a replica lacks a parameter, the mismatch names that parameter before the number of flags differs.
     flags = torch.tensor([each.num_own for each in gradients], dtype=torch.int32, device=gradients[0].local.device)
     works.append(allreduce(flags, Reduction("which gradients exist", ReduceOp.SUM)))
     if not wait_all(works):
         return False
-    # Nothing here requires gradients. A signal handler that raises inside ``torch.no_grad`` may leave them turned off.
+    # Without ``torch.no_grad``: a signal handler that raises inside it may leave gradients turned off. Nothing here
+    # requires them.
     for bucket, whole in zip(buckets, flat, strict=True):
         averaged = torch.split(whole, [each.local.numel() for each in bucket])
         torch._foreach_copy_(

@@ -1,8 +1,8 @@
-"""Collectives that never fail a step by raising: what goes wrong is reported, and the step is not committed.
+"""Collectives that report errors instead of raising them; a step with an error is not committed.
 
-Nothing here forms a cycle. A `ManagedWork` and its futures refer to the collective; the collective refers to a future
-only weakly, and keeps what the future resolves to. So gradients go away with the last reference to them, also where the
-cyclic collector is turned off.
+Nothing here forms a reference cycle. A `ManagedWork` and its futures refer to the collective; the collective refers to
+a future only weakly, and strongly to the future's result. So the last reference to a gradient frees it, even with the
+cyclic garbage collector off.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ _NO_DEADLINE: Final = Deadline()
 
 
 class ManagedFuture(torch.futures.Future[Any]):
-    """The result of a `ManagedWork`, and of callbacks on it, which run where the work is waited for.
+    """The result of a `ManagedWork`, or of a callback on it; callbacks run on the thread that waits for the work.
 
     torchft's ``DistributedDataParallel`` hands ``_fut`` to torch's reducer after waiting for the work.
     """
 
     def __init__(self, collective: _Collective, callback: Callable[[], Any]) -> None:
-        """For this module alone.
+        """Private to this module.
 
         Args:
-            collective: What it is the result of.
-            callback: Called when that is over; returns the result.
+            collective: The collective.
+            callback: Called when the collective is over; returns the result.
         """
         super().__init__()
         self._collective = collective
-        # What it resolves to. torchft looks here, others at the future itself, which has the same result.
+        # torchft reads the result here; other callers read it from the future itself.
         self._fut: torch.futures.Future[Any] = torch.futures.Future()
         collective.add(_Promise(self, callback))
 
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> ManagedFuture:
-        """Run ``callback`` with this future once the work is done; return the future of what it returns."""
+        """Run ``callback`` with this future once the work is done; return a future of its result."""
         result = self._fut
         return ManagedFuture(self._collective, lambda: callback(result))
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> None:
-        """As `then`, without a result."""
+        """Run ``callback`` with this future once the work is done."""
         self.then(callback)
 
     def wait(self) -> Any:
@@ -62,7 +62,7 @@ class ManagedFuture(torch.futures.Future[Any]):
         """
         self._collective.wait()
         if not self._fut.done():
-            # An interruption came between its turn and its result.
+            # An exception of a signal handler interrupted the callback.
             raise ManagerError("expected the result of a collective, and finishing it was interrupted")
         return self._fut.wait()
 
@@ -76,15 +76,15 @@ class ManagedFuture(torch.futures.Future[Any]):
 
 
 class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch declares no type for it
-    """A collective that never raises: what goes wrong is reported, and keeps the step from being committed.
+    """A collective that reports its errors instead of raising them; a step with an error is not committed.
 
-    Waiting is what finishes it: averaging and callbacks run on the waiting thread, on its stream. It may be waited for
-    any number of times, by one thread at a time. An interruption (``KeyboardInterrupt``) of a wait is raised, and the
-    collective counts as failed from then on.
+    `wait` finishes the collective: averaging and callbacks run on the waiting thread, on its stream. Any number of
+    waits are allowed, by one thread at a time. A wait that an exception such as ``KeyboardInterrupt`` interrupts raises
+    it, and the collective counts as failed.
 
     Args:
         value: The tensor, reduced in place.
-        report_error: Called if the collective, averaging or a callback fails.
+        report_error: Called when the collective, averaging or a callback fails.
     """
 
     def __init__(self, value: torch.Tensor, report_error: Callable[[Exception], object]) -> None:
@@ -94,37 +94,37 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
         self._future: ManagedFuture | None = None
 
     def begin(self, work: Any, finish: Callable[[], object] | None) -> None:
-        """Take over a collective that has begun. Without a call of this the work counts as failed.
+        """Take over a collective that has begun. A work without a collective counts as failed.
 
         Args:
             work: The collective.
-            finish: Called once after it succeeded, e.g. to average; ``None`` for nothing.
+            finish: Called once after the collective succeeded, e.g. to average; ``None`` for nothing.
         """
         self._collective.begin(work, finish)
 
     @property
     def tensor(self) -> torch.Tensor:
-        """What is reduced in place."""
+        """The tensor, reduced in place."""
         return self._value
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Finish the collective. Returns whether the tensor is reduced."""
+        """Finish the collective; return whether the tensor is reduced."""
         return self._collective.wait(timeout)
 
     def is_completed(self) -> bool:
-        """Whether it has been waited for."""
+        """Return whether a wait has begun to finish it."""
         return self._collective.is_over
 
     def is_settled(self) -> bool:
-        """Whether it has been waited for, and that wait is over."""
+        """Return whether a wait has finished it."""
         return self._collective.is_settled
 
     def block_current_stream(self, timeout: timedelta | None = None) -> None:
-        """Let the current stream wait. On the CPU, and with torch's own works, that is what `wait` does."""
+        """Let the current stream wait, which `wait` does on the CPU and with torch's own works."""
         self.wait(timeout)
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Do the same as `wait`."""
         self.wait()
 
     def get_future(self) -> ManagedFuture:
@@ -136,7 +136,7 @@ class ManagedWork(dist._Work):  # type: ignore[name-defined, misc] # torch decla
 
 
 def wait_all(works: Sequence[ManagedWork], deadline: Deadline = _NO_DEADLINE) -> bool:
-    """Finish all of them until the deadline. Returns whether every tensor is reduced."""
+    """Finish all works until the deadline; return whether every tensor is reduced."""
     is_good = True
     for work in works:
         is_good = work.wait(None if work.is_settled() else deadline.left()) and is_good
@@ -144,7 +144,7 @@ def wait_all(works: Sequence[ManagedWork], deadline: Deadline = _NO_DEADLINE) ->
 
 
 def forget_frames(error: BaseException) -> None:
-    """Let an error that is kept refer to no frame: a frame refers to tensors, and often to whatever keeps the error."""
+    """Remove an error's tracebacks: their frames refer to tensors, and often to the object that stores the error."""
     known: set[int] = set()
     chain: list[BaseException | None] = [error]
     while chain:
@@ -158,11 +158,11 @@ def forget_frames(error: BaseException) -> None:
 def never_failing(
     future: torch.futures.Future[T], default: T, timeout: timedelta, report_error: Callable[[Exception], object]
 ) -> torch.futures.Future[T]:
-    """Return a future with the result of another one, or with ``default`` if that fails or takes too long.
+    """Return a future with the result of ``future``, or with ``default`` if ``future`` fails or takes too long.
 
     Args:
-        future: Any; callbacks on it run on whatever thread completes it.
-        default: The result in the end if there is none.
+        future: Any future; its callbacks run on the thread that completes it.
+        default: The result after a failure.
         timeout: The longest wait.
         report_error: Called once if ``default`` is used.
     """
@@ -196,7 +196,7 @@ def never_failing(
 
 
 class _Promise:
-    """What a `ManagedFuture` becomes; keeps the callback, but not the future."""
+    """The pending result of a `ManagedFuture`; refers to the callback strongly and to the future weakly."""
 
     def __init__(self, future: ManagedFuture, callback: Callable[[], Any]) -> None:
         self._result = future._fut
@@ -207,12 +207,12 @@ class _Promise:
         """Run the callback and complete the future.
 
         Raises:
-            BaseException: What the callback raised.
+            BaseException: The callback failed.
         """
         try:
             result = self._callback()
         except BaseException as error:
-            # Whoever waits for it must not wait for ever.
+            # A thread that waits for the future must not wait for ever.
             self._fail(error if isinstance(error, Exception) else _interruption(error))
             raise
         self._result.set_result(result)
@@ -228,13 +228,13 @@ class _Promise:
 
 
 class _Collective:
-    """What a `ManagedWork` and its futures share.
+    """The state that a `ManagedWork` and its futures share.
 
-    A step may have thousands of them at one time: objects that the garbage collector has to look at are kept few.
+    A step may have thousands of works at one time, so each has few objects for the garbage collector to track.
 
     Attributes:
-        is_over: Whether it has been waited for.
-        is_settled: Whether that wait has returned.
+        is_over: Whether a wait has begun to finish it.
+        is_settled: Whether a wait has finished it.
     """
 
     __slots__ = ("_finish", "_is_good", "_mutex", "_promises", "_report_error", "_work", "is_over", "is_settled")
@@ -250,12 +250,12 @@ class _Collective:
         self.is_settled = False
 
     def begin(self, work: Any, finish: Callable[[], object] | None) -> None:
-        # In this order: without the work it counts as failed, whatever interrupts here.
+        # In this order: without a work the collective counts as failed, so an interruption between the lines is safe.
         self._finish = finish
         self._work = work
 
     def add(self, promise: _Promise) -> None:
-        """Keep it when this is over, in order; at once if it is."""
+        """Run the promise's callback when the collective is over; at once if it is over already."""
         with self._mutex:
             if self._promises is None:
                 self._promises = []
@@ -281,19 +281,19 @@ class _Collective:
                 self._work.wait(timeout) if timeout is not None else self._work.wait()
                 if self._finish is not None:
                     self._finish()
-                # Nothing but this makes it count.
+                # Set here alone.
                 self._is_good = True
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
                 raise
         finally:
-            # They keep the process group, and with it the connections, for as long as they are referred to.
+            # Both refer to the process group, which holds the connections open.
             self._work = self._finish = None
 
     def _keep_promises(self) -> None:
         while self._promises:
-            # First taken out: a callback may add another one, and that runs at once.
+            # Removed before it runs: a callback may add another promise, which runs at once.
             promise = self._promises.pop(0)
             try:
                 promise.keep()
@@ -308,7 +308,7 @@ class _Collective:
             self._report_error(error)
             forget_frames(error)
         else:
-            # The error itself goes on to whoever waited, with its frames.
+            # The waiting thread raises the error itself, with its frames.
             self._report_error(_interruption(error))
 
 

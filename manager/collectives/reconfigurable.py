@@ -1,8 +1,8 @@
-"""Process groups that are set up by ``reconfigure``: torch's own from 2.14 on, and torchft's since 2026.
+"""Process groups with a ``reconfigure`` method: torch's own from 2.14 on, and torchft's since 2026.
 
-Each member has a handle, and is given the handles of all in the order of their ranks
-(``ReconfigureOptions`` in torch/csrc/distributed/c10d; torchft/process_group.py, ``reconfigure_with_store``). The
-handles are exchanged where the members meet anyway.
+Each member has a handle; ``reconfigure`` takes the handles of all members in the order of their ranks
+(``ReconfigureOptions`` in torch/csrc/distributed/c10d; torchft/process_group.py, ``reconfigure_with_store``). Members
+exchange their handles through the store of the quorum.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from manager.errors import QuorumError, quorum_errors
 
 
 class Reconfigurable(Protocol):
-    """What such a process group has; those of torchft have ``set_rank_info`` and ``errored`` besides."""
+    """The methods of such a process group; torchft's groups add ``set_rank_info`` and ``errored``."""
 
     def get_reconfigure_handle(self) -> str:
-        """Names this member until it is reconfigured."""
+        """Returns this member's name until the next ``reconfigure``."""
 
     def reconfigure(self, opts: Any) -> Any:
         """Begins to meet the members that the options name; returns a ``torch.distributed.Work``."""
@@ -30,15 +30,15 @@ class Reconfigurable(Protocol):
         """Begins an allreduce in place."""
 
     def abort(self) -> None:
-        """Ends what runs."""
+        """Ends collectives that run."""
 
     def shutdown(self) -> None:
-        """Gives everything back."""
+        """Releases all resources."""
 
 
 @dataclass(slots=True)
 class _Options:
-    """Where torch has no ``ReconfigureOptions`` of its own; same attributes."""
+    """Stands in for ``ReconfigureOptions`` in versions of torch that lack it."""
 
     uuid: int = 0
     handles: list[str] = field(default_factory=list)
@@ -47,15 +47,15 @@ class _Options:
 
 
 class ReconfigurableGroup:
-    """Such a process group behind the methods that the manager calls (``process_group.ReplicaProcessGroup``).
+    """Adapts a `Reconfigurable` to the methods that the manager calls (`gloo.ReplicaProcessGroup`).
 
     Args:
-        group: Reconfigured at each new quorum.
-        connect_timeout: For the exchange of the handles, and for meeting.
+        group: The process group; each new quorum reconfigures it.
+        connect_timeout: Limits the exchange of handles, and ``reconfigure``.
 
     Attributes:
         connect_timeout: As given; the next `configure` reads it.
-        stores: The connections that it uses.
+        stores: Connections to the stores that members meet at.
     """
 
     def __init__(self, group: Reconfigurable, connect_timeout: timedelta) -> None:
@@ -77,7 +77,7 @@ class ReconfigurableGroup:
         """Exchange handles at ``store_addr`` (``host:port/prefix``) and reconfigure the group.
 
         Raises:
-            QuorumError: The others did not come in time, or the store does not answer.
+            QuorumError: The other members did not arrive in time, or the store does not answer.
         """
         del global_ranks
         set_rank_info = getattr(self._group, "set_rank_info", None)
@@ -94,7 +94,7 @@ class ReconfigurableGroup:
         return self._group.allreduce(tensors, opts)
 
     def abort(self) -> None:
-        """End what runs."""
+        """End collectives that run."""
         self._group.abort()
 
     def errored(self) -> Exception | None:
@@ -104,7 +104,7 @@ class ReconfigurableGroup:
         return error if isinstance(error, Exception) else None
 
     def shutdown(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         self._group.shutdown()
         self.stores.close()
 

@@ -1,14 +1,14 @@
-"""The reductions of one replica, compared with the other members' before their bytes are sent.
+"""Compares the members' reductions before any of their bytes are sent.
 
-Replicas that reduce different tensors average what does not belong together; where the sizes differ, gloo ends the
-process (an unexpected length is a failed check on a thread of its own). So nothing is sent before all members have
-announced the same reductions.
+Replicas that reduce different tensors would average unrelated values; with different sizes, gloo ends the process (an
+unexpected length fails a check on one of its threads). So no member sends bytes before all members have announced the
+same reductions.
 
-Rules. A member announces how many reductions it has begun, a digest of these, and whether they are the step's last.
-All members gather the announcements, and reduce what all of them have; the next round begins when there is more.
-Members that got to different places first compare the digests of the shortest list. Every member sees the same
-announcements, so all of them take the same turn without a word: reduce, compare, or find the first reduction that
-differs and fail alike. A round costs one gather of a few bytes, however many reductions it covers.
+Protocol, in rounds. Each member announces the number of reductions it has begun, their digest, and whether the step has
+ended. All members gather the announcements and run the reductions that all have begun. If the numbers differ, the
+members first compare digests of the shortest list. Every member sees the same announcements and so takes the same
+decision: reduce, compare, or search for the first reduction that differs and fail. A round costs one gather of a few
+bytes, whatever the number of reductions.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from manager.errors import ReductionMismatchError
 
 _DESCRIPTION_BYTES: Final = 256
 _LOOK_AFTER_S: Final = 0.05
-"""A signal handler may prevent a wake-up: whoever waits looks again after so long."""
+"""A signal handler may prevent a wake-up: waiting threads look again after this time."""
 _NO_NAME: Final = -(1 << 31)
-"""Below every name, and below the negative of every name."""
+"""Below the hash of every name, and below its negative."""
 
 
 class GatheringGroup(Protocol):
-    """What is called of a process group; gloo's and torchft's have it."""
+    """The methods that a sequence calls; the groups of gloo and torchft have them."""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Begins an allreduce in place."""
 
     def allgather(self, output_tensors: list[list[torch.Tensor]], input_tensors: list[torch.Tensor], opts: Any) -> Any:
-        """Begins to gather a tensor of each member."""
+        """Begins to gather a tensor from each member."""
 
     def abort(self) -> None:
-        """Ends its collectives at once."""
+        """Ends the group's collectives at once."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A reduction that is begun, and how many entries the log has with it."""
+    """A reduction that has begun, and the number of log entries up to it."""
 
     tensor: torch.Tensor | None
     options: AllreduceOptions
@@ -70,16 +70,16 @@ class _Pending:
 
 
 class ReductionSequence:
-    """The reductions of one step over one process group. See the module.
+    """The reductions of one step over one process group; the module describes the protocol.
 
-    The training thread calls the public methods; a job on ``executor`` gathers and reduces, and ends whenever nothing
-    is left to do.
+    The training thread calls the public methods. A job on ``executor`` gathers and reduces, and ends when it has
+    nothing left to do.
 
     Args:
-        group: Runs the collectives. Nothing else may use it meanwhile.
+        group: Runs the collectives; nothing else may use it during the step.
         members: The members' names, in the order of their ranks.
         timeout: The longest wait for one collective.
-        executor: One thread.
+        executor: An executor with one thread.
     """
 
     def __init__(
@@ -101,40 +101,40 @@ class ReductionSequence:
         _living.add(self)
 
     def add(self, reduction: Reduction, tensor: torch.Tensor) -> QueuedReduction:
-        """Begin a reduction, in place; ``tensor`` must not change before it is waited for."""
+        """Begin a reduction in place; ``tensor`` must not change until a wait for the result."""
         try:
             with self._progress:
                 number = len(self._pending)
                 self._log.add(reduction, tensor)
                 self._pending.append(_Pending(tensor, reduction.options, len(self._log)))
         except BaseException:
-            # A handler may have raised between the two: the log must not announce what is not pending.
+            # A handler may have raised between these lines: the log must announce pending reductions only.
             self.fail(RuntimeError("expected to begin a reduction, and it was interrupted"))
             raise
         self._start()
         return QueuedReduction(self, number)
 
     def end(self) -> None:
-        """Announce that the step has no further reduction."""
+        """Announce the end of the step's reductions."""
         with self._progress:
             self._is_ended = True
         self._start()
 
     def wait_for_end(self, timeout: timedelta | None = None) -> None:
-        """After `end`: wait until all members have made the same reductions, and no more.
+        """After `end`: wait until all members have made the same reductions and ended the step.
 
         Raises:
-            ReductionMismatchError: They have not.
-            Exception: What a collective raised.
+            ReductionMismatchError: The members' reductions differ.
+            Exception: A collective failed.
         """
         self._wait(lambda: self._is_over, "the other replicas to end their reductions", timeout)
 
     def wait_for(self, number: int, timeout: timedelta | None = None) -> None:
-        """Wait until a reduction is made; errors as for `wait_for_end`."""
+        """Wait for the reduction ``number``; raises the same errors as `wait_for_end`."""
         self._wait(lambda: self._num_done > number, f"reduction {number}", timeout)
 
     def fail(self, error: BaseException) -> None:
-        """Let all that waits raise ``error``. Thread-safe; the first one counts."""
+        """Let all waits raise ``error``. Thread-safe; only the first call counts."""
         with self._progress:
             if self._error is None:
                 self._error = error
@@ -144,11 +144,11 @@ class ReductionSequence:
 
     @property
     def is_running(self) -> bool:
-        """Whether the job gathers or reduces at present."""
+        """Whether the job runs at present."""
         return self._is_started
 
     def abort(self) -> None:
-        """End the process group, and with it what this waits for. Thread-safe."""
+        """Abort the process group, and with it all waits. Thread-safe."""
         self.fail(RuntimeError("expected a process group, and it has been aborted"))
         self._group.abort()
 
@@ -159,12 +159,12 @@ class ReductionSequence:
             self._is_started = True
             self._executor.submit(self._run)
         except BaseException:
-            # Another job finds nothing to do, if this one was submitted.
+            # If this job was submitted after all, the next one finds nothing to do.
             self._is_started = False
             raise
 
     def _wait(self, is_done: Callable[[], bool], what: str, timeout: timedelta | None) -> None:
-        # Twice the group's own timeout: a gather and a reduction come one after the other.
+        # Twice the group's own timeout: for a gather, then a reduction.
         timeout_s = timeout.total_seconds() if timeout is not None else 2 * self._timeout_s
         end_s = time.monotonic() + timeout_s
         while True:
@@ -178,7 +178,7 @@ class ReductionSequence:
                     raise TimeoutError(f"expected {what} within {timeout_s:g} s")
                 if self._progress.wait(min(left_s, _LOOK_AFTER_S)):
                     continue
-            # A signal handler may have raised before the job was submitted.
+            # A signal handler may have raised before `add` submitted the job.
             self._start()
 
     # --------------------------------------------------------------------------------------- on the executor's thread
@@ -188,12 +188,12 @@ class ReductionSequence:
             while self._advance():
                 pass
         except BaseException as error:
-            # Its frames refer to this object, which keeps the error.
+            # The error's frames refer to this object, and this object refers to the error.
             forget_frames(error)
             self.fail(error)
 
     def _advance(self) -> bool:
-        """Make one round; return whether there was something to do."""
+        """Run one round; return whether it had anything to do."""
         with self._progress:
             num, is_last = len(self._log), self._is_ended
             if self._error is not None or self._is_over or (num == self._num_compared and not is_last):
@@ -222,7 +222,7 @@ class ReductionSequence:
         return True
 
     def _reduce(self, num: int) -> None:
-        """Make the reductions up to the entry ``num``, which all members have."""
+        """Run the reductions up to entry ``num``, which all members have begun."""
         begun = []
         for pending in itertools.islice(self._pending, self._num_done, None):
             if pending.num_entries > num:
@@ -238,7 +238,7 @@ class ReductionSequence:
                 self._progress.notify_all()
 
     def _first_other_form(self, num: int) -> int:
-        """Return the first entry that differs: up to ``_num_compared`` they agree, up to ``num`` they do not."""
+        """Return the first entry whose form differs; it lies between ``_num_compared`` and ``num``."""
         same, differing = self._num_compared, num
         while differing - same > 1:
             middle = (same + differing) // 2
@@ -249,7 +249,7 @@ class ReductionSequence:
         return same
 
     def _first_other_name(self, num: int) -> int | None:
-        """Return the first entry that has different names; one without a name on a replica may stand for any."""
+        """Return the first entry whose names differ; an entry without a name matches any name."""
         if num == self._num_compared:
             return None
         own = self._log.names(self._num_compared, num)
@@ -264,7 +264,7 @@ class ReductionSequence:
     def _mismatch(self, index: int) -> ReductionMismatchError:
         own = self._log.describe(index).encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES, b"\0")
         described = [each.rstrip(b"\0").decode(errors="replace") for each in self._gather(own)]
-        # The fastest member ends the connections: not before all have what was described.
+        # The fastest member ends the connections, so it first waits until all members have the descriptions.
         with contextlib.suppress(Exception):
             self._gather(b"over")
         return ReductionMismatchError(position=index, reductions=tuple(zip(self._members, described, strict=True)))
@@ -285,12 +285,12 @@ class QueuedReduction(dist._Work):  # type: ignore[name-defined, misc] # torch d
         self._number = number
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is made.
+        """Wait for the result.
 
         Raises:
-            ReductionMismatchError: The members do not reduce the same.
-            TimeoutError: It was not made in time.
-            Exception: What the collective raised.
+            ReductionMismatchError: The members' reductions differ.
+            TimeoutError: The reduction was not done in time.
+            Exception: The collective failed.
         """
         self._sequence.wait_for(self._number, timeout)
         return True
@@ -300,7 +300,7 @@ _living: Final[weakref.WeakSet[ReductionSequence]] = weakref.WeakSet()
 
 
 def _abort_living() -> None:
-    """End what replicas without `shutdown` wait for: the interpreter joins the executor's thread before it ends."""
+    """Abort sequences that still run: the interpreter joins the executor's thread before it ends."""
     for sequence in list(_living):
         if sequence.is_running:
             sequence.abort()

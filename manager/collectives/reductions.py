@@ -1,4 +1,4 @@
-"""What a replica reduces in a step: how it is described for the others to compare, and how it is finished."""
+"""The reductions of one replica in a step: their descriptions, which replicas compare, and their results."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _ADVICE: Final = (
 )
 
 _Entry: TypeAlias = "tuple[torch.dtype, torch.Size, str]"
-"""The form of a reduction: dtype, shape and operation."""
+"""The form of a reduction: dtype, shape, operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What is reduced, as all replicas have to begin it.
+    """Describes one reduction, which all replicas must begin alike.
 
     Attributes:
-        name: Of the parameter whose gradient it is, and of a bucket what it holds; empty for another tensor.
-        reduce_op: The operation of torch.
+        name: The parameter whose gradient is reduced, or the content of a bucket; empty for other tensors.
+        reduce_op: torch's operation.
         parts: Name and shape of each gradient in a bucket.
     """
 
@@ -55,7 +55,7 @@ class Reduction:
 
     @property
     def options(self) -> AllreduceOptions:
-        """What the process group is asked for."""
+        """The options for the process group."""
         return _operation(self.reduce_op).options
 
 
@@ -84,12 +84,12 @@ _named_operation: Final = functools.cache(_make_operation)
 
 
 class ReducedTensor:
-    """Makes sure that nothing changes a tensor before its reduction is waited for.
+    """Detects a tensor that changes while its reduction runs.
 
     Args:
-        tensor: The tensor; of a DTensor the DTensor, because its local part counts no changes.
+        tensor: The tensor; a DTensor itself, because its local part counts no changes.
         local: Its local part.
-        parameter: The parameter whose gradient it is; ``None`` for another tensor.
+        parameter: The parameter whose gradient the tensor is; ``None`` for other tensors.
     """
 
     __slots__ = ("_address", "_local", "_parameter", "_tensor", "_version")
@@ -102,10 +102,10 @@ class ReducedTensor:
         self._version = _version_of(tensor)
 
     def check(self) -> None:
-        """Make sure that the tensor holds what was reduced.
+        """Make sure that the tensor holds the result of the reduction.
 
         Raises:
-            UnfinishedReductionError: Something has changed, freed or replaced it.
+            UnfinishedReductionError: The tensor was changed, freed or replaced.
         """
         if _version_of(self._tensor) != self._version:
             raise UnfinishedReductionError(f"expected {self._name} to stay as it is, and it was changed{_ADVICE}")
@@ -115,7 +115,7 @@ class ReducedTensor:
             raise UnfinishedReductionError(f"expected {self._name} to stay as it is, and it was freed{_ADVICE}")
 
     def divide(self, num_participants: int) -> None:
-        """Make the sum an average."""
+        """Turn the sum into an average."""
         self._local.div_(num_participants)
 
     @property
@@ -130,16 +130,17 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 class ReductionLog:
-    """What one replica reduced in a step, in order. For one thread that adds, and one that reads at a time.
+    """The reductions of one replica in a step, in order. One thread adds; one thread at a time reads.
 
-    Each part of a bucket has an entry of its own before that of the bucket: the first part that differs can be named.
+    The parts of a bucket have entries of their own before the bucket's, so that a mismatch names the first part that
+    differs.
     """
 
     def __init__(self) -> None:
         """Start empty."""
         self._entries: list[_Entry] = []
         self._names: list[str] = []
-        # Made with the first digest: a step of one replica that reduces nothing needs none.
+        # Made by the first digest: a replica without others never needs them.
         self._hashes: tuple[hashlib.blake2b, hashlib.blake2b] | None = None
         self._num_hashed = 0
 
@@ -169,19 +170,19 @@ class ReductionLog:
         return Digest(forms.digest(), names.digest())
 
     def summary(self) -> tuple[str, str]:
-        """Return which kind of digest this is, and a digest of all entries; those of one kind can be compared.
+        """Return the kind of digest, and a digest of all entries. Digests of the same kind are comparable.
 
-        A reduction without a name may stand for any: where there is one, names do not count.
+        A reduction without a name matches any name: if the log has one, the digest leaves names out.
         """
         digest = self.digest(len(self))
         return ("named", digest.encode().hex()) if all(self._names) else ("forms", digest.forms.hex())
 
     def names(self, start: int, end: int) -> list[int]:
-        """Return a number from 1 for the name of each entry from ``start`` to ``end``; 0 where it has none."""
+        """Return hashes of the names of the entries from ``start`` to ``end``: at least 1, or 0 without a name."""
         return [zlib.crc32(name.encode()) & _MAX_NAME | 1 if name else 0 for name in self._names[start:end]]
 
     def describe(self, index: int) -> str:
-        """Return what the entry says, for people."""
+        """Return a readable description of an entry."""
         if index >= len(self._entries):
             return _NOTHING
         return f"{self._names[index]} {_form_of(self._entries[index])}".strip()
@@ -195,13 +196,13 @@ def _form_of(entry: _Entry) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Of reductions: of dtypes, shapes and operations, and of the names beside them; 8 bytes each."""
+    """A digest of dtypes, shapes and operations, and one of names; 8 bytes each."""
 
     forms: bytes
     names: bytes
 
     def encode(self) -> bytes:
-        """Return the bytes that are gathered."""
+        """Encode it."""
         return self.forms + self.names
 
     @classmethod
@@ -212,12 +213,12 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a member says of its reductions.
+    """A member's progress in a step.
 
     Attributes:
-        num: How many entries its `ReductionLog` has.
-        is_last: Whether the step has no further one.
-        digest: Of these.
+        num: Number of entries in its `ReductionLog`.
+        is_last: Whether the step has no further reduction.
+        digest: Digest of these entries.
     """
 
     num: int
@@ -225,7 +226,7 @@ class Announcement:
     digest: Digest
 
     def encode(self) -> bytes:
-        """Return the bytes that are gathered; as many for every announcement."""
+        """Encode it; all announcements have the same size."""
         return _ANNOUNCEMENT.pack(self.num, self.is_last, self.digest.encode())
 
     @classmethod
@@ -236,11 +237,11 @@ class Announcement:
 
 
 def shortest(announced: Sequence[Announcement]) -> int:
-    """Return how many entries all members have."""
+    """Return the number of entries that all members have."""
     return min(each.num for each in announced)
 
 
 def is_cut_short(announced: Sequence[Announcement]) -> bool:
-    """Whether a member has ended its step, and another one has begun more reductions."""
+    """Return whether one member has ended its step and another has begun more reductions."""
     num = shortest(announced)
     return any(each.is_last and each.num == num for each in announced) and any(each.num > num for each in announced)

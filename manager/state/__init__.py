@@ -1,5 +1,4 @@
-"""What belongs to one replica's state, and who may touch it: registry, lock, optimizer guard.
+"""The state of one replica and its lock: registry, optimizer guard, step ledger.
 
-Every other room of the manager comes in. Nothing here asks a peer, takes a snapshot or
-knows a quorum.
+All other packages of the manager import this one. It has no snapshots, peers or quorums.
 """

@@ -1,4 +1,4 @@
-"""Whether a peer's state fits this replica, asked before the first byte of it lands in the replica's own tensors."""
+"""Checks that a peer's state fits this replica, before its first byte overwrites the replica's tensors."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def check_fit(
     keys_note: str = "",
     only_shared: bool = False,
 ) -> None:
-    """Refuse a state that what is registered here could not hold exactly.
+    """Refuse a state that the registered objects could not load exactly.
 
-    Other keys would fail in the middle of loading, other dtypes would be rounded without a word, and an optimizer or a
-    scheduler of another class would take what it has no use for and miss what it needs. Only modules, optimizers and
-    schedulers are compared in detail: functions of the user's own may take other states on purpose. The order of an
-    optimizer's parameters is equal already (``manager.state.parameter_order``).
+    Otherwise unknown keys would fail in the middle of loading, other dtypes would be rounded silently, and an optimizer
+    or scheduler of another class would lack values that it needs. Only modules, optimizers and schedulers are compared
+    in detail: a user's own functions may load other states on purpose. The order of an optimizer's parameters already
+    matches (``manager.state.parameter_order``).
 
     Args:
-        incoming: What a peer is about to send.
-        registry: What is registered here.
-        own_state: What ``ReplicaState.content`` returned.
-        note: Added to what is said of tensors that differ: where they come from, or what would help.
-        keys_note: Added to what is said of keys that differ.
-        only_shared: Whether only the keys that both have are compared, where there are any.
+        incoming: Describes the state that a peer is about to send.
+        registry: The objects registered here.
+        own_state: The result of ``ReplicaState.content``.
+        note: Added to messages about tensors that differ: their origin, or advice.
+        keys_note: Added to messages about keys that differ.
+        only_shared: Whether to compare only keys that both sides have, if any.
 
     Raises:
-        RegistryError: It does not fit; nothing has been received.
+        RegistryError: The state does not fit; nothing has been received.
     """
     for part in (USER_KEY, MANAGER_KEY):
         if incoming.keys(part) is None:
@@ -70,10 +70,10 @@ def check_fit(
             _check_names(incoming, entry, is_free, own)
         if isinstance(holder, LRScheduler) and isinstance(own, Mapping):
             _check_parts(entry, own, incoming.keys(USER_KEY, entry.key))
-        # A class with a loading of its own may take what torch's does not.
+        # A class with its own load function may accept states that torch's refuses.
         if isinstance(holder, Optimizer) and type(holder).load_state_dict is Optimizer.load_state_dict:
             _check_groups(incoming, entry, own)
-        # Each state of an optimizer is replaced whole: a history may be longer here, and the dtype is the sender's.
+        # A load replaces each state of an optimizer as a whole: its length may differ, and the sender's dtype applies.
         if isinstance(holder, Optimizer):
             is_free = _everything
         if isinstance(holder, (torch.nn.Module, Optimizer)):
@@ -81,12 +81,12 @@ def check_fit(
 
 
 class ModuleGlance:
-    """Sees at little cost that modules have got or lost tensors, or that buffers have other shapes.
+    """Detects cheaply that modules have gained or lost tensors, or that shapes of buffers have changed.
 
-    Of a parameter's shape an optimizer knows; a module in the place of another one is not seen.
+    Does not detect new shapes of parameters, which optimizers reveal, nor a module that replaces another.
 
     Args:
-        holders: Registered objects; those that are no modules are left out.
+        holders: Registered objects; only modules count.
     """
 
     def __init__(self, holders: Iterable[object]) -> None:
@@ -96,22 +96,22 @@ class ModuleGlance:
         self._seen = self._present()
 
     def shows_change(self) -> bool:
-        """Whether something has changed since this object was made."""
+        """Return whether a module has changed since the construction of this object."""
         return self._present() != self._seen
 
     def _present(self) -> tuple[list[int], list[torch.Size]]:
         try:
             shapes = [buffer.shape for buffers in self._buffers for buffer in buffers.values() if buffer is not None]
-        except RuntimeError:  # a lazy module's, before the first step
+        except RuntimeError:  # buffers of a lazy module before the first step
             shapes = []
         return list(map(len, self._contents)), shapes
 
 
 def tables_of(registry: StateRegistry) -> dict[str, dict[str, str]]:
-    """Return what each registered part looks like, for the others to compare before they heal anybody.
+    """Describe each registered part, for other replicas to compare before a heal.
 
-    What `check_fit` refuses in any case, and no more: tensors of modules, and parameter groups of optimizers, that load
-    as torch's do. Tensors are given by dtype, shape and, of a DTensor, the shape of this rank's part.
+    Covers exactly the parts that `check_fit` always compares: tensors of modules, and parameter groups of optimizers,
+    that load as torch's do. The text of a tensor has dtype, shape and, for a DTensor, the shape of this rank's part.
     """
     return {entry.key: _table(entry) for entry in registry.entries("replicated")}
 
@@ -121,7 +121,7 @@ def _table(entry: StateEntry) -> dict[str, str]:
     try:
         if isinstance(holder, torch.nn.Module):
             is_free, state = names_loaded_freely(holder), cast("Any", entry.state_dict())
-            # A module that has no shapes yet takes those of a peer.
+            # A module without shapes yet accepts those of a peer.
             if any(map(is_lazy, state.values())):
                 return {}
             tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -131,7 +131,7 @@ def _table(entry: StateEntry) -> dict[str, str]:
                 f"param_groups.{index}": f"{len(group['params'])} parameters"
                 for index, group in enumerate(holder.param_groups)
             }
-    # Uninitialised parameters, functions that fail: found when the state is taken.
+    # Uninitialised parameters or functions that fail: a snapshot reports them.
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         logger.debug("%r is not compared with the other replicas': %s", entry.key, error)
     return {}
@@ -144,10 +144,10 @@ def _looks(tensor: torch.Tensor) -> str:
 
 
 def names_loaded_freely(module: torch.nn.Module) -> Callable[[str], bool]:
-    """Return whether a name of the module's state belongs to a submodule with a loading of its own.
+    """Return a function that says whether a name of the module's state belongs to a submodule with its own loading.
 
-    Such a submodule may take other shapes, dtypes and names than it has: observers of quantization, banks that grow,
-    extra states. Torch's own loading rounds to the module's dtype and refuses other shapes.
+    Such a submodule may accept other shapes, dtypes and names than its own: observers of quantization, banks that grow,
+    extra states. Torch's loading rounds to the module's dtype and refuses other shapes.
     """
     if not _is_of_torch(type(module).load_state_dict):
         return _everything
@@ -164,7 +164,7 @@ def names_loaded_freely(module: torch.nn.Module) -> Callable[[str], bool]:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Whether torch's modules load with it: they take no other shapes, but for lazy ones."""
+    """Return whether a load function is torch's own, which refuses other shapes (except for lazy modules)."""
     function = getattr(function, "hook", function)
     origin = getattr(getattr(function, "func", function), "__module__", None) or ""
     return origin.startswith(("torch.nn.", "torch.distributed.")) and origin != torch.nn.modules.lazy.__name__

@@ -1,9 +1,9 @@
-"""Optimizers load their state bit for bit, where torch's own loader rounds it.
+"""Loads optimizer states bit for bit, where torch's own loader changes them.
 
-``Optimizer.load_state_dict`` casts every tensor of a state to the dtype of its floating-point parameter, makes plain
-dicts of all mappings, drops the bound of a deque and turns a str into the text of a generator. It fails at named
-tuples, numpy arrays and other iterables that no generator makes. An optimizer over bfloat16 parameters that keeps
-states in float32 or int8 could otherwise never take its own state back.
+``Optimizer.load_state_dict`` casts every tensor of a state to the dtype of its floating-point parameter, turns all
+mappings into plain dicts, drops the bound of a deque and replaces a str by the text of a generator. It fails at named
+tuples, numpy arrays and other iterables that a generator cannot construct. An optimizer with bfloat16 parameters and
+states in float32 or int8 could never load its own state.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import torch
 from torch.optim import Optimizer
 
 _MAX_DEPTH: Final = 4
-"""How many objects and containers around an optimizer are searched."""
+"""The search for optimizers descends through at most this many nested objects and containers."""
 _MAX_PARTS: Final = 1000
 
 
 @contextmanager
 def exact_loading(load_state_dict: Callable[[Any], object], optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Return a section in which torch's loader leaves in the optimizers exactly the state that it received.
+    """Return a context in which torch's loader leaves optimizers with exactly the received state.
 
-    Classes with a loader of their own that does not call torch's load in their own way. A user's hooks run before and
-    after this as they do without it.
+    Classes whose own loader does not call torch's are unaffected. A user's load hooks run as usual.
 
     Args:
-        load_state_dict: The function that is about to load. The optimizers are found that it belongs to or refers to.
-        optimizers: Other optimizers that it may load.
+        load_state_dict: The function that is about to load. The context covers the optimizers that it belongs to or
+            refers to.
+        optimizers: Other optimizers that the function may load.
     """
     load = _ExactLoad()
     try:
@@ -47,15 +47,15 @@ def exact_loading(load_state_dict: Callable[[Any], object], optimizers: Iterable
                     hooks.callback(optimizer.register_load_state_dict_post_hook(load.after, prepend=True).remove)
             yield
     finally:
-        # Where a signal handler raised, a hook may stay on an optimizer.
+        # After an exception of a signal handler, a hook may remain on an optimizer.
         load.is_over = True
 
 
 class _ExactLoad:
-    """Notes what torch's loader is about to take, and puts back whatever the loader has changed or could not make.
+    """Remembers the state that torch's loader receives, and restores the parts that the loader changed or cannot make.
 
     Attributes:
-        is_over: Its hooks do nothing from then on.
+        is_over: Disables the hooks.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class _ExactLoad:
         if self.is_over:
             return state_dict
         self._given[optimizer] = state_dict
-        # What belongs to no parameter, the loader takes as it is.
+        # The loader does not change states that belong to no parameter.
         indices = set(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         states = state_dict["state"].items()
         return {**state_dict, "state": {key: _loadable(each) if key in indices else each for key, each in states}}
@@ -83,11 +83,11 @@ class _ExactLoad:
 
 
 class _Sealed:
-    """Stands for a value that torch's loader would fail to make again."""
+    """Replaces a value that torch's loader cannot construct."""
 
 
 def _loadable(value: Any) -> Any:
-    """Return what torch's loader takes in place of ``value``; it still moves tensors to the parameter's device."""
+    """Return a stand-in for ``value`` that torch's loader accepts; its tensors still move to the parameter's device."""
     if isinstance(value, dict):
         return {key: _loadable(each) for key, each in value.items()}
     if type(value) in (list, tuple) or _is_named_tuple(value):
@@ -103,7 +103,7 @@ def _is_named_tuple(value: object) -> bool:
 
 
 def _as_given(given: Any, loaded: Any) -> Any:
-    """Return ``given`` where torch's loader has changed it, and ``loaded`` where the optimizer has made its own."""
+    """Return ``given`` if torch's loader has changed it, and ``loaded`` if the optimizer has made its own value."""
     match given:
         case _ if isinstance(loaded, _Sealed):
             return given
@@ -114,7 +114,7 @@ def _as_given(given: Any, loaded: Any) -> Any:
             is_cast = given.dtype != loaded.dtype and given.shape == loaded.shape
             return given.to(loaded.device) if is_cast else loaded
         case dict() if isinstance(loaded, dict):
-            # The copy has the class, and the default factory.
+            # The copy keeps the class and the default factory.
             items = {key: _as_given(given[key], value) if key in given else value for key, value in loaded.items()}
             same_kind = copy(given)
             same_kind.clear()
@@ -134,7 +134,7 @@ def trained_by(function: Callable[[Any], object]) -> Iterator[Optimizer | torch.
     try:
         named = inspect.getclosurevars(function)
         referred = [*named.nonlocals.values(), *named.globals.values()]
-    # No Python function, or a variable of it has no value yet.
+    # Not a Python function, or one of its variables has no value yet.
     except (TypeError, ValueError):
         referred = []
     budget = [_MAX_PARTS]
@@ -143,7 +143,7 @@ def trained_by(function: Callable[[Any], object]) -> Iterator[Optimizer | torch.
 
 
 def _trained_in(holder: object, depth: int, budget: list[int]) -> Iterator[Optimizer | torch.nn.Module]:
-    """Yield what is trained in an object; ``budget`` holds how many further parts are looked at in all."""
+    """Yield the optimizers and modules in an object; ``budget`` holds the number of parts left to search."""
     if isinstance(holder, (Optimizer, torch.nn.Module)):
         yield holder
     match holder:
@@ -157,7 +157,7 @@ def _trained_in(holder: object, depth: int, budget: list[int]) -> Iterator[Optim
             parts = list(getattr(holder, "__dict__", {}).values())
         case _:
             return
-    # A loader's list of samples has no optimizer.
+    # A data loader's list of samples contains no optimizer.
     if not depth or len(parts) > budget[0]:
         return
     budget[0] -= len(parts)

@@ -1,4 +1,4 @@
-"""Which LocalSGDs and DiLoCos of torchft are guarded, and a warning for those that are not."""
+"""Marks guarded LocalSGD and DiLoCo objects of torchft, and warns of unguarded ones."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ logger = logging.getLogger(__name__)
 
 _LOCAL_UPDATES: Final = "torchft.local_sgd"
 GUARD_MARK: Final = "_ft_transport_guard"
-"""What a guard leaves on the object that it guards."""
+"""Attribute that marks a guarded object."""
 
 _SELDOM_MARK: Final = "_ft_transport_steps_seldom"
 
 
 def mark_seldom(optimizers: Iterable[Optimizer]) -> None:
-    """Note that these step at rare synchronisations alone, so that what they change lasts from one to the next."""
+    """Mark optimizers that step only at rare synchronisations: their tensors stay unchanged in between."""
     for optimizer in optimizers:
         setattr(optimizer, _SELDOM_MARK, True)
 
 
 def often_stepping(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Those that step at every step."""
+    """Return the optimizers that step in every training step."""
     return [optimizer for optimizer in optimizers if not hasattr(optimizer, _SELDOM_MARK)]
 
 
 def local_updates_of(optimizer: Optimizer) -> Iterator[Any]:
-    """The LocalSGDs and DiLoCos of torchft that count the optimizer's steps: any number of them for one commit."""
+    """Yield torchft's LocalSGD and DiLoCo objects that count the optimizer's steps, which need not follow commits."""
     # A wrapper may be an optimizer by its class alone.
     for hook in getattr(optimizer, "_optimizer_step_post_hooks", {}).values():
         owner = getattr(hook, "__self__", None)
@@ -38,7 +38,7 @@ def local_updates_of(optimizer: Optimizer) -> Iterator[Any]:
 
 
 def warn_of_unguarded(optimizers: Iterable[Optimizer]) -> None:
-    """Warn, once for each, of LocalSGDs and DiLoCos of torchft that step an attached optimizer without their guard."""
+    """Warn once of each LocalSGD or DiLoCo of torchft that steps an attached optimizer without a guard."""
     for optimizer in optimizers:
         for owner in local_updates_of(optimizer):
             if hasattr(owner, GUARD_MARK):

@@ -1,4 +1,4 @@
-"""The hyperparameters of a replica's optimizers as plain values, and which of them the first loaded state replaces."""
+"""The hyperparameters of a replica's optimizers as plain values, and a warning if a loaded state replaces them."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from manager.state.registry import StateRegistry
 logger = logging.getLogger(__name__)
 
 WITHOUT_EFFECT: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Which kernels run is for each replica to choose; names are compared with the structure of the state."""
+"""Not compared: each replica chooses its kernels, and the structure of the state covers names."""
 _SCHEDULED: Final = frozenset({"lr", "momentum", "betas"})
-"""What torch's schedulers change in a group; they leave ``initial_lr`` there, which stays as it was configured."""
+"""Values that torch's schedulers change in a group; ``initial_lr``, which schedulers add, keeps the configured one."""
 _MAX_SHOWN: Final = 5
 _MAX_VALUE: Final = 60
 
 
 class ConfiguredHyperparameters:
-    """Warns where the first state that a process loads has other hyperparameters than the process was started with.
+    """Warns if the first state that a process loads has other hyperparameters than the process's configuration.
 
-    A replica that is started again with another learning rate trains on with the old one, as the others do. Later loads
-    are not compared: the loop itself has changed the values by then.
+    A replica restarted with another learning rate continues with the old one, as the other replicas do. Later loads are
+    not compared: by then the loop itself has changed the values.
     """
 
     def __init__(self) -> None:
         self._own: dict[str, str] | None = None
 
     def note(self, registry: StateRegistry, attached: Sequence[Optimizer], *, has_trained: bool) -> None:
-        """Note the values, before the first state is received, perhaps in place; does nothing from the second call on.
+        """Remember the present values before the first load; later calls do nothing.
 
         Args:
-            registry: Has the registered optimizers.
-            attached: The attached ones.
-            has_trained: Whether a step was committed: what the optimizers have is no configuration any more.
+            registry: The registered optimizers.
+            attached: The attached optimizers.
+            has_trained: Whether a step was committed, so that the values may no longer be the configured ones.
         """
         if self._own is None:
             self._own = {} if has_trained else dict(_values(named_optimizers(registry, attached)))
 
     def warn_of_replaced(self, registry: StateRegistry, attached: Sequence[Optimizer], step: int) -> None:
-        """Name the values that the state of ``step`` has replaced, once."""
+        """Log the values that the state of ``step`` has replaced; only after the first load."""
         own, self._own = self._own, {}
         if not own:
             return
@@ -66,24 +66,24 @@ class ConfiguredHyperparameters:
 
 
 def plain(value: object) -> object:
-    """Return what an encoder that knows plain values alone can compare; ``None`` for anything else."""
-    # The value of a tensor on a device would keep the training thread waiting for the device.
+    """Return a one-element CPU tensor's value, for encoders of plain values; ``None`` for other objects."""
+    # Reading a device tensor would make the training thread wait for the device.
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
         return value.item()
     return None
 
 
 def leaves(group: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each hyperparameter of one parameter group that can be shown."""
+    """Yield name and text of each printable hyperparameter of a parameter group."""
     for name, value in group.items():
         told = plain(value) if isinstance(value, torch.Tensor) else value
-        # Objects of other classes may print as they lie in memory.
+        # The text of other objects may contain their address.
         if name not in WITHOUT_EFFECT and isinstance(told, (bool, int, float, str, tuple, list, type(None))):
             yield name, repr(told)
 
 
 def named_optimizers(registry: StateRegistry, attached: Sequence[Optimizer]) -> list[tuple[str, Optimizer]]:
-    """Name the optimizers that are registered as replicated state, and those that are attached alone."""
+    """Return the optimizers registered as replicated state, then those only attached, with names."""
     holders = {id(entry.holder): entry for entry in registry.entries()}
     named = [
         (entry.key, entry.holder)

@@ -1,9 +1,10 @@
-"""Whether batches are drawn after the step boundary, and from where the last load put their loader.
+"""Checks that a loop draws its batches after the step boundary, and from the loader's loaded position.
 
-A loader's state counts the batches that it has yielded. At the boundary this number fits the committed step, unless the
-loop draws a batch first, as `for batch in loader` does with the boundary in its body: the state is then one batch ahead
-of the model, in every checkpoint and for every replica that heals. And a load reaches iterators that are made after it;
-an iterator that the loop holds goes on from where it was. Neither shows in the training, so both are refused here.
+A loader's state counts the batches that it has yielded. At the boundary this number matches the committed step, unless
+the loop draws a batch first, as `for batch in loader` does with the boundary in its body: then the state is one batch
+ahead of the model in every checkpoint and in every replica that heals. Also, a load affects only iterators made after
+it; an iterator that the loop already holds continues from its old position. Both faults are silent, so `LoaderOrder`
+refuses them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _ADVICE: Final = (
 
 
 class Batches(Iterator[T]):
-    """The batches of a registered loader, one epoch after the other, from where the last load put it.
+    """The batches of a registered loader, epoch after epoch, from the position of the last load.
 
     Args:
         loader: The loader.
@@ -50,7 +51,7 @@ class Batches(Iterator[T]):
 
     def __next__(self) -> T:
         """Return the next batch; raises ``StopIteration`` only if a whole epoch has none."""
-        # A loader that was loaded at the end of an epoch yields nothing first.
+        # A loader whose loaded state is the end of an epoch yields nothing at first.
         for _ in range(2):
             if self._iterator is None:
                 self._iterator = iter(self._loader)
@@ -61,16 +62,16 @@ class Batches(Iterator[T]):
         raise StopIteration
 
     def is_displaced(self) -> bool:
-        """Whether the loader has made another iterator since: its state is that of the newest one."""
+        """Return whether the loader has made a newer iterator, whose position its state then shows."""
         newest = _newest_iterator(self._loader)
         return self._iterator is not None and newest is not None and newest is not self._iterator
 
     def draws_from(self, iterator: object) -> bool:
-        """Whether the next batch comes from this iterator."""
+        """Return whether the next batch comes from this iterator."""
         return self._iterator is iterator
 
     def rewind(self) -> Iterator[T] | None:
-        """Make a new iterator before the next batch; returns the present one."""
+        """Make a new iterator before the next batch; return the present one."""
         iterator, self._iterator = self._iterator, None
         return iterator
 
@@ -80,13 +81,13 @@ class _Watched(Generic[T]):
     """One registered loader.
 
     Attributes:
-        key: Of the registered state.
+        key: The key of the registered state.
         loader: The loader.
         is_replicated: Whether a healing replica receives its state.
-        references: To what `LoaderOrder.batches` returned. Walking a ``WeakSet`` takes 5 µs of each boundary.
-        position: Where it stood when it was registered or loaded; ``None`` after the boundary that follows.
-        earlier: The iterator from before the last load, as long as the loop holds it.
-        rewound: Iterators of the batches from before a load that is under way.
+        references: Refer to results of `LoaderOrder.batches`. A ``WeakSet`` would add 5 µs to each boundary.
+        position: The loader's position at registration or load; ``None`` after the next boundary.
+        earlier: The iterator that the loop held before the last load.
+        rewound: Iterators that a load in progress has replaced.
     """
 
     key: str
@@ -113,7 +114,7 @@ class LoaderOrder:
         self._watched: dict[str, _Watched[Any]] = {}
 
     def registered(self, key: str, obj: object, *, is_replicated: bool) -> None:
-        """Watch an object that has been registered, if it can be iterated over as a loader is."""
+        """Watch a registered object if it is iterable like a loader."""
         if isinstance(obj, Iterable) and not isinstance(obj, _NO_LOADERS):
             self._watched[key] = _Watched(key=key, loader=obj, is_replicated=is_replicated, position=_position(obj))
 
@@ -130,7 +131,7 @@ class LoaderOrder:
         )
 
     def before_load(self, key: str) -> None:
-        """Note which iterator the loop may hold."""
+        """Remember the iterator that the loop may hold."""
         watched = self._watched.get(key)
         if watched is None:
             return
@@ -140,27 +141,27 @@ class LoaderOrder:
         is_own = any(each is iterator for each in watched.rewound)
         watched.earlier = weakref.ref(iterator) if iterator is not None and not is_own else None
         if _is_of_nodes(loader):
-            # Otherwise the loader ignores the state if it has made an iterator to tell its own, and tells the old one.
+            # Otherwise a loader that made an iterator for its own state dict ignores the loaded state.
             loader._it, loader._iter_for_state_dict = None, False  # type: ignore[attr-defined]
 
     def after_load(self, key: str) -> None:
-        """Note where the loader stands, and end the workers of the iterators that it has given up."""
+        """Remember the loader's position, and end the workers of replaced iterators."""
         watched = self._watched.get(key)
         if watched is None:
             return
         loader = watched.loader
         while watched.rewound:
-            # An exception that is being handled may hold the iterator, and with it the worker processes.
+            # An exception in progress may refer to the iterator, which would keep the worker processes alive.
             _end_workers(loader, watched.rewound.pop())
         if isinstance(loader, DataLoader) or _is_of_nodes(loader):
-            # The loader makes its next iterator here, from which the loop draws later.
+            # The loader makes its next iterator here; the loop draws from it later.
             loader.state_dict()  # type: ignore[attr-defined]
         watched.position = _position(loader)
 
     def end_workers(self) -> None:
-        """End worker processes that no loop of the user's draws from; the loaders of torchdata stay where they are.
+        """End worker processes without a reading loop; loaders of torchdata keep their positions.
 
-        Otherwise they live until the collector finds the manager, which then waits 5 s for each in vain.
+        Otherwise the workers live until the garbage collector finds the manager, and then delay it by 5 s each.
         """
         for watched in self._watched.values():
             loader, iterator = watched.loader, _newest_iterator(watched.loader)
@@ -175,13 +176,13 @@ class LoaderOrder:
                 _end_workers(loader, iterator)
 
     def check(self, *, is_saved: bool) -> None:
-        """Refuse a loop whose loaders are ahead of the boundary that begins, or behind what was loaded.
+        """Refuse a loop whose loaders are ahead of the present boundary, or behind their loaded state.
 
         Args:
-            is_saved: Whether local state is saved in checkpoints.
+            is_saved: Whether checkpoints contain local state.
 
         Raises:
-            LoaderOrderError: A loader is.
+            LoaderOrderError: A loader is ahead or behind.
         """
         for watched in self._watched.values():
             if not (watched.is_replicated or is_saved):
@@ -196,7 +197,7 @@ class LoaderOrder:
         if earlier is not None and earlier() is not None:
             gc.collect()
         is_earlier = earlier is not None and earlier() is not None
-        # Without a heal so far, too: a newcomer would be the first to fail.
+        # Even before the first heal: otherwise a newcomer would be the first to fail.
         is_bare = self.may_heal and watched.is_replicated and not batches and _is_handed_out(watched.loader)
         if is_earlier or is_bare:
             raise LoaderOrderError(
@@ -226,14 +227,14 @@ class LoaderOrder:
         )
         if isinstance(watched.loader, DataLoader) or _is_of_nodes(watched.loader):
             raise LoaderOrderError(message, key=watched.key)
-        # It may be iterable without being a loader.
+        # The object may be iterable without being a loader.
         logger.warning("%s", message)
 
 
 def _position(loader: object) -> Set[object]:
-    """What drawing a batch adds to or replaces; empty if it cannot be found out.
+    """Return a set that grows or changes with each drawn batch; an empty set if draws leave no trace.
 
-    Drawing is what counts, not a changed state: a registered replay buffer is filled before the first boundary.
+    The state itself would not do: a loop may fill a registered replay buffer before the first boundary.
     """
     if isinstance(loader, DataLoader) or _is_of_nodes(loader):
         return {int(getattr(_iterator_of(loader), "_num_yielded", 0))}
@@ -248,12 +249,12 @@ def _position(loader: object) -> Set[object]:
 
 
 def _loops_over(loader: object) -> Set[object]:
-    """The loops that have drawn from an object whose ``__iter__`` is a generator, and are not at its end."""
+    """Return the suspended generators of an object whose ``__iter__`` is a generator function."""
     code = getattr(type(loader).__iter__, "__code__", None)  # type: ignore[attr-defined]
     if code is None or not code.co_flags & inspect.CO_GENERATOR:
         return set()
     holders = gc.get_referrers(loader)
-    # In Python 3.10 the frame refers to the loader, and the generator to its frame.
+    # In Python 3.10 the frame refers to the loader, and the generator refers to the frame.
     frames = [each for each in holders if isinstance(each, FrameType) and each.f_code is code]
     return {
         weakref.ref(each)
@@ -265,31 +266,31 @@ def _loops_over(loader: object) -> Set[object]:
 
 
 def _end_workers(loader: object, iterator: object) -> None:
-    """End the worker processes of an iterator, if there are any and the loader has given the iterator up."""
+    """End the worker processes of an iterator that its loader has replaced."""
     if iterator is not _newest_iterator(loader) and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
 
 
 def _is_of_nodes(loader: object) -> bool:
-    """Whether the object is a ``torchdata.nodes.Loader``."""
+    """Return whether the object is a ``torchdata.nodes.Loader``."""
     nodes = sys.modules.get("torchdata.nodes")
     return nodes is not None and isinstance(loader, nodes.Loader)
 
 
 def _newest_iterator(loader: object) -> object:
-    """The iterator that a loader of torch or torchdata made last, if the loader knows it."""
+    """Return the newest iterator of a loader of torch or torchdata; ``None`` if the loader does not expose it."""
     if isinstance(loader, DataLoader):
         return loader._iterator
     return loader._it if _is_of_nodes(loader) else None  # type: ignore[attr-defined]
 
 
 def _iterator_of(loader: object) -> object:
-    """The same, unless the iterator has ended."""
+    """Return the newest iterator unless it has ended."""
     iterator = _newest_iterator(loader)
     return None if getattr(iterator, "_finished", False) else iterator
 
 
 def _is_handed_out(loader: object) -> bool:
-    """Whether a loop may hold the iterator; the loader also makes one to tell its own state."""
+    """Return whether a loop may hold the newest iterator; a loader also makes one for its own state dict."""
     own = "_iter_for_state_dict" if _is_of_nodes(loader) else "_initial_iter_for_state_dict"
     return _iterator_of(loader) is not None and not getattr(loader, own, False)

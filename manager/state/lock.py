@@ -1,19 +1,20 @@
 """The lock between the trainer, which changes the state, and the threads that copy it.
 
-A reader/writer lock of the library readerwriterlock keeps them apart. Added here are deadlines whose errors name the
+A reader/writer lock of the library readerwriterlock separates them. This module adds deadlines whose errors name the
 holders, nesting, ownership, release from any thread, preference for writers, and safety from signal handlers.
 
-A Python handler that raises can stop the main thread between any two calls, also inside the library, and would leave
-inner locks of the library taken for good. Four rules keep the lock whole:
+A Python signal handler that raises can stop the main thread between any two calls, also inside the library, and would
+leave the library's inner locks taken for ever. Four rules prevent that:
 
-1. The record says who holds what, and is always right. It changes under the mutex only, by single operations of a dict,
-   which a handler cannot split. The mutex is C, so no handler runs between taking it and entering the block.
-2. The library's lock decides who may enter. It is asked under the mutex alone, and answers without waiting. While it
-   and the record change, ``_agrees`` is false. After a handler that raises it stays false, and the next thread under
-   the mutex makes a new library lock that holds what the record says. A handler may interrupt that, too.
-3. The record refers to a section weakly. A handler may raise in the first instruction of a release, before any ``try``.
-   The section's object is dropped then, and the next call, or the next slice of a wait, closes the section.
-4. A thread waits outside of the mutex and looks again in every slice: a wake-up that a handler prevents is no loss.
+1. The record lists every open section and is always right. It changes only under the mutex, by single dict operations,
+   which a handler cannot split. The mutex is C code, so no handler runs between taking it and entering the block.
+2. The library's lock decides which section may open. Threads ask it only under the mutex, and it answers without
+   waiting. ``_agrees`` is false while the library's lock and the record change. After a handler that raises it stays
+   false, and the next thread under the mutex makes a new library lock from the record. A handler may interrupt that,
+   too.
+3. The record refers to a section weakly. A handler may raise in the first instruction of a release, before any ``try``;
+   then nothing refers to the section any more, and the next call, or the next slice of a wait, closes it.
+4. A thread waits outside the mutex in short slices, so a wake-up that a handler prevents costs one slice.
 
 A handler must not itself wait for the lock that it interrupts.
 """
@@ -37,13 +38,13 @@ from manager.state.lock_costs import LockCosts
 
 _logger = logging.getLogger(__name__)
 
-# Long enough that waiting costs nothing, short enough that a missed wake-up goes unnoticed.
+# Long enough for idle waits, short enough that nobody notices a missed wake-up.
 _SLICE_S: Final = 0.05
 
 
 @dataclass(slots=True, eq=False)
 class _Hold:
-    """One acquisition of the library's lock, which the sections that a thread nests have in common."""
+    """One acquisition of the library's lock, shared by the nested sections of a thread."""
 
     kind: Kind
     handle: Lockable
@@ -52,7 +53,7 @@ class _Hold:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """What the record knows of a section that is open, or that a thread waits for."""
+    """The record's entry of a section that is open, or that a thread waits to open."""
 
     section: weakref.ref[Section]
     kind: Kind
@@ -60,16 +61,16 @@ class _Entry:
     is_detached: bool
     stepping: object = None
     asked_s: float = 0.0
-    # An identifier would not do: the system gives those of ended threads to new ones.
+    # Not an identifier: the system reuses identifiers of threads that ended.
     thread: threading.Thread = field(default_factory=threading.current_thread)  # noqa: TID251 # any thread, started long ago
-    hold: _Hold | None = None  # none while the thread waits
+    hold: _Hold | None = None  # None while the thread waits
     opened_s: float = 0.0
-    # Locked while the waiting thread has seen the latest change.
+    # Locked once the waiting thread has seen the latest change.
     change: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Section:
-    """A section of a `StateLock`. Keep it while it is open: the lock closes a section whose object is dropped."""
+    """A section of a `StateLock`. Keep a reference while it is open: the lock closes a section without references."""
 
     __slots__ = ("__weakref__", "_entry", "_lock", "_timeout")
 
@@ -83,25 +84,25 @@ class Section:
         *,
         stepping: object = None,
     ) -> None:
-        """For `StateLock` alone."""
+        """Private to `StateLock`."""
         self._lock = lock
         self._timeout = timeout
         self._entry = _Entry(weakref.ref(self), kind, what, detached, stepping)
 
     @property
     def is_open(self) -> bool:
-        """Whether it still has to be released."""
+        """Whether the section is open."""
         return self._entry in self._lock._record
 
     def release(self) -> None:
-        """Release it, once, from any thread; raises `LockNotHeldError` if it has been released already."""
+        """Release the section from any thread; raises `LockNotHeldError` the second time."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Section:
         return self._lock._open(self)
 
     def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
-        # Next to the exception of the body, another one would only hide it.
+        # A second exception would only hide the one of the body.
         if not self._lock._close(self._entry) and exc is None:
             raise LockNotHeldError(kind=self._entry.kind, what=self._entry.what)
 
@@ -109,39 +110,38 @@ class Section:
 class StateLock:
     """A reader/writer lock, preferring writers, around the state of one replica.
 
-    Every wait has a deadline. A thread nests freely in what it holds, except that it cannot write in its own read
-    section. All methods may be called from any thread. It can be neither copied nor pickled. A forked child keeps the
-    sections of the thread that forked; those of threads that the child does not have are closed in it.
+    Every wait has a deadline. A thread may open sections inside its own, except a write section inside its read
+    section. Any thread may call any method. The lock can be neither copied nor pickled. A forked child keeps the
+    sections of the thread that forked; the sections of other threads are closed in it.
 
-    Methods that open a section take ``what`` it is for, which appears in the errors of threads that wait for it, and
-    the longest wait, the lock's own ``timeout`` by default. They raise `LockTimeoutError` if other threads hold the
-    lock until the deadline, `LockOrderError` if the calling thread holds what the section would wait for, and
-    ``ValueError`` if the timeout is negative. Nothing has changed then.
+    Methods that open a section take its purpose (``what``), which the errors of waiting threads name, and the longest
+    wait, by default the lock's ``timeout``. They raise `LockTimeoutError` if other threads hold the lock until the
+    deadline, `LockOrderError` if the section would wait for the calling thread itself, and ``ValueError`` if the
+    timeout is negative. After an error nothing has changed.
 
     Attributes:
-        costs: How long threads have waited for it and held it.
+        costs: How long threads waited for the lock and held it.
     """
 
     def __init__(self, *, timeout: timedelta, before_change: Callable[[bool], None] | None = None) -> None:
         """Make a lock that no thread holds.
 
         Args:
-            timeout: Deadline of every wait that names none of its own.
-            before_change: Called on the writing thread whenever a write section has been opened, a nested one
-                included, before the writer goes on; with whether an optimizer's step is all that it is for. If it
-                raises, the section is closed again.
+            timeout: Default deadline of waits.
+            before_change: Called on the writing thread after each write section opens, nested ones included, and before
+                the writer goes on. Its argument says whether the section serves an optimizer's step alone. If it
+                raises, the section closes again.
         """
         self._timeout_s = _seconds(timeout)
         self._before_change = before_change
         self.costs = LockCosts()
-        # Reentrant: the collector may run a finalizer, which releases a section, in the midst of a release.
+        # Reentrant: the garbage collector may run a finalizer that releases a section during another release.
         self._mutex = threading.RLock()
         self._record: dict[_Entry, None] = {}
-        # It is only tried, never waited in. `_try_open` prefers writers by the record; RWLockFair itself prefers
-        # neither.
+        # Only tried, never waited for. `_try_open` prefers writers by the record; RWLockFair itself prefers neither.
         self._library = RWLockFair()
         self._agrees = True
-        # What `disallow` opened last; it is in force while the section is open.
+        # The section that the last `disallow` opened; the ban lasts while it is open.
         self._disallowed: Section | None = None
         _locks.add(self)
 
@@ -160,11 +160,15 @@ class StateLock:
         is_optimizer_step: bool = False,
         stepping: object = None,
     ) -> Section:
-        """Open a write section, which no other thread's section overlaps; ``before_change`` hears what it is for.
+        """Open a write section, which no other thread's section overlaps.
 
-        ``stepping`` says whose step it is (`stepping`).
+        Args:
+            what: Its purpose.
+            timeout: The longest wait.
+            is_optimizer_step: Whether the section serves an optimizer's step alone; passed to ``before_change``.
+            stepping: The optimizer that steps; see `stepping`.
         """
-        # In no variable: if a handler raises here, the section is dropped at once.
+        # Not in a variable: if a handler raises here, the section loses its last reference.
         return self._open(
             Section(self, "write", what, timeout, False, stepping=stepping), is_optimizer_step=is_optimizer_step
         )
@@ -172,31 +176,31 @@ class StateLock:
     def acquire_read(self, what: str, timeout: timedelta | None = None, *, detached: bool = False) -> Section:
         """Open a read section, which overlaps no other thread's write section.
 
-        A ``detached`` section belongs to no thread: another one will release it, and the calling thread waits for it
-        like any other when it wants to write. It cannot be opened in the thread's own write section.
+        A ``detached`` section belongs to no thread: another thread releases it, and the calling thread must wait for it
+        before it writes. It cannot open inside the thread's own write section.
         """
         return self._open(Section(self, "read", what, timeout, detached))
 
     def write(self, what: str, timeout: timedelta | None = None) -> Section:
-        """Return a section that ``with`` opens as `acquire_write` does, once, and releases."""
+        """Return a section for one ``with`` block, which opens it as `acquire_write` does."""
         return Section(self, "write", what, timeout, False)
 
     def read(self, what: str, timeout: timedelta | None = None) -> Section:
-        """Return a section that ``with`` opens as `acquire_read` does, once, and releases."""
+        """Return a section for one ``with`` block, which opens it as `acquire_read` does."""
         return Section(self, "read", what, timeout, False)
 
     def disallow(self) -> None:
-        """Keep readers out until `allow`, as a write section of the calling thread; as torchft's Manager does.
+        """Bar readers until `allow`, by a write section of the calling thread, as torchft's Manager does.
 
-        Returns at once if they are kept out already, whichever thread asked for it; otherwise when the lock is held.
+        Returns at once if a ban is in force, whichever thread began it; otherwise waits for the lock.
         """
         if self.is_read_allowed:
-            # torchft calls it around the steps of optimizers.
+            # torchft calls this around optimizers' steps.
             section = Section(self, "write", "disallow_state_dict_read", None, False)
             self._open(section, is_optimizer_step=True, disallows=True)
 
     def allow(self) -> None:
-        """Let readers in again, from any thread; nothing happens if they are not kept out."""
+        """Let readers in again, from any thread; does nothing without a ban."""
         if self._disallowed is not None:
             self._close(self._disallowed._entry)
 
@@ -216,26 +220,26 @@ class StateLock:
         return bool(own) and own[0].hold is not None and own[0].hold.kind == "write"
 
     def stepping(self) -> object:
-        """Whose step the calling thread's innermost write section is for; ``None`` if nobody has said so."""
+        """Return the optimizer named by the calling thread's innermost write section; ``None`` if none is named."""
         return next((entry.stepping for entry in reversed(self._own()) if entry.stepping is not None), None)
 
     def mark(self) -> frozenset[object]:
-        """Remember what the calling thread has open, for `close_sections_opened_since`."""
+        """Return the calling thread's open sections, for `close_sections_opened_since`."""
         return frozenset(self._own())
 
     def close_sections_opened_since(self, mark: frozenset[object]) -> None:
-        """Close what the calling thread has opened since the mark and not released; a `disallow` among it ends.
+        """Close the sections that the calling thread has opened since the mark, also that of a `disallow`.
 
-        Detached sections stay open, as they belong to no thread.
+        Detached sections stay open: they belong to no thread.
         """
         for entry in self._own():
             if entry not in mark:
                 self._close(entry)
 
     def _wait_to_open(self, entry: _Entry, timeout_s: float, *, disallows: bool) -> bool:
-        """Wait until the section is open; false where another thread has disallowed reads meanwhile.
+        """Wait until the section is open; return false if another thread has disallowed reads meanwhile.
 
-        A function of its own, as `_wake_waiting`: see ``runtime.handler_safety`` about loops.
+        A function of its own, like `_wake_waiting`: ``runtime.handler_safety`` explains why for loops.
         """
         has_waited = False
         while not self._try_open(entry):
@@ -288,7 +292,7 @@ class StateLock:
             if handle.acquire(blocking=False):
                 entry.opened_s = time.monotonic()
                 entry.hold = _Hold(entry.kind, handle, entry.opened_s)
-            # A finalizer that released another section meanwhile may have replaced the library's lock.
+            # A finalizer may have released another section meanwhile, and replaced the library's lock.
             self._agrees = library is self._library
             if entry.hold is None:
                 return False
@@ -306,7 +310,7 @@ class StateLock:
         self._record[entry] = None
 
     def _close(self, entry: _Entry) -> bool:
-        """Close a section, or end the wait for it; returns whether there was anything to close."""
+        """Close a section, or end the wait for it; return whether the record had it."""
         try:
             return self._close_once(entry)
         except BaseException:
@@ -330,7 +334,7 @@ class StateLock:
             return True
 
     def _wake_waiting(self, hold: _Hold | None) -> bool:
-        """Let threads that wait look anew; whether another section shares ``hold``."""
+        """Wake waiting threads; return whether another section shares ``hold``."""
         is_shared = False
         for other in list(self._record):
             is_shared = is_shared or other.hold is hold
@@ -361,7 +365,7 @@ class StateLock:
         return [e for e in list(self._record) if e.thread is me and e.hold is not None and not e.is_detached]
 
     def _close_in_child(self) -> None:
-        # The thread that holds the mutex may be one that the child does not have.
+        # The thread that holds the mutex may not exist in the child.
         self._mutex = threading.RLock()
         self._record = dict.fromkeys(self._own())
         self._agrees = False

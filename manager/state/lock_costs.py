@@ -33,12 +33,12 @@ _TIMEOUTS: Final = Metric(
 
 @dataclass(slots=True, eq=False)
 class LockWaits:
-    """How often, and for how long, threads have had to wait for a lock. Counts roughly where several end at once.
+    """Number and length of threads' waits for a lock; approximate if several waits end at once.
 
     Attributes:
-        num: How often.
-        total_s: All together, in seconds.
-        longest_s: The longest one.
+        num: Number of waits.
+        total_s: Their sum in seconds.
+        longest_s: The longest wait in seconds.
     """
 
     num: int = 0
@@ -46,38 +46,38 @@ class LockWaits:
     longest_s: float = 0.0
 
     def note(self, waited_s: float) -> None:
-        """One has ended."""
+        """Add a wait."""
         self.num += 1
         self.total_s += waited_s
         self.longest_s = max(self.longest_s, waited_s)
 
 
 class LockCosts:
-    """Adds them up, under the lock's own mutex. Any thread may read. Knows nothing of the lock.
+    """Sums of waits and holds of a lock, updated under the lock's mutex. Any thread may read.
 
     Attributes:
-        contended: The waits of those that did not have it at once.
+        contended: The waits of threads that did not get the lock at once.
     """
 
     __slots__ = ("_holds", "_timeouts", "_waits", "contended")
 
     def __init__(self) -> None:
-        """Begin at nothing."""
+        """Start at zero."""
         self.contended = LockWaits()
         self._waits = Durations(_WAITS, _BOUNDS_S, known=_KNOWN)
         self._holds = Durations(_HOLDS, _BOUNDS_S, known=_KNOWN)
         self._timeouts = Counts(_TIMEOUTS, known=_KNOWN)
 
     def waited(self, kind: Kind, waited_s: float) -> None:
-        """A thread has it now."""
+        """Add the wait of a thread that got the lock."""
         self._waits.observe(waited_s, kind)
 
     def held(self, kind: Kind, held_s: float) -> None:
-        """A thread has let go of it."""
+        """Add the hold of a thread that released the lock."""
         self._holds.observe(held_s, kind)
 
     def timed_out(self, kind: Kind) -> None:
-        """A thread has given up."""
+        """Count a wait that reached its deadline."""
         self._timeouts.add(kind)
 
     def readings(self) -> Iterator[Reading]:

@@ -1,9 +1,9 @@
-"""Optimizers that take the state lock by themselves, and give it back whatever happens.
+"""Makes optimizers take the state lock in each step, and release it whatever happens.
 
 ``Optimizer.step`` runs hooks before and after the update, but the later ones only if the update succeeds. So the hooks
-take and release a write section, and a guard around ``step`` of the instance closes, when ``step`` fails, whatever
-the thread has opened since it was entered: our section, and a `StateLock.disallow` that another pre-step hook (of
-torchft's LocalSGD or DiLoCo) made.
+open and release a write section, and a guard around the instance's ``step`` cleans up when ``step`` fails: it closes
+every section that the thread has opened since ``step`` began, including a `StateLock.disallow` of another pre-step hook
+(torchft's LocalSGD or DiLoCo).
 """
 
 from __future__ import annotations
@@ -28,33 +28,32 @@ _MAX_WAITS = 10_000
 
 
 class OptimizerAttachment:
-    """What `attach_optimizers` did, so that it can be undone. Also a context manager that undoes it.
+    """The optimizers of one `attach_optimizers` call; `remove`, or the end of a ``with`` block, detaches them.
 
     Attributes:
-        waits_s: Seconds that each of the last 10,000 pre-step hooks waited for the lock, the newest last. Appended
-            to by the stepping threads.
+        waits_s: Seconds that each of the last 10,000 pre-step hooks waited for the lock, the newest last. The stepping
+            threads append to it.
     """
 
     def __init__(self, lock: StateLock, guards: list[_Guard], waits_s: deque[float]) -> None:
-        """For `attach_optimizers` alone."""
+        """Private to `attach_optimizers`."""
         self._lock = lock
         self._guards = guards
         self.waits_s = waits_s
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers that are attached by it at present."""
+        """The optimizers of this attachment; none after `remove`."""
         return tuple(guard.optimizer for guard in self._guards)
 
     def remove(self) -> None:
         """Detach all optimizers; a second call does nothing.
 
-        A reader at that moment relies on them being attached, so this waits for the reader, and for a step that another
-        thread makes.
+        A present reader relies on the attachment, so this waits for readers, and for another thread's step.
 
         Raises:
-            ManagerError: A hook or closure calls this inside a step of one of the optimizers; they stay attached.
-            LockTimeoutError: Others held the lock until the deadline; the optimizers stay attached.
+            ManagerError: A hook or closure called this inside a step of one of the optimizers; they stay attached.
+            LockTimeoutError: Other threads held the lock until the deadline; the optimizers stay attached.
             LockOrderError: This thread holds the lock for reading; the optimizers stay attached.
         """
         for guard in self._guards:
@@ -87,31 +86,31 @@ def attach_optimizers(
 ) -> OptimizerAttachment:
     """Make every ``step()`` of the optimizers a write section of the lock.
 
-    An optimizer may be attached several times (the sections nest), before or after a learning rate scheduler was
-    made for it, and keeps being picklable and copyable; a copy is not attached.
+    An optimizer may be attached several times (its sections nest), before or after the construction of a learning rate
+    scheduler for it. It stays picklable and copyable; copies are not attached.
 
     Args:
         lock: The lock around the state; its default deadline applies, and ``step()`` raises its errors.
-        optimizers: The optimizers; they are kept alive until they are detached.
-        before_step: Called on the stepping thread before the lock is taken. If it raises, there is no step.
-        on_step_end: Called on the stepping thread after a successful update while the section is still open, e.g. to
-            record a device event that readers wait for. If it raises, ``step()`` does, and the section is closed.
-        on_step_failed: Called on the stepping thread with what ``step()`` raised once its section was open: the update
-            may have been made in part. What is raised before, a timeout of the lock included, has changed nothing.
+        optimizers: The optimizers; the attachment refers to them until they are detached.
+        before_step: Called on the stepping thread before it takes the lock. If it raises, the optimizer does not step.
+        on_step_end: Called on the stepping thread after a successful update, inside the section, e.g. to record a
+            device event for readers. If it raises, ``step()`` raises the same error and the section closes.
+        on_step_failed: Called on the stepping thread with an error that ``step()`` raised inside its section: the
+            update may be partial. Earlier errors, such as a timeout of the lock, have changed nothing.
         on_other_gradients: Called on the stepping thread after a ``step(closure)`` whose closure changed the gradients.
 
     Returns:
-        The handle; who drops it leaves the optimizers attached.
+        The attachment. The optimizers stay attached without a reference to it.
 
     Raises:
-        TypeError: Something in ``optimizers`` is no optimizer; nothing has been attached then.
+        TypeError: An object in ``optimizers`` is no optimizer; none of them is attached then.
     """
     attached = list(optimizers)
     for optimizer in attached:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"expected torch optimizers to attach, got {type(optimizer).__name__}")
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            # Of torchft's OptimizerWrapper nothing but the methods is an optimizer's.
+            # torchft's OptimizerWrapper has an optimizer's methods and nothing else of it.
             raise TypeError(
                 f"expected optimizers that run step hooks, got {type(optimizer).__name__}, which does not; attach the "
                 "optimizer inside it, before or after it is wrapped: manager.attach(wrapper.optim)"
@@ -167,14 +166,14 @@ class _Guard:
             optimizer.register_step_pre_hook(self._open_section),
             optimizer.register_step_post_hook(self._close_section),
         ]
-        # What a scheduler, or an earlier attachment, has put on the instance; None where step is the class's own.
+        # The instance's ``step`` of a scheduler or an earlier attachment; None if the class's own applies.
         self._previous: Callable[..., Any] | None = vars(optimizer).get("step")
         self._method = self._wrap_step(optimizer)
         vars(optimizer)["step"] = self._method
 
     def refuse_inside_step(self) -> None:
         if self._per_thread.num_inside or self._per_thread.sections:
-            # The hook that gives the lock back would be removed as well, and readers would wait for ever.
+            # This would remove the hook that releases the lock, and readers would wait for ever.
             raise ManagerError(
                 f"expected the optimizers to be detached between two steps, got remove() inside {self._what}, from a "
                 "hook or closure; call remove() when step() has returned"
@@ -185,7 +184,7 @@ class _Guard:
             hook.remove()
         self._is_removed = True
         attributes = vars(self.optimizer)
-        # Where somebody wrapped the guard meanwhile, it stays underneath and only passes the call on.
+        # If other code has wrapped the guard meanwhile, the guard stays and only passes calls on.
         if attributes.get("step") is self._method:
             if self._previous is None:
                 del attributes["step"]
@@ -193,7 +192,7 @@ class _Guard:
                 attributes["step"] = self._previous
 
     def _wrap_step(self, optimizer: Optimizer) -> MethodType:
-        """Return a bound method: schedulers take ``step.__func__``, and look on it for the mark they leave."""
+        """Return a bound method: schedulers read ``step.__func__`` and leave a mark on it."""
         inner = self._previous if self._previous is not None else type(optimizer).step
 
         @functools.wraps(getattr(inner, "__func__", inner))
@@ -218,7 +217,7 @@ class _Guard:
                 try:
                     lock.close_sections_opened_since(mark)
                 except BaseException:
-                    # A handler broke in again; what has been closed already is skipped.
+                    # Another exception of a handler; sections that are closed already are skipped.
                     lock.close_sections_opened_since(mark)
                     raise
                 finally:
@@ -245,7 +244,7 @@ class _Guard:
         self._waits_s.append(time.monotonic() - start_s)
 
     def _close_section(self, optimizer: Optimizer, *_hook_arguments: Any) -> None:
-        # torch runs the hooks once more for a `step` of the superclass that the optimizer's own one calls.
+        # If the optimizer's ``step`` calls its superclass's ``step``, torch runs the hooks for both.
         if self._on_step_end is not None and len(self._per_thread.sections) == 1:
             self._on_step_end(optimizer)
         self._per_thread.sections.pop().release()

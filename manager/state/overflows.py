@@ -1,8 +1,8 @@
-"""What an overflow does to replicas: gradients that a `GradScaler` looks at, and parameters that are no longer finite.
+"""Detects overflows: gradients that a `GradScaler` unscales too early, and parameters that are not finite.
 
-A scaler skips a step if it finds an infinity, and it looks while it unscales. Of averaged gradients all scalers find
-the same. Where gradients are unscaled before they are averaged, an overflow of one replica is an infinity on all of
-them, and that replica's scaler alone knows: the others step, and their weights are NaN for good.
+A scaler looks for infinities while it unscales, and skips a step if it finds one. In averaged gradients the scalers of
+all replicas find the same. If a loop unscales gradients before it averages them, an overflow on one replica becomes an
+infinity on all of them, but only that replica's scaler has seen it: the others step, and their weights become NaN.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _SCALER_MODULE: Final = GradScaler.__module__
 
 
 class Scalers:
-    """Knows the scalers of a replica: those that are registered, and those that have stepped an optimizer of it.
+    """The scalers of a replica: registered ones, and those that have stepped one of its optimizers.
 
-    Belongs to the training thread.
+    For the training thread alone.
 
     Args:
-        registry: What is registered.
+        registry: The registered states.
     """
 
     def __init__(self, registry: StateRegistry) -> None:
@@ -68,7 +68,7 @@ class Scalers:
         """Make sure that gradients are averaged before they are unscaled.
 
         Args:
-            tensors: Those that are about to be averaged.
+            tensors: Tensors about to be averaged.
             optimizers: Returns those that are attached.
             is_first: Whether a tensor is the first of its step; it may be a bucket of gradients. Later ones may be no
                 gradients.
@@ -97,11 +97,11 @@ class Scalers:
 
 
 def nonfinite_parameters(registry: StateRegistry, optimizers: Iterable[Optimizer]) -> list[str]:
-    """Return which parameters of optimizers hold a NaN or an infinity. Reads them once, 0.05 s for each GiB.
+    """Return the names of optimizers' parameters with a NaN or an infinity. Reads all parameters: 0.05 s for each GiB.
 
     Args:
-        registry: Of modules, for names, and of optimizers.
-        optimizers: Those that are attached.
+        registry: The registered modules, which give names, and optimizers.
+        optimizers: The attached optimizers.
     """
     entries = registry.entries("replicated")
     names = {
@@ -122,7 +122,7 @@ def _is_finite(parameter: torch.Tensor) -> bool:
     if not local.is_floating_point() or not local.numel():
         return True
     try:
-        # Of a NaN both are NaN. Makes no tensor as large as the parameter.
+        # A NaN makes both NaN. This allocates no tensor as large as the parameter.
         return all(bool(extreme.isfinite()) for extreme in torch.aminmax(local))
     except (NotImplementedError, RuntimeError):  # 8 bits, sparse tensors and other wrappers
         return True

@@ -1,6 +1,6 @@
-"""What a manager has to end: where its constructor is refused, and where it is dropped without ``shutdown``.
+"""Releases a manager's resources if its constructor fails, or if it is garbage-collected without ``shutdown``.
 
-Nothing here may keep the manager alive, and with it the model: what ends threads knows the threads' owners alone.
+Nothing here may refer to the manager, which refers to the model: closers refer only to the owners of threads.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ logger = logging.getLogger(__name__)
 _OURS: Final = ("manager.", "ft_transport.")
 _SHUT_DOWN: Final = "expected a manager that runs, this one was shut down; make another one"
 _PROGRAMS: Final = ("manager.demo",)
-"""Programs of ours that call the packages as a user does."""
+"""Modules of this package that use it as a user does."""
 
 
 def ends_what_it_owns(constructor: Callable[P, None]) -> Callable[P, None]:
-    """Let a constructor that raises shut down the transport, and close the store, that it was given by keyword.
+    """Make a constructor that raises shut down the transport and close the store of its keyword arguments.
 
-    Callers make them in the call, as a rule, and have no other way to end them. A transport that serves another
-    manager's state stays as it is.
+    Callers often construct both inside the call and could not end them otherwise. A transport that serves another
+    manager's state stays open.
     """
 
     @functools.wraps(constructor)
     def construct(*arguments: P.args, **keywords: P.kwargs) -> None:
         transport: Any = keywords.get("checkpoint_transport")
         store: Any = keywords.get("checkpoint_store")
-        # Anything else than a transport is not ours to end.
+        # An argument that is no transport belongs to the caller.
         is_owned_elsewhere = getattr(transport, "is_owned", True)
         try:
             constructor(*arguments, **keywords)
         except BaseException:
-            from ft_transport import CheckpointStore  # noqa: PLC0415 - takes time that only a failure may take
+            from ft_transport import CheckpointStore  # noqa: PLC0415 - slow; imported after a failure only
 
             if isinstance(store, CheckpointStore):
                 store.close()
@@ -60,18 +60,18 @@ def ends_what_it_owns(constructor: Callable[P, None]) -> Callable[P, None]:
 
 
 class Usability:
-    """Says until when an object may be used: until its shutdown, in the process that made it."""
+    """Allows the use of an object until its shutdown, and only in the process that made it."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self.is_shut_down = False
 
     def is_of_parent(self) -> bool:
-        """Whether this process was forked from the one that made the object: none of its threads runs here."""
+        """Return whether this process is a fork of the one that made the object; its threads do not run here."""
         return os.getpid() != self._pid
 
     def require(self) -> None:
-        """Refuse a call that nothing would ever answer.
+        """Refuse a call that would wait for ever.
 
         Raises:
             ManagerClosedError: The object was shut down, or this is a forked child.
@@ -112,33 +112,33 @@ class OwnedExecutor(SafeExecutor):
 
 
 class Unclosed:
-    """Ends what belongs to an object that was dropped without being shut down, and says so in the log.
+    """Closes the resources of an object that is garbage-collected without a shutdown, and logs a warning.
 
     Args:
         owner: The object.
-        closers: End what belongs to it, the last first. They must not refer to the owner.
+        closers: Close its resources; called in reverse order. They must not refer to the owner.
     """
 
     def __init__(self, owner: object, closers: Iterable[Callable[[], object]]) -> None:
         self._closers = list(closers)
         self._finalizer = weakref.finalize(owner, _end, type(owner).__name__, self._closers, os.getpid())
-        # A process that ends takes its threads with it.
+        # The end of the process ends its threads.
         self._finalizer.atexit = False
 
     def add(self, close: Callable[[], object]) -> None:
-        """Have ``close`` called, before those that came earlier. It must not refer to the owner."""
+        """Add a closer, to be called before earlier ones. It must not refer to the owner."""
         self._closers.append(close)
 
     def forget(self) -> None:
-        """Do nothing any more: the owner is shut down."""
+        """Disable this object: the owner is shut down."""
         self._finalizer.detach()
 
 
 def interrupts_own_call() -> bool:
-    """Whether the caller of the calling function runs on top of code of these packages.
+    """Return whether the calling function's caller is a signal handler that interrupted code of these packages.
 
-    A handler runs on the main thread, wherever that is at the moment. Locks that the interrupted code holds are free
-    only when the handler has returned: to wait for another thread that needs one of them would be a deadlock.
+    A handler runs on the main thread and interrupts it anywhere. The interrupted code may hold locks until the handler
+    returns, so a handler that waits for another thread that needs one of them would deadlock.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
@@ -154,7 +154,7 @@ def interrupts_own_call() -> bool:
 def _end(name: str, closers: list[Callable[[], object]], pid: int) -> None:
     if os.getpid() != pid:
         return  # A forked child has a copy, without its threads.
-    # The collector calls this anywhere, also where this very thread holds a lock of threading or logging.
+    # The garbage collector calls this anywhere, even while this thread holds a lock of threading or logging.
     _thread.start_new_thread(_end_on_thread, (name, closers))
 
 

@@ -1,8 +1,8 @@
 """The order of an optimizer's parameters: states travel by position, so a receiver takes over the sender's order.
 
-Torch keys the state of an optimizer by parameter. Where the parameters of each group have the same names on both sides,
-the receiver arranges its own groups as the sender's are, and what it receives lands on the right parameters. Anything
-else is refused by name. The order of the groups stays: a training loop addresses them by number.
+A received optimizer state refers to parameters by position. If the parameters of each group have the same names on both
+sides, the receiver arranges its groups in the sender's order, so that each state reaches the right parameter. Other
+states are refused, with names. The order of the groups stays: a training loop addresses groups by number.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ logger = logging.getLogger(__name__)
 USER_KEY: Final = "user"
 MANAGER_KEY: Final = "manager"
 NAMES_KEY: Final = "parameter_names"
-"""Under this key the manager's part has what `StateRegistry.parameter_names` returns."""
+"""Key of the result of `StateRegistry.parameter_names` in the manager's part of a state."""
 _FOUND: Final = " (found)"
-"""Ends the keys of names that registered modules do not give; they count only where both sides have the same ones."""
+"""Suffix of keys whose names do not come from registered modules; such names count only if both sides have them."""
 _PARAM_NAMES: Final = "param_names"
-"""Torch's key for the names in a group of an optimizer that was made from ``named_parameters()``."""
+"""Torch's key for names in the groups of an optimizer made from ``named_parameters()``."""
 _MAX_SHOWN: Final = 5
 _MAX_DEPTH: Final = 4
 
 Groups: TypeAlias = Sequence[Sequence[str]]
-"""The names of an optimizer's parameters, group by group; an empty str where a parameter has no name."""
+"""The names of an optimizer's parameters by group; an empty str for a parameter without a name."""
 
 
 class OrderTakenOverError(RegistryError):
-    """The receiver has changed the order of its own parameters: what it is about to receive has other places now.
+    """The receiver has reordered its own parameters, so its plan for receiving is void.
 
-    Raised and caught inside the package, before a byte is received.
+    Raised and caught inside the package, before the first byte arrives.
     """
 
 
 TAKEN_OVER: Final = "the parameters of optimizers have been arranged in the order of the received state"
-"""Begins the message of an `OrderTakenOverError`. Ranks tell each other their errors as text."""
+"""Start of the message of an `OrderTakenOverError`. Ranks exchange errors as text."""
 
 
 def own_part(counters: Mapping[str, object], registry: StateRegistry) -> dict[str, object]:
-    """Return the manager's own part of a replica's state: its counters, and the names of the optimizers' parameters."""
+    """Return the manager's own part of a replica's state: counters, and names of optimizers' parameters."""
     named = registry.parameter_names()
     _, found = _found_names(registry, named)
     names = {**named, **{f"{key}{_FOUND}": groups for key, groups in found.items()}}
@@ -57,7 +57,7 @@ def own_part(counters: Mapping[str, object], registry: StateRegistry) -> dict[st
 
 
 def names_in(part: Mapping[str, Any]) -> dict[str, Groups]:
-    """Return the names of parameters in a received manager's part; without any that is not as `own_part` makes it."""
+    """Return the names of parameters in a received manager's part; malformed entries are left out."""
     names = part.get(NAMES_KEY)
     if not isinstance(names, Mapping):
         return {}
@@ -69,7 +69,7 @@ def names_in(part: Mapping[str, Any]) -> dict[str, Groups]:
 
 
 def incoming_names(incoming: Incoming, registry: StateRegistry) -> dict[str, Groups]:
-    """Return the names of parameters in a state that is about to come; without any, ``param_names`` of the groups."""
+    """Return the names of parameters in an incoming state, or the ``param_names`` of its groups."""
     path = (MANAGER_KEY, NAMES_KEY)
     names: dict[str, Groups] = {
         key: [incoming.texts(*path, key, group) for group in range(incoming.num_items(*path, key) or 0)]
@@ -83,22 +83,22 @@ def incoming_names(incoming: Incoming, registry: StateRegistry) -> dict[str, Gro
 
 
 def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> tuple[str, ...]:
-    """Arrange the parameters of registered optimizers as the sender of a state has them.
+    """Arrange the parameters of registered optimizers in the order of a state's sender.
 
     The caller holds the write lock. Either all optimizers are arranged or none.
 
-    Names of registered modules decide. Others may be those of a wrapper, or say nothing of the order, as torch takes
-    over ``param_names`` of the sender: they count only where both sides have the same ones.
+    Names from registered modules decide. Other names may come from a wrapper, or say nothing about the order (torch
+    replaces ``param_names`` by the sender's), so they count only if both sides have the same ones.
 
     Args:
-        registry: What is registered here.
-        received: The sender's names, by key. Parameters that have a name on one side alone are not compared.
+        registry: The objects registered here.
+        received: The sender's names, by key. Parameters with a name on only one side are not compared.
 
     Returns:
-        The keys of the optimizers whose order is another one now.
+        The keys of the rearranged optimizers.
 
     Raises:
-        RegistryError: An order differs, and cannot be taken over. Nothing has changed.
+        RegistryError: An order differs and cannot be taken over. Nothing has changed.
     """
     named, registered = registry.parameter_names(), dict(_optimizers(registry))
     loaded, found = _found_names(registry, named)
@@ -137,7 +137,7 @@ def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> 
             arranged.append((params, [positions[name] for name in others]))
     for group_of_parameters, order in arranged:
         for each in (group_of_parameters["params"], group_of_parameters.get(_PARAM_NAMES)):
-            # In place: torch, schedulers and the training loop may hold the list.
+            # In place: torch, schedulers and the training loop may refer to the list.
             if each is not None:
                 each[:] = [each[position] for position in order]
     if changed:
@@ -151,7 +151,7 @@ def take_over_order(registry: StateRegistry, received: Mapping[str, Groups]) -> 
 
 
 def orders_of(registry: StateRegistry) -> Iterator[tuple[str, Groups, bool]]:
-    """Yield the key of each registered optimizer, the names of its parameters, and whether their order may change."""
+    """Yield each registered optimizer's key, the names of its parameters, and whether their order may change."""
     names = registry.parameter_names()
     for key, optimizer in _optimizers(registry):
         groups = names.get(key, ())
@@ -168,16 +168,17 @@ def _param_names(optimizer: Optimizer) -> Groups:
 
 
 def _found_names(registry: StateRegistry, named: Collection[str]) -> tuple[dict[str, Optimizer], dict[str, Groups]]:
-    """Find optimizers that functions of the user's own load, and names that modules give which they refer to.
+    """Find optimizers that a user's own load functions refer to, and names from modules that these functions refer to.
 
-    Such a function may refer to other modules on another replica.
+    The function of another replica may refer to other modules.
 
     Args:
-        registry: What is registered.
+        registry: The registered states.
         named: Keys of optimizers that have names already.
 
     Returns:
-        The optimizers of functions that refer to one, by key; names of these and of registered ones without names.
+        Optimizers by key, of functions that refer to exactly one; names for them and for registered optimizers without
+        names.
     """
     modules: list[tuple[str, torch.nn.Module]] = []
     loaded: dict[str, Optimizer] = {}
@@ -198,7 +199,7 @@ def _found_names(registry: StateRegistry, named: Collection[str]) -> tuple[dict[
 
 
 def _same_names(mine: Sequence[Groups], theirs: Sequence[Groups]) -> tuple[Groups, Groups]:
-    """Return those of either side that have the same names, in whatever order; empty if there are none."""
+    """Return the first pair of groups with the same names in any order; empty groups without such a pair."""
     for own, others in product(mine, theirs):
         names = sorted(chain.from_iterable(own))
         if names and names == sorted(chain.from_iterable(others)):
@@ -215,7 +216,7 @@ def _first_difference(mine: Groups, theirs: Groups) -> tuple[int, int] | None:
 
 
 def _hindrance(optimizer: Optimizer, mine: Groups, theirs: Groups) -> str:
-    """Say why the parameters of an optimizer cannot stand in another order; empty if they can."""
+    """Return why an optimizer's parameters cannot be reordered; empty if they can."""
     kind, name = type(optimizer), type(optimizer).__name__
     if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
         return f"{name} does not save and load its state as torch's optimizers do"
@@ -234,7 +235,7 @@ def _hindrance(optimizer: Optimizer, mine: Groups, theirs: Groups) -> str:
 
 
 def _is_plain(value: object, depth: int) -> bool:
-    """Whether an attribute of an optimizer can refer to none of its parameters. Hooks may: they are not asked."""
+    """Return whether an optimizer's attribute cannot refer to its parameters. Hooks might, and are not examined."""
     match value:
         case None | bool() | int() | float() | complex() | str() | torch.dtype() | torch.device():
             return True

@@ -1,4 +1,4 @@
-"""Random number generators as state that can be registered."""
+"""Random number generators as an object to register."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 
 class RandomState:
-    """The global generators of Python, numpy (where it is loaded) and torch, on the CPU and on CUDA devices.
+    """The global generators of Python, numpy (if it is imported) and torch, on the CPU and on CUDA devices.
 
     Register it like a module. As ``local`` state it lets a replica resume its own random numbers; as ``replicated``
-    state it makes a recovered replica draw the very numbers of its peer.
+    state it lets a recovered replica draw the same numbers as its peer.
     """
 
     def state_dict(self) -> dict[str, object]:
-        """The generators' states. The tensors in it are copies, uint8 on the CPU."""
+        """Return the generators' states; tensors in it are copies, uint8 on the CPU."""
         state: dict[str, object] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         numpy = sys.modules.get("numpy")
         if numpy is not None:
@@ -28,7 +28,7 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets the generators; those that the state does not have are left as they are."""
+        """Set the generators that the state has; others stay unchanged."""
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
         numpy = sys.modules.get("numpy")

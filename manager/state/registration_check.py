@@ -1,6 +1,6 @@
-"""Whether what is trained is also registered, and whether what is registered can be served and saved.
+"""Checks that all trained state is registered, and that snapshots can hold all registered state.
 
-Otherwise replicas train on with different parameters, or fail when one of them needs the state, hours later.
+Otherwise replicas would train with different parameters, or fail hours later when one of them needs the state.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PLAIN: Final = (nn.Module, Optimizer, LRScheduler, GradScaler)
-"""What these classes return as their state is known."""
+"""Classes whose state dicts have a known form."""
 _MAX_SHOWN = 5
 
 
 class EncodingCheck:
-    """Finds leaves of the registered states that no snapshot can hold, before anybody asks for one.
+    """Finds leaves of the registered states that no snapshot can hold, before the first request for one.
 
-    Belongs to the training thread, at a step boundary.
+    For the training thread, at a step boundary.
 
     Args:
-        registry: What is registered.
-        optimizers: Returns those that are attached.
-        scopes: Those that are served or saved.
+        registry: The registered states.
+        optimizers: Returns the attached optimizers.
+        scopes: The scopes that are served or saved.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class EncodingCheck:
         self._num_boundaries = 0
 
     def check(self) -> None:
-        """Look at the states in the first two boundaries, and whenever others are registered or an optimizer's grows.
+        """Check the states in the first two boundaries, after each registration, and when an optimizer's state grows.
 
-        Tensors are looked at from the second on: a first step may give them their memory.
+        Tensors are checked from the second boundary on: the first step may allocate their memory.
 
         Raises:
-            RegistryError: One of them holds what has no encoding; the message names its path.
+            RegistryError: A leaf has no encoding; the message names its path.
         """
         self._num_boundaries += 1
         optimizers = self._optimizers()
         signature = (
             min(self._num_boundaries, 2),
             self._registry.num_changes,
-            # Where states come one by one, a look at each doubling costs twice the last one.
+            # If states appear one by one, a check at each doubling keeps the sum at twice the last check.
             *(number for each in optimizers for number in (id(each), len(each.state).bit_length())),
         )
         if signature == self._checked:
@@ -91,21 +91,21 @@ class EncodingCheck:
 
 
 def check_registered(registry: StateRegistry, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers, their parameters and their schedulers that no registered state holds.
+    """Refuse optimizers, parameters and schedulers that no registered state contains.
 
-    An optimizer counts if it is attached or registered, or if it exists and has parameters of a registered module that
-    no such optimizer has. A scheduler counts if it exists and marked one of these optimizers. Only where one seems to
-    be missing does this search all objects of the process (0.1 s for 300,000).
+    This covers attached and registered optimizers, and other optimizers with parameters of a registered module that no
+    attached or registered one has. It covers schedulers that have marked one of these optimizers. The search through
+    all objects of the process (0.1 s for 300,000) runs only if one of them seems to be missing.
 
-    State functions of one's own may return copies, or an optimizer's state in another form: where there are any, what
-    cannot be found is a warning.
+    A user's own state functions may return copies, or an optimizer's state in another form. If there are any, a missing
+    part causes a warning instead.
 
     Args:
-        registry: What is registered.
-        optimizers: Those that are attached.
+        registry: The registered states.
+        optimizers: The attached optimizers.
 
     Raises:
-        RegistryError: Nothing is registered, or a part of what is trained is not; the message names it.
+        RegistryError: Nothing is registered, or a trained part is not; the message names it.
     """
     entries = registry.entries("replicated")
     if not entries:
@@ -134,13 +134,13 @@ def check_registered(registry: StateRegistry, optimizers: Sequence[Optimizer]) -
 def check_averaged(registry: StateRegistry, optimizers: Sequence[Optimizer], tensors: Sequence[torch.Tensor]) -> None:
     """Refuse gradients of parameters that are neither registered nor an attached optimizer's.
 
-    Other tensors may be reduced: only what a living parameter has as its gradient counts. The search for parameters
-    runs only where a tensor is no known parameter's gradient.
+    Other tensors are allowed: only the present gradients of existing parameters count. The search for parameters runs
+    only if a tensor is not the gradient of a known parameter.
 
     Args:
-        registry: What is registered.
-        optimizers: Those that are attached.
-        tensors: What was reduced.
+        registry: The registered states.
+        optimizers: The attached optimizers.
+        tensors: The reduced tensors.
 
     Raises:
         RegistryError: A gradient is of none; the message names the shapes of the parameters.
@@ -149,7 +149,7 @@ def check_averaged(registry: StateRegistry, optimizers: Sequence[Optimizer], ten
     unknown = {id(each) for each in tensors} - known
     if not unknown:
         return
-    # A parameter's gradient is one object for as long as it lives. Other tensors warn when they are asked for theirs.
+    # Leaves only: other tensors warn when their gradient is read.
     leaves = (each for each in _living(torch.Tensor) if each.requires_grad and each.is_leaf)
     parameters = {id(each.grad): each for each in leaves if id(each.grad) in unknown}
     found = [parameters[id(each)] for each in tensors if id(each) in parameters]
@@ -160,14 +160,14 @@ def check_averaged(registry: StateRegistry, optimizers: Sequence[Optimizer], ten
 
 
 def refuse_unregistered(registry: StateRegistry, missing: Sequence[str]) -> None:
-    """Raise an error, or warn where registered functions may return what seems to be missing.
+    """Raise an error for missing parts, or warn if a registered function may return them.
 
     Args:
-        registry: What is registered.
-        missing: What is not.
+        registry: The registered states.
+        missing: Descriptions of trained parts that are not registered.
 
     Raises:
-        RegistryError: Something is missing, and nothing that is registered can hold it.
+        RegistryError: A part is missing, and no registered object can contain it.
     """
     if not missing:
         return
@@ -189,7 +189,7 @@ def _missing_optimizers(
 ) -> Iterator[str]:
     registered = {id(entry.holder) for entry in registry.entries()}
     attached = {id(optimizer) for optimizer in optimizers}
-    # A function of one's own, or a wrapper, may return an optimizer's state as a part of what it returns.
+    # The state of a user's own function or of a wrapper may contain an optimizer's state.
     others = [state[entry.key] for entry in registry.entries() if id(entry.holder) not in attached]
     nested = [len(groups) for value in others for groups in _parameter_groups_in(value)]
     for index, optimizer in enumerate(dict.fromkeys(optimizers)):
@@ -222,7 +222,7 @@ def _missing_parameters(state: Mapping[str, object], optimizers: Mapping[Optimiz
 def _forgotten_optimizers(
     registry: StateRegistry, state: Mapping[str, object], known: Mapping[Optimizer, str]
 ) -> Iterator[str]:
-    """Optimizers of registered modules' parameters that are neither attached nor registered."""
+    """Yield optimizers of registered modules' parameters that are neither attached nor registered."""
     local = [entry.holder for entry in registry.entries("local") if isinstance(entry.holder, Optimizer)]
     stepped = {id(parameter) for parameter in parameters_of([*known, *local, *_wrapped(registry, Optimizer)])}
     unstepped = {
@@ -237,7 +237,7 @@ def _forgotten_optimizers(
     for optimizer in _living(Optimizer):
         groups = getattr(optimizer, "param_groups", ())
         keys = [unstepped[id(each)] for group in groups for each in group["params"] if id(each) in unstepped]
-        # Between two synchronisations of LocalSGD and DiLoCo each replica has a momentum of its own.
+        # Between two synchronisations of LocalSGD or DiLoCo each replica has its own momentum.
         if keys and not any(local_updates_of(optimizer)):
             what = f"an optimizer of {len(keys)} parameters of {keys[0]!r} (drop it if it is not used)"
             yield f"{type(optimizer).__name__}, {what}"
@@ -246,7 +246,7 @@ def _forgotten_optimizers(
 def _forgotten_schedulers(
     registry: StateRegistry, state: Mapping[str, object], known: Mapping[Optimizer, str]
 ) -> Iterator[str]:
-    """Schedulers of these optimizers: each marks its optimizer's ``step``, and its groups with ``initial_lr``."""
+    """Yield unregistered schedulers of these optimizers. Schedulers mark ``step`` and add ``initial_lr`` to groups."""
     registered = [entry.holder for entry in registry.entries() if isinstance(entry.holder, LRScheduler)]
     registered += _wrapped(registry, LRScheduler)
     marked = [
@@ -257,7 +257,7 @@ def _forgotten_schedulers(
     ]
     if not marked or _holds_scheduler(_of_unknown(registry, state)):
         return
-    # The marks outlast their scheduler, and come with a received state.
+    # Marks outlive their scheduler, and arrive with a received state.
     living = _living(LRScheduler)
     for optimizer in marked:
         kinds = sorted({type(scheduler).__name__ for scheduler in living if _schedules(scheduler, optimizer)})
@@ -269,12 +269,12 @@ def _forgotten_schedulers(
 
 def _schedules(scheduler: LRScheduler, optimizer: Optimizer) -> bool:
     scheduled = getattr(scheduler, "optimizer", None)
-    # An optimizer that wraps another one has its groups.
+    # A wrapping optimizer shares the groups of the wrapped one.
     return scheduled is optimizer or getattr(scheduled, "param_groups", None) is optimizer.param_groups
 
 
 def _of_unknown(registry: StateRegistry, state: Mapping[str, object]) -> list[object]:
-    """What functions of one's own return, and objects of other classes that wrap no optimizer and no scheduler."""
+    """Return the states of plain functions, and of objects that wrap neither an optimizer nor a scheduler."""
     return [
         state[entry.key]
         for entry in registry.entries()
@@ -283,12 +283,12 @@ def _of_unknown(registry: StateRegistry, state: Mapping[str, object]) -> list[ob
 
 
 def _wrapped(registry: StateRegistry, kind: type[T]) -> list[T]:
-    """Optimizers or schedulers that registered objects of other classes hold."""
+    """Return the optimizers or schedulers inside registered objects of other classes."""
     return [part for entry in registry.entries() for part in _parts_of(entry.holder, (kind,))]
 
 
 def _parts_of(holder: object, kinds: tuple[type[T], ...]) -> Iterator[T]:
-    """The attributes of an object of an unknown class that are of these classes, also in lists and dicts."""
+    """Yield an unknown object's attributes of these classes, also from lists and dicts."""
     if holder is None or isinstance(holder, PLAIN):
         return
     for value in getattr(holder, "__dict__", {}).values():
@@ -303,7 +303,7 @@ def _holds_scheduler(value: object) -> bool:
 
 
 def _living(kind: type[T]) -> list[T]:
-    # What was thrown away may wait for the collector, on one replica and not on another.
+    # Garbage may still wait for the collector on one replica and not on another.
     gc.collect()
-    # `isinstance` asks objects for their `__class__`, and runs the code of lazy modules.
+    # `isinstance` would read ``__class__``, which runs the code of lazy modules.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]

@@ -1,8 +1,8 @@
-"""The functions that give and take a replica's state, under the keys that travel with it.
+"""The functions that return and load the parts of a replica's state, by key.
 
-Rules: a key is registered once; a received state is compared with the keys before the first load function runs, so
-that a mismatch changes nothing; load functions run in the order of registration (a scheduler may rely on its
-optimizer having been loaded). The registry takes no lock: whoever calls it holds the state lock.
+Rules: each key is registered once. The keys of a received state are compared before the first load function runs, so
+that a mismatch changes nothing. Load functions run in the order of registration (a scheduler may rely on its loaded
+optimizer). The registry takes no lock: callers hold the state lock.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Scope = Literal["replicated", "local"]
 _SCOPES = ("replicated", "local")
 _ORDER: Final = "the order of the arguments is key, load_state_dict, state_dict"
 _WRAPPERS: Final = re.compile(r"\b(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)\.")
-"""What activation checkpointing, FSDP and ``torch.compile`` put into the names of parameters, and not into states."""
+"""Activation checkpointing, FSDP and ``torch.compile`` insert these into parameter names, but not into state dicts."""
 _NUM_GUARDED_CALLS: Final = 2
-"""The first may find an optimizer that has not stepped yet. Looking for collectives takes time at every call."""
+"""Twice: the first call may find an optimizer that has not stepped yet. A guarded call takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +39,11 @@ class StateEntry:
 
     Attributes:
         key: Name of this part of the state, unique in its registry over both scopes.
-        load_state_dict: Takes what ``state_dict`` of a peer (or of an earlier run) returned.
-        state_dict: Returns the present state; called afresh for every snapshot.
+        load_state_dict: Takes a state that ``state_dict`` of a peer (or of an earlier run) returned.
+        state_dict: Returns the present state; called for every snapshot.
         scope: ``replicated`` state is equal on every replica, ``local`` state belongs to this one.
-        on_training_thread: The functions may only be called from the training thread.
-        is_stable: Its tensors change only inside write sections of the state lock.
+        on_training_thread: Whether only the training thread may call the functions.
+        is_stable: Whether its tensors change only inside write sections of the state lock.
     """
 
     key: str
@@ -55,15 +55,15 @@ class StateEntry:
 
     @property
     def holder(self) -> object:
-        """The object whose method takes the state; ``None`` for a function of its own."""
+        """The object whose method loads the state; ``None`` for a plain function."""
         return getattr(self.load_state_dict, "__self__", None)
 
 
 class StateRegistry:
-    """Keeps the state functions of one replica.
+    """The state functions of one replica.
 
-    Register before training starts: registration is not synchronised with the other methods, which may be called
-    from any thread. The registry keeps the functions, and with them their objects, alive.
+    Register before training starts: registration is not synchronised with the other methods, which any thread may
+    call. The registry refers to the functions, and through them to their objects.
     """
 
     def __init__(self) -> None:
@@ -72,9 +72,9 @@ class StateRegistry:
         self._num_calls: dict[str, int] = {}
         self._calling: set[int] = set()
         self.num_changes = 0
-        """How often something was registered or replaced."""
+        """Number of registrations and replacements."""
         self.loaders = LoaderOrder()
-        """Watches the data loaders among what is registered."""
+        """Watches the registered data loaders."""
 
     def register(
         self,
@@ -89,16 +89,16 @@ class StateRegistry:
         """Register one pair of functions; argument order as in torchft.
 
         Args:
-            key: A non-empty name that is not taken yet.
-            load_state_dict: See `StateEntry`; what it returns is ignored.
+            key: A new, non-empty name.
+            load_state_dict: See `StateEntry`; its result is ignored.
             state_dict: See `StateEntry`.
             scope: See `StateEntry`.
             on_training_thread: See `StateEntry`.
             is_stable: See `StateEntry`.
 
         Raises:
-            RegistryError: The key is taken or empty, the scope is unknown, or the functions do not take what they
-                will be called with, as swapped ones do not.
+            RegistryError: The key is taken or empty, the scope is unknown, or the functions do not accept their
+                arguments (they may be swapped).
             TypeError: The key is no string, or one of the functions cannot be called.
         """
         if not isinstance(key, str):
@@ -136,11 +136,11 @@ class StateRegistry:
         on_training_thread: bool = False,
         is_stable: bool = False,
     ) -> None:
-        """Register the two methods of a module, optimizer, scheduler, data loader or anything like them.
+        """Register the two methods of a module, optimizer, scheduler, data loader or similar object.
 
         Args:
             key: As in `register`.
-            obj: Anything with ``state_dict()`` and ``load_state_dict(state)``.
+            obj: An object with ``state_dict()`` and ``load_state_dict(state)``.
             scope: See `StateEntry`.
             on_training_thread: See `StateEntry`.
             is_stable: See `StateEntry`.
@@ -172,7 +172,7 @@ class StateRegistry:
         """Give an entry another state function, e.g. one that returns live tensors instead of copies.
 
         Raises:
-            RegistryError: There is no such entry.
+            RegistryError: No such entry exists.
         """
         if key not in self._entries:
             raise RegistryError(f"expected a registered key to replace, got {key!r}", keys=(key,))
@@ -186,11 +186,11 @@ class StateRegistry:
     def state_dict(self, scope: Scope = "replicated") -> dict[str, object]:
         """Call the state functions of one scope.
 
-        The caller holds the state lock for reading, and keeps holding it until it has copied what it got: the
-        values are whatever the functions return, live tensors as a rule.
+        The caller holds the state lock for reading until it has copied the result: the functions usually return live
+        tensors.
 
         Returns:
-            What each function returned, by key, in the order of registration.
+            The functions' results, by key, in the order of registration.
 
         Raises:
             RegistryError: A function failed; its exception is the cause.
@@ -198,10 +198,9 @@ class StateRegistry:
         return {entry.key: self.call(entry) for entry in self.entries(scope)}
 
     def call(self, entry: StateEntry) -> object:
-        """Call one state function; the lock as for `state_dict`.
+        """Call one state function; the caller holds the lock as for `state_dict`.
 
-        A collective in a function, which would wait for ranks that are not asked for their state, is found in its first
-        calls, and refused.
+        The first calls refuse collectives inside the function: they would wait for ranks whose state nobody requests.
 
         Raises:
             RegistryError: The function failed; its exception is the cause.
@@ -212,7 +211,7 @@ class StateRegistry:
             with nullcontext() if is_known else refusing_collectives():
                 thread = threading.get_ident()
                 try:
-                    # Inside: no step would count any more in a thread that a handler's exception has left here.
+                    # Inside the try: after an exception of a handler, this thread's steps must count again.
                     self._calling.add(thread)
                     state = entry.state_dict()
                 finally:
@@ -227,15 +226,15 @@ class StateRegistry:
             ) from error
 
     def is_calling(self) -> bool:
-        """Whether this thread is inside a registered function. DCP's make an optimizer's states by a step of it."""
+        """Return whether this thread runs a registered function. Those of DCP step an optimizer to make its states."""
         return threading.get_ident() in self._calling
 
     def parameter_finder(self) -> Callable[[tuple[str | int, ...]], torch.Tensor | None]:
-        """Return a function that knows how the states are divided of an optimizer which has not stepped yet.
+        """Return a function that finds the parameter of an optimizer state, whose sharding the state shares.
 
         Returns:
-            Given where in a replica's state one stands, ``("user", key, "state", index, name)``, it returns the
-            parameter that this belongs to, as which it is divided; for anything else ``None``.
+            A function of a path in a replica's state. For ``("user", key, "state", index, name)`` it returns the
+            parameter, even before the optimizer's first step; for other paths ``None``.
         """
         parameters: dict[str, list[torch.Tensor]] = {}
         for entry in self.entries("replicated"):
@@ -253,11 +252,11 @@ class StateRegistry:
         return find
 
     def parameter_names(self) -> dict[str, list[list[str]]]:
-        """Return how the registered modules name the parameters of each registered optimizer, group by group.
+        """Return the names that registered modules give to the parameters of each registered optimizer, by group.
 
         Returns:
-            Names by key, in the optimizer's order, each an empty str where no registered module has the parameter.
-            Without the optimizers of which no parameter has a name.
+            Names by key, in the optimizer's order; an empty str for a parameter that no registered module has.
+            Optimizers without any name are left out.
         """
         entries = self.entries("replicated")
         modules = [(entry.key, entry.holder) for entry in entries if isinstance(entry.holder, torch.nn.Module)]
@@ -265,7 +264,7 @@ class StateRegistry:
         return names_of(modules, optimizers)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Yield the parameters of the modules and optimizers that are registered; one may come several times."""
+        """Yield the parameters of registered modules and optimizers; a parameter may appear several times."""
         for entry in self.entries():
             holder = getattr(entry.load_state_dict, "__self__", None)
             if isinstance(holder, torch.nn.Module):
@@ -279,15 +278,15 @@ class StateRegistry:
         return [entry.key for entry in self.entries(scope)]
 
     def check_keys(self, keys: Collection[str], scope: Scope = "replicated", *, note: str = "") -> None:
-        """Compare the keys of a received state with those that are registered.
+        """Compare the keys of a received state with the registered keys.
 
         Args:
-            keys: Of the state.
+            keys: The received state's keys.
             scope: See `StateEntry`.
-            note: Ends the message: what would help.
+            note: Advice at the end of the message.
 
         Raises:
-            RegistryError: They differ.
+            RegistryError: The keys differ.
         """
         expected = self.registered_keys(scope)
         missing = tuple(key for key in expected if key not in keys)
@@ -307,16 +306,16 @@ class StateRegistry:
         optimizers: Collection[Optimizer] = (),
         only_shared: bool = False,
     ) -> None:
-        """Hand each part of a received state to its load function. Optimizers load it bit for bit (`exact_loading`).
+        """Pass each part of a received state to its load function. Optimizers load it bit for bit (`exact_loading`).
 
-        The caller holds the state lock for writing. If a load function fails, the parts before it have been loaded
-        and those after it have not.
+        The caller holds the state lock for writing. If a load function fails, the parts before it are loaded and the
+        parts after it are not.
 
         Args:
-            state: What `state_dict` of a replica with the same registrations returned.
-            scope: Which entries to load; the state has to match their keys exactly.
-            optimizers: Optimizers that functions of the user's own load, beside those that are registered.
-            only_shared: Whether to load the keys that both have, and no others, instead.
+            state: The result of `state_dict` on a replica with the same registrations.
+            scope: The entries to load; the state must match their keys exactly.
+            optimizers: Optimizers that the user's own functions load, besides the registered ones.
+            only_shared: Whether to load only the keys that state and registry share.
 
         Raises:
             RegistryError: The keys differ (nothing has been loaded then), or a load function failed (its exception
@@ -352,17 +351,17 @@ class StateRegistry:
 def names_of(
     modules: Sequence[tuple[str, torch.nn.Module]], optimizers: Mapping[str, Optimizer]
 ) -> dict[str, list[list[str]]]:
-    """Return how modules name the parameters of optimizers; see `StateRegistry.parameter_names`.
+    """Return the names that modules give to the parameters of optimizers; see `StateRegistry.parameter_names`.
 
     Args:
-        modules: Each with a key, which begins the names of its parameters.
-        optimizers: By key.
+        modules: Modules with their keys, which prefix the names of parameters.
+        optimizers: Optimizers by key.
     """
     names: dict[int, str] = {}
     for key, module in modules:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             full_name = f"{key}.{without_wrappers(name)}"
-            # Of a shared parameter's names, the first in the alphabet: the order of submodules may differ.
+            # A shared parameter gets the first of its names in the alphabet: the order of submodules may differ.
             names[id(parameter)] = min(names.get(id(parameter), full_name), full_name)
     named = {
         key: [[names.get(id(each), "") for each in group["params"]] for group in optimizer.param_groups]
@@ -372,12 +371,12 @@ def names_of(
 
 
 def without_wrappers(name: str) -> str:
-    """The name of a parameter as states have it."""
+    """Return a parameter's name as state dicts have it."""
     return _WRAPPERS.sub("", name)
 
 
 def _check_signatures(key: str, load_state_dict: Callable[[Any], object], state_dict: Callable[[], object]) -> None:
-    """Refuse functions that cannot be called as they will be, as far as their signatures tell."""
+    """Refuse functions whose signatures do not accept the registry's calls."""
     loads, returns = _takes(load_state_dict, None), _takes(state_dict)
     if loads and returns:
         return
@@ -398,7 +397,7 @@ def _check_signatures(key: str, load_state_dict: Callable[[Any], object], state_
 
 
 def _takes(function: Callable[..., object], *arguments: object) -> bool:
-    """Whether a function can be called with so many arguments; what does not show its signature counts as able."""
+    """Return whether a function accepts these arguments; true for a function without a readable signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -415,14 +414,14 @@ def _name_of(function: Callable[..., object]) -> str:
 
 
 def _swap_advice(error: Exception) -> str:
-    """What to look at where the call itself failed, before the first line of the function ran."""
+    """Return advice for a call that failed before the function's first line ran; otherwise an empty str."""
     traceback = error.__traceback__
     is_refused_call = isinstance(error, TypeError) and traceback is not None and traceback.tb_next is None
     return f" ({_ORDER})" if is_refused_call else ""
 
 
 def _refuse_fsdp1(key: str, obj: object) -> None:
-    """Refuses a model whose state functions gather parameters from all ranks; an interrupted one spoils the model."""
+    """Refuse a model whose state functions gather parameters from all ranks; an interrupted gather spoils the model."""
     for module in obj.modules() if isinstance(obj, torch.nn.Module) else ():
         group: Any = getattr(module, "process_group", None)
         if type(module).__name__ == "FullyShardedDataParallel" and group is not None and group.size() > 1:

@@ -1,4 +1,4 @@
-"""The state of one replica: what belongs to it, which step it shows, and who may touch it."""
+"""The state of one replica: its parts, the step that it shows, and its lock."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ from manager.state.step_log import StepLog
 
 
 class StateObserver:
-    """What is told of changes of a `ReplicaState`, on the thread that makes them. Each method does nothing here."""
+    """Receives the changes of a `ReplicaState`, on the thread that makes them. The methods here do nothing."""
 
     def before_change(self, is_optimizer_step: bool) -> None:
-        """Called inside every write section, before anything is changed."""
+        """Called inside every write section, before the first change."""
 
     def replaced(self) -> None:
-        """Called before another state is loaded."""
+        """Called before a load replaces the state."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before an attached optimizer takes the lock; may raise to refuse the step."""
 
     def step_failed(self, optimizer: Optimizer, error: BaseException) -> None:
-        """Called when a step failed that may have changed something."""
+        """Called after a failed step that may have changed the state."""
 
     def other_gradients(self, optimizer: Optimizer) -> None:
         """Called after a step whose closure changed the gradients."""
 
 
 class ReplicaState:
-    """A replica's state behind its lock, and the step that it shows. Knows nothing of snapshots, disks or replicas.
+    """A replica's state behind its lock, and the step that it shows.
 
-    Any thread may use the lock; the rest belongs to the training thread.
+    Any thread may use the lock; only the training thread may use the rest.
 
     Args:
         timeout: Deadline of every wait for the lock.
@@ -60,16 +60,16 @@ class ReplicaState:
     Attributes:
         timeout: See above.
         lock: The lock around the state.
-        registry: The functions that give and take its parts.
+        registry: The functions that return and load its parts.
         ledger: Counts the optimizers' steps since the last commit.
         scalers: The gradient scalers.
-        steps: The last ones, for who watches.
+        steps: A log of the last steps.
         step: The committed step that the state shows.
-        batches_committed: How many batches went into it, over all replicas.
-        lineage: Digest of the process groups that it was averaged in.
+        batches_committed: Number of batches of all replicas up to this step.
+        lineage: Digest of the process groups that averaged its gradients.
         is_past_step: Whether an attached optimizer has stepped since ``step`` began.
-        training_thread: Identifies the thread that steps; ``None`` before the first boundary.
-        partial: Why the state is not that of any one step; ``None`` if it is.
+        training_thread: Identifier of the training thread; ``None`` before the first boundary.
+        partial: Why the state shows no single step; ``None`` if it shows one.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -90,7 +90,7 @@ class ReplicaState:
         self._observers: list[StateObserver] = []
 
     def add_observer(self, observer: StateObserver) -> None:
-        """Have ``observer`` told of every change from here on."""
+        """Report every change from now on to ``observer``."""
         self._observers.append(observer)
 
     # ---------------------------------------------------------------------------------------------------- optimizers
@@ -107,7 +107,7 @@ class ReplicaState:
         )
         if not every_commit:
             self.ledger.let_step_freely(optimizers)
-        # What is shared as something that no optimizer's step changes, may be theirs.
+        # A snapshot may share their tensors as memory that no optimizer step changes.
         self.before_change(is_optimizer_step=False)
         self._attachments = [*(earlier for earlier in self._attachments if earlier.optimizers), attachment]
         return attachment
@@ -122,7 +122,7 @@ class ReplicaState:
         """Note that the state shows the committed ``step``, on the training thread.
 
         Raises:
-            StateTornError: It shows no whole step.
+            StateTornError: The state shows no whole step.
         """
         self.refuse_partial()
         self.note_training_thread()
@@ -130,11 +130,11 @@ class ReplicaState:
         self.is_past_step = False
 
     def note_training_thread(self) -> None:
-        """Note that the calling thread is the one that steps."""
+        """Make the calling thread the training thread."""
         self.training_thread = threading.get_ident()
 
     def assume_training_thread(self) -> None:
-        """Take the calling thread for the one that steps, unless a boundary has shown which it is."""
+        """Make the calling thread the training thread, unless a boundary has determined it already."""
         if self.training_thread is None:
             self.note_training_thread()
 
@@ -142,7 +142,7 @@ class ReplicaState:
         """Return the replicated state, live tensors included; the caller holds the lock.
 
         Raises:
-            ManagerError: A state function that asked for the training thread would run on another one.
+            ManagerError: A state function requires the training thread, and this is another thread.
             RegistryError: A state function failed.
         """
         self.require_training_thread()
@@ -150,9 +150,9 @@ class ReplicaState:
         return {USER_KEY: user, MANAGER_KEY: own_part(self.counters(), self.registry)}
 
     def content_like(self, received: Mapping[str, Any]) -> dict[str, object]:
-        """Return `content` to be compared with a received state, without the names of parameters and keys of one alone.
+        """Return `content` in a form that compares equal to a received state after loading it.
 
-        The order of parameters is the same since the state was loaded; the sender may have named more of them, or none.
+        Names of parameters, and keys that only one side has, are those of the received state.
         """
         names = {key: value for key, value in received[MANAGER_KEY].items() if key == NAMES_KEY}
         own: Any = self.content()[USER_KEY]
@@ -164,10 +164,10 @@ class ReplicaState:
         return {"step": self.step, "batches_committed": self.batches_committed, "lineage": self.lineage}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Set what `counters` returned; ``step`` alone will do.
+        """Set the counters; all but ``step`` are optional.
 
         Raises:
-            ManagerError: ``step`` is no whole number from 0.
+            ManagerError: ``step`` is not a whole number from 0.
         """
         self.step = checked_step(counters["step"])
         self.batches_committed = int(counters.get("batches_committed", 0))
@@ -178,11 +178,11 @@ class ReplicaState:
         """Apply a whole state; the caller holds the write lock.
 
         Args:
-            state: What `content` of a replica returned.
+            state: The result of `content` on a replica.
             only_shared: See ``StateRegistry.load_state_dict``.
 
         Raises:
-            RegistryError: It does not fit what is registered. If a load function failed midway, the state is partial.
+            RegistryError: The state does not fit the registrations. If a load function failed, the state is partial.
         """
         parts = state if isinstance(state, Mapping) else {}
         for key in (USER_KEY, MANAGER_KEY):
@@ -215,7 +215,7 @@ class ReplicaState:
         self._configured.warn_of_replaced(self.registry, self.optimizers(), step)
 
     def note_configured(self) -> None:
-        """Note the hyperparameters that this process was started with, before a state is received in place."""
+        """Remember this process's configured hyperparameters, before a received state replaces them."""
         self._configured.note(self.registry, self.optimizers(), has_trained=self.steps.num_committed > 0)
 
     def take_over_order(self, names: Mapping[str, Groups]) -> bool:
@@ -225,23 +225,20 @@ class ReplicaState:
             names: The sender's names of the parameters, by key.
 
         Returns:
-            Whether the state of this replica has other places now.
+            Whether any parameter has another position now.
 
         Raises:
-            RegistryError: An order differs, and cannot be taken over.
+            RegistryError: An order differs and cannot be taken over.
         """
         if not take_over_order(self.registry, names):
             return False
-        # What was noted of the boundary before has positions of the order before.
+        # Notes of the last boundary refer to positions in the old order.
         for observer in self._observers:
             observer.replaced()
         return True
 
     def forget_gradients(self) -> None:
-        """Let what is left of gradients count for nothing: they belong to a state that has been replaced.
-
-        They are set to zero where they are, as a training loop may be about to reduce them.
-        """
+        """Zero all gradients in place: they belong to a replaced state, and the loop may be about to reduce them."""
         attached = (
             parameter
             for optimizer in self.optimizers()
@@ -258,8 +255,8 @@ class ReplicaState:
         """Refuse every step until a whole state is loaded.
 
         Args:
-            step: The step that was to be shown.
-            reason: Why it is not.
+            step: The step that the state should show.
+            reason: Why it does not.
         """
         self.partial = StateTornError(step=step, reason=reason)
 
@@ -267,18 +264,18 @@ class ReplicaState:
         """Make sure that the state shows one whole step.
 
         Raises:
-            StateTornError: It does not.
+            StateTornError: The state does not show one whole step.
         """
         partial = self.partial
         if partial is not None:
-            # A new one each time: an exception keeps every traceback, and the frames in it, of where it was raised.
+            # A new error each time: an exception collects the tracebacks, and so the frames, of all its raises.
             raise StateTornError(step=partial.step, reason=partial.reason)
 
     def require_training_thread(self) -> None:
-        """Make sure that state functions may be called here.
+        """Make sure that this thread may call the state functions.
 
         Raises:
-            ManagerError: One of them asked for the training thread, and this is another one.
+            ManagerError: A state function requires the training thread, and this is another thread.
         """
         if self.training_thread in (None, threading.get_ident()):
             return
@@ -289,7 +286,7 @@ class ReplicaState:
     # ----------------------------------------------------------------------------------------------------- observers
 
     def before_change(self, is_optimizer_step: bool) -> None:
-        """Tell the observers that the state is about to change. The lock calls this in every write section."""
+        """Notify the observers before the state changes. The lock calls this in every write section."""
         for observer in self._observers:
             observer.before_change(is_optimizer_step)
 
@@ -299,7 +296,7 @@ class ReplicaState:
             observer.before_step(optimizer)
 
     def _note_step(self, optimizer: Optimizer) -> None:
-        """Called inside the write section of a step that succeeded."""
+        """Count a step; called inside its write section after a successful update."""
         if not self.registry.is_calling():
             self.is_past_step = True
             self.ledger.stepped(optimizer)
@@ -314,10 +311,10 @@ class ReplicaState:
 
 
 def checked_step(step: object) -> int:
-    """Return the number of committed steps.
+    """Return ``step`` as an int.
 
     Raises:
-        ManagerError: It is no whole number from 0.
+        ManagerError: ``step`` is not a whole number from 0.
     """
     try:
         number = index(step) if not isinstance(step, bool) else -1  # type: ignore[arg-type]

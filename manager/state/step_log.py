@@ -1,4 +1,4 @@
-"""The last steps that a replica tried: how long each took, and how each ended."""
+"""A log of a replica's last steps: their lengths and results."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ _MAX_CAUSE: Final = 300
 
 
 class StepLog:
-    """Keeps the last steps. The training thread tells it; any thread may ask.
+    """The last steps. The training thread writes; any thread may read.
 
     Attributes:
-        began_s: When the present step began, by the monotonic clock.
-        num_committed: How many were committed.
-        num_refused: How many were not.
+        began_s: Monotonic time at which the present step began.
+        num_committed: Number of committed steps.
+        num_refused: Number of steps that were not committed.
     """
 
     def __init__(self) -> None:
-        """Begin without a step."""
+        """Start empty."""
         self.began_s = time.monotonic()
         self.num_committed = 0
         self.num_refused = 0
         self._has_begun = False
-        # Step, length, period, participants and cause: values with names take ten times as long to make.
+        # Step, length, period, participants, cause. Tuples: dataclasses would take ten times as long to make.
         self._kept: deque[tuple[int, float, float, int, str]] = deque(maxlen=NUM_STEPS)
         self._is_followed = True
 
     def begin(self) -> float | None:
-        """Note that a step begins.
+        """Record the beginning of a step.
 
         Returns:
-            Seconds since the step before began, if that one has ended: what the loop takes for a step, with all that it
-            does between its end and this boundary.
+            Seconds since the beginning of the previous step, if that has ended: the loop's whole time for a step,
+            including its work between the end and this boundary.
         """
         now_s = time.monotonic()
         period_s = None
@@ -48,22 +48,22 @@ class StepLog:
         return period_s
 
     def boundary(self, earlier: int, step: int) -> None:
-        """Without a quorum: the step before has ended here, if the state shows a later one now."""
+        """Without a quorum: record the end of the previous step if the state shows a later one, and a beginning."""
         if self._has_begun and step > earlier:
             self.end(earlier)
         self._has_begun = True
         self.begin()
 
     def end(self, step: int, *, num_participants: int = 0, cause: str = "") -> float:
-        """It has ended.
+        """Record the end of a step.
 
         Args:
-            step: The committed step that it began with.
-            num_participants: How many replicas took part.
-            cause: Why it was not committed; empty if it was.
+            step: The committed step at its beginning.
+            num_participants: Number of participating replicas.
+            cause: Why the step was not committed; empty if it was.
 
         Returns:
-            Seconds since its boundary.
+            Seconds since its beginning.
         """
         length_s = time.monotonic() - self.began_s
         self._kept.append((step, length_s, 0.0, num_participants, cause[:_MAX_CAUSE]))
@@ -75,7 +75,7 @@ class StepLog:
         return length_s
 
     def recent(self) -> tuple[ToldStep, ...]:
-        """The newest at the end."""
+        """Return the steps, the newest last."""
         return tuple(
             ToldStep(
                 step=step,
