@@ -130,11 +130,12 @@ fuzz: $(STAMP) ## mutate what peers and disks say (by hand: ARGS="--num 10000000
 soak: $(STAMP) ## random faults on replicas of 2 ranks (by hand: half an hour; ARGS="--minutes 2 --replicas 5 --seed 7")
 	@PYTHONPATH=.:tests/support $(VENV)/bin/python tests/workers/soak.py $(ARGS)
 
-check: $(STAMP) ## lint, format, types and layers
+check: $(STAMP) ## lint, format, types, layers and words
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-logo
+	@$(VENV)/bin/python tests/support/plain_words.py
 
 format: $(STAMP) ## apply the formatter and the fixes that are safe
 	@$(VENV)/bin/ruff check --fix-only --quiet .

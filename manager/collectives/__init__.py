@@ -1,4 +1,4 @@
-"""The collectives between replicas: process groups that are configured again when members change, and their ends.
+"""The collectives between replicas: process groups that are configured again when members change.
 
-``quorum`` and ``Manager`` come in. Nothing here knows the state.
+``quorum`` and ``Manager`` import this package. It has no access to the state.
 """

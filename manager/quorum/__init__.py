@@ -1,4 +1,4 @@
-"""Who takes part in a step: decisions (pure), the Lighthouse, heartbeats, and the ranks of one replica.
+"""Quorums: decisions (pure), the Lighthouse, heartbeats, and agreement between the ranks of one replica.
 
-``Manager`` comes in. ``lighthouse`` is the only importer of torchft.
+``Manager`` imports this package. ``lighthouse`` is the only importer of torchft.
 """

@@ -1,4 +1,4 @@
-"""Which steps an optimizer may make in a quorum: one with each commit, and none that is not made to its end."""
+"""Enforces one optimizer step for each commit, and marks the state as partial if a committed step fails."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from manager.state.replica_state import StateObserver
 
 
 class CommittedSteps(StateObserver):
-    """Holds the optimizers of one replica to what its rounds commit. Called on the threads that change the state.
+    """Checks the optimizer steps of one replica against its commits. Called on the threads that change the state.
 
     Args:
-        participant: The replica among the others.
-        comparison: Forgets what it has of a state that is replaced.
+        participant: The replica in its quorum.
+        comparison: Compares states; discards digests of a replaced state.
     """
 
     def __init__(self, participant: Participant, comparison: StateComparison) -> None:
@@ -25,7 +25,7 @@ class CommittedSteps(StateObserver):
         self._comparison = comparison
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Refuse a step that no commit allows, or by a scaler that nobody registered."""
+        """Refuse a step without a commit, or by an unregistered scaler."""
         current, ledger = self._participant.round, self._state.ledger
         if current is None or self._state.registry.is_calling() or not ledger.steps_with_commits(optimizer):
             return
@@ -44,7 +44,7 @@ class CommittedSteps(StateObserver):
             )
 
     def step_failed(self, optimizer: Optimizer, error: BaseException) -> None:
-        """The others count on this replica having made the step that it committed."""
+        """Mark the state as partial: the other replicas rely on the committed step."""
         current = self._participant.round
         if current is not None and current.is_committed:
             self._state.mark_partial(
@@ -53,7 +53,7 @@ class CommittedSteps(StateObserver):
             )
 
     def other_gradients(self, optimizer: Optimizer) -> None:
-        """A closure that computes gradients computes them of this replica's batch, and nobody averages them."""
+        """Compare the next states: a closure's gradients come from this replica's batch alone, without averaging."""
         current = self._participant.round
         if current is not None and current.is_committed:
             self._comparison.suspect(
@@ -61,7 +61,7 @@ class CommittedSteps(StateObserver):
             )
 
     def replaced(self) -> None:
-        """Another state is loaded: nothing that was said of the one before counts."""
+        """Discard all claims about the previous state."""
         self._participant.irregularity = ""
         self._participant.reductions = Claim()
         self._comparison.forget()

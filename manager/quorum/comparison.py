@@ -1,8 +1,7 @@
-"""A digest of what optimizers and schedulers change, at a step boundary, to be compared with the other replicas'.
+"""Digests the tensors and values that optimizers and schedulers change, for comparison between replicas.
 
-The tensors are read in the background while forward and backward run; a read section keeps the optimizers from changing
-them until then. Reading takes as long as the memory allows (about 0.1 s for each GB on one core), once for each
-comparison; a step that computes for longer than that does not wait.
+A background thread reads the tensors while forward and backward run; a read section keeps optimizers from changing them
+meanwhile. Reading takes about 0.1 s for each GB on one core, once for each comparison; a longer step does not wait.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from manager.state.ownership import OwnedExecutor
 logger = logging.getLogger(__name__)
 
 _MAX_SUSPECTED: Final = 3
-"""Steps of the same kind: where they leave the states equal, so will the next one."""
+"""After this number of suspected steps without a difference, further ones are trusted."""
 
 
 class StateComparison:
-    """Digests a replica's state at the boundaries that are to be compared. Belongs to the training thread.
+    """Digests a replica's state at compared boundaries. For the training thread alone.
 
     Args:
         lock: The lock around the state.
-        keeper: Knows what only optimizers and write sections change; nothing else is compared.
+        keeper: Identifies memory that only optimizers and write sections change; other tensors are not compared.
         state: Calls the state functions.
     """
 
@@ -49,14 +48,14 @@ class StateComparison:
         self._pool: OwnedExecutor | None = None
         self._pending: tuple[int, str, Future[dict[str, int]]] | None = None
         self.is_wanted = False
-        """Whether the next boundary is to be compared whatever its number."""
+        """Whether to compare the next boundary, whichever step it is."""
         self._num_suspected = 0
 
     def suspect(self, reason: str, current: QuorumRound) -> None:
-        """Have the next boundaries compared, and say why, where several replicas make a step that may differ.
+        """Compare the next boundary, and log the reason, if several replicas make a step that may differ.
 
         Args:
-            reason: Why it may.
+            reason: Why the step may differ.
             current: The step.
         """
         decision = current.decision
@@ -95,7 +94,7 @@ class StateComparison:
                 section.release()
 
     def claim(self, timeout: timedelta) -> Claim:
-        """Return what this replica says of the last boundary that was digested; waits until it is."""
+        """Return the digest of the last compared boundary; waits for it."""
         table = self.table(timeout)
         if table is None or self._pending is None:
             return Claim()
@@ -109,7 +108,7 @@ class StateComparison:
         )
 
     def table(self, timeout: timedelta) -> dict[str, int] | None:
-        """Return the digest of each tensor by its path; ``None`` if nothing was digested."""
+        """Return the digest of each tensor by path; ``None`` without a compared boundary."""
         if self._pending is None:
             return None
         step, _, future = self._pending
@@ -124,7 +123,7 @@ class StateComparison:
         return None
 
     def forget(self) -> None:
-        """Say nothing of the boundary before: another state was loaded since."""
+        """Discard the last digest: another state has been loaded."""
         self._pending = None
 
     def close(self) -> None:
@@ -142,7 +141,7 @@ def _digest_of_values(values: object) -> int:
 
 
 def _leaves(values: object, path: str) -> Iterator[str]:
-    """Numbers, words and the like, each with its place. Objects of other classes may print as they lie in memory."""
+    """Yield path and text of plain values. The text of other objects may contain their address."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from _leaves(value, f"{path}.{key}")

@@ -1,12 +1,12 @@
-"""Who trains the next step, who has to be healed first and from whom: decided from what the members said, and no more.
+"""Decides from the members' reports which replicas train the next step, which heal first, and from which sources.
 
-Every member computes the decision by itself from the same list, so nobody has to be told. Nothing here waits, reads a
-clock or knows a network; the members come from the Lighthouse (``manager.quorum.lighthouse``).
+Every member computes the decision by itself from the same list of reports. The module is pure: it does not wait, read a
+clock or use the network. The reports come from the Lighthouse (``manager.quorum.lighthouse``).
 
-A committed state is named by its step and its *lineage*, a digest of all process groups that it was averaged in since
-step 0. Replicas with the same step and lineage hold the same replicated state. A step number alone does not say so: a
-replica that was stopped while the others gave up on it may wake up and commit a step that they have repeated without
-it. Its lineage then differs from theirs, and it is healed like one that is behind.
+A committed state has a step and a *lineage*: a digest of all process groups that averaged its gradients since step 0.
+Replicas with the same step and lineage have the same replicated state. The step number alone does not guarantee that: a
+stopped replica may wake up and commit a step that the others have repeated without it. Then its lineage differs from
+theirs, and it heals like a replica that is behind.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from manager.quorum.divergence import Claim, Divergence, find_divergence
 from manager.quorum.structure import Structure, is_in_other_order, misfits, usual_structure
 
 NO_WHOLE_STATE: Final = -1
-"""The step of a member that holds part of a state: behind everybody."""
+"""The step of a member with a partial state: behind all others."""
 _AVERAGED: Final = "the tensors that were averaged for it"
 
 
 class WorldSizeMode(Enum):
-    """How many replicas contribute to a step; names and meaning as in torchft.
+    """The number of replicas that contribute to a step; names and meaning as in torchft.
 
     Attributes:
-        DYNAMIC: All that are there.
-        FIXED_WITH_SPARES: ``min_replica_size``; the others hold the same state and contribute zeros.
+        DYNAMIC: All replicas in the quorum.
+        FIXED_WITH_SPARES: ``min_replica_size``; the others have the same state and contribute zeros.
     """
 
     DYNAMIC = 0
@@ -41,26 +41,26 @@ class WorldSizeMode(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """What one replica says of itself when it asks for a quorum.
+    """The report of one replica in its request for a quorum.
 
     Attributes:
-        replica_id: Unique among the replicas that live.
-        step: The committed step that it holds, or `NO_WHOLE_STATE`.
-        lineage: Names the history of that step; empty before the first commit.
+        replica_id: Unique among live replicas.
+        step: The committed step that its state shows, or `NO_WHOLE_STATE`.
+        lineage: Digest of the history of that step; empty before the first commit.
         store_address: ``host:port`` of the store where its process groups may meet.
-        addresses: Where each of its group ranks serves its state.
-        group: Key of the process group that it holds and that works; empty if there is none.
-        num_groups: How many process groups it has begun to set up. It tells two attempts apart.
-        can_serve: It can take a snapshot of the step boundary that it is at.
-        may_heal: It waits for the decision, and heals if it is behind; otherwise it takes no part then.
-        announced_to: The replicas that know since the quorum before that it needs a snapshot.
-        rules: What it says of `Rules`; the same on all members.
-        is_irregular: Its optimizers did not each make one step for the last commit.
-        process: Its process and host; for messages.
-        claim: What it says of the last state that was to be compared.
-        reductions: What it says of the reductions of its last step.
-        hyperparameters: What it says of its optimizers' hyperparameters, if its last step was committed.
-        structure: What its state looks like (``manager.quorum.structure``).
+        addresses: The address of each of its ranks, which serves the rank's state.
+        group: Key of its working process group; empty without one.
+        num_groups: Number of process groups that it has begun to set up; distinguishes attempts.
+        can_serve: Whether it can take a snapshot of its present step boundary.
+        may_heal: Whether it waits for the decision and heals if it is behind; otherwise it then takes no part.
+        announced_to: The replicas that learned in the previous quorum that it needs a snapshot.
+        rules: Its `Rules` as text; must be the same on all members.
+        is_irregular: Whether an optimizer did not make exactly one step for the last commit.
+        process: Its process and host, for messages.
+        claim: Digest of its state at the last compared step.
+        reductions: Digest of the reductions of its last step.
+        hyperparameters: Digest of its optimizers' hyperparameters, if its last step was committed.
+        structure: Digests of its state's structure (``manager.quorum.structure``).
     """
 
     replica_id: str
@@ -84,11 +84,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpToDate:
-    """The replica holds the state that everybody will hold.
+    """The replica already has the common state.
 
     Attributes:
-        serves_now: The replicas that heal from its kind at this step boundary.
-        serves_next: The replicas that will heal at the next one.
+        serves_now: The replicas that heal at this step boundary.
+        serves_next: The replicas that will heal at the next step boundary.
     """
 
     serves_now: tuple[str, ...]
@@ -100,8 +100,9 @@ class Heals:
     """The replica receives the state before it trains.
 
     Attributes:
-        sources: The holders, in the order in which they are asked; rotated, so that healing replicas spread over them.
-        receivers: All replicas that heal now, this one too: they pass on to each other what they have received.
+        sources: The replicas with the state, in the order of attempts; rotated so that healing replicas spread over
+            them.
+        receivers: All replicas that heal now, including this one; they relay received bytes to each other.
     """
 
     sources: tuple[Member, ...]
@@ -110,10 +111,10 @@ class Heals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandsBy:
-    """The replica takes no part in this step: those who could serve it train already.
+    """The replica takes no part in this step: its possible sources train already.
 
     Attributes:
-        announced_to: Replicas that know now, and take a snapshot at the next step boundary.
+        announced_to: Replicas that have learned of it now, and take a snapshot at the next step boundary.
         may_heal: Whether all of its ranks wait; otherwise none of them asks again in this step.
     """
 
@@ -123,11 +124,11 @@ class StandsBy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoesNotFit:
-    """The replica could not load the state that the others hold: it takes no part, and nobody waits for it.
+    """The replica could not load the common state: it takes no part, and no other replica waits for it.
 
     Attributes:
-        holder: A replica that holds it.
-        parts: What differs from the replica's own.
+        holder: A replica with the common state.
+        parts: The parts that differ from the replica's own.
     """
 
     holder: Member
@@ -139,20 +140,20 @@ Role: TypeAlias = UpToDate | Heals | StandsBy | DoesNotFit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What one replica does in a step.
+    """One replica's part in a step.
 
     Attributes:
-        step: The committed step that everybody holds once healing is over.
-        lineage: Its lineage.
-        group: Key of the process group of this step. It is set up afresh unless the replica holds it already.
-        group_members: Its members in the order of their ranks.
-        group_addresses: For each member, the address of its rank that has the asking rank's number.
-        store_address: Where the process group meets.
-        rank: The replica's rank in it; ``None`` if it stands by.
-        num_participants: How many replicas contribute.
+        step: The committed step that all members show after healing.
+        lineage: The lineage of that step.
+        group: Key of the step's process group. A replica that has this group already does not set it up again.
+        group_members: The group's members in the order of their ranks.
+        group_addresses: For each member, the address of the rank with the asking rank's number.
+        store_address: Address of the store where the process group meets.
+        rank: The replica's rank in the group; ``None`` if it stands by.
+        num_participants: Number of contributing replicas.
         participating_rank: The replica's rank among them; ``None`` if it contributes zeros or stands by.
-        role: What it has to do before it trains.
-        divergence: Replicas whose state was compared, and differs from that of most.
+        role: The replica's task before it trains.
+        divergence: The result of a comparison that found differences.
         unfit: Replicas whose role is `DoesNotFit`.
     """
 
@@ -172,13 +173,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What all replicas of a job agree on, because it changes what a step computes or who takes part.
+    """Settings that must be equal on all replicas of a job: they change a step's result or its participants.
 
     Attributes:
-        min_replica_size: Fewer replicas than this do not commit.
+        min_replica_size: The smallest number of replicas that commits.
         world_size_mode: See `WorldSizeMode`.
-        init_sync: At step 0 the others take the state of one replica.
-        compare_every: States of the steps that it divides are compared.
+        init_sync: Whether all replicas take the state of one of them at step 0.
+        compare_every: Replicas compare their states at multiples of this step number.
     """
 
     min_replica_size: int
@@ -187,7 +188,7 @@ class Rules:
     compare_every: int | None = None
 
     def told(self) -> tuple[str, ...]:
-        """Return the rules as members tell them to each other, each by its name."""
+        """Return the rules as text, each with its name, for reports."""
         return (
             f"min_replica_size={self.min_replica_size}",
             f"world_size_mode={self.world_size_mode.name}",
@@ -198,7 +199,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The state that everybody shall hold, and who does."""
+    """The common state of the next step, and the replicas that have it."""
 
     step: int
     lineage: str
@@ -211,16 +212,15 @@ def decide(
     """Decide what the replica ``own_id`` does in this step.
 
     Args:
-        members: The quorum; the same for everybody, in any order.
-        own_id: Which of them is asking.
-        rules: The same for everybody.
-        group_rank: Which rank of its replica asks. Others begin with other sources.
-        num_failed_heals: How often in a row the replica could not be healed. The next attempt begins with another
-            source.
+        members: The quorum, in any order; the same on all members.
+        own_id: The asking replica.
+        rules: The same on all members.
+        group_rank: The asking rank within its replica. Each rank starts with another source.
+        num_failed_heals: Number of failed heals in a row. Each attempt starts with another source.
 
     Raises:
-        QuorumError: The replica is no member, the members do not belong together, or none of them holds a state.
-        StatesDivergedError: Their states differ, and no majority agrees.
+        QuorumError: The replica is no member, the members' settings differ, or no member has a whole state.
+        StatesDivergedError: The members' states differ, and no majority agrees.
     """
     ordered = sorted(members, key=lambda member: member.replica_id)
     _check(ordered, own_id)
@@ -273,7 +273,7 @@ def decide(
         group=_group_key(joined),
         group_members=names,
         group_addresses=tuple(member.addresses[group_rank] for member in joined),
-        # Of a holder, since it has been there longest. Another replica's would do as well.
+        # The store of a replica that already has the state: it has existed longest.
         store_address=target.holders[group_rank % len(target.holders)].store_address,
         rank=rank,
         num_participants=num_participants,
@@ -285,21 +285,21 @@ def decide(
 
 
 def next_lineage(lineage: str, group: str, step: int) -> str:
-    """The lineage of a state after it was averaged in the process group ``group`` and committed as ``step``."""
+    """Return the lineage of a state whose gradients ``group`` averaged and which is committed as ``step``."""
     return hashlib.blake2b(f"{lineage}\0{group}\0{step}".encode(), digest_size=8).hexdigest()
 
 
 def commit_refusals(
     *, num_participants: int, min_replica_size: int, errors: Sequence[str], has_missed_heartbeats: bool
 ) -> tuple[str, ...]:
-    """Why a replica does not commit a step; empty if it does.
+    """Return the reasons why a replica does not commit a step; empty if it commits.
 
     Args:
-        num_participants: How many replicas contributed.
-        min_replica_size: How many are needed.
-        errors: What went wrong in this step on this replica.
-        has_missed_heartbeats: The Lighthouse may have taken the replica for dead since the step began, so that the
-            others may have gone on without it.
+        num_participants: Number of contributing replicas.
+        min_replica_size: The smallest number that commits.
+        errors: This replica's errors in this step.
+        has_missed_heartbeats: Whether the Lighthouse may have declared the replica dead since the step began, so that
+            the others may have continued without it.
     """
     refusals = list(errors)
     if num_participants < min_replica_size:
@@ -310,7 +310,7 @@ def commit_refusals(
 
 
 def _find_divergence(ordered: Sequence[Member]) -> Divergence | None:
-    """Compare what the members say of one step; what made their states differ comes before the states."""
+    """Compare the members' digests of one step; causes of different states come before the states."""
     return (
         find_divergence("reductions", {member.replica_id: member.reductions for member in ordered})
         or find_divergence("state", {member.replica_id: member.claim for member in ordered})
@@ -332,7 +332,7 @@ def _check(ordered: Sequence[Member], own_id: str) -> None:
 
 
 def _check_rules(ordered: Sequence[Member]) -> None:
-    """Refuses replicas that would compute different steps from the same gradients."""
+    """Refuse replicas that would compute different steps from the same gradients."""
     common = set(ordered[0].rules).intersection(*(member.rules for member in ordered))
     differing = {
         member.replica_id: ", ".join(rule for rule in member.rules if rule not in common) or "none of these"
@@ -348,8 +348,8 @@ def _check_rules(ordered: Sequence[Member]) -> None:
 def _choose_fitting_target(
     sound: Sequence[Member], ordered: Sequence[Member], rules: Rules
 ) -> tuple[_Target, dict[str, tuple[str, ...]]]:
-    """Choose the state, and tell who could not load it: what most replicas look like counts, or else the newest."""
-    # Those that have committed a step; newcomers with another model may be more.
+    """Choose the common state, and find members that could not load it. The structure of the majority counts."""
+    # Members that have committed a step: newcomers with another model may outnumber them.
     trained = [member for member in sound if member.step > 0] or sound
     usual = usual_structure([member.structure for member in trained])
     if usual is None:
@@ -358,7 +358,7 @@ def _choose_fitting_target(
     fitting = [member for member in sound if member.replica_id not in unfit]
     target = _choose_target(fitting, rules)
     first = next((each for each in target.holders if not is_in_other_order(each.structure, usual)), target.holders[0])
-    # Holders of another order heal, and take over this one: states are compared, and received together, by position.
+    # Holders with another order of parameters heal and take over this order: states are compared by position.
     holders = [each for each in target.holders if not is_in_other_order(each.structure, first.structure)]
     return _Target(target.step, target.lineage, tuple(holders)), unfit
 
@@ -374,29 +374,29 @@ def _choose_target(ordered: Sequence[Member], rules: Rules) -> _Target:
     if step == 0 and rules.init_sync:
         synchronised = [member for member in newest if member.lineage]
         if not synchronised:
-            # Nobody has been told yet whose weights count.
+            # No member knows yet whose weights count.
             first = next((member for member in newest if member.can_serve), newest[0])
-            # A replica may have come back under its id with other weights; its number of groups has grown then.
+            # A replica may have returned under its id with other weights; then its number of groups has grown.
             return _Target(step, next_lineage("", f"{first.replica_id}\0{first.num_groups}", 0), (first,))
         newest = synchronised
     numbers = Counter(member.lineage for member in newest)
     irregular = {member.lineage for member in newest if member.is_irregular}
-    # Between as many replicas, one that made the step as it was committed is better than one that did not.
+    # Between lineages of equal numbers, one without irregular steps wins.
     lineage = min(numbers, key=lambda lineage: (-numbers[lineage], lineage in irregular, lineage))
     return _Target(step, lineage, tuple(member for member in newest if member.lineage == lineage))
 
 
 def _sources(member: Member, holders: Sequence[Member]) -> tuple[Member, ...]:
-    """Who can serve ``member`` right now, by replica id: it must not have begun to train, and neither must they."""
+    """Return the holders that can serve ``member`` now: neither they nor the member may have begun the step."""
     if not member.may_heal:
         return ()
     return tuple(holder for holder in holders if holder.can_serve or holder.replica_id in member.announced_to)
 
 
 def _group_key(joined: Sequence[Member]) -> str:
-    """The key that all of them hold already if nothing has changed, or else one that never was.
+    """Return the key of the group that all members already have, or a new, unique key.
 
-    It begins with the number of its members: if as many hold it, none of them is missing.
+    A key starts with the number of its members: if that many members have it, none is missing.
     """
     held = {member.group for member in joined}
     prefix = f"{len(joined)}-"

@@ -1,8 +1,7 @@
-"""Which replicas hold another state than most, told from digests of one step: decided without I/O or clocks.
+"""Finds replicas whose state differs from the majority's, from digests of one step. No I/O, no clocks.
 
-Replicas that hold the same step and lineage should hold the same bits of all that optimizers change. A bit that
-flipped in memory, a library that computes differently, or a mistake of ours makes one of them differ, and nothing else
-shows it.
+Replicas with the same step and lineage should have the same bits in everything that optimizers change. A bit flip in
+memory, a library that computes differently, or a bug here makes one of them differ, and nothing else would show it.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ Compared: TypeAlias = Literal["state", "reductions", "hyperparameters"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What one replica says of the state that it held at a step boundary.
+    """One replica's digest at a step boundary.
 
     Attributes:
-        step: The committed step of that boundary; -1 if it has compared nothing yet.
-        lineage: Its lineage.
-        tensors: Names the tensors that were digested. Where ``forward`` changes some on one replica alone, it has left
-            them out, and cannot be compared with the others.
-        digest: Of these tensors.
+        step: The committed step of that boundary; -1 without a digest.
+        lineage: The lineage of that step.
+        tensors: Digest of the names of the digested tensors. A replica whose ``forward`` changes some tensors leaves
+            them out; then it is not comparable with others.
+        digest: Digest of these tensors.
     """
 
     step: int = -1
@@ -35,20 +34,20 @@ class Claim:
     digest: str = ""
 
 
-# Not used: several modules have decoders of what holds it, and several threads may import them at once.
+# Unused: built here, before several threads import modules with decoders of types that contain it.
 _claim_decoder: Final = msgspec.json.Decoder(Claim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """What a comparison has shown.
+    """A difference between replicas.
 
     Attributes:
-        step: Whose states were compared.
-        replicas: Those that differ from the majority; all that were compared, if there is no majority.
-        has_majority: Whether most agree.
-        majority: Those that do.
-        compared: What was compared.
+        step: The compared step.
+        replicas: The replicas that differ from the majority; without a majority all compared replicas.
+        has_majority: Whether more than half agree.
+        majority: The replicas that agree.
+        compared: The kind of digests.
     """
 
     step: int
@@ -59,18 +58,18 @@ class Divergence:
 
 
 def find_divergence(compared: Compared, claims: Mapping[str, Claim]) -> Divergence | None:
-    """Compare the newest claims that belong together.
+    """Compare the newest comparable claims.
 
     Args:
-        compared: What they are about.
-        claims: By replica.
+        compared: The kind of digests.
+        claims: Claims by replica.
 
     Returns:
-        What differs; ``None`` if nothing does, or fewer than two replicas can be compared.
+        The difference; ``None`` if all agree, or fewer than two replicas are comparable.
     """
     newest = max((claim.step for claim in claims.values()), default=-1)
     at_newest = {replica: claim for replica, claim in claims.items() if claim.step == newest >= 0}
-    # Another lineage is another state in any case, and is healed for that.
+    # Another lineage is another state anyway, and leads to a heal.
     kinds = Counter((claim.lineage, claim.tensors) for claim in at_newest.values())
     if not kinds:
         return None

@@ -1,12 +1,12 @@
-"""What a newcomer finds out before the others hear of it: whether they would refuse it.
+"""Lets a newcomer find out whether the running replicas would refuse it, before its first request for a quorum.
 
-The Lighthouse has no call by which a replica leaves: whatever it has heard it waits for, until the heartbeats have run
-out. So a newcomer that could not load the state of the others, or that follows other rules, would cost them
-``heartbeat_timeout`` at each of its starts. Before its first request it therefore asks the replicas that train what
-they look like, and decides with their answers as in a quorum.
+A replica cannot leave the Lighthouse: after a replica's first request the Lighthouse waits for it until its heartbeats
+expire. So a newcomer that cannot load the others' state, or has other rules, would stop them for ``heartbeat_timeout``
+at each of its starts. Therefore it first asks the running replicas for their structure and rules, and runs the
+quorum's decision on the answers.
 
-The Lighthouse's status page names those replicas, and nobody has signed it. Each answer comes through a connection on
-which both sides have proved the job token, where the job has one.
+The Lighthouse's status page names these replicas; it is not authenticated. Each answer arrives through a connection on
+which both sides have proved the job token, if the job has one.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _MAX_SHOWN_CHARACTERS: Final = 100
 def refusing_members(
     own: Member, running: Sequence[ToldMember], rules: Rules, ask: AskState, *, has_token: bool
 ) -> tuple[Member, ...]:
-    """Return the members of a quorum in which ``own`` could not load the state; empty if it may ask for one.
+    """Return the members of a quorum that would refuse ``own``; empty if it may ask for a quorum.
 
-    Replicas that do not answer are left out: the quorum then decides. Takes `_ANSWERING` at most.
+    Replicas that do not answer are left out; the real quorum decides about them. Takes `_ANSWERING` at most.
 
     Args:
-        own: What this replica says of itself.
-        running: The replicas that train, as the Lighthouse's page names them.
-        rules: This replica's.
-        ask: Asks a replica what it tells of itself.
+        own: This replica's report.
+        running: The running replicas, from the Lighthouse's status page.
+        rules: This replica's rules.
+        ask: Asks a replica for its state report.
         has_token: Whether this replica has a job token.
 
     Raises:
-        QuorumError: The members would not belong together, or none of them lets in this replica, which has no token.
+        QuorumError: The members' settings differ, or all of them reject this replica, which has no token.
     """
-    # A replica that holds as new a state may be the one whose structure counts.
+    # Only replicas ahead of this one: otherwise this replica's structure may be the one that counts.
     ahead = sorted((each for each in running if each.step > own.step and each.addresses), key=lambda each: -each.step)
     if not ahead:
         return ()
     asked = ahead[:_MAX_ASKED]
     with SafeExecutor(len(asked), "ft-transport-foresight") as pool:
         answers = list(pool.map(lambda each: _asked(each, ask), asked))
-    # With a token, addresses of strangers on the page keep no replica out: only the quorum shows all members.
+    # With a token, forged addresses on the page must not keep a replica out: the quorum alone shows all members.
     is_stranger = not has_token and all(isinstance(answer, PeerAuthenticationError) for answer in answers)
     if is_stranger and len(asked) == len(ahead):
         shown = ", ".join(repr(each.replica_id[:_MAX_SHOWN_CHARACTERS]) for each in asked)
@@ -73,7 +73,7 @@ def refusing_members(
 
 
 def _asked(named: ToldMember, ask: AskState) -> Member | Exception | None:
-    """Return what a replica says of itself, as a member of a quorum; ``None`` if it says nothing of it."""
+    """Return a replica's report as a member of a quorum, an error, or ``None`` if another replica answers."""
     try:
         told = ask(named.addresses[0], _ANSWERING).manager
     except (TransportError, OSError) as error:

@@ -1,4 +1,4 @@
-"""How a quorum is formed: in the background where this replica is settled, or with healing where it may be behind."""
+"""Forms quorums: in the background if this replica's state is the common one, otherwise with healing."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ _NO_DEADLINE: Final = Deadline()
 
 
 class QuorumForming:
-    """Forms one quorum a round, heals this replica in it, and configures the process group that goes with it.
+    """Forms one quorum in each round, heals this replica if needed, and configures the process group.
 
     Args:
-        config: How to take part.
-        participant: This replica among the others.
-        replica: Its parts.
-        snapshots: The snapshots that newcomers are healed from.
+        config: The configuration.
+        participant: This replica in its quorum.
+        replica: The replica's parts.
+        snapshots: The snapshots that heal newcomers.
         executor: The quorum thread.
-        structures: Compares what states look like.
+        structures: Compares the structure of states.
         comparison: Digests the state at boundaries that are compared.
         hyperparameters: Digests the hyperparameters after each commit.
-        healer: Receives the state of others.
-        warm_join: Gets a newcomer ready before its first quorum.
+        healer: Receives the state of other replicas.
+        warm_join: Prepares a newcomer before its first quorum.
         metrics: Counts quorums.
         changes: Logs changes of membership.
-        stall_watch: Looks after the waits.
+        stall_watch: Reports long waits.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class QuorumForming:
         replica.state.registry.loaders.may_heal = True
 
     def begin_step(self, *, hold: bool = False) -> bool:
-        """The step boundary; the state is digested there if it is to be compared."""
+        """Run the step boundary, with a digest of the state if this step is compared."""
         step = self._state.step
         is_kept = self._replica.begin_step(step, hold=hold)
         every = self._config.compare_every
@@ -104,8 +104,8 @@ class QuorumForming:
 
         Args:
             current: The round.
-            request: What it was begun with.
-            can_serve: Whether the state of the boundary is held for newcomers.
+            request: The arguments of ``start_quorum``.
+            can_serve: Whether a snapshot of the boundary can still be taken for newcomers.
         """
         try:
             try:
@@ -129,11 +129,11 @@ class QuorumForming:
 
     @spanned("_async_quorum")
     def form_and_heal(self, current: QuorumRound, request: QuorumRequest) -> None:
-        """Form quorums on the training thread, before ``forward``, until this replica is up to date or cannot be."""
+        """Form quorums on the training thread, before ``forward``, until the replica is up to date or cannot heal."""
         num_stand_bys = num_misfits = 0
         began_s = time.monotonic()
         membership = self._participant.membership
-        # Before the others wait for this replica.
+        # Before other replicas wait for this one.
         self._replica.check_loaders()
         try:
             if request.may_heal:
@@ -144,7 +144,7 @@ class QuorumForming:
                     deadline=request.deadline,
                 )
             while True:
-                # What was served before is of an earlier attempt, though perhaps at the same step.
+                # Earlier snapshots belong to an earlier attempt, perhaps at the same step.
                 self._snapshots.replaced()
                 if self._participant.healing is not None:
                     self._participant.healing.phase("quorum")
@@ -180,23 +180,23 @@ class QuorumForming:
                         num_misfits += 1
                         if num_misfits > _MAX_MISFITS:
                             raise self._structures.error(decision, role)
-                        # What was told of either state may be old.
+                        # The known structure of either state may be outdated.
                         self._structures.look()
         except BaseException as error:
             self._participant.is_settled = False
             self._end_record(error)
             if isinstance(error, HealFailedError):
-                # As a rule the process ends: the others need not wait for as long as that takes.
+                # The process usually ends: the other replicas need not wait for that.
                 membership.fall_silent()
             raise
         self._leave_record()
         current.end_quorum(None)
 
     def _serving(self, deadline: Deadline) -> AbstractContextManager[None]:
-        """Serve the state while others are waited for: one of them may still heal from it, in a step that was given up.
+        """Serve the state while this replica waits for others: one of them may still heal in an abandoned step.
 
-        Only after a step that was not committed: a replica without a common state has nothing to serve, and where the
-        step before was committed, nobody has been told to heal from this one.
+        Only after a step that was not committed. A replica without the common state has nothing to serve, and after a
+        committed step no other replica heals from this one.
         """
         participant, state = self._participant, self._state
         if participant.is_settled or state.partial is not None or not state.lineage:
@@ -204,7 +204,7 @@ class QuorumForming:
         return self._snapshots.serving(deadline.cap(state.timeout))
 
     def _may_wait_for_snapshot(self, request: QuorumRequest, decision: Decision, role: StandsBy) -> bool:
-        """Whether a replica that is behind asks once more; otherwise its step is reported as one that fails."""
+        """Return whether a replica that is behind asks again; otherwise report its step as failed."""
         if not request.may_heal:
             self._state.refuse_partial()
             self._participant.report_error(QuorumError(f"this replica is behind step {decision.step}"))
@@ -296,7 +296,7 @@ class QuorumForming:
             return
         is_own = self._participant.membership.replica_id in divergence.replicas
         if is_own:
-            # Until it has healed it holds no state that counts: not for a comparison either, if others die meanwhile.
+            # Until it has healed, its state must not count, even in a comparison after other replicas die.
             self._comparison.forget()
             self._participant.disown_state("the state differs from that of most replicas")
         logger.error(
@@ -311,7 +311,7 @@ class QuorumForming:
         participant = self._participant
         current = participant.round
         if current is not None and current.error is not None:
-            # What was aborted in this step is not configured again under the same key.
+            # A group aborted in this step is not configured again under the same key.
             participant.membership.process_group.decline(decision, str(current.error))
             return
         try:
@@ -341,33 +341,33 @@ class QuorumForming:
     # -------------------------------------------------------------------------------------------------------- healing
 
     def _request_snapshot(self, role: UpToDate) -> None:
-        """Let a snapshot be taken: at this boundary if it has not passed, or else at the next."""
+        """Request a snapshot of this boundary, or of the next one if this one has passed."""
         if not (role.serves_now or role.serves_next):
             return
         logger.info("%s: serves %s now, %s next", self._participant.name, role.serves_now, role.serves_next)
-        # They wait for each other: nobody's optimizer steps before the newcomer is healed.
+        # Shared memory is safe: no optimizer steps before the newcomer has healed.
         with span("_checkpoint_transport::send_checkpoint"):
             self._snapshots.scheduler.request(share=True)
 
     def _check_serving(self, role: UpToDate) -> None:
-        """Do not let everybody wait for a snapshot that does not come: the step is repeated instead."""
+        """Report an error if no snapshot can be taken, so that the step is repeated instead of waited for."""
         if role.serves_now and not self._snapshots.scheduler.shows_present_state():
             self._participant.report_error(QuorumError(f"no snapshot could be taken for {role.serves_now}"))
 
     def _heal(self, decision: Decision, role: Heals) -> bool:
-        """Receive the state from one of the sources. Returns whether it worked; else asks to be called again.
+        """Receive the state from one of the sources; return whether that succeeded. Otherwise call it again.
 
         Raises:
-            HealFailedError: It has been tried often enough.
+            HealFailedError: The last attempt has failed.
         """
         participant, membership, healer = self._participant, self._participant.membership, self._healer
-        # The others wait for this replica there, so it joins them while the state arrives.
+        # The others wait in the process group, so this replica joins it while the state arrives.
         configuring = self._executor.submit(self._configure, decision)
         with span("_checkpoint_transport::recv_checkpoint"):
             failures = healer.receive(decision, role, group_rank=membership.group_rank, name=participant.name)
         phase("rendezvous")
         configuring.result()
-        # All ranks of the replica are healed, or none counts as healed.
+        # Either all ranks of the replica heal, or none counts as healed.
         is_given_up = participant.round is not None and participant.round.error is not None
         refusals = membership.agree(
             Exchange.HEAL,
@@ -386,15 +386,15 @@ class QuorumForming:
         if participant.round is not None:
             participant.round.error = None
         if all(_GIVEN_UP in refusal for refusal in refusals):
-            # A source that gave the step up first may have served what its forward has made of the state, or what was
-            # there before it. In the next quorum all begin with the same; this state counts where nobody has a better.
+            # A source that abandoned the step may have served its state before or after forward. In the next quorum all
+            # replicas start from one state again; this one counts only if none is better.
             participant.disown_state(f"healed in a step that was given up, {membership.replica_id}")
         else:
             healer.failed(decision.step, failures or refusals, agreed=refusals)
         return False
 
     def _begin_record(self, began_s: float) -> None:
-        """A heal is recorded from the beginning of the wait for the quorum that orders it."""
+        """Begin the record of a heal, from the start of the wait for its quorum."""
         participant, transport = self._participant, self._replica.transport
         if participant.healing is None and transport is not None:
             membership = participant.membership
@@ -407,7 +407,7 @@ class QuorumForming:
             )
 
     def _leave_record(self) -> None:
-        """What comes now, until the first commit, is the caller's step."""
+        """Count the time until the first commit as the caller's step."""
         healing = self._participant.healing
         if healing is not None:
             healing.phase("first_step")

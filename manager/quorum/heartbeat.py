@@ -1,12 +1,11 @@
-"""Heartbeats to the Lighthouse, and whether it may have missed some.
+"""Sends heartbeats to the Lighthouse, and detects that it may have missed some.
 
-Native threads send them (torchft's ``ManagerServer``), so that code which holds the GIL for longer than the Lighthouse
-is patient does not cost this replica its place. A slow thread of Python sends a few more, whose answers show that the
-Lighthouse is there.
+Native threads send them (torchft's ``ManagerServer``), so that a replica stays a member while other code holds the GIL.
+A slow Python thread sends a few more; their answers show that the Lighthouse is reachable.
 
-Where Python was silent for too long, the question is whether the native threads were too: they go on while the GIL is
-held, and stop with the process (``SIGSTOP``, a frozen container, a paused machine). The kernel counts how often they
-gave up the processor, and between two heartbeats that is always about as often.
+After a long silence of the Python thread, the native threads may have been silent as well, or not: they run while the
+GIL is held, and stop with the process (``SIGSTOP``, a frozen container, a paused machine). The kernel counts how often
+they give up the processor, a nearly constant number between two heartbeats.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _TASKS: Final = Path("/proc/self/task")
 _NATIVE_NAMES: Final = ("torchft", "tokio")
 _COUNTER: Final = "voluntary_ctxt_switches:"
 _MOST_RUNS: Final = 6.0
-"""How often native threads run for one heartbeat, before it has been measured: four times in torchft 0.2."""
+"""Assumed number of runs of native threads for each heartbeat before a measurement: four in torchft 0.2."""
 _SHARE_OF_TIMEOUT: Final = 0.25
 _SHARE_OF_WINDOW: Final = 0.5
 _SHARE_OF_SIGN: Final = 0.01
@@ -44,13 +43,13 @@ _starting = threading.Lock()
 
 
 class NativeThreads:
-    """Threads that ``start`` starts, as the kernel sees them.
+    """The kernel's counters of the threads that ``start`` starts.
 
     Args:
-        start: Starts them.
+        start: Starts the threads.
 
     Attributes:
-        owner: What ``start`` returned.
+        owner: The result of ``start``.
     """
 
     def __init__(self, start: Callable[[], Any]) -> None:
@@ -60,7 +59,7 @@ class NativeThreads:
             self._threads = _native_threads() - before
 
     def num_runs(self) -> int | None:
-        """How often they have given up the processor so far; ``None`` where the kernel does not tell."""
+        """Return how often the threads have given up the processor; ``None`` if the kernel does not say."""
         num_runs = 0
         try:
             for thread in self._threads:
@@ -75,7 +74,7 @@ def _native_threads() -> frozenset[str]:
     found = set()
     with suppress(OSError):
         for task in _TASKS.iterdir():
-            with suppress(OSError):  # gone in the meantime
+            with suppress(OSError):  # the thread has ended
                 if (task / "comm").read_text().startswith(_NATIVE_NAMES):
                     found.add(task.name)
     return frozenset(found)
@@ -83,18 +82,18 @@ def _native_threads() -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A moment at which this replica was alive: the time, and how often the native threads had run."""
+    """A moment at which this replica was alive: the time, and the native threads' number of runs."""
 
     sent_s: float
     num_runs: int | None
 
 
 class MissedHeartbeats:
-    """Counts the silences that the Lighthouse may have taken for this replica's death. Any thread may call it.
+    """Counts silences after which the Lighthouse may have declared this replica dead. Any thread may call it.
 
     Args:
-        timeout_s: How long the Lighthouse is patient.
-        interval_s: Between two signs of the native threads.
+        timeout_s: The Lighthouse's heartbeat timeout in seconds.
+        interval_s: Seconds between two heartbeats of the native threads.
         num_runs: See `NativeThreads`.
         clock: Returns seconds.
     """
@@ -117,9 +116,9 @@ class MissedHeartbeats:
         self._last = self._window = self._measure()
 
     def now(self) -> Sign:
-        """Return the sign of life of a message that is sent now; of several in short order the first one's.
+        """Return the sign of a message that is about to be sent.
 
-        Asking the kernel takes 0.1 ms.
+        Messages in quick succession share one sign: a new one costs 0.1 ms.
         """
         last = self._last
         return last if self._clock() - last.sent_s < self._timeout_s * _SHARE_OF_SIGN else self._measure()
@@ -127,14 +126,14 @@ class MissedHeartbeats:
     def _measure(self) -> Sign:
         for _ in range(_NUM_READS):
             num_runs, begun_s = self._num_runs(), self._clock()
-            # Reading gives the GIL away: both have to be of one moment.
+            # Reading releases the GIL: time and number must belong to one moment.
             again = self._num_runs()
             if self._clock() - begun_s < _SHORT_READ_S:
                 return Sign(begun_s, num_runs if again is not None else None)
         return Sign(begun_s, again)
 
     def note(self, sign: Sign) -> None:
-        """The Lighthouse has answered what was sent then."""
+        """Record that the Lighthouse has answered the message of this sign."""
         with self._mutex:
             self._judge(sign)
             self._has_failed = False
@@ -143,14 +142,14 @@ class MissedHeartbeats:
                 self._learn(sign)
 
     def note_failure(self) -> None:
-        """The Lighthouse could not be reached."""
+        """Record that the Lighthouse was unreachable."""
         with self._mutex:
             self._has_failed = True
 
     def count(self) -> int:
-        """How many there were so far."""
+        """Return the number of silences so far."""
         with self._mutex:
-            # Asking the kernel takes longer than a step may cost.
+            # Not in each step: a new sign costs 0.1 ms.
             if self._clock() - self._last.sent_s >= self._timeout_s:
                 self._judge(self.now())
             return self._num_lapses
@@ -161,11 +160,11 @@ class MissedHeartbeats:
             return
         if self._has_failed or silent_s - self._running_s(now) >= self._timeout_s:
             self._num_lapses += 1
-        # One silence counts once, however often somebody asks.
+        # Each silence counts once.
         self._last = self._window = now
 
     def _running_s(self, now: Sign) -> float:
-        """For how long the native threads have run, since the last sign."""
+        """Return for how many seconds the native threads have run since the last sign."""
         if now.num_runs is None or self._last.num_runs is None:
             return 0.0
         rate = median(self._rates) if self._rates else self._assumed_rate
@@ -181,18 +180,18 @@ class MissedHeartbeats:
 
 
 class Heartbeat:
-    """Gives heartbeats until it is closed.
+    """Sends heartbeats until `close`.
 
     Args:
-        start: Starts the native threads that give them; what it returns has ``shutdown()``.
-        beat: Gives one more and waits for the answer.
-        whom: For messages.
-        interval: Between two signs of the native threads.
-        timeout: How long the Lighthouse is patient.
+        start: Starts the native threads; its result has ``shutdown()``.
+        beat: Sends one more heartbeat and waits for the answer.
+        name: Names the Lighthouse in messages.
+        interval: Time between two heartbeats of the native threads.
+        timeout: The Lighthouse's heartbeat timeout.
 
     Attributes:
-        missed_heartbeats: When it may have missed them.
-        was_unreachable: Set when the Lighthouse could not be reached; whoever takes note of it clears it.
+        missed_heartbeats: Counts silences.
+        was_unreachable: Set when the Lighthouse was unreachable; the reader clears it.
     """
 
     def __init__(
@@ -200,12 +199,12 @@ class Heartbeat:
         *,
         start: Callable[[], Any],
         beat: Callable[[timedelta], object],
-        whom: str,
+        name: str,
         interval: timedelta,
         timeout: timedelta,
     ) -> None:
         self._beat = beat
-        self._whom = whom
+        self._name = name
         self._timeout = timeout
         self._pause_s = max(interval.total_seconds(), timeout.total_seconds() * _SHARE_OF_TIMEOUT)
         self._closed = SafeEvent()
@@ -218,7 +217,7 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Give no more heartbeats."""
+        """End the heartbeats."""
         self._closed.set()
         native, self._native.owner = self._native.owner, None
         if native is not None:
@@ -235,7 +234,7 @@ class Heartbeat:
                 self.missed_heartbeats.note_failure()
                 self.was_unreachable = self.was_unreachable or not isinstance(error, TimeoutError)
                 if not is_silenced:
-                    logger.warning("%s: no heartbeat reaches it: %s", self._whom, error)
+                    logger.warning("%s: no heartbeat reaches it: %s", self._name, error)
                 is_silenced = True
             else:
                 is_silenced = False

@@ -1,4 +1,4 @@
-"""The process group between replicas that this rank holds: its members, and how it meets those of the next one."""
+"""This rank's process group between replicas: its members, and the meeting with those of the next one."""
 
 from __future__ import annotations
 
@@ -25,31 +25,30 @@ from manager.quorum.divergence import Claim
 
 _PREFIX: Final = "ft_transport"
 _TORCHFT_GLOO: Final = "torchft-gloo"
-"""torchft's name for its gloo group in this process; a difference ends only the child process of its other one."""
+"""torchft's name for its gloo group in this process; its other group runs in a child process."""
 _MEETING: Final = "meeting"
 _DECLINING: Final = timedelta(seconds=1)
 _READING_S: Final = 0.5
-"""Members that find the store of a refusal gone wait for it until ``connect_timeout``."""
+"""Time for other members to read a refusal before its store closes; otherwise they wait ``connect_timeout``."""
 
 
 class HeldProcessGroup:
-    """The process group of one rank, set up afresh for other members.
+    """The process group of one rank, configured again for each set of members.
 
-    `abort` may be called by any thread; the rest by the training thread and the thread that forms quorums, never by
-    both at once.
+    Any thread may call `abort`. The training thread and the quorum thread may call the rest, never both at once.
 
     Args:
-        process_group: What runs the collectives; ``None`` for gloo. This object shuts it down.
+        process_group: Runs the collectives; ``None`` for gloo. This object shuts it down.
         stores: The connections by which members meet.
         group_rank: This rank within its replica.
-        world_size: How many ranks the replica has.
-        timeout: For each collective of gloo.
-        connect_timeout: For meeting the other members.
+        world_size: Number of ranks of the replica.
+        timeout: Limits each collective of gloo.
+        connect_timeout: Limits the meeting of members.
 
     Attributes:
-        wrapped: What runs the collectives.
-        held: The key of the group whose members have been met; empty if there is none.
-        num_begun: How many groups this replica has begun to set up under its id.
+        wrapped: Runs the collectives.
+        held: Key of the working group; empty without one.
+        num_begun: Number of groups that this replica has begun to set up under its id.
     """
 
     def __init__(
@@ -87,19 +86,19 @@ class HeldProcessGroup:
         self._log = ReductionLog()
 
     def configure(self, decision: Decision, deadline: Deadline, *, replica_id: str) -> float:
-        """Meet the members of a process group, if this rank does not hold it already.
+        """Meet the members of a process group, unless this rank already has that group.
 
         Args:
-            decision: Which group it is.
-            deadline: For everything, where it comes before ``connect_timeout`` is over.
-            replica_id: This replica's.
+            decision: Names the group.
+            deadline: Limit of the whole call, besides ``connect_timeout``.
+            replica_id: This replica's id.
 
         Returns:
-            Seconds that it took; 0 if there was nothing to do.
+            The duration in seconds; 0 if the rank has the group already.
 
         Raises:
             OSError: This process has too few descriptors left.
-            Exception: Whatever the process group raises if the others do not come.
+            Exception: The process group failed, for example because a member did not arrive.
         """
         if decision.rank is None or decision.group == self.held:
             return 0.0
@@ -146,18 +145,18 @@ class HeldProcessGroup:
         return time.monotonic() - start_s
 
     def decline(self, decision: Decision, reason: str) -> None:
-        """Let no member wait for this rank in a process group that it has given up before it was set up.
+        """Tell the other members not to wait for this rank in a process group that it will not set up.
 
         Args:
-            decision: Which group it is.
-            reason: Why, for the others.
+            decision: Names the group.
+            reason: The reason, for the other members' messages.
         """
         if decision.rank is None or len(decision.group_members) <= 1:
             return
         with self._mutex:
             if self._is_closed or decision.group == self._begun:
                 return
-            # The next attempt has another key: under this one the others find the refusal.
+            # The next attempt has another key; under this one the others find the refusal.
             self._begun = decision.group
             self.held = ""
             self.num_begun += 1
@@ -179,12 +178,12 @@ class HeldProcessGroup:
         return f"{_PREFIX}/{decision.group}/{self._group_rank}"
 
     def _limit_connecting(self, deadline: Deadline) -> None:
-        """``configure`` of torchft takes no timeout; process groups of this package are told beforehand."""
+        """Set the timeout of this package's groups in advance: torchft's ``configure`` has no such argument."""
         if isinstance(self.wrapped, (GlooProcessGroup, ReconfigurableGroup)):
             self.wrapped.connect_timeout = deadline.cap(self._connect_timeout)
 
     def abort(self) -> None:
-        """End the process group at once, so that whoever waits for this replica in it does not wait for long."""
+        """End the process group at once, so that other members stop waiting for this replica."""
         with self._mutex:
             was_held, self.held = self.held, ""
             sequence, self._sequence = self._sequence, None
@@ -194,13 +193,13 @@ class HeldProcessGroup:
             self.wrapped.abort()
 
     def wait_for_readers(self) -> None:
-        """After a refusal, give the other members time to read it, which may lie in a store of this process."""
+        """After a refusal, give the other members time to read it: its store may be in this process."""
         waited_s = time.monotonic() - self._refused_s
         if waited_s < _READING_S:
             time.sleep(_READING_S - waited_s)
 
     def have_members_left(self) -> bool:
-        """Whether another member has ended the group, as far as the process group shows it. Thread-safe."""
+        """Return whether the process group shows that another member has ended it. Thread-safe."""
         if isinstance(self.wrapped, GlooProcessGroup):
             return self.wrapped.have_members_left()
         return self.wrapped.errored() is not None
@@ -215,8 +214,8 @@ class HeldProcessGroup:
         Over gloo nothing is sent before all members have begun the same one (`ReductionSequence`).
 
         Args:
-            tensor: Of a DTensor its local part.
-            reduction: What is reduced, and how.
+            tensor: The tensor; the local part of a DTensor.
+            reduction: Describes the reduction.
         """
         sequence = self._present_sequence()
         if sequence is not None:
@@ -225,10 +224,10 @@ class HeldProcessGroup:
         return self.wrapped.allreduce([tensor], reduction.options)
 
     def _end_reducing(self, deadline: Deadline) -> None:
-        """Wait until nothing of an earlier group is reduced: it would go on in the next one, beside other collectives.
+        """Wait for the reductions of an earlier group: otherwise they would continue in the next one.
 
         Raises:
-            QuorumTimeoutError: It goes on.
+            QuorumTimeoutError: They did not end in time.
         """
         if not self._has_reduced:
             return
@@ -245,7 +244,7 @@ class HeldProcessGroup:
         self._has_reduced = False
 
     def begin_step(self) -> None:
-        """Forget what the step before has reduced; what it reduced after its commit, too."""
+        """Discard the reductions of the previous step, including those after its commit."""
         self._sequence = None
         self._log = ReductionLog()
 
@@ -259,14 +258,14 @@ class HeldProcessGroup:
         """After `end_step`, make sure that the members have made the same reductions.
 
         Args:
-            timeout: For the others to end the step.
+            timeout: Limit of the wait for the other members to end the step.
 
         Returns:
-            What the next quorum has to compare, without step and lineage; an empty claim if it is compared.
+            A claim for the next quorum to compare, without step and lineage; empty if the members have compared.
 
         Raises:
-            ReductionMismatchError: They have not.
-            Exception: What the process group raised.
+            ReductionMismatchError: The reductions differ.
+            Exception: The process group failed.
         """
         sequence = self._sequence
         if sequence is not None:
@@ -280,7 +279,7 @@ class HeldProcessGroup:
         return Claim(tensors=names, digest=digest)
 
     def close(self) -> None:
-        """Leave it for good."""
+        """Shut the process group down."""
         with self._mutex:
             self._is_closed = True
             self.held = ""
@@ -291,7 +290,7 @@ class HeldProcessGroup:
         self._reducing.shutdown(wait=False)
 
     def _present_sequence(self) -> ReductionSequence | None:
-        """The reductions of the present step; ``None`` where they are not compared before they are sent."""
+        """Return the present step's sequence; ``None`` if reductions run without a comparison first."""
         if self._sequence is None and self.held and len(self._members) > 1 and _is_gloo(self.wrapped):
             group = cast("GatheringGroup", self.wrapped)
             self._has_reduced = True
@@ -300,11 +299,11 @@ class HeldProcessGroup:
 
 
 def _is_gloo(group: Any) -> bool:
-    """Whether a different reduction on another member would end this process."""
+    """Return whether a mismatched reduction on another member would end this process."""
     name = getattr(group, "getBackendName", str)()
     return isinstance(group, GlooProcessGroup) or name == _TORCHFT_GLOO
 
 
 def group_number(group: str) -> int:
-    """Return a number for the key of a process group: torchft's use it in names and logs as the id of a quorum."""
+    """Return a number for a group's key: torchft's groups use it as the quorum id in names and logs."""
     return int(group.rpartition("-")[2], 16) >> 1

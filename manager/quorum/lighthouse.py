@@ -1,11 +1,11 @@
 """Membership by torchft's Lighthouse; the only file that imports torchft.
 
 The Lighthouse (torchft's ``src/lighthouse.rs``) is one server per job. A replica that is ready for a step asks it for a
-quorum and is answered when all that show heartbeats have asked; what each says of itself travels along. A replica
-without a heartbeat for ``heartbeat_timeout_ms`` is left out.
+quorum. The Lighthouse answers when all replicas with heartbeats have asked, and passes on each replica's report. It
+leaves out a replica without a heartbeat for ``heartbeat_timeout_ms``.
 
-What is used is the public low-level interface ``torchft.coordination``: ``LighthouseServer``, ``LighthouseClient``, and
-of ``ManagerServer`` the heartbeats.
+This module uses torchft's public low-level interface ``torchft.coordination``: ``LighthouseServer``,
+``LighthouseClient``, and the heartbeats of ``ManagerServer``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from manager.quorum.member_data import MemberTelling
 logger = logging.getLogger(__name__)
 
 NAMELESS: Final = "replica"
-"""Stands for the name of a replica that was given none."""
+"""The name of replicas without a configured one."""
 
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
@@ -50,7 +50,7 @@ _INSTALL: Final = (
 _LOG_LEVEL: Final = "RUST_LOG"
 
 _own_random = random.Random()
-"""Not the process's generator: what the trainer draws from that must not depend on how often a server was asked."""
+"""Separate from the process's generator: requests to a server must not change the trainer's random numbers."""
 
 _embedded: list[Any] = []
 _embedded_mutex = threading.Lock()
@@ -64,15 +64,15 @@ def embedded_lighthouse(
 ) -> str:
     """Start a Lighthouse inside this process and return its address; it ends with the process.
 
-    There is one per process, whoever asks for it. Replicas in other processes of this machine reach it too, if they
-    are told the address.
+    All callers in a process share one Lighthouse. Replicas in other processes of this machine can reach it by its
+    address.
 
     Args:
-        min_replicas: How many replicas make a first quorum.
-        heartbeat_timeout: After which a silent replica is taken for dead.
-        join_timeout: How long replicas that give heartbeats but do not ask for the quorum are waited for. It has to
-            be longer than they may be held up by a failing step: those who are there already, though just started,
-            would train on without the only one that has the state.
+        min_replicas: The size of a first quorum.
+        heartbeat_timeout: The Lighthouse declares a replica dead after this silence.
+        join_timeout: The Lighthouse waits this long for replicas that send heartbeats but do not ask for the quorum. It
+            must exceed the delay of a failing step: otherwise replicas that have just started would train without the
+            only replica that has the state.
 
     Raises:
         LighthouseUnavailableError: torchft is not installed, or the server cannot start.
@@ -92,17 +92,17 @@ def embedded_lighthouse(
             except (RuntimeError, OSError) as error:
                 raise LighthouseUnavailableError(f"expected to start a Lighthouse on 127.0.0.1: {error}") from error
             _embedded.append(server)
-        # What the server says of itself is this host's name, which need not lead to the loopback interface.
+        # The server's own address has this host's name, which may not resolve to the loopback interface.
         return f"http://127.0.0.1:{urlsplit(_embedded[0].address()).port}"
 
 
 @contextmanager
 def _typed_panics() -> Iterator[None]:
-    """Raise a panic of torchft's Rust code, which is no ``Exception`` of Python, as an error of the manager's."""
+    """Raise a panic of torchft's Rust code, which is not an ``Exception``, as an error of the manager."""
     try:
         yield
     except BaseException as error:
-        # PyO3 makes the class at run time, and lets nobody import it.
+        # PyO3 makes the class at run time; it cannot be imported.
         if type(error).__name__ != "PanicException":
             raise
         raise QuorumError(
@@ -112,24 +112,24 @@ def _typed_panics() -> Iterator[None]:
 
 
 class _NoAnswerError(Exception):
-    """The request was over before there was a quorum."""
+    """The request ended without a quorum."""
 
 
 class LighthouseSession:
-    """One replica's dealings with the Lighthouse. Gives heartbeats until it is closed.
+    """One replica's requests and heartbeats to the Lighthouse; heartbeats continue until `close`.
 
-    A Lighthouse that was restarted knows nobody, and gives a quorum to whoever asks first. Trained in halves, the
-    replicas would hold different states under one step number. So when the Lighthouse was out of reach, or counts its
-    quorums from the start again, a quorum is only accepted with all members of the last one, until ``timeout`` is over.
+    A restarted Lighthouse knows no replicas and grants a quorum to the first ones that ask. Replicas that train in two
+    halves would have different states under one step number. So after the Lighthouse was unreachable, or has restarted
+    its quorum numbers, the session accepts only a quorum with all members of the last one, until ``timeout``.
 
     Args:
         address: ``http://host:port`` of the Lighthouse.
         replica_id: Unique to this start of the replica.
-        connect_timeout: For one attempt to reach it.
-        heartbeat_interval: Between two heartbeats.
-        heartbeat_timeout: After which the Lighthouse takes a replica for dead.
-        keys: Of the job token: who does not prove that it knows it takes no part.
-        is_awaited: Whether the others wait for this replica from now on, or only from its first request on.
+        connect_timeout: Limit of one attempt to connect.
+        heartbeat_interval: Time between two heartbeats.
+        heartbeat_timeout: The Lighthouse declares a replica dead after this silence.
+        keys: The keys of the job token; replicas that do not prove it take no part.
+        is_awaited: Whether to send heartbeats from now on, or only from the first request on.
 
     Raises:
         LighthouseUnavailableError: torchft is not installed, or the Lighthouse does not answer.
@@ -163,19 +163,19 @@ class LighthouseSession:
     def quorum(
         self, member: Member, *, timeout: timedelta, deadline: Deadline, shrink_only: bool, num_retries: int
     ) -> tuple[Member, ...]:
-        """Ask for a quorum, and wait until there is one with this replica in it.
+        """Ask for a quorum, and wait for one that includes this replica.
 
         Args:
-            member: What this replica says of itself.
-            timeout: For one request. An unreachable Lighthouse is asked again until then.
-            deadline: For everything.
+            member: This replica's report.
+            timeout: Limit of one request, including retries of an unreachable Lighthouse.
+            deadline: Limit of the whole call.
             shrink_only: Whether new replicas have to wait.
-            num_retries: How many more requests may follow one that timed out.
+            num_retries: Number of further requests after one that timed out.
 
         Raises:
-            LighthouseUnavailableError: It could not be reached.
-            QuorumTimeoutError: There was none in time.
-            QuorumError: What it returned makes no sense.
+            LighthouseUnavailableError: The Lighthouse could not be reached.
+            QuorumTimeoutError: No quorum in time.
+            QuorumError: The answer is invalid.
         """
         heartbeat = self._heartbeat = self._heartbeat or self._start_heartbeat()
         began_s = time.monotonic()
@@ -197,7 +197,7 @@ class LighthouseSession:
                     reasons.append(str(error))
                     self._client = None
                     self._is_suspect = True
-                    logger.warning("%s failed, asking again: %s", self._whom(), error)
+                    logger.warning("%s failed, asking again: %s", self._name(), error)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     self._pause(min(pause_s * _own_random.uniform(0.5, 1.0), max(0.0, deadline_s - time.monotonic())))
                     continue
@@ -205,7 +205,7 @@ class LighthouseSession:
                 missing = self._missing(quorum.quorum_id, members)
                 if missing and time.monotonic() + _ASK_AGAIN_S < deadline_s:
                     there = [each.replica_id for each in members]
-                    logger.warning("%s may have been restarted: %s lacks %s", self._whom(), there, missing)
+                    logger.warning("%s may have been restarted: %s lacks %s", self._name(), there, missing)
                     self._pause(_ASK_AGAIN_S)
                     continue
                 self._quorum_id = quorum.quorum_id
@@ -215,13 +215,13 @@ class LighthouseSession:
         error_type = QuorumTimeoutError if self._client is not None else LighthouseUnavailableError
         waited_s = time.monotonic() - began_s
         raise error_type(
-            f"{self._whom()}: expected a quorum, got none in {waited_s:.1f} s, asked {num_asked} times; "
+            f"{self._name()}: expected a quorum, got none in {waited_s:.1f} s, asked {num_asked} times; "
             f"the last answer: {reasons[-1] if reasons else 'none'}"
         )
 
     @property
     def is_heard(self) -> bool:
-        """Whether the Lighthouse hears this replica now, so that the others wait for it."""
+        """Whether this replica sends heartbeats, so that the others wait for it."""
         return self._heartbeat is not None
 
     @property
@@ -231,12 +231,12 @@ class LighthouseSession:
         return self._is_suspect or (heartbeat is not None and heartbeat.was_unreachable)
 
     def missing(self) -> str:
-        """Say whom this replica waits for; empty if the Lighthouse does not tell."""
+        """Describe the replicas that this one waits for; empty if the Lighthouse does not say."""
         status = read_status(self._address, _STATUS_S)
         return status.missing(self._replica_id) if status is not None else ""
 
     def num_missed_heartbeats(self) -> int:
-        """How often so far the Lighthouse may have taken this replica for dead, because it was silent for too long."""
+        """Return how often the Lighthouse may have declared this replica dead after a silence."""
         return self._heartbeat.missed_heartbeats.count() if self._heartbeat is not None else 0
 
     def fall_silent(self) -> None:
@@ -246,18 +246,18 @@ class LighthouseSession:
             heartbeat.close()
 
     def close(self) -> None:
-        """End the heartbeats, so that the others need not wait for this replica any longer than they must."""
+        """End the heartbeats, so that the others stop waiting for this replica soon."""
         self._closed.set()
         if self._heartbeat is not None:
             self._heartbeat.close()
-        # Each has threads and sockets for as long as it is referred to.
+        # Each keeps threads and sockets until its last reference.
         self._heartbeat_client = self._client = None
 
     def _start_heartbeat(self) -> Heartbeat:
         return Heartbeat(
             start=self._start_native_heartbeat,
             beat=self._beat,
-            whom=self._whom(),
+            name=self._name(),
             interval=self._heartbeat_interval,
             timeout=self._heartbeat_timeout,
         )
@@ -268,7 +268,7 @@ class LighthouseSession:
                 return _coordination().ManagerServer(
                     replica_id=self._replica_id,
                     lighthouse_addr=self._address,
-                    # It serves torchft's managers besides, of which this replica has none.
+                    # It also serves torchft's managers; this replica has none.
                     hostname="127.0.0.1",
                     bind="127.0.0.1:0",
                     store_addr="",
@@ -297,7 +297,7 @@ class LighthouseSession:
             raise client
         return client
 
-    def _whom(self) -> str:
+    def _name(self) -> str:
         return f"replica {self._replica_id}: the Lighthouse at {self._address}"
 
     def _pause(self, seconds: float) -> None:
@@ -305,9 +305,9 @@ class LighthouseSession:
             raise QuorumError(f"replica {self._replica_id}: has been shut down")
 
     def _missing(self, quorum_id: int, members: Sequence[Member]) -> list[str]:
-        """The members of the last quorum that this one may lack because the Lighthouse has forgotten them."""
+        """Return members of the last quorum that a restarted Lighthouse may have forgotten."""
         names = {name_of(member.replica_id) for member in members}
-        # One that was started again has its old name.
+        # A restarted replica has its old name.
         missing = sorted(replica_id for replica_id in self._members if name_of(replica_id) not in names)
         was_unreachable = self._heartbeat is not None and self._heartbeat.was_unreachable
         starts_again = quorum_id < self._quorum_id or (quorum_id == self._quorum_id and bool(missing))
@@ -326,7 +326,7 @@ class LighthouseSession:
             client.quorum,
             replica_id=self._replica_id,
             timeout=timeout,
-            # Shown in the status page, where a newcomer finds them before it has a quorum (`running_members`).
+            # Newcomers find the addresses on the status page before they have a quorum (`running_members`).
             address=" ".join(member.addresses),
             store_address=member.store_address,
             step=member.step,
@@ -337,7 +337,7 @@ class LighthouseSession:
         try:
             quorum = outcome_of(_typed_panics()(request))
         except BaseException:
-            # It stays with the request that was left.
+            # The client still runs the interrupted request.
             self._client = None
             raise
         if isinstance(quorum, TimeoutError):
@@ -352,7 +352,7 @@ class LighthouseSession:
 
 
 def _coordination() -> Any:
-    # The Rust code reads the level of its messages once, when it is imported; children inherit what the user set alone.
+    # The Rust code reads its log level once, at import. Children must inherit only a level that the user has set.
     is_level_set = _LOG_LEVEL in os.environ
     os.environ.setdefault(_LOG_LEVEL, "error")
     try:
@@ -366,11 +366,11 @@ def _coordination() -> Any:
 
 
 def running_members(address: str, name: str) -> tuple[ToldMember, ...]:
-    """Who trains at a Lighthouse, as its status page tells; nobody has proved it. Empty if it cannot be read.
+    """Return the running replicas of a Lighthouse from its status page, unauthenticated; empty if it is unreadable.
 
     Args:
-        address: Of the Lighthouse.
-        name: Of the replica that asks: an earlier start of it is none to learn from.
+        address: The Lighthouse's address.
+        name: The asking replica's name; its earlier starts are left out.
     """
     status = read_status(address, _STATUS_S)
     members = status.members if status is not None else ()
@@ -379,6 +379,6 @@ def running_members(address: str, name: str) -> tuple[ToldMember, ...]:
 
 
 def name_of(replica_id: str) -> str:
-    """What stays when a replica is started again; the whole id where it was given no name."""
+    """Return the part of an id that survives a restart; the whole id of a replica without a name."""
     name, _, start = replica_id.rpartition(":")
     return replica_id if name in ("", NAMELESS) or not start else name

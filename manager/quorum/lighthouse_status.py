@@ -1,8 +1,8 @@
-"""What the status page of torchft's Lighthouse says of those that a quorum waits for, and of those that train.
+"""Reads the status page of torchft's Lighthouse: the replicas that a quorum waits for, and the running ones.
 
-The page is made for people and differs between versions of torchft: what cannot be found in it is left out. Whoever
-reaches the Lighthouse can have a name of any characters there, without a job token too. So a name is all that stands
-before the last age in its line, and no text of the page reaches a message as it is.
+The page is made for people and differs between versions of torchft; unknown parts are ignored. Any client that reaches
+the Lighthouse can choose a name of any characters, even without a job token. So a name is the whole text before the
+last age in its line, and messages escape all text of the page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from ft_transport.errors import escape_peer_text
 
-# Nothing here has two ways to match the same characters: with them a name of 60,000 spaces takes minutes.
+# No pattern can match the same characters in two ways: otherwise a name of 60,000 spaces would take minutes.
 _HEARTBEAT: Final = re.compile(r'<li class="heartbeat([^<>]{0,200})>([^<]*)<')
 _AGE: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)s ago")
 _REASON: Final = re.compile(r"quorum status:([^<\[]+)")
@@ -27,7 +27,7 @@ _ASKING: Final = re.compile(r"\[([0-9]{1,9})/[0-9]{1,9} participants")
 _MEMBER: Final = re.compile(r"<b>([^<]+)</b>\s*<br/>\s*Step: (-?[0-9]{1,19})\s*<br/>\s*Manager: ([^<]*)<br/>")
 _LONGEST_PAGE_BYTES: Final = 1 << 20
 _PATIENCE: Final = 5
-"""So many times as long as one wait may the page take as a whole."""
+"""The whole page may take this many times as long as one wait."""
 _NUM_NAMED: Final = 10
 _MAX_NAME: Final = 100
 _MAX_REASON: Final = 500
@@ -35,12 +35,12 @@ _MAX_REASON: Final = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToldMember:
-    """A member of the last quorum, as the page tells it. Nobody has proved any of it.
+    """A member of the last quorum, from the page; not authenticated.
 
     Attributes:
-        replica_id: Its id.
-        step: The committed step that it held then.
-        addresses: Where each of its ranks serves its state; the first alone, where it runs an older version.
+        replica_id: The replica's id.
+        step: Its committed step at that time.
+        addresses: The address of each rank, which serves its state; older versions give the first one only.
     """
 
     replica_id: str
@@ -50,13 +50,13 @@ class ToldMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LighthouseStatus:
-    """What the page says.
+    """The content of the page.
 
     Attributes:
-        reason: Why there is no quorum, in the words of the Lighthouse; empty if it says nothing.
-        num_asking: How many replicas have asked for a quorum; ``None`` if it says nothing.
+        reason: The Lighthouse's reason for the lack of a quorum; empty without one.
+        num_asking: Number of replicas that have asked for a quorum; ``None`` if the page does not say.
         alive: The replicas with a fresh heartbeat.
-        silent: The replicas without one, and for how many seconds.
+        silent: The replicas without a fresh heartbeat, and the age of the last one in seconds.
         members: The members of the last quorum that have a fresh heartbeat.
     """
 
@@ -67,7 +67,7 @@ class LighthouseStatus:
     members: tuple[ToldMember, ...] = ()
 
     def missing(self, own_id: str) -> str:
-        """Say whom the replica ``own_id`` waits for, as a clause."""
+        """Describe, as a clause, which replicas ``own_id`` waits for."""
         others = [replica_id for replica_id in self.alive if replica_id != own_id]
         reason = escape_peer_text(self.reason, max_characters=_MAX_REASON)
         clauses = [f"the Lighthouse says '{reason}'"] if reason else []
@@ -84,18 +84,18 @@ class LighthouseStatus:
 
 
 def read_status(address: str, timeout_s: float) -> LighthouseStatus | None:
-    """Read the page of the Lighthouse at ``address``; ``None`` if there is none, or it does not come in time.
+    """Read the page of the Lighthouse at ``address``; ``None`` if it does not arrive in time.
 
     Args:
         address: ``http://host:port``.
-        timeout_s: For each wait, in seconds.
+        timeout_s: Limit of each wait in seconds.
     """
     parts = urlsplit(address)
     until_s = time.monotonic() + _PATIENCE * timeout_s
     answer = bytearray()
     try:
         with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=timeout_s) as connected:
-            # The server closes the connection behind an answer to this version (RFC 9112, section 9.3).
+            # The server closes the connection after an answer to this version (RFC 9112, section 9.3).
             connected.sendall(f"GET /status HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode("ascii", "replace"))
             while len(answer) <= _LONGEST_PAGE_BYTES and (received := connected.recv(1 << 16)):
                 answer += received
@@ -108,7 +108,7 @@ def read_status(address: str, timeout_s: float) -> LighthouseStatus | None:
 
 
 def parse_status(page: str) -> LighthouseStatus:
-    """Find what the page says."""
+    """Parse the page."""
     reason, asking = _REASON.search(page), _ASKING.search(page)
     alive: set[str] = set()
     silent: list[tuple[str, float]] = []

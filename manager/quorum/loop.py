@@ -58,20 +58,20 @@ _NO_DEADLINE: Final = Deadline()
 class QuorumLoop:
     """Runs the rounds of one replica. `Manager` is its interface.
 
-    Everything but `report_error` belongs to the training thread.
+    For the training thread alone, except `report_error`.
 
     Args:
-        config: How to take part.
+        config: The configuration.
         replica: This replica; it has a transport.
         process_group: Runs the collectives; ``None`` for gloo.
-        stall_watch: Looks after the waits.
+        stall_watch: Reports long waits.
 
     Attributes:
-        membership: This replica's place among the others.
+        membership: The replica's membership.
 
     Raises:
         QuorumError: The Lighthouse or the replica's store cannot be reached.
-        TransportError: The address that peers are told does not lead to this replica's transport.
+        TransportError: The address for peers does not lead to this replica's transport.
     """
 
     def __init__(
@@ -166,15 +166,15 @@ class QuorumLoop:
         try:
             participant.round = current
             if participant.is_settled and is_async and state.partial is None:
-                # The quorum tells only later who needs a snapshot of this boundary.
+                # The quorum shows only later which replicas need a snapshot of this boundary.
                 can_serve = self._forming.begin_step(hold=True)
                 self._executor.submit(self._forming.form_in_background, current, request, can_serve)
             else:
                 self._forming.form_and_heal(current, request)
         except BaseException as error:
             self._snapshots.scheduler.settle()
-            # The round keeps the error. Its frames may hold sections of the lock, so they are cleared; and this frame
-            # must not keep the round, or error and frame would form a cycle.
+            # The round refers to the error, and its frames may hold sections of the lock, so they are cleared. This
+            # frame must not refer to the round, or error and frame would form a cycle.
             traceback.clear_frames(error.__traceback__)
             current.end_quorum(error)
             del current
@@ -217,7 +217,7 @@ class QuorumLoop:
             has_missed_heartbeats=self.membership.num_missed_heartbeats() != current.num_missed_heartbeats,
         )
         with self._stall_watch.waiting(f"{participant.name}: waiting for the other ranks of this replica to agree"):
-            # Where the others do not answer, whether they committed is not known.
+            # If the others do not answer, they may have committed or not.
             participant.is_settled = False
             refusals = self._agree(refusals, deadline)
         current.is_voted = True
@@ -229,7 +229,7 @@ class QuorumLoop:
                 participant.healing.retry(f"the first step was not committed: {'; '.join(refusals)}")
             self._refuse_commit(current, refusals)
             if current.error is not None and isinstance(current.error.original_exception, UnfinishedReductionError):
-                # The loop would do the same in each step.
+                # The loop would make the same mistake in each step.
                 raise current.error.original_exception
             return False
         self._accept(current)
@@ -253,7 +253,7 @@ class QuorumLoop:
         return current.error if current is not None else None
 
     def decision(self) -> Decision | None:
-        """Return what the present quorum decided; waits for it. ``None`` before the first round."""
+        """Return the present quorum's decision; waits for it. ``None`` before the first round."""
         current = self._participant.round
         if current is None:
             return None
@@ -278,7 +278,7 @@ class QuorumLoop:
     # -------------------------------------------------------------------------------------------------------- the end
 
     def close(self, *, wait: bool) -> None:
-        """Leave the job, and end the threads."""
+        """Leave the job and end the threads."""
         healing, self._participant.healing = self._participant.healing, None
         if healing is not None:
             healing.end("abandoned")
@@ -324,24 +324,24 @@ class QuorumLoop:
         )
 
     def _leave(self, earlier: QuorumRound, deadline: Deadline) -> None:
-        """Make sure that nothing of an earlier step goes on in the next one."""
+        """Make sure that no work of an earlier step continues in the next one."""
         participant = self._participant
-        # Whether it failed has been told to whoever waited for it.
+        # Callers that waited for it have received its error.
         self._await(earlier.quorum, "a quorum that nobody waited for", deadline)
         failed = earlier.quorum.exception() is not None
         if failed:
             participant.announced_to = frozenset()
-            # Where a handler raised in start_quorum, what that had begun may still be under way.
+            # After an exception of a handler in start_quorum, work on the quorum thread may continue.
             self._await(self._executor.submit(_do_nothing), "what an interrupted start_quorum had begun", deadline)
         if not earlier.is_over:
             self._metrics.refused.add(ABANDONED)
-            # The other replicas may wait in collectives that this one has not even begun.
+            # The other replicas may wait in collectives that this one has not begun.
             logger.warning("%s: the step before was abandoned, and its process group is ended", participant.name)
             self.membership.process_group.abort()
         if failed or not earlier.is_over:
             participant.is_settled = False
         if not failed and not earlier.is_voted:
-            # The other ranks of this replica may be voting on the step, and wait for this one.
+            # The other ranks of this replica may be voting on the step and waiting for this rank.
             earlier.is_voted = True
             if not self._agree(("the step was abandoned",), deadline):
                 logger.warning(
@@ -379,10 +379,10 @@ class QuorumLoop:
     def _accept(self, current: QuorumRound) -> None:
         """Count the step as committed."""
         participant, state, decision = self._participant, self._state, current.decision
-        # First: if a handler raises below, the ledger still expects this step of every optimizer, so the lineage will
-        # differ from the others', and this replica heals.
+        # First: after an exception of a handler below, the ledger still expects this step of every optimizer, so the
+        # lineage differs from the others' and this replica heals.
         state.ledger.committed()
-        # From here on the caller may change what a newcomer is being served, also where no lock is taken for it.
+        # From here on the caller may change memory that serves a newcomer, even without the lock.
         state.before_change(is_optimizer_step=True)
         assert decision is not None, "a replica without a decision has an error"
         state.lineage = next_lineage(state.lineage, decision.group, state.step + 1)
@@ -413,4 +413,4 @@ class QuorumLoop:
 
 
 def _do_nothing() -> None:
-    """Comes after all that was submitted before."""
+    """Runs after all earlier jobs of the executor."""

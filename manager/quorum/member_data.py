@@ -1,8 +1,8 @@
-"""What a replica says of itself through the Lighthouse, and who of those that are there belongs to the job.
+"""Replicas' reports through the Lighthouse, and which of them come from members of the job.
 
-Whoever reaches the Lighthouse can ask it for a quorum, under any name and with any step. With a job token each replica
-signs what it says, and what nobody of the job has signed counts as not there: nobody heals from it, waits for it or
-makes a process group with it.
+Any client that reaches the Lighthouse can ask for a quorum, under any name and with any step. With a job token each
+replica signs its report. Replicas ignore reports without a valid signature: they do not heal from their senders, wait
+for them or form process groups with them.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _MAX_SHOWN_CHARACTERS: Final = 100
 _MAX_REMEMBERED: Final = 10_000
 
 _numbers = itertools.count(1)
-"""Of the process, because a later manager of it may take over the name of an earlier one."""
+"""Per process: a later manager of it may reuse the id of an earlier one."""
 
 
 class _MemberData(msgspec.Struct, frozen=True):
-    """What travels in the field ``data`` of a quorum request."""
+    """The content of the field ``data`` of a quorum request."""
 
     addresses: tuple[str, ...]
     lineage: str
@@ -56,15 +56,15 @@ class _MemberData(msgspec.Struct, frozen=True):
     signature: str = ""
 
 
-# Not used: what converts has no decoder, and finds here what making one has found out of the class.
+# Unused: ``msgspec.convert`` has no prebuilt decoder, but reuses the type information that this one caches.
 _member_data_decoder: Final = msgspec.json.Decoder(_MemberData)
 
 
 class MemberTelling:
-    """Says what this replica is, and reads what the others say. Belongs to the thread that asks for quorums.
+    """Writes this replica's reports, and reads those of others. For the quorum thread alone.
 
     Args:
-        keys: Of the job token; ``None`` where there is none.
+        keys: The keys of the job token; ``None`` without one.
     """
 
     def __init__(self, keys: Keys | None) -> None:
@@ -75,7 +75,7 @@ class MemberTelling:
         self._warned_s = -_WARN_EVERY_S
 
     def data_of(self, member: Member) -> dict[str, Any]:
-        """What a replica says of itself, in plain values."""
+        """Return a replica's report as plain values, signed if the job has a token."""
         data = _MemberData(
             addresses=member.addresses,
             lineage=member.lineage,
@@ -100,16 +100,16 @@ class MemberTelling:
         return plain
 
     def members_of(self, participants: Sequence[Any], own_id: str) -> tuple[Member, ...]:
-        """The members of a quorum that belong to the job, in its order.
+        """Return the members of a quorum that belong to the job, in the quorum's order.
 
         Args:
-            participants: What the Lighthouse returned.
-            own_id: Of this replica.
+            participants: The Lighthouse's answer.
+            own_id: This replica's id.
 
         Raises:
-            QuorumError: One of them does not run this package; or in this replica's first quorum nobody else belongs to
-                the job: then it may be the one with a wrong token, and must not train alone. Or half of the last
-                quorum's members sign with another token now: then the job would fall in two.
+            QuorumError: A participant does not run this package. Or no other participant of this replica's first quorum
+                belongs to the job: this replica may have a wrong token, and must not train alone. Or half of the last
+                quorum's members sign with another token now, which would split the job.
         """
         told = [(participant.replica_id, self._member_of(participant)) for participant in participants]
         strangers = [replica_id for replica_id, member in told if member is None]
@@ -123,7 +123,7 @@ class MemberTelling:
         return members
 
     def _refuse_to_part(self, members: Sequence[Member], participants: Sequence[Any]) -> None:
-        """Only who is with most of those of the last quorum goes on where the others sign with another token."""
+        """Refuse to continue if at least half of the last quorum's members sign with another token."""
         num_left = sum(member.replica_id in self._proved for member in members)
         parted = [
             each.replica_id for each in participants if each.replica_id in self._proved and self._has_other_token(each)
@@ -135,7 +135,7 @@ class MemberTelling:
             )
 
     def _has_other_token(self, participant: Any) -> bool:
-        """Whether it is signed with a key that is not here; what was said before is not."""
+        """Return whether a participant signs with a key that this replica lacks."""
         try:
             data = _data_of(participant)
         except msgspec.ValidationError:
@@ -193,7 +193,7 @@ class MemberTelling:
         signed = _signed(replica_id, participant.step, participant.store_address, data)
         if not self._keys.verifies(data.signature, _PURPOSE, signed):
             return False
-        # What a replica has said before, somebody else may say again.
+        # Refuse replays: another client may repeat an earlier report.
         if data.number < self._last_numbers.get(replica_id, 0):
             return False
         if replica_id not in self._last_numbers and len(self._last_numbers) >= _MAX_REMEMBERED:
@@ -203,7 +203,7 @@ class MemberTelling:
 
 
 def _data_of(participant: Any) -> _MemberData:
-    # Its JSON has been decoded already, by the Lighthouse's client.
+    # The Lighthouse's client has already decoded the JSON.
     return msgspec.convert(participant.data, _MemberData)  # noqa: TID251 # safe with `_member_data_decoder`
 
 

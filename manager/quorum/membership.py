@@ -1,7 +1,7 @@
-"""One replica's place among the others: the quorum it is in, and the process group that goes with it.
+"""One replica's membership in its job: its quorums and its process group.
 
-Knows the Lighthouse, the ranks of the replica and the process group; knows nothing of the state. The training thread
-and the thread that forms quorums call it, never both at once.
+Combines the Lighthouse, the replica's ranks and the process group; has no access to the state. The training thread and
+the quorum thread call it, never both at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from manager.quorum.told_differences import ToldDifferences
 logger = logging.getLogger(__name__)
 
 _GRACE: Final = timedelta(milliseconds=200)
-"""By how much the other ranks wait longer than rank 0, so that they hear its reason."""
+"""Other ranks wait longer than rank 0 by this time, so that they receive its error."""
 _NO_DEADLINE: Final = Deadline()
 _PROBE_S: Final = 0.2
 
@@ -51,20 +51,20 @@ class Membership:
     """See the module.
 
     Args:
-        config: With everything filled in that the environment says.
-        address: Where this rank serves its state, as peers are told.
-        keys: Of the job token, if there is one.
-        process_group: What runs the collectives; ``None`` for gloo.
-        ask_state: Asks a replica what it tells of itself.
+        config: The configuration, completed from the environment.
+        address: The address at which this rank serves its state to peers.
+        keys: The keys of the job token, if the job has one.
+        process_group: Runs the collectives; ``None`` for gloo.
+        ask_state: Asks a replica for its state report.
 
     Attributes:
-        replica_id: ``name:`` and a random part. Unique among those that live (`replica_ids`).
+        replica_id: ``name:`` and a random part; unique among live replicas (`replica_ids`).
         group_rank: This rank within its replica.
-        process_group: Between the replicas.
-        differences: What replicas tell each other of states that differ.
-        members: Of the last quorum.
-        lighthouse: Its address, as far as this rank has been told.
-        said: What the replica said of itself in the last quorum; ``None`` before, and on other ranks than the first.
+        process_group: The process group between replicas.
+        differences: Exchanges details of differing states.
+        members: The members of the last quorum.
+        lighthouse: The Lighthouse's address, if this rank knows it.
+        said: The replica's report in the last quorum; ``None`` before, and on ranks other than 0.
 
     Raises:
         QuorumError: The Lighthouse or the replica's store cannot be reached.
@@ -145,7 +145,7 @@ class Membership:
                 heartbeat_interval=config.heartbeat_interval,
                 heartbeat_timeout=config.heartbeat_timeout,
                 keys=self._keys,
-                # Those who train do not wait for a newcomer before it asks for a quorum: it first gets what they have.
+                # Running replicas do not wait for a newcomer before its first request: it first receives their state.
                 is_awaited=not (config.warm_join and self.running_members()),
             )
             logger.info("replica %s: takes part in the quorum of %s", self.replica_id, lighthouse)
@@ -158,9 +158,9 @@ class Membership:
         )
 
     def running_members(self) -> tuple[ToldMember, ...]:
-        """Who trains already, as the Lighthouse's page tells without proof; on any rank. Takes 0.2 s at most."""
+        """Return the running replicas from the Lighthouse's page, unauthenticated; on any rank. Takes 0.2 s at most."""
         address = self._config.lighthouse_addr
-        # A Lighthouse of this process's own knows nobody who was there before.
+        # A Lighthouse inside this process has no earlier replicas.
         return running_members(address, self._config.replica_id or NAMELESS) if address is not None else ()
 
     def decide(
@@ -181,10 +181,10 @@ class Membership:
         deadline: Deadline,
         shrink_only: bool,
     ) -> Decision:
-        """Ask for a quorum and decide what this rank does in it.
+        """Ask for a quorum and decide this rank's part in it.
 
         Args:
-            step: The committed step that this rank holds, or ``quorum.decision.NO_WHOLE_STATE``.
+            step: The committed step of this rank's state, or ``quorum.decision.NO_WHOLE_STATE``.
             lineage: Its lineage.
             rules: See ``quorum.decision.decide``.
             can_serve: See ``quorum.decision.Member``.
@@ -196,11 +196,11 @@ class Membership:
             structure: See ``quorum.decision.Member``.
             announced_to: See ``quorum.decision.Member``.
             num_failed_heals: See ``quorum.decision.decide``.
-            deadline: For everything. Without one each wait has a timeout of the configuration.
+            deadline: Limit of the whole call. Without one each wait has a timeout of the configuration.
             shrink_only: Whether new replicas have to wait.
 
         Raises:
-            QuorumError: There was no quorum, a rank of this replica is missing, or the members do not belong together.
+            QuorumError: No quorum, a missing rank of this replica, or members with different settings.
         """
         report = RankReport(
             step=step,
@@ -242,7 +242,7 @@ class Membership:
         deadline: Deadline,
         shrink_only: bool,
     ) -> bytes:
-        """Ask the Lighthouse for the replica as a whole. Returns the members, in JSON."""
+        """Ask the Lighthouse on behalf of all ranks; return the members as JSON."""
         assert self._session is not None, "rank 0 has one"
         own = member_of(
             reports,
@@ -260,7 +260,7 @@ class Membership:
         self._is_asking = True
         members = self._session.quorum(
             own,
-            # As in torchft, what the caller gives stands in the place of the configuration's.
+            # As in torchft, the caller's timeout replaces the configured one.
             timeout=deadline.left() or self._config.quorum_timeout,
             deadline=deadline,
             shrink_only=shrink_only,
@@ -278,7 +278,7 @@ class Membership:
             if is_known or name == self.replica_id or name_of(member.replica_id) != name:
                 continue
             self._known_namesakes.add(member.replica_id)
-            # Of a replica that was killed a moment ago the Lighthouse may still have a request.
+            # The Lighthouse may still have a request of a replica that was killed a moment ago.
             if not nobody_listens(member.addresses[0], _PROBE_S):
                 logger.warning(
                     "replica %s: another live replica has the name %r, process %s: give every replica a replica_id of "
@@ -298,15 +298,15 @@ class Membership:
         timeout: timedelta,
         deadline: Deadline = _NO_DEADLINE,
     ) -> tuple[str, ...]:
-        """Tell why this replica does not commit, or is not healed; the same for all its ranks. Empty if it is.
+        """Return all ranks' reasons not to commit, or not to count as healed; empty if there are none.
 
         Args:
             kind: ``COMMIT`` or ``HEAL``.
-            refusals: This rank's.
-            step: The committed step that it holds.
-            lineage: Its lineage.
-            timeout: For the others to come.
-            deadline: For everything, where it comes earlier.
+            refusals: This rank's reasons.
+            step: The committed step of this rank's state.
+            lineage: The lineage of that step.
+            timeout: Limit of the wait for the other ranks.
+            deadline: Limit of the whole call.
 
         Raises:
             QuorumError: A rank did not answer in time.
@@ -321,24 +321,24 @@ class Membership:
         )
         # A rank that is just leaving a failed collective comes later by as much.
         gathering = timeout + self._config.connect_timeout
-        # Rank 0 may wait as long for another one, and then tells which.
+        # Rank 0 may wait that long for another rank, and then name it.
         answering = deadline.cap(2 * gathering) + _GRACE
         return self._group.agree(kind, report, gathering=deadline.cap(gathering), answering=answering)
 
     def missing(self) -> str:
-        """Say whom a quorum waits for, as the Lighthouse tells rank 0; empty if it does not."""
+        """Describe the replicas that a quorum waits for; empty on other ranks than 0, or if they are unknown."""
         return self._session.missing() if self._session is not None else ""
 
     def is_lighthouse_lost(self) -> bool:
-        """Whether the Lighthouse could not be reached since the last quorum. Rank 0 alone knows."""
+        """Return whether the Lighthouse was unreachable since the last quorum; known to rank 0 alone."""
         return self._session is not None and self._session.is_lost
 
     def num_missed_heartbeats(self) -> int:
-        """How often the Lighthouse may have taken this replica for dead. Its rank 0 alone knows."""
+        """Return how often the Lighthouse may have declared this replica dead; known to rank 0 alone."""
         return self._session.num_missed_heartbeats() if self._session is not None else 0
 
     def fall_silent(self) -> None:
-        """End the heartbeats until the next request, so that the others need not wait for this replica."""
+        """End the heartbeats until the next request, so that the others stop waiting for this replica."""
         if self._session is not None:
             self._session.fall_silent()
 
@@ -350,9 +350,9 @@ class Membership:
             self._session.close()
         self.process_group.close()
         own_id, self._own_id = self._own_id, None
-        # A request without an answer may yet be answered, in the name of the next one.
+        # Not after a request without an answer: the Lighthouse may still answer it, under the reused id.
         if own_id is not None and not self._is_asking:
-            # One more, so that the next one's first state is told from this one's, whatever this one got to.
+            # Plus one, so that the next manager's first state differs from this one's.
             give_back_id(replace(own_id, num_groups=self.process_group.num_begun + 1))
         if self._incarnation is not None:
             self._incarnation.close()

@@ -1,4 +1,4 @@
-"""The last changes of membership: replicas that left, joined and healed, each with one line in the log."""
+"""Logs changes of membership: replicas that left, joined or healed, one line each."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _MAX_TEXT: Final = 300
 
 
 class MembershipLog:
-    """Compares each quorum with the one before. The thread that forms quorums calls it; any thread may read it.
+    """Compares each quorum with the previous one. The quorum thread writes; any thread may read.
 
     Rank 0 of a replica logs at WARNING, its other ranks log at INFO.
 
     Args:
-        participant: This replica among the others.
+        participant: This replica in its quorum.
         metrics: Counts departures, standstill and recovery.
     """
 
@@ -42,10 +42,10 @@ class MembershipLog:
         self._last_quorum_s = 0.0
 
     def note(self, decision: Decision) -> None:
-        """Log the changes since the quorum before. Without a change this costs one comparison of two sets of names.
+        """Log the changes since the previous quorum. Without changes this costs one comparison of two sets.
 
         Args:
-            decision: Of a new quorum.
+            decision: The decision of a new quorum.
         """
         role, membership = decision.role, self._participant.membership
         if isinstance(role, DoesNotFit):
@@ -73,7 +73,7 @@ class MembershipLog:
         Args:
             decision: The quorum of the heal.
             length_s: Seconds since the replica asked for a quorum.
-            source: The replicas that have served the state.
+            source: The replicas that served the state.
         """
         if decision.step == 0:
             return
@@ -89,10 +89,10 @@ class MembershipLog:
 
     def _note_departures(self, left: list[str], decision: Decision, now_s: float, ago_s: float) -> None:
         steps, cost, standstill_s = self._participant.state.steps, "", 0.0
-        # A replica that is behind the others does not know for how long they stood still.
+        # A replica that is behind does not know how long the others stood still.
         if isinstance(decision.role, UpToDate) and steps.num_committed:
             refused = list(takewhile(lambda step: not step.is_committed, reversed(steps.recent())))
-            # Of the attempts since the last commit; between steps a loop may do something else for as long as it likes.
+            # Counts attempts since the last commit only: between steps a loop may do other work.
             standstill_s = now_s - steps.began_s + sum(step.period_s for step in refused)
             lost = f", {len(refused)} attempted step{'s' * (len(refused) != 1)} lost" if refused else ""
             cost = f"all stood still for {standstill_s:.1f} s{lost}; "

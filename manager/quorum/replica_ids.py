@@ -1,9 +1,8 @@
-"""Names of replicas: the configured one and a random part, which a later manager of the process may take over.
+"""Replica ids: the configured name and a random part, which a later manager of the process may reuse.
 
-The Lighthouse knows a replica for ``heartbeat_timeout`` after its last heartbeat, and asks for a majority of those
-whom it knows: the next manager of the process would have to wait for so long. Under the name of one that has been shut
-down it need not. What a name must never do again, is to set up the same process group, so the number of those that
-were begun goes with it.
+The Lighthouse remembers a replica for ``heartbeat_timeout`` after its last heartbeat, and requires a majority of the
+replicas that it remembers. So the next manager of a process would wait that long, unless it reuses the id of one that
+has been shut down. An id must never set up the same process group twice, so the number of groups travels with it.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaId:
-    """Who a replica is for the others.
+    """The id of a replica.
 
     Attributes:
-        lighthouse: Where it is known.
+        lighthouse: Address of its Lighthouse.
         name: The configured part.
-        replica_id: The whole.
-        num_groups: How many process groups have been begun under it.
+        replica_id: The whole id.
+        num_groups: Number of process groups begun under it.
     """
 
     lighthouse: str
@@ -37,9 +36,9 @@ _mutex: Final = threading.Lock()
 
 
 def take_id(lighthouse: str, name: str) -> ReplicaId:
-    """Return the name of a manager of this process that was shut down, or else a new one."""
+    """Return the id of a manager of this process that was shut down, or a new one."""
     with _mutex:
-        # A forked child has a copy of what its parent may use.
+        # By process: a forked child has a copy of its parent's free ids.
         free = _free.pop((os.getpid(), lighthouse, name), None)
     if free is not None:
         return free
@@ -47,6 +46,6 @@ def take_id(lighthouse: str, name: str) -> ReplicaId:
 
 
 def give_back_id(own: ReplicaId) -> None:
-    """Let the next manager take the name; nobody may use it any more."""
+    """Free the id for the next manager; the caller must not use it any more."""
     with _mutex:
         _free[os.getpid(), own.lighthouse, own.name] = own

@@ -1,4 +1,4 @@
-"""The key-value store of one replica: its launcher's, or one in this process, and the address that peers are told."""
+"""The key-value store of one replica: its launcher's or its own, and the address for peers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from manager.errors import QuorumError
 logger = logging.getLogger(__name__)
 
 _NUM_PORTS: Final = 3
-"""One of a store's own connections has been seen to fail for its whole timeout, among thousands."""
+"""Attempts to start a store: among thousands, one was seen whose own connection failed for its whole timeout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStore:
-    """Where the ranks of a replica agree, and where its process groups may meet.
+    """The store through which a replica's ranks agree, and in which process groups may meet.
 
     Attributes:
-        channel: To the store.
-        address: ``host:port``, as peers are told.
-        store: The store, where it lies in this process; it lives as long as it is referred to.
+        channel: A channel to the store.
+        address: ``host:port`` for peers.
+        store: The store if it runs in this process; it ends with the last reference.
     """
 
     channel: StoreChannel
@@ -41,9 +41,9 @@ def find_store(config: ManagerConfig, connections: StoreConnections, *, state_ad
     """Return the store that the launcher gave, or make one.
 
     Args:
-        config: With everything filled in that the environment says.
-        connections: Keep the connection.
-        state_address: Where this rank serves its state, as peers are told.
+        config: The configuration, completed from the environment.
+        connections: Owns the connection.
+        state_address: The address at which this rank serves its state to peers.
 
     Raises:
         QuorumError: The store cannot be reached.
@@ -61,7 +61,7 @@ def find_store(config: ManagerConfig, connections: StoreConnections, *, state_ad
         channel = connections.own(config.store_addr, config.store_port)
         return ReplicaStore(channel=channel, address=_join(host, config.store_port))
     store = own_store(config.connect_timeout)
-    # Peers reach this host where they fetch its state.
+    # Peers reach this host at the address where they fetch its state.
     host, port = own_host or "localhost", store.port
     try:
         _probe(host, port, config.connect_timeout)
@@ -77,7 +77,7 @@ def own_store(timeout: timedelta) -> TCPStore:
     """Start a store inside this process, for a replica of one rank without a launcher.
 
     Raises:
-        QuorumError: It does not answer within ``timeout``, at any of several ports.
+        QuorumError: No store answers within ``timeout`` at any of several ports.
     """
     for _ in range(_NUM_PORTS):
         try:
@@ -92,12 +92,12 @@ def own_store(timeout: timedelta) -> TCPStore:
 
 
 def _first_line(error: Exception) -> str:
-    """Without the frames of C++ that torch adds."""
+    """Return the message without the C++ frames that torch adds."""
     return str(error).partition("\n")[0]
 
 
 def _host_for_peers(host: str, port: int, own_host: str | None, timeout: timedelta) -> str:
-    """A launcher may name its store by the loopback interface, where peers on other machines find their own."""
+    """Return a host for peers: a launcher may give its store's loopback address, useless on other machines."""
     own = own_host or host
     if not (host == "localhost" or host.startswith("127.") or host == "::1") or own == host:
         return host
@@ -110,7 +110,7 @@ def _host_for_peers(host: str, port: int, own_host: str | None, timeout: timedel
 
 
 def _probe(host: str, port: int, timeout: timedelta) -> None:
-    """Raise OSError unless somebody listens. A client of the store would look names up, which may take seconds."""
+    """Raise OSError if nothing listens there. A client of the store would resolve names first, maybe for seconds."""
     socket.create_connection((host, port), timeout.total_seconds()).close()
 
 

@@ -1,4 +1,4 @@
-"""One attempt at a step, and what the replica says of itself in it."""
+"""One attempt at a step, and this replica's status in it."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class QuorumRound:
     """One attempt at a step, from `Manager.start_quorum` to `Manager.should_commit`.
 
     Attributes:
-        num_missed_heartbeats: How often the replica had been silent for too long when it began.
-        decision: What the quorum decided; ``None`` until then.
-        quorum: Done when it has and the process group is set up.
-        error: The first thing that went wrong.
-        is_own_error: Whether it came from this replica itself, beside others that could have gone on.
+        num_missed_heartbeats: Number of the replica's missed heartbeats at its beginning.
+        decision: The quorum's decision; ``None`` until then.
+        quorum: Done when the quorum and the process group are ready.
+        error: The first error.
+        is_own_error: Whether this replica caused the error, and others could have continued.
         works: The collectives begun.
-        gradients: The parameters that have gradients (``gradients_of``), as the first `Manager.allreduce` found them.
-        num_averaging: Calls of `Manager.average_gradients` that have begun and not ended.
-        reductions: What was reduced, where only the next quorum can compare it.
+        gradients: The map of gradients (``gradients_of``) that the first `Manager.allreduce` made.
+        num_averaging: Number of `Manager.average_gradients` calls in progress.
+        reductions: Digest of the reductions, if only the next quorum can compare them.
         is_left: Whether `Manager.start_quorum` was called again.
-        is_over: Whether its reductions have ended, in `Manager.should_commit`.
-        is_voted: Whether the ranks of the replica have agreed on the commit.
+        is_over: Whether the reductions have ended, in `Manager.should_commit`.
+        is_voted: Whether the replica's ranks have voted on the commit.
         is_committed: Whether they committed.
     """
 
@@ -71,15 +71,15 @@ class QuorumRound:
     _reducing: dict[int, ManagedWork] = field(default_factory=dict)
 
     def note_reducing(self, local: torch.Tensor, work: ManagedWork) -> None:
-        """Note that a tensor is reduced until ``work`` is waited for."""
+        """Record that a reduction uses the tensor until a wait for ``work``."""
         if local.numel():
             self._reducing[local.data_ptr()] = work
 
     def refuse_twice(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
-        """Make sure that a tensor is not being reduced already.
+        """Make sure that no other reduction uses the tensor.
 
         Raises:
-            UnfinishedReductionError: It is.
+            UnfinishedReductionError: Another reduction uses it.
         """
         earlier = self._reducing.get(local.data_ptr()) if local.numel() else None
         if earlier is not None and not earlier.is_completed():
@@ -89,20 +89,20 @@ class QuorumRound:
             )
 
     def forget_works(self) -> None:
-        """Let the collectives go, and the gradients with them: all have been waited for."""
+        """Drop the finished collectives, and with them the gradients."""
         self.works.clear()
         self._reducing.clear()
         self.gradients = None
 
     def refusals(self) -> list[str]:
-        """Why the step is not committed; ranks tell each other as text whose error it is (`OwnErrors`)."""
+        """Return the reasons not to commit, as text that marks this replica's own errors (`OwnErrors`)."""
         if self.error is None:
             return []
         has_others = self.decision is not None and len(self.decision.group_members) > 1
         return [f"{_OWN}{self.error}" if self.is_own_error and has_others else str(self.error)]
 
     def end_quorum(self, error: BaseException | None) -> None:
-        """Let those who wait for the quorum go on, once; a handler may have raised after it had ended."""
+        """Complete `quorum`, once: after an exception of a handler it may be complete already."""
         with suppress(InvalidStateError):
             if error is not None:
                 self.quorum.set_exception(error)
@@ -112,11 +112,11 @@ class QuorumRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuorumRequest:
-    """What `Manager.start_quorum` was called with.
+    """The arguments of `Manager.start_quorum`.
 
     Attributes:
-        rules: What has to be the same on all replicas.
-        deadline: Of the caller.
+        rules: Settings that must be equal on all replicas.
+        deadline: The caller's deadline.
         shrink_only: Whether new replicas have to wait.
         may_heal: Whether this replica heals if it is behind.
     """
@@ -128,25 +128,25 @@ class QuorumRequest:
 
 
 class Participant:
-    """What this replica is to the others: its state, its name, its round, and whether its state is the common one.
+    """This replica in its quorum: its state, its name, its round, and whether its state is the common one.
 
-    The training thread changes it, or the quorum thread while the training thread waits. `report_error` may be called
-    by any thread.
+    The training thread changes it, or the quorum thread while the training thread waits. Any thread may call
+    `report_error`.
 
     Args:
         state: The replica's state.
-        membership: Its place among the others.
+        membership: The replica's membership.
 
     Attributes:
         state: See above.
         membership: See above.
         round: The present round; ``None`` before the first.
-        is_settled: Whether the state is known to be what all have committed.
-        irregularity: Why the state goes by a name of its own; empty if it does not.
-        is_irregularity_new: Whether no quorum has shown yet if the others did the same.
+        is_settled: Whether the state is known to be the committed one.
+        irregularity: Why the state has a lineage of its own; empty if it does not.
+        is_irregularity_new: Whether the next quorum has yet to show if the others did the same.
         announced_to: Replicas that have promised this one a snapshot.
-        reductions: A digest of what was reduced for the present step, where no member compared it before.
-        healing: The record of a heal, from the quorum that orders it to the first step that is committed after it.
+        reductions: Digest of the present step's reductions, if the members have not compared them.
+        healing: The record of a heal, from its quorum to the first commit after it.
     """
 
     def __init__(self, state: ReplicaState, membership: Membership) -> None:
@@ -171,9 +171,9 @@ class Participant:
         """See `Manager.report_error`.
 
         Args:
-            error: What spoils the step.
-            is_own: Whether it came from this replica. It counts as others' all the same where a member of the process
-                group has left, or where it is one of collectives.
+            error: The error that fails the step.
+            is_own: Whether this replica caused it. An error of a collective, or after a member has left the process
+                group, never counts as its own.
         """
         current = self.round
         with self._error_mutex:
@@ -201,21 +201,21 @@ class Participant:
         )
 
     def note_irregular_steps(self) -> None:
-        """Give a state that was not stepped as it was committed a name of its own."""
+        """Give a state with irregular optimizer steps a lineage of its own."""
         irregularity = self.state.ledger.irregularity(self.state.optimizers())
         if not irregularity:
             return
         self.is_settled = False
-        # First the name: where a handler raises below, the state gets another one once more, and not its old one back.
+        # Lineage first: after an exception of a handler below, a repeated call changes it once more, which is safe.
         self.state.lineage = next_lineage(self.state.lineage, f"stepped {irregularity}", self.state.step)
         self.state.ledger.replaced()
         self.irregularity = irregularity
         self.is_irregularity_new = True
 
     def tell_irregular_steps(self) -> None:
-        """Warn of a state that was not stepped as it was committed, unless all replicas did the same.
+        """Warn of irregular optimizer steps, unless all replicas made the same ones.
 
-        Without a scaler, a warning says so once: these may be optimizers that do not step with each commit.
+        Without a scaler, warn once even then: these optimizers may not step with each commit.
         """
         if not self.irregularity or not self.is_irregularity_new:
             return
@@ -235,7 +235,7 @@ class Participant:
         )
 
     def disown_state(self, irregularity: str) -> None:
-        """Give the state a name of its own, so that this replica heals: the others hold another one."""
+        """Give the state a lineage of its own, so that this replica heals: the others have another state."""
         self.reductions = Claim()
         self.irregularity = irregularity
         self.state.lineage = next_lineage(self.state.lineage, irregularity, self.state.step)
@@ -243,27 +243,27 @@ class Participant:
 
 
 class OwnErrors:
-    """Counts the steps since the last commit that errors of this replica's own failed: the same on all of its ranks.
+    """Counts steps since the last commit that failed by this replica's own errors; equal on all of its ranks.
 
-    A replica that fails at every step keeps all others from committing for as long as it lives. After a few it leaves.
+    A replica that fails in every step prevents all others from committing. After a few such steps it leaves.
     """
 
     def __init__(self) -> None:
         self._reasons: list[str] = []
 
     def committed(self) -> None:
-        """Forget them."""
+        """Reset the count."""
         self._reasons.clear()
 
     def refused(self, step: int, refusals: Sequence[str]) -> None:
         """Count a step that was not committed.
 
         Args:
-            step: The last committed one.
-            refusals: What all ranks of the replica have agreed on.
+            step: The last committed step.
+            refusals: The reasons of all ranks of the replica.
 
         Raises:
-            ReplicaFaultError: It was one too many.
+            ReplicaFaultError: The count has reached its limit.
         """
         own = [refusal.replace(_OWN, "", 1) for refusal in refusals if _OWN in refusal]
         self._reasons += own[:1]
@@ -274,15 +274,15 @@ class OwnErrors:
 
 
 def is_own_shortage(error: Exception) -> bool:
-    """Whether this process, and no other replica, lacks what a process group needs."""
+    """Return whether the error shows that this process lacks resources for a process group."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
 def _is_of_collectives(error: Exception) -> bool:
-    """Whether it may come from another replica, by way of a collective that this one has made by itself."""
+    """Return whether another replica may have caused the error through a collective."""
     return isinstance(error, (DistError, TimeoutError)) or _GLOO in str(error)
 
 
 def format_error(error: BaseException) -> str:
-    """Type and message of an error, for logs and other replicas."""
+    """Return type and message of an error, for logs and other replicas."""
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What a job that hangs waits for, and where the thread is that waits."""
+"""Reports long waits of a job: what it waits for, and the waiting thread's stack."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class _Wait:
 
 
 class StallWatch:
-    """Looks after the waits of one manager on a thread of its own, which starts with the first.
+    """Watches the waits of one manager on its own thread, which starts with the first wait.
 
     Args:
-        after_s: A wait of more seconds than this is a stall, told once.
+        after_s: A wait longer than this many seconds is a stall, reported once.
     """
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
-        # Changed by single operations: a handler that raises between two bytecodes leaves no lock held.
+        # Changed by single operations without a lock, which a handler's exception could leave locked.
         self._waits: dict[int, _Wait] = {}
         self._keys = itertools.count()
         self._starting = threading.Lock()
@@ -48,12 +48,12 @@ class StallWatch:
     def waiting(
         self, what: str, *, missing: Callable[[], str] | None = None, thread_id: int | None = None
     ) -> Iterator[None]:
-        """Watch what runs inside.
+        """Watch the body of the ``with`` block.
 
         Args:
-            what: Names replica, step and the thing waited for.
-            missing: Says for whom, if that can be found out; called on the thread of the watch.
-            thread_id: The thread to show the stack of. Default: the calling one.
+            what: Describes replica, step and wait.
+            missing: Describes the missing replicas, if known; called on the watch's thread.
+            thread_id: The thread whose stack to show; the calling one by default.
         """
         wait = _Wait(
             stalled_s=time.monotonic() + self._after_s,
@@ -86,7 +86,7 @@ class StallWatch:
             thread.join()
 
     def _run(self) -> None:
-        # Waking at least that often finds a wait that began meanwhile at twice its time at the latest.
+        # This interval finds each stall after at most 1.5 times its limit.
         while not self._closed.wait(self._after_s / 2):
             now_s = time.monotonic()
             for wait in list(self._waits.values()):

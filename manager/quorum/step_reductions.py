@@ -1,4 +1,4 @@
-"""The reductions of the steps of one replica: none raises what another replica did, all end before a commit."""
+"""Runs the reductions of one replica's steps: errors of other replicas do not raise, and all end before a commit."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _NO_PARAMETER: Final = (None, None)
 
 
 class StepReductions:
-    """Begins the reductions of a step, and ends them. Belongs to the training thread; the quorum is formed.
+    """Begins and ends the reductions of a step. For the training thread, after the quorum is formed.
 
     Args:
-        participant: This replica among the others.
-        structures: Knows what is registered.
-        stall_watch: Looks after the waits.
+        participant: This replica in its quorum.
+        structures: Checks averaged gradients.
+        stall_watch: Reports long waits.
     """
 
     def __init__(self, participant: Participant, structures: StructureWatch, stall_watch: StallWatch) -> None:
@@ -58,18 +58,18 @@ class StepReductions:
         self._structures.check_averaged(gradients)
         self._state.scalers.look()
         self._state.scalers.refuse_unscaled(gradients, self._state.optimizers, is_first=False)
-        # A signal handler may raise where all replicas have reduced, and this one has not put the averages back.
+        # A signal handler may raise after all replicas have reduced and before this one stores the averages.
         current.num_averaging += 1
         is_averaged = average_gradients(parameters, partial(self._reduce, current, None))
         current.num_averaging -= 1
         return is_averaged
 
     def end(self, current: QuorumRound, deadline: Deadline) -> None:
-        """Wait for the reductions of the step, and make sure that the other replicas made the same ones.
+        """Wait for the step's reductions, and make sure that the other replicas made the same ones.
 
         Args:
             current: The step.
-            deadline: Of the caller.
+            deadline: The caller's deadline.
         """
         participant, group = self._participant, self._participant.membership.process_group
         if current.num_averaging:
@@ -92,7 +92,7 @@ class StepReductions:
                 )
         self._structures.check_averaged([work.tensor for work in current.works])
         current.forget_works()
-        # Where a handler raises here, the step is not over: the next one begins with another process group.
+        # After an exception of a handler here, the step is not over; the next one begins with another process group.
         if current.error is None:
             self._compare(current, deadline)
         current.is_over = True
@@ -104,8 +104,8 @@ class StepReductions:
             participant.report_error(noticed)
 
     def _parameter_of(self, current: QuorumRound, tensor: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
-        """Return number and parameter whose gradient the tensor is; ``None`` for another tensor, such as a bucket."""
-        # A look at every gradient costs 1 µs each.
+        """Return number and parameter whose gradient the tensor is; ``None`` for other tensors, such as buckets."""
+        # Shapes first: the map of gradients costs 1 µs for each parameter.
         if self._shapes_of is not self._structures.checked:
             self._shapes_of = self._structures.checked
             self._shapes = frozenset(each.shape for each in parameters_of(self._state.optimizers()))
@@ -114,7 +114,7 @@ class StepReductions:
         gradients = current.gradients
         if gradients is not None:
             number, parameter = gradients.get(id(tensor), _NO_PARAMETER)
-            # Otherwise the gradients were replaced since, and an address was used again.
+            # Otherwise gradients were replaced, and a new one has an old address.
             if parameter is None or parameter.grad is tensor:
                 return number, parameter
         gradients = current.gradients = gradients_of(parameters_of(self._state.optimizers()))
@@ -153,7 +153,7 @@ class StepReductions:
             participant.report_error(error)
             forget_frames(error)
         except Exception as error:
-            # This replica's reductions are made: a member that does not end the step does not commit it, and heals.
+            # This replica has its results. A member that does not end the step does not commit it, and heals.
             logger.info("%s: not all replicas end the step: %s", participant.name, error)
             forget_frames(error)
             group.abort()

@@ -1,6 +1,6 @@
-"""The structure of replicas' states, compared in the quorum: nobody waits for a replica that cannot load the state.
+"""The structure of replicas' states. The quorum compares it and excludes replicas that cannot load the common state.
 
-Pure: digests and comparisons; ``manager.state.compatibility`` knows what is compared.
+Pure digests and comparisons; ``manager.state.compatibility`` describes the states.
 """
 
 from __future__ import annotations
@@ -10,41 +10,41 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 UNKNOWN: Final = ""
-"""Of a part that is not compared."""
+"""Digest of a part that is not compared."""
 _NAMES_SUFFIX: Final = " (parameters)"
 _ORDER_SUFFIX: Final = " (order of parameters)"
 _PRESENT_ORDER_SUFFIX: Final = " (present order of parameters)"
 _OPTIONAL: Final = (_NAMES_SUFFIX, _ORDER_SUFFIX, _PRESENT_ORDER_SUFFIX)
-"""End the names of parts that only a replica has which registers the optimizer itself, and not functions of it."""
+"""Suffixes of parts that exist only where the optimizer itself is registered, instead of functions of it."""
 _MAX_SHOWN: Final = 5
 
 Structure: TypeAlias = tuple[tuple[str, str], ...]
-"""Pairs of a part's name and a digest of what it looks like, sorted; `UNKNOWN` fits everything."""
+"""Sorted pairs of a part's name and a digest of its structure; `UNKNOWN` fits every digest."""
 Tables: TypeAlias = Mapping[str, Mapping[str, str]]
-"""Dtype and shape of each part's tensors, by name. Empty for a part that is not compared."""
+"""Dtype and shape of each part's tensors by name; empty for a part that is not compared."""
 
 
 def structure_of(tables: Tables) -> Structure:
-    """Return a short form of the tables."""
+    """Return the digests of the tables."""
     return tuple(sorted((key, _digest(table) if table else UNKNOWN) for key, table in tables.items()))
 
 
 def misfits(own: Structure, other: Structure) -> tuple[str, ...]:
-    """Return the parts of ``own`` that could not take ``other``'s, sorted. Replicas that tell nothing fit."""
+    """Return the parts of ``own`` that could not load ``other``'s, sorted. Empty structures fit."""
     return tuple(key for key in _differing(own, other) if not key.endswith(_PRESENT_ORDER_SUFFIX))
 
 
 def is_in_other_order(own: Structure, other: Structure) -> bool:
-    """Whether ``own`` has optimizers whose parameters stand in another order, which it takes over when it heals."""
+    """Return whether optimizers of ``own`` have another order of parameters, which a heal takes over."""
     return any(key.endswith(_PRESENT_ORDER_SUFFIX) for key in _differing(own, other))
 
 
 def order_tables(key: str, names: Sequence[Sequence[str]], *, may_change: bool) -> Tables:
-    """Return what an optimizer's parameters look like.
+    """Describe the order of an optimizer's parameters.
 
     Args:
-        key: Of the optimizer.
-        names: Of its parameters, group by group.
+        key: The optimizer's key.
+        names: Its parameters' names, by group.
         may_change: Whether a replica that heals takes over another order; otherwise the order is compared.
     """
     places = {
@@ -76,7 +76,7 @@ def _fits(own: str | None, other: str | None) -> bool:
 
 
 def usual_structure(structures: Sequence[Structure]) -> Structure | None:
-    """Return what more than half of the replicas fit; ``None`` if there is no such structure."""
+    """Return the structure that more than half of the replicas fit; ``None`` without one."""
     for structure in structures:
         if structure and 2 * sum(not misfits(each, structure) for each in structures) > len(structures):
             return structure
@@ -84,12 +84,12 @@ def usual_structure(structures: Sequence[Structure]) -> Structure | None:
 
 
 def describe(parts: tuple[str, ...], own: Tables, other: Tables | None) -> str:
-    """Say what differs.
+    """Describe the differences.
 
     Args:
-        parts: What `misfits` returned.
-        own: This replica's.
-        other: The other replica's; ``None`` if it could not be asked.
+        parts: The result of `misfits`.
+        own: This replica's tables.
+        other: The other replica's tables; ``None`` if unknown.
     """
     if other is None:
         return f"another state under {list(parts)}"

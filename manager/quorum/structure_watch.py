@@ -1,4 +1,4 @@
-"""What this replica's state looks like, compared with the others' in every quorum."""
+"""The structure of this replica's state, which every quorum compares."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 class StructureWatch:
-    """Describes the state for the others to compare, and names replicas whose state does not fit.
+    """Describes the state for comparison, and names replicas whose state does not fit.
 
-    Belongs to the training thread, or to the quorum thread while that waits for it.
+    For the training thread, or the quorum thread while the training thread waits.
 
     Args:
-        participant: This replica.
-        executor: The quorum thread: tells the others.
-        encodings: Checks that the state can be served.
+        participant: This replica in its quorum.
+        executor: The quorum thread, which publishes the description.
+        encodings: Checks that snapshots can hold the state.
 
     Attributes:
-        checked: What the last check depended on; another object once optimizers or their parameters are others.
+        checked: Signature of the last check; a new object after a change of optimizers or their parameters.
     """
 
     def __init__(self, participant: Participant, executor: SafeExecutor, encodings: EncodingCheck) -> None:
@@ -50,16 +50,16 @@ class StructureWatch:
 
     @property
     def structure(self) -> Structure:
-        """Digests of what the state looks like; looked at again where a heal has changed the order of parameters."""
+        """Digests of the structure, computed again after a heal that changed the order of parameters."""
         if self._structure and self._looked_at != self._participant.state.registry.num_changes:
             self.look()
         return self._structure
 
     def check_registered(self) -> None:
-        """Before the first step, and after each change, make sure that what is trained is registered and can be served.
+        """Before the first step, and after each change, make sure that trained state is registered and can be served.
 
         Raises:
-            RegistryError: It is not, or cannot.
+            RegistryError: A part is not registered, or no snapshot can hold it.
         """
         self._encodings.check()
         state = self._participant.state
@@ -80,13 +80,13 @@ class StructureWatch:
             self._executor.submit(self._participant.membership.differences.tell_tables, self._tables)
 
     def check_averaged(self, tensors: Sequence[torch.Tensor]) -> None:
-        """In the first step, and after each change, make sure that averaged gradients belong to what is registered.
+        """In the first step, and after each change, make sure that averaged gradients belong to registered parameters.
 
         Args:
-            tensors: Those that are averaged; not all of them need be gradients.
+            tensors: The averaged tensors; some may be no gradients.
 
         Raises:
-            RegistryError: They do not.
+            RegistryError: A gradient's parameter is neither registered nor attached.
         """
         if self._averaged_checked != self.checked and tensors:
             self._averaged_checked = self.checked
@@ -94,7 +94,7 @@ class StructureWatch:
             check_averaged(state.registry, state.optimizers(), tensors)
 
     def look(self) -> None:
-        """Describe the state as it is now."""
+        """Describe the present state."""
         registry = self._participant.state.registry
         self._glance = ModuleGlance(entry.holder for entry in registry.entries("replicated"))
         self._looked_at = registry.num_changes
@@ -105,7 +105,7 @@ class StructureWatch:
         self._structure = structure_of(tables)
 
     def note(self, decision: Decision) -> None:
-        """Name the replicas whose state does not fit; what is told of this one may be old, and is looked at again."""
+        """Log the replicas whose state does not fit; describe this replica's state again, since it may have changed."""
         own = self._participant.membership.replica_id
         unknown = set(decision.unfit) - self._known_unfit
         if decision.unfit and own not in decision.unfit:
@@ -120,7 +120,7 @@ class StructureWatch:
             )
 
     def error(self, decision: Decision, role: DoesNotFit) -> HealFailedError:
-        """Return the error for a replica whose own state does not fit, with what differs."""
+        """Return an error with the differences, for a replica whose own state does not fit."""
         membership = self._participant.membership
         differing = describe(role.parts, self._tables, membership.differences.told_tables(role.holder.store_address))
         holder = f"{role.holder.replica_id} at {role.holder.addresses[membership.group_rank]}"

@@ -1,8 +1,8 @@
-"""What tools for torchft see: structured log records and profiler spans, under torchft's names.
+"""Structured log records and profiler spans under torchft's names, for tools made for torchft.
 
-What collects torchft's records (``torchft/otel.py``) collects these. Each has the fields ``job_id`` (from ``JOB_ID``),
-``replica_id``, ``rank``, ``quorum_id`` and ``step`` or ``error``. ``torch.profiler.record_function`` costs some
-microseconds with no profiler to tell; a span costs nothing then.
+Collectors of torchft's records (``torchft/otel.py``) accept these. Each record has the fields ``job_id`` (from
+``JOB_ID``), ``replica_id``, ``rank``, ``quorum_id`` and ``step`` or ``error``. ``torch.profiler.record_function`` costs
+microseconds even without a profiler; a span here then costs nothing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def record(
     """Log one event.
 
     Args:
-        log: One of the three.
+        log: One of the three loggers.
         what: The event in words.
-        replica_id: As in `Manager.replica_id`.
-        rank: Within the replica.
-        quorum_id: What process groups are told as theirs.
-        **fields: What else torchft says in records of this kind.
+        replica_id: See `Manager.replica_id`.
+        rank: The rank within the replica.
+        quorum_id: The id that process groups receive.
+        **fields: torchft's other fields in records of this kind.
     """
     if log.isEnabledFor(logging.INFO):
         common = {
@@ -56,7 +56,7 @@ def span(name: str) -> AbstractContextManager[Any]:
 
 
 def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function so that its calls show up as `span` says."""
+    """Decorate a function so that each call is a `span`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -72,5 +72,5 @@ def spanned(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def _is_profiled() -> bool:
-    """Whether there may be a profiler; torch's own compiler asks for it in the same way."""
+    """Return whether a profiler may run; torch's own compiler uses the same check."""
     return profiler._is_profiler_enabled

@@ -1,4 +1,4 @@
-"""What replicas tell each other of states that differ, through the store of a replica that holds the common one."""
+"""Exchanges details of differing states, through the store of a replica with the common state."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _values_decoder: Final = msgspec.json.Decoder(dict[str, str])
 
 
 class ToldDifferences:
-    """Tells the others what this rank's state looks like, and asks what theirs do. For messages alone.
+    """Publishes details of this rank's state, and reads those of others. For messages alone.
 
     Args:
         stores: Connections to the stores of all replicas.
         own: The store of this rank's replica.
-        group_rank: Of this rank; the ranks of one number compare.
+        group_rank: This rank's number; ranks with the same number compare.
     """
 
     def __init__(self, stores: StoreConnections, own: StoreChannel, group_rank: int) -> None:
@@ -43,12 +43,12 @@ class ToldDifferences:
         self._group_rank = group_rank
 
     def tell_tables(self, tables: Tables) -> None:
-        """Publish in this replica's own store what its state looks like, for replicas that do not fit."""
+        """Publish the structure of this replica's state in its own store, for replicas that do not fit."""
         with suppress(TransportError):
             self._own.set(self._tables_key(), msgspec.json.encode(tables), _TELLING)
 
     def told_tables(self, store_address: str) -> Tables | None:
-        """Return what the replica of this store has published with `tell_tables`; ``None`` if it has not."""
+        """Return the tables that the replica of this store has published; ``None`` if it has not."""
         with suppress(TransportError):
             told = self._stores.at_address(store_address).get([self._tables_key()], _ASKING)
             if told is not None:
@@ -58,13 +58,13 @@ class ToldDifferences:
     def differing_tensors(
         self, error: StatesDivergedError, table: dict[str, int], *, replica_id: str, timeout: timedelta
     ) -> tuple[str, ...]:
-        """Tell the other replicas the digest of each tensor, and return the paths of those that differ.
+        """Exchange the digest of each tensor, and return the paths of tensors that differ.
 
         Args:
-            error: Which replicas differ; all of them call this.
-            table: Digests by path, of this rank.
-            replica_id: Of this replica.
-            timeout: For telling, and for the others.
+            error: Names the replicas that differ; all of them call this.
+            table: This rank's digests by path.
+            replica_id: This replica's id.
+            timeout: Limit of the exchange.
         """
         try:
             told = self._exchange(error, f"diverged/{error.step}", table, replica_id=replica_id, timeout=timeout)
@@ -78,13 +78,13 @@ class ToldDifferences:
     def differing_values(
         self, error: StatesDivergedError, table: dict[str, str], *, replica_id: str, timeout: timedelta
     ) -> tuple[str, ...]:
-        """Tell the other replicas each hyperparameter, and return those that differ with all values.
+        """Exchange the hyperparameters, and describe those that differ with all their values.
 
         Args:
-            error: As in `differing_tensors`, as for what follows.
-            table: Values by path, of this rank.
-            replica_id: See above.
-            timeout: See above.
+            error: See `differing_tensors`.
+            table: This rank's values by path.
+            replica_id: See `differing_tensors`.
+            timeout: See `differing_tensors`.
         """
         try:
             told = self._exchange(error, f"settings/{error.step}", table, replica_id=replica_id, timeout=timeout)

@@ -1,4 +1,4 @@
-"""How a replica comes back: from the memory of live peers, or from the newest good checkpoint.
+"""Recovery of a replica, from the memory of live peers or from the newest good checkpoint.
 
-The managers come in. Which peers to ask in a quorum is decided in ``quorum``.
+The managers import this package. ``quorum`` chooses the peers.
 """

@@ -1,4 +1,4 @@
-"""When a snapshot is taken, what is copied at the step boundary, and what is shared until it changes.
+"""Snapshots of a replica: when to take one, copies at the step boundary, and shared memory.
 
-The managers come in at each step boundary, the transport when a peer asks. Nothing here knows a quorum.
+The managers call it at each step boundary, the transport for each request. It has no access to quorums.
 """
