@@ -1,8 +1,8 @@
-"""Arenas: reusable host buffers, each one anonymous memory file that the kernel can send from.
+"""Arenas: reusable host buffers. Each is an anonymous memory file, from which the kernel can send.
 
-A fresh mapping is filled at about a tenth of the speed of memory, because every page has to be found and cleared
-first; so arenas are made resident once and then reused for snapshot after snapshot. ``ArenaPool.prefault`` does that on
-a thread of its own, before they are needed.
+Filling a fresh mapping takes ten times as long as filling resident memory, because the kernel has to find and clear
+every page. So an arena becomes resident once and then serves many snapshots. ``ArenaPool.prefault`` prepares arenas on
+a thread of its own, before the first request.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ft_transport.state.resident_memory import make_resident, map_file
 from ft_transport.wire.manifest import MAX_HEADER_BYTES
 
 HEADER_ROOM_BYTES: Final = -(-(MAX_HEADER_BYTES + 8) // (2 << 20)) * (2 << 20)
-"""Where the tensor data begins in an arena's file.
+"""Position of the tensor data in an arena's file.
 
-The header is encoded after the copy, when the digests are known, and is put right before the data. The room before it
-is a hole in the file and takes no memory.
+The header is encoded after the copy, when the digests are known, and is written right before the data. The rest of the
+room before the data is a hole in the file and takes no memory.
 """
 _NAME: Final = "ft-transport-snapshot"
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1, include/uapi/linux/fcntl.h
 _REST_SHARE: Final = 4.0
-"""Memory that nobody waits for is made resident in a fifth of the time: the training needs the core and the mapping."""
+"""Pause for each second of work on memory without a waiting caller: training needs the core and the page tables."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,21 +43,21 @@ logger = logging.getLogger(__name__)
 class Arena:
     """One memory file with room for ``capacity_bytes`` of tensor data, mapped and resident.
 
-    Not thread-safe: whoever holds it writes it, and after that nobody does until it returns to its pool.
+    Not thread-safe: its holder writes it once; then it stays unchanged until it returns to its pool.
 
     Args:
         capacity_bytes: Room for data.
-        pin: As for ``ArenaPool``.
-        is_wanted: Asked now and then while the memory is made resident, which takes a second for a gigabyte or two.
-        rest: Called now and then meanwhile, with the seconds of work since the last call.
+        pin: See ``ArenaPool``.
+        is_wanted: Called repeatedly while the memory becomes resident (about a second for one or two gigabytes).
+        rest: Called repeatedly meanwhile, with the seconds of work since the last call.
 
     Attributes:
         capacity_bytes: Room for data.
         data: ``uint8 [capacity_bytes]``, the mapping as a CPU tensor.
-        view: The same memory for those who do not need a tensor.
-        descriptor: The memory file; data begins at ``HEADER_ROOM_BYTES``. Where the system can do that, it is sealed:
-            nobody who gets the descriptor can change its content or its length, only this object through its mappings.
-        place: Its place in a pool; ``None`` while nobody holds the arena.
+        view: The same memory as a memoryview.
+        descriptor: The memory file; data begins at ``HEADER_ROOM_BYTES``. On Linux it is sealed: other holders of the
+            descriptor cannot change its content or length, only this object can through its mappings.
+        place: Its place in a pool; ``None`` without a holder.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Arena:
         self.place: Place | None = None
         descriptors: list[int] = []
         self._unpin: list[Callable[[], None]] = []
-        # An arena that a handler's exception drops gives its memory back as well.
+        # Also frees the memory of an arena that a handler's exception drops.
         self._end = weakref.finalize(self, _release, self._unpin, descriptors)
         if sys.platform == "linux":
             # One call, in which no handler can raise before the number is stored.
@@ -92,30 +92,30 @@ class Arena:
                 self._unpin.append(pin(self.data))
         except BaseException:
             self._end()
-            # Whoever keeps the error keeps its traceback, and with that this object.
+            # The error's traceback refers to this object.
             vars(self).clear()
             raise
 
     def write_header(self, header: bytes) -> int:
-        """Puts ``header`` right before the data. Returns the position in the file where it begins."""
+        """Write ``header`` right before the data; return its position in the file."""
         start = HEADER_ROOM_BYTES - len(header)
         self._header_room[start:] = header
         return start
 
     def close(self) -> None:
-        """Gives the memory back once the last tensor that looks into it is gone."""
+        """Free the memory when the last tensor that shares it is deleted."""
         self._end()
         self._header_room.close()
-        # The tensor keeps the mapping alive for as long as anybody holds it.
+        # Tensors that share the mapping keep it alive.
         del self.data, self.view, self._mapping
 
 
 class ArenaPool:
-    """At most ``max_arenas`` arenas, handed out one holder each and reused. Thread-safe.
+    """At most ``max_arenas`` reusable arenas, each with one holder at a time. Thread-safe.
 
     Args:
-        max_arenas: How many may exist at once.
-        pin: Page-locks an arena for device copies and returns the function that undoes it; ``None`` without a device.
+        max_arenas: Maximum number of arenas.
+        pin: Page-locks an arena for device copies and returns a function that unlocks it; ``None`` without a device.
     """
 
     def __init__(self, max_arenas: int, *, pin: Callable[[torch.Tensor], Callable[[], None]] | None = None) -> None:
@@ -130,10 +130,10 @@ class ArenaPool:
         self._closed = False
 
     def prefault(self, data_bytes: int) -> None:
-        """Makes, in the background, as many arenas with room for ``data_bytes`` as there may be. Returns at once.
+        """Make, in the background, the maximum number of arenas with room for ``data_bytes``. Returns at once.
 
-        Does nothing while an earlier call is still being carried out. A failure is logged; ``take`` tries again.
-        Memory that nobody has asked for yet is taken only where as much stays free.
+        Does nothing during an earlier call's work. A failure is logged; ``take`` tries again. Allocates in advance only
+        if the same amount of memory stays free.
 
         Raises:
             SnapshotError: The system has no further thread.
@@ -146,22 +146,22 @@ class ArenaPool:
             try:
                 preparing.start()
             except BaseException as error:
-                # A thread that a handler interrupted as it was started may never begin, and nobody must wait for it.
+                # A thread that a handler interrupted at its start may never run; no caller must wait for it.
                 self._preparing = None
                 if isinstance(error, ThreadRefusedError):
                     raise SnapshotError(f"expected a thread that prepares memory for snapshots: {error}") from error
                 raise
 
     def num_taken(self) -> int:
-        """How many arenas have a holder, or are being made for one."""
+        """Return the number of arenas with a holder, including those in construction for one."""
         return self._places.num_taken()
 
     def take(self, data_bytes: int) -> Arena:
-        """An arena with room for ``data_bytes``: a free one that is large enough, or else a new one.
+        """Return a free arena with room for ``data_bytes``, or a new one.
 
         Raises:
             SnapshotLimitError: Every arena is taken.
-            SnapshotError: There is not enough memory, or the pool was closed.
+            SnapshotError: Not enough memory, or the pool is closed.
         """
         with self._changed:
             while True:
@@ -170,21 +170,21 @@ class ArenaPool:
                 fitting = [arena for arena in self._free if arena.capacity_bytes >= data_bytes]
                 if fitting:
                     arena = min(fitting, key=lambda candidate: candidate.capacity_bytes)
-                    # In this order: an arena that is not handed over must not stay free and taken.
+                    # In this order: after an interruption the arena must not be both free and taken.
                     self._free.remove(arena)
                     arena.place = self._places.take()
                     return arena
                 is_coming = self._preparing is not None and self._prepared_bytes >= data_bytes
                 if not is_coming or self.num_taken() >= self._max_arenas:
                     break
-                # It is here sooner than one that is begun now, and its thread always ends.
+                # An arena in preparation is ready sooner than a new one, and its thread always ends.
                 self._num_waiting += 1
                 self._changed.notify_all()
                 try:
                     self._changed.wait()
                 finally:
                     self._num_waiting -= 1
-            # What is being prepared for a smaller state is of no more use.
+            # Arenas in preparation for a smaller state are useless now.
             self._prepared_bytes = max(self._prepared_bytes, data_bytes)
             if self.num_taken() >= self._max_arenas:
                 raise SnapshotLimitError(
@@ -196,7 +196,7 @@ class ArenaPool:
         for arena in outgrown:
             arena.close()
         try:
-            # A snapshot that does not come costs a receiver time; one that the system ends this process for, a replica.
+            # A missing snapshot costs a receiver time; an out-of-memory kill costs a replica.
             _refuse_beyond_available(data_bytes)
             arena = self._make(data_bytes, is_wanted=lambda: not self._closed)
             arena.place = place
@@ -208,7 +208,7 @@ class ArenaPool:
             raise
 
     def give_back(self, arena: Arena) -> None:
-        """Returns an arena that nobody reads any more; a second call does nothing."""
+        """Return an arena without readers to the pool; a second call does nothing."""
         with self._changed:
             if arena.place is None:
                 return
@@ -222,7 +222,7 @@ class ArenaPool:
             arena.close()
 
     def close(self) -> None:
-        """Frees what is free now, and the rest as it comes back."""
+        """Close free arenas now, and the others when they return."""
         with self._changed:
             self._closed = True
             preparing = self._preparing
@@ -266,7 +266,7 @@ class ArenaPool:
         return Arena(max(-(-data_bytes // page) * page, page), pin=self._pin, is_wanted=is_wanted, rest=rest)
 
     def _rest(self, worked_s: float) -> None:
-        """Leaves the machine to the training for a while, unless somebody waits for the memory."""
+        """Pause in favour of training, unless a caller waits for the memory."""
         with self._changed:
             if not (self._num_waiting or self._closed):
                 self._changed.wait(_REST_SHARE * worked_s)
@@ -279,7 +279,7 @@ class ArenaPool:
         return self.num_taken() + num_fitting < self._max_arenas
 
     def _drop_outgrown(self, data_bytes: int) -> list[Arena]:
-        """Takes out what is too small for today's state, which is of no more use."""
+        """Remove and return free arenas that are too small for the present state."""
         outgrown = [arena for arena in self._free if arena.capacity_bytes < data_bytes]
         self._free = [arena for arena in self._free if arena.capacity_bytes >= data_bytes]
         return outgrown
@@ -304,9 +304,9 @@ def _temporary_file() -> int:
 
 
 def _seal(descriptor: int) -> None:
-    """Leaves the mappings that there are as the only way to write (``man 2 fcntl``, file sealing)."""
+    """Make the present mappings the only way to write the file (``man 2 fcntl``, file sealing)."""
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # A kernel before 5.1: nobody is given the descriptor then.
+        with contextlib.suppress(OSError):  # A kernel before 5.1; then the descriptor is not shared.
             fcntl.fcntl(
                 descriptor,
                 fcntl.F_ADD_SEALS,

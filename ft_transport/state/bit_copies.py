@@ -1,4 +1,4 @@
-"""Copies between tensors of one dtype and shape, bit for bit, whatever their devices and strides."""
+"""Copies between tensors of one dtype and shape, bit for bit, across devices and strides."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ft_transport.state.dtypes import carrier_of
 
 
 def copy_bits(pairs: Sequence[Pair]) -> None:
-    """Copies to each target from its source; returns when all have landed.
+    """Copy each source to its target; return when all copies are complete.
 
-    Queued on the calling thread's stream of each device, behind what it holds.
+    Device copies are queued on the calling thread's stream, behind its earlier work.
 
     Args:
         pairs: A target and a source of the same dtype and shape.
@@ -32,20 +32,20 @@ def copy_bits(pairs: Sequence[Pair]) -> None:
         for target, source in others:
             _copy_one(target, source)
     finally:
-        # To another layout, torch copies on the device what has arrived there, and waits for the arrival alone.
+        # For another layout, torch waits only for the transfer, and then copies on the device.
         for device in {tensor.device for pair in others for tensor in pair if not tensor.is_cpu}:
             torch.accelerator.current_stream(device).synchronize()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory of the tensor is its values in row-major order, with no conjugate or negative to be taken."""
+    """Return whether the tensor's memory holds its values in row-major order, without lazy conjugate or negative."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _copy_one(target: torch.Tensor, source: torch.Tensor) -> None:
     target, source = target.detach(), source.detach()
     if not any(tensor.is_conj() or tensor.is_neg() for tensor in (target, source)):
-        # Of many small dtypes torch can copy the bits only.
+        # torch has no copy kernels for many small dtypes, so copy their bits.
         carrier = carrier_of(target.dtype)
         target, source = target.view(carrier), source.view(carrier)
     target.copy_(source)

@@ -1,4 +1,4 @@
-"""What a snapshot consists of before it is copied: a tree of nodes, and the memory that its tensors occupy."""
+"""A flattened state before its copy: a tree of nodes, and the memory of its tensors."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ class Blocks:
         shapes: Shape of each entry as it stands in the file; may be ``torch.Size``.
         num_bytes: Size of each entry.
         item_bytes: Size of one element of the source, which is also its alignment.
-        addresses: Where a source begins that is on the CPU and row-major, so that its bytes can be copied as they
-            lie; 0 for any other.
-        casts: By index, the dtype that a source is cast to while it is copied; the columns speak of what it becomes.
+        addresses: Address of a row-major source on the CPU, whose bytes can be copied directly; 0 for others.
+        casts: By index, the dtype to cast a source to during the copy; the other columns describe the result.
     """
 
     names: list[str] = field(default_factory=list)
@@ -43,7 +42,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatState:
-    """A state ready to be copied: its tree, whose nodes index ``blocks`` and ``layouts``."""
+    """A state ready for its copy; the tree's nodes index ``blocks`` and ``layouts``."""
 
     tree: Node
     blocks: Blocks

@@ -1,8 +1,8 @@
 """Copies between a device and ordinary memory of the host, through page-locked buffers.
 
-A device reads and writes page-locked memory by itself. From other memory the driver copies through buffers of its own,
-on one thread: 4 GiB to an H200 took 440 ms so, and 80 in this way, on 16 cores. To lock the memory itself, to copy and
-to unlock it took 207.
+A device reads and writes page-locked memory directly. For other memory the driver copies through its own buffers, on
+one thread: 4 GiB to an H200 took 440 ms that way and 80 ms through these buffers, on 16 cores. Locking the memory
+itself, copying and unlocking took 207 ms.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ logger = logging.getLogger(__name__)
 _HALF_BYTES: Final = 32 << 20
 _ALIGN_BYTES: Final = 64
 _LEAST_BYTES: Final = 1 << 20
-"""For less, nothing is page-locked; torch keeps what was until the process ends."""
+"""Smaller copies use ordinary memory: torch keeps page-locked memory until the process ends."""
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Where to, and what."""
+"""Target and source."""
 
 
 class BounceBuffers:
-    """Two buffers by turns: the host fills or empties one while the device copies the other.
+    """Two alternating buffers: the host fills or empties one while the device copies the other.
 
     Args:
-        accelerator: Where streams and events come from.
-        half_bytes: The length of each buffer, at most.
+        accelerator: Provides streams and events.
+        half_bytes: Maximum length of each buffer.
     """
 
     def __init__(self, accelerator: Accelerator | None = None, *, half_bytes: int = _HALF_BYTES) -> None:
@@ -40,9 +40,9 @@ class BounceBuffers:
         self._half_bytes = half_bytes
 
     def to_device(self, pairs: Sequence[Pair]) -> None:
-        """Copies to each target on a device from its source on the host, all row-major; returns when all have landed.
+        """Copy row-major sources on the host to targets on devices; return when all copies are complete.
 
-        Queued on the calling thread's stream of each device, behind what it holds.
+        Copies are queued on the calling thread's stream of each device, behind its earlier work.
         """
         for device, own in _by_device(pairs, [target for target, _ in pairs]):
             halves = self._page_locked(own)
@@ -60,14 +60,14 @@ class BounceBuffers:
                         event.record(self._accelerator.current_stream(device))
                         copied.append(event)
             finally:
-                # After an error too: whoever takes this memory next must not write into what is being read.
+                # After an error too: the next user of this memory must not write while the device reads it.
                 for event in copied[-len(halves) :]:
                     event.synchronize()
 
     def to_host(self, pairs: Sequence[Pair]) -> None:
-        """Copies to each target on the host from its source on a device, all row-major; returns when all have landed.
+        """Copy row-major sources on devices to targets on the host; return when all copies are complete.
 
-        Queued as in `to_device`.
+        Copies are queued as in `to_device`.
         """
         for device, own in _by_device(pairs, [source for _, source in pairs]):
             halves = self._page_locked(own)
@@ -88,7 +88,7 @@ class BounceBuffers:
                     _empty(event, emptied)
 
     def _page_locked(self, pairs: Sequence[Pair]) -> list[torch.Tensor]:
-        """The buffers; of ordinary memory where little is copied or nothing can be locked, which is slower."""
+        """Return the buffers; slower ordinary memory for small copies, or if locking fails."""
         num_bytes = min(self._half_bytes, sum(target.nbytes + _ALIGN_BYTES for target, _ in pairs))
         if num_bytes >= _LEAST_BYTES:
             try:
@@ -101,7 +101,7 @@ class BounceBuffers:
 def _batches(
     pairs: Sequence[Pair], halves: Sequence[torch.Tensor]
 ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-    """Parts of the copies that go through a buffer together, each with its place there; the buffers by turns."""
+    """Yield batches of parts that share one buffer, as (place in the buffer, target, source); buffers alternate."""
     half_bytes = len(halves[0])
     number = at = 0
     batch: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []

@@ -1,4 +1,4 @@
-"""A snapshot may hold floating-point tensors in another dtype: each is cast while it is copied."""
+"""Casts floating-point tensors to another dtype while a snapshot copies them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ft_transport.state.dtypes import SAFETENSORS_NAMES, name_of
 from ft_transport.wire.nodes import LayoutNode, Node
 
 CASTABLE: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""The others mean nothing by themselves (float8 has scales), or are no floating-point numbers."""
+"""Other dtypes need scales (float8) or are not floating-point."""
 
 
 def cast_floating(flat: FlatState, dtype: torch.dtype) -> FlatState:
-    """The same state, to be copied with its floating-point tensors in ``dtype``; changes the blocks of ``flat``.
+    """Return the state with floating-point tensors to be cast to ``dtype``; changes the blocks of ``flat``.
 
     Args:
-        flat: What is to be copied.
+        flat: The state.
         dtype: One of `CASTABLE`.
     """
     blocks = flat.blocks
@@ -31,14 +31,14 @@ def cast_floating(flat: FlatState, dtype: torch.dtype) -> FlatState:
         blocks.dtypes[index] = SAFETENSORS_NAMES[dtype]
         blocks.num_bytes[index] = math.prod(blocks.shapes[index]) * dtype.itemsize
         blocks.item_bytes[index] = dtype.itemsize
-        # Its bytes cannot be copied as they lie.
+        # A cast source cannot be copied as bytes.
         blocks.addresses[index] = 0
         blocks.casts[index] = dtype
     return replace(flat, tree=_cast_layouts(flat.tree, blocks.casts)) if blocks.casts else flat
 
 
 def _cast_layouts(node: Any, casts: dict[int, torch.dtype]) -> Node:
-    """The tree with the new dtypes; only the nodes of strided tensors say theirs."""
+    """Return the tree with the new dtypes, which only nodes of strided tensors have."""
     if isinstance(node, LayoutNode):
         cast: Node = msgspec.structs.replace(node, dtype=name_of(casts[node.index])) if node.index in casts else node
         return cast

@@ -1,7 +1,7 @@
-"""Finding collectives where there must be none.
+"""Refuses collectives inside state functions.
 
-A state function is called on the rank that somebody asks for its state, whenever that is. A collective in it (a full
-state dict, an unsharding hook) would wait for ranks that take no part, until the process group's timeout ends them all.
+A state function runs on one rank, whenever a receiver requests that rank's state. A collective in it (a full state
+dict, an unsharding hook) would wait for the other ranks until the process group's timeout.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ft_transport.errors import CollectiveRefusedError
 from ft_transport.state.dtensors import dtensor_type
 
 _NAMESPACES: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
-"""Where torch registers its collectives; every process group's pass through there (``torch/distributed``)."""
+"""Namespaces of torch's collectives; those of every process group pass through them (``torch/distributed``)."""
 _WAITS: Final = frozenset({"wait_tensor"})
 
 
 @contextmanager
 def refusing_collectives() -> Iterator[None]:
-    """Inside, this thread's collectives raise instead of waiting for other ranks. Does nothing where there are none.
+    """Return a context in which this thread's collectives raise. Does nothing without other ranks.
 
-    It costs each operation of torch a few microseconds.
+    It adds a few microseconds to each torch operation.
 
     Raises:
         CollectiveRefusedError: From the collective.
@@ -39,7 +39,7 @@ def refusing_collectives() -> Iterator[None]:
         with mode:
             yield
     finally:
-        # Where a signal handler raised inside torch's own ``__enter__`` or ``__exit__``.
+        # If a signal handler raised inside torch's ``__enter__`` or ``__exit__``.
         if mode in _get_current_dispatch_mode_stack():
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -50,7 +50,7 @@ class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         dtensor = dtensor_type()
         if dtensor is not None and any(issubclass(each, dtensor) for each in types):
-            return NotImplemented  # What the operation runs comes here again (as in torch's CommDebugMode).
+            return NotImplemented  # Its inner operations arrive here again (as in torch's CommDebugMode).
         if isinstance(func, torch._ops.OpOverload) and func.namespace in _NAMESPACES:
             name = func._schema.name.rpartition("::")[2]
             if name not in _WAITS:

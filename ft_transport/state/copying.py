@@ -27,9 +27,9 @@ _MIN_SHARE_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostCopies:
-    """``num_bytes[i]`` from address ``sources[i]`` to ``targets[i]``; the caller keeps both alive and unchanged.
+    """Copies of ``num_bytes[i]`` from address ``sources[i]`` to ``targets[i]``. The caller keeps both alive.
 
-    Columns, because a state may have tens of thousands of tensors and the lock is held while they are divided.
+    Arrays, because a state may have tens of thousands of tensors, and their division among threads holds the lock.
     """
 
     targets: Column
@@ -49,7 +49,7 @@ class HostCopier:
         self._pool = SafeExecutor(num_threads, "ft-transport-copy")
 
     def copy(self, copies: HostCopies) -> None:
-        """Performs all copies, divided evenly by bytes among the threads; returns when the last is done."""
+        """Run all copies, divided evenly by bytes among the threads; return when the last is done."""
         total = int(copies.num_bytes.sum())
         if total < 2 * _MIN_SHARE_BYTES or self._num_threads == 1:
             _copy_all(copies)
@@ -61,12 +61,12 @@ class HostCopier:
             for future in futures:
                 future.result()
         finally:
-            # A signal handler may raise here: nothing may be written any more when the caller lets go of the memory.
+            # Even if a signal handler raises: the caller may free the memory after this call.
             for future in futures:
                 future.exception()
 
     def digests(self, data: memoryview, chunks: ChunkTable, digester: Digester = PLAIN) -> list[int]:
-        """One digest per chunk of ``data``, computed by all threads."""
+        """Return the digest of each chunk of ``data``, computed by all threads."""
 
         def digest_of(index: int) -> int:
             start, end = chunks.range_of(index, index + 1)
@@ -83,7 +83,7 @@ class HostCopier:
             raise SnapshotError(f"expected a further thread ({self._pool.name}): {error}") from error
 
     def close(self) -> None:
-        """Ends the threads after the work that they have."""
+        """End the threads after their present work."""
         self._pool.shutdown(wait=True)
 
 
@@ -96,7 +96,7 @@ def _copy_all(copies: HostCopies) -> None:
 
 
 def _divide(copies: HostCopies, share_bytes: int) -> list[HostCopies]:
-    """Splits the columns into shares of ``share_bytes``, cutting through large copies."""
+    """Split the copies into shares of ``share_bytes``; cuts large copies."""
     ends = np.cumsum(copies.num_bytes)
     total = int(ends[-1]) if len(ends) else 0
     shares = []

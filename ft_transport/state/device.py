@@ -1,8 +1,8 @@
 """Copies from an accelerator into a pinned arena, ordered behind the work that produced the tensors.
 
-Written for ``torch.accelerator``: the copy runs on a side stream, which first waits for an event recorded on the
-training thread's stream. Without that event the side stream would read parameters that the optimizer's kernels are
-still writing, because those kernels were only queued when ``step()`` returned.
+Uses ``torch.accelerator``: the copy runs on a side stream, which first waits for an event on the training thread's
+stream. Without that event the side stream would read parameters while the optimizer's kernels, which ``step()`` only
+queues, still write them.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _CUDA_HOST_REGISTER_PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for 
 
 
 Marks: TypeAlias = dict[torch.device, Any]
-"""By device, the event after which its memory may be copied."""
+"""By device, the event after which copies may read its memory."""
 
 
 class Accelerator:
-    """The part of torch's device-neutral interface that a copy needs; tests put a recording fake in its place."""
+    """The part of torch's device-neutral interface that copies need; tests replace it by a recording fake."""
 
     def current_stream(self, device: torch.device) -> Any:
-        """The stream on which the calling thread queues work for ``device``."""
+        """Return the stream on which the calling thread queues work for ``device``."""
         return torch.accelerator.current_stream(device)
 
     def new_stream(self, device: torch.device) -> Any:
-        """A stream of its own, usable as a context manager."""
+        """Return a new stream, usable as a context manager."""
         return torch.Stream(device=device)
 
     def new_event(self, device: torch.device) -> Any:
-        """An event that streams record and wait for."""
+        """Return an event that streams record and wait for."""
         return torch.Event(device=device)
 
 
@@ -42,7 +42,7 @@ class DeviceCopier:
     """Queues copies on one side stream per device.
 
     Args:
-        accelerator: Where streams and events come from.
+        accelerator: Provides streams and events.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -50,9 +50,9 @@ class DeviceCopier:
         self._streams: dict[torch.device, Any] = {}
 
     def mark(self, devices: Sequence[torch.device]) -> Marks:
-        """Records, on the calling thread's stream of each device, an event behind all work queued so far.
+        """Record an event on the calling thread's stream of each device, behind all queued work.
 
-        Called on the training thread at the step boundary.
+        The training thread calls this at the step boundary.
         """
         events = {}
         for device in devices:
@@ -62,13 +62,13 @@ class DeviceCopier:
         return events
 
     def copy(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], after: Marks) -> None:
-        """Copies each ``(host target, device source)`` pair behind the events ``after``; returns when all have landed.
+        """Copy each ``(host target, device source)`` pair after the events; return when all copies are complete.
 
-        May run on any thread. The caller keeps the sources alive until this returns, so the caching allocator cannot
-        hand their memory to somebody else meanwhile.
+        For any thread. The caller keeps the sources alive meanwhile, so that the caching allocator cannot reuse their
+        memory.
         """
         finished: list[Any] = []
-        # Waits for all of them in one call, in which no signal handler can raise between two devices.
+        # Waits for all events in one call, so that no signal handler can raise between two devices.
         synchronized = map(methodcaller("synchronize"), finished)
         try:
             for device, event in after.items():
@@ -84,21 +84,21 @@ class DeviceCopier:
                 finally:
                     done.record(stream)
         finally:
-            # After an error too: what was queued must not write into memory that the caller then gives away.
+            # After an error too: queued copies must not write into memory that the caller frees.
             list(synchronized)
 
 
 def _queue(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
-    """Queues the copies from one device. A function of its own: see ``runtime.handler_safety`` about loops."""
+    """Queue the copies from one device. A function of its own: ``runtime.handler_safety`` explains why for loops."""
     for target, source in copies:
         if source.device == device:
             target.copy_(source, non_blocking=True)
 
 
 def pinning() -> Callable[[torch.Tensor], Callable[[], None]] | None:
-    """How to page-lock an arena on this machine, or ``None`` where nothing would be gained.
+    """Return a function that page-locks an arena; ``None`` without a CUDA device.
 
-    Device copies from unpinned memory are staged by the driver and block the host.
+    The driver stages device copies to unpinned memory, and blocks the host meanwhile.
     """
     if not torch.cuda.is_available():
         return None

@@ -1,4 +1,4 @@
-"""Tells DTensors from other values without importing ``torch.distributed.tensor``, which takes half a second."""
+"""Recognizes DTensors without importing ``torch.distributed.tensor``, which takes half a second."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def dtensor_type() -> type[DTensor] | None:
-    """``DTensor``, or ``None`` where nothing has imported it yet: no value of this process is one then."""
+    """Return ``DTensor``, or ``None`` if it is not imported; then no value of this process is one."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
-    """The same as ``isinstance(value, DTensor)``."""
+    """Return ``isinstance(value, DTensor)``."""
     dtensor = dtensor_type()
     return dtensor is not None and isinstance(value, dtensor)

@@ -24,7 +24,7 @@ SAFETENSORS_NAMES: Final[dict[torch.dtype, str]] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""The dtypes that every safetensors reader knows. Others travel as bytes (``U8``), their dtype in the tree."""
+"""The dtypes that every safetensors reader supports. Others travel as bytes (``U8``), with their dtype in the tree."""
 
 DTYPES_BY_SAFETENSORS_NAME: Final = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
@@ -43,41 +43,41 @@ SAFETENSORS_FILE_NAMES: Final = SAFETENSORS_NAMES | {
     }.items()
     if name in DTYPES_BY_NAME
 }
-"""The dtypes that safetensors 0.8 has names for. In its shapes, the elements of ``F4`` are halves of bytes."""
+"""The dtypes that safetensors 0.8 has names for. In its shapes, an element of ``F4`` is half a byte."""
 
 QUANTIZED: Final = {
     torch.qint8: torch.int8,
     torch.quint8: torch.uint8,
     torch.qint32: torch.int32,
 }
-"""Quantized dtypes, and the integer dtype of their representation."""
+"""Quantized dtypes, and the integer dtypes of their representations."""
 
 WHOLE_BYTE_DTYPES_BY_NAME: Final = {
     name: dtype for name, dtype in DTYPES_BY_NAME.items() if not name.startswith(("qint", "quint"))
 }
-"""The dtypes whose elements are plain bytes; quantized ones mean nothing without their scale."""
+"""The dtypes whose elements are plain bytes; quantized ones also need a scale."""
 
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The canonical name of a dtype, as it stands in a tree."""
+    """Return the canonical name of a dtype, as in trees."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_name_of(safetensors_name: str) -> str:
-    """The canonical name of the dtype that safetensors calls so; that itself where this torch has no such dtype."""
+    """Return torch's name for a safetensors dtype; the safetensors name itself if this torch lacks the dtype."""
     dtype = DTYPES_BY_SAFETENSORS_NAME.get(safetensors_name)
     return name_of(dtype) if dtype is not None else safetensors_name
 
 
 def carrier_of(dtype: torch.dtype) -> torch.dtype:
-    """A dtype of the same item size whose copy kernel moves bits unchanged; many small dtypes have no kernel."""
+    """Return a dtype of the same item size whose copy kernel preserves bits; many small dtypes have no kernel."""
     return _CARRIERS[dtype.itemsize]
 
 
 def overlaps_itself(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether two elements of the layout may be the same memory, as those of an expanded dimension are."""
+    """Return whether two elements of the layout may share memory, as in an expanded dimension."""
     reach = 0
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
         if step <= reach:
@@ -87,10 +87,10 @@ def overlaps_itself(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill one block of memory without holes, in any order of the dimensions.
+    """Return whether the elements fill one block of memory without holes, in any order of the dimensions.
 
-    Expanded dimensions (stride 0) count as one element. Only such layouts are described to a receiver, because the
-    memory that they take is bounded by the data that was sent.
+    Expanded dimensions (stride 0) count as one element. Only such layouts travel to a receiver: the sent data bounds
+    their memory.
     """
     expected = 1
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1 and step != 0):

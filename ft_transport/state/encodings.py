@@ -1,7 +1,7 @@
-"""Leaves that are no tensors, and the registry of encodings for types of the user's own.
+"""Leaves other than tensors, and the registry of encodings for a user's own types.
 
-Decoding never imports, calls or unpickles anything that the bytes name: constants come from fixed tables, named
-tuples from classes that the receiver already has, and custom types from functions that the receiver registered.
+Decoding never imports, calls or unpickles an object that the bytes name: constants come from fixed tables, named tuples
+from classes that the receiver already has, and custom types from functions that the receiver has registered.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DEFAULT_FACTORIES: Final[dict[str, Callable[[], object] | None]] = {
     "tuple": tuple,
 }  # fmt: skip
 _NUMPY_DTYPE: Final = re.compile(r"[|<>](b1|[iufcSUV][1-9][0-9]{0,9}|[mM]8(\[[0-9]{0,9}[A-Za-z]{1,7}\])?)")
-"""The type strings that numpy gives to dtypes of plain values; ``numpy.dtype`` itself understands far more."""
+"""numpy's type strings for dtypes of plain values; ``numpy.dtype`` itself accepts far more."""
 
 _LAYOUTS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 _MEMORY_FORMATS: Final = {str(value): value for value in vars(torch).values() if isinstance(value, torch.memory_format)}
@@ -50,7 +50,7 @@ _MEMORY_FORMATS: Final = {str(value): value for value in vars(torch).values() if
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """How a type of the user's own travels: as a value of supported kinds, under a name both sides know."""
+    """The encoding of a user's own type as a value of supported kinds, under a name that both sides have registered."""
 
     name: str
     type: type[Any]
@@ -65,15 +65,15 @@ _by_name: dict[str, Encoding] = {}
 def register_encoding(
     type_: type[Any], *, name: str, encode: Callable[[Any], object], decode: Callable[[Any], object]
 ) -> None:
-    """Lets values of ``type_`` (exactly, not subclasses) travel in a state.
+    """Register an encoding, so that a state may contain values of exactly ``type_``.
 
-    Both sides have to register it before the first snapshot or fetch. Not thread-safe against running ones.
+    Both sides must register it before the first snapshot or fetch. Not thread-safe during snapshots and fetches.
 
     Args:
-        type_: The type.
-        name: What names it on the wire; must be the same on both sides and not taken.
-        encode: Turns a value into any nesting of supported kinds (tensors too). Called under the read lock.
-        decode: The inverse. It is given values that came from the network: it must not trust them.
+        type_: The type; subclasses are not included.
+        name: Its name on the wire, the same on both sides and not taken.
+        encode: Turns a value into any nesting of supported kinds, tensors included. Called under the read lock.
+        decode: The inverse. Its argument comes from the network and is not trustworthy.
 
     Raises:
         ConfigurationError: The name or the type is taken by another encoding.
@@ -90,23 +90,23 @@ def register_encoding(
 
 
 def encoding_for_type(type_: type[Any]) -> Encoding | None:
-    """The encoding registered for exactly this type."""
+    """Return the encoding registered for exactly this type."""
     return _by_type.get(type_)
 
 
 def encoding_for_name(name: str) -> Encoding | None:
-    """The encoding registered under this name."""
+    """Return the encoding registered under this name."""
     return _by_name.get(name)
 
 
 def key_label(key: object) -> str:
-    """How a key of a mapping reads in a path. Runs no code of types that are not Python's own."""
+    """Return the text of a mapping's key in paths. Runs no code of types other than Python's own."""
     if type(key) is str:
         return key
     if type(key) is tuple:
         return f"({', '.join(key_label(item) for item in key)})"
     if type(key) is int:
-        # Decimal digits are limited, and take time that grows with the square of their number.
+        # Python limits decimal digits, whose conversion takes quadratic time.
         return str(key) if key.bit_length() <= 64 else f"{key:#x}"
     if key is None or type(key) in (bool, float, complex, bytes) or isinstance(key, np.generic):
         return repr(key)
@@ -114,15 +114,15 @@ def key_label(key: object) -> str:
 
 
 def is_small_int(value: object) -> TypeIs[int]:
-    """Whether it is an int of 64 bits, which stands for itself."""
+    """Return whether the value is an int of 64 bits, which is its own node."""
     return type(value) is int and -_JSON_INT_LIMIT <= value < _JSON_INT_LIMIT
 
 
 def encode_int(value: int, path: str) -> Node:
-    """An int.
+    """Encode an int.
 
     Raises:
-        UnsupportedLeafError: It has more than `MAX_BIG_INT_DIGITS` hexadecimal digits.
+        UnsupportedLeafError: The int has more than `MAX_BIG_INT_DIGITS` hexadecimal digits.
     """
     if is_small_int(value):
         return value
@@ -136,35 +136,35 @@ def encode_int(value: int, path: str) -> Node:
 
 
 def decode_int(node: BigIntNode) -> int:
-    """The inverse of ``encode_int`` for ints outside the 64-bit range."""
+    """Decode an int outside the 64-bit range."""
     if len(node.digits) > MAX_BIG_INT_DIGITS + 1:
         raise ManifestError(f"expected an int of at most {MAX_BIG_INT_DIGITS} digits, got {len(node.digits)}")
     return int(node.digits, 16)
 
 
 def encode_float(value: float) -> Node:
-    """A float; a nan keeps its sign and payload."""
+    """Encode a float; a nan keeps its sign and payload."""
     return value if value - value == 0.0 else FloatNode(float_bits(value))
 
 
 def float_bits(value: float) -> str:
-    """The bits of a float64 as 16 hexadecimal digits."""
+    """Return the bits of a float64 as 16 hexadecimal digits."""
     return struct.pack(">d", value).hex()
 
 
 def float_from_bits(bits: str) -> float:
-    """The inverse of ``float_bits``."""
+    """Return the float64 with these bits."""
     value: float = struct.unpack(">d", bytes.fromhex(bits))[0]
     return value
 
 
 def encode_complex(value: complex) -> Node:
-    """A Python complex number."""
+    """Encode a complex number."""
     return ComplexNode(float_bits(value.real), float_bits(value.imag))
 
 
 def encode_str(value: str) -> Node:
-    """A str; lone surrogates survive."""
+    """Encode a str; lone surrogates survive."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -173,15 +173,15 @@ def encode_str(value: str) -> Node:
 
 
 def encode_numpy_scalar(value: np.generic[Any]) -> Node:
-    """A numpy scalar of a fixed-size dtype without objects or fields."""
+    """Encode a numpy scalar of a fixed-size dtype without objects or fields."""
     return NumpyScalarNode(value.dtype.str, value.tobytes())
 
 
 def numpy_dtype(text: str) -> np.dtype[Any]:
-    """The numpy dtype that ``text`` names.
+    """Return the numpy dtype that ``text`` names.
 
     Raises:
-        ManifestError: It names none, or one whose values are pointers or records.
+        ManifestError: Not a dtype, or one whose values are pointers or records.
     """
     if _NUMPY_DTYPE.fullmatch(text) is None:
         raise ManifestError(f"expected the type string of a numpy dtype of plain values, got {text[:64]!r}")
@@ -192,7 +192,7 @@ def numpy_dtype(text: str) -> np.dtype[Any]:
 
 
 def numpy_values(text: str, data: bytes | bytearray) -> np.ndarray[Any, Any]:
-    """The values of dtype ``text`` that ``data`` holds, in one dimension; shares its memory.
+    """Return the values of dtype ``text`` in ``data``, in one dimension; shares its memory.
 
     Raises:
         ManifestError: The dtype is unknown, or the bytes are not values of it.
@@ -201,7 +201,7 @@ def numpy_values(text: str, data: bytes | bytearray) -> np.ndarray[Any, Any]:
     if len(data) % dtype.itemsize:
         raise ManifestError(f"expected bytes of a numpy {dtype}, got {len(data)}")
     if dtype.kind == "U" and data:
-        # numpy does not look at them before Python crashes on them.
+        # numpy does not check code points, and Python crashes on invalid ones.
         code_points = np.frombuffer(data, dtype=np.dtype(f"{text[0]}u4"))
         if int(code_points.max()) > sys.maxunicode:
             raise ManifestError(f"expected the characters of a numpy {dtype}, got {int(code_points.max()):#x}")
@@ -209,10 +209,10 @@ def numpy_values(text: str, data: bytes | bytearray) -> np.ndarray[Any, Any]:
 
 
 def default_factory_name(value: defaultdict[Any, object], path: str) -> str:
-    """What a defaultdict's factory is called in its node.
+    """Return the name of a defaultdict's factory.
 
     Raises:
-        UnsupportedLeafError: It is none of the builtins that a receiver may call.
+        UnsupportedLeafError: The factory is not a builtin that a receiver may call.
     """
     for name, factory in DEFAULT_FACTORIES.items():
         if factory is value.default_factory:
@@ -223,10 +223,10 @@ def default_factory_name(value: defaultdict[Any, object], path: str) -> str:
 
 
 def numpy_bytes(value: np.ndarray[Any, Any], path: str) -> bytearray:
-    """A copy of an array's bytes in C order: its memory may be read-only, or in an order that torch cannot wrap.
+    """Return a copy of an array's bytes in C order, which torch can wrap.
 
     Raises:
-        UnsupportedLeafError: It holds no plain values.
+        UnsupportedLeafError: The array has no plain values.
     """
     if not is_plain_numpy_dtype(value.dtype) or not value.dtype.itemsize:
         raise UnsupportedLeafError(f"expected a numpy array of plain values, got dtype {value.dtype}", path=path)
@@ -234,12 +234,12 @@ def numpy_bytes(value: np.ndarray[Any, Any], path: str) -> bytearray:
 
 
 def is_plain_numpy_dtype(dtype: np.dtype[Any]) -> bool:
-    """Whether values of the dtype are self-contained bytes that its type string describes."""
+    """Return whether the dtype's values are self-contained bytes that its type string describes."""
     return not dtype.hasobject and dtype.fields is None and dtype.subdtype is None and dtype.isbuiltin != 2
 
 
 def is_plain_numpy_scalar(value: np.generic[Any]) -> bool:
-    """Whether the scalar comes back from its dtype and bytes. Strings lose trailing zeros there, and empty ones all."""
+    """Return whether dtype and bytes restore the scalar: strings would lose trailing zeros, empty ones everything."""
     if not is_plain_numpy_dtype(value.dtype) or not value.dtype.itemsize:
         return False
     match value:
@@ -252,7 +252,7 @@ def is_plain_numpy_scalar(value: np.generic[Any]) -> bool:
 
 
 def encode_constant(value: object) -> Node | None:
-    """A dtype, device, layout or memory format of torch; ``None`` for anything else."""
+    """Encode a dtype, device, layout or memory format of torch; return ``None`` for other values."""
     match value:
         case torch.dtype():
             return ConstantNode("dtype", name_of(value))
@@ -267,7 +267,7 @@ def encode_constant(value: object) -> Node | None:
 
 
 def decode_constant(node: ConstantNode) -> object:
-    """The inverse of ``encode_constant``, from fixed tables."""
+    """Decode a constant from fixed tables."""
     value: object | None
     match node.kind:
         case "dtype":
@@ -289,7 +289,7 @@ def decode_constant(node: ConstantNode) -> object:
 
 
 def decode_simple(node: BigIntNode | FloatNode | ComplexNode | StringNode | BytesNode | NumpyScalarNode) -> object:
-    """Leaves that need nothing but themselves."""
+    """Decode a leaf that is complete in its node."""
     match node:
         case BigIntNode():
             return decode_int(node)
@@ -312,17 +312,17 @@ def decode_simple(node: BigIntNode | FloatNode | ComplexNode | StringNode | Byte
 
 
 def is_named_tuple_type(type_: type[Any]) -> bool:
-    """Whether the type looks like ``collections.namedtuple`` or ``typing.NamedTuple`` made it."""
+    """Return whether the type looks like a ``collections.namedtuple`` or ``typing.NamedTuple``."""
     fields = getattr(type_, "_fields", None) if issubclass(type_, tuple) else None
     return isinstance(fields, tuple) and all(isinstance(field, str) for field in fields)
 
 
 def find_named_tuple_type(node: NamedTupleNode) -> type[Any] | None:
-    """The class that this process has under the node's name, if it is a named tuple of the same fields."""
+    """Return this process's class of the node's name if it is a named tuple of the same fields."""
     found: Any = sys.modules.get(node.module)
     for part in node.qualname.split("."):
-        # The plain dictionaries of modules and classes: any other look-up could run code for a name from the network
-        # (a module's __getattr__, the import behind a lazy module, a property).
+        # Only plain dictionaries of modules and classes: other look-ups could run code for a name from the network (a
+        # module's __getattr__, the import behind a lazy module, a property).
         if issubclass(type(found), ModuleType):
             found = object.__getattribute__(found, "__dict__").get(part)
         elif issubclass(type(found), type):
@@ -335,10 +335,10 @@ def find_named_tuple_type(node: NamedTupleNode) -> type[Any] | None:
 
 
 def named_tuple_type(node: NamedTupleNode) -> type[Any]:
-    """The receiver's own class for a named tuple: found among loaded modules, never imported.
+    """Return the receiver's own class for a named tuple, from loaded modules only.
 
     Raises:
-        ManifestError: No loaded module has it, or it has other fields.
+        ManifestError: No loaded module has the class, or its fields differ.
     """
     found = find_named_tuple_type(node)
     if found is None:

@@ -1,8 +1,8 @@
-"""The fast lane of flattening, for what nearly every tensor of a large state is.
+"""The fast lane of flattening, for the usual tensors of a large state.
 
-That is a row-major CPU tensor which is alone in its memory and under its name. The walk through the state only lists
-such tensors; here they are described in one loop that does nothing else. What is found out of place has to be walked
-again, off the lane.
+Such a tensor is row-major, on the CPU, and shares neither memory nor name with another one. The walk through the state
+only lists these tensors; one tight loop here describes them. Tensors that turn out to be different are walked again,
+off the lane.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ft_transport.state.dtypes import SAFETENSORS_NAMES
 _PLAIN_NAMES: Final = {dtype: name for dtype, name in SAFETENSORS_NAMES.items() if not dtype.is_complex}
 _ITEM_BYTES: Final = {dtype: dtype.itemsize for dtype in _PLAIN_NAMES}
 _TAKEN_NAMES: Final = ("__metadata__", "")
-"""No entry has these: the one is the header's own, and the other is the root, which has a name of its own."""
+"""Reserved names: the header's metadata, and the root, which has another name."""
 
 _facts_of: Final = attrgetter("dtype", "shape", "nbytes", "requires_grad", "is_cpu")
 
 
 class OffLaneError(Exception):
-    """Tensors entered the fast lane that do not belong there; ``ids`` are theirs."""
+    """Some tensors in the fast lane are not of the usual kind; ``ids`` names them."""
 
     def __init__(self, ids: frozenset[int]) -> None:
         super().__init__(len(ids))
@@ -35,10 +35,10 @@ class OffLaneError(Exception):
 
 
 class FastLane:
-    """Describes the tensors that were added to ``blocks.names`` and ``blocks.sources`` alone.
+    """Describes the tensors that the walk has added to ``blocks.names`` and ``blocks.sources`` alone.
 
     Args:
-        blocks: What the state consists of.
+        blocks: The state's blocks.
     """
 
     def __init__(self, blocks: Blocks) -> None:
@@ -49,12 +49,12 @@ class FastLane:
         self._index_at: dict[int, int] = {}
 
     def settle(self) -> None:
-        """Describes what has been listed since the last call.
+        """Describe the tensors listed since the last call.
 
-        It asks each tensor as little as it can, and makes few objects: this is under the lock.
+        Reads few attributes of each tensor and makes few objects: the caller holds the lock.
 
         Raises:
-            OffLaneError: Some are no row-major CPU tensors, or share a name with others.
+            OffLaneError: A tensor is not row-major, not on the CPU, or shares its name with another one.
         """
         start, end = len(self._blocks.shapes), len(self._blocks.names)
         if start == end:
@@ -68,7 +68,7 @@ class FastLane:
         self._in_lane.append(range(start, end))
 
     def _describe_from(self, start: int) -> bool:
-        """Fills the columns; false, with the columns in part filled, if a tensor or a name is out of place."""
+        """Fill the columns; return false, with partly filled columns, if a tensor or name is not of the usual kind."""
         blocks = self._blocks
         sources, names = blocks.sources[start:], blocks.names[start:]
         num_names = len(self._names)
@@ -78,7 +78,7 @@ class FastLane:
         dtypes: list[torch.dtype] = []
         add_dtype, add_shape = dtypes.append, blocks.shapes.append
         add_num_bytes, add_address = blocks.num_bytes.append, blocks.addresses.append
-        # Row by row, because a tensor that has just been looked at is in the processor's cache.
+        # Row by row, while each tensor is in the processor's cache.
         facts = map(_facts_of, sources)
         for source, (dtype, shape, num_bytes, requires_grad, is_cpu) in zip(sources, facts, strict=True):
             if requires_grad or not is_cpu or not source.is_contiguous() or source.is_neg():
@@ -99,16 +99,16 @@ class FastLane:
         return True
 
     def store(self, source: torch.Tensor, path: str, dtype: str, shape: tuple[int, ...], address: int) -> int:
-        """Adds a block off the lane, under a name that is free, and returns its index.
+        """Add a block off the lane under a free name; return its index.
 
         Raises:
-            OffLaneError: As for `settle`.
+            OffLaneError: See `settle`.
         """
         self.settle()
         blocks = self._blocks
         name = path or "(root)"
         if not name.isascii():
-            # Lone surrogates, which a str key may hold, have no place in JSON.
+            # A str key may contain lone surrogates, which JSON cannot.
             name = name.encode("utf-8", "backslashreplace").decode()
         if name in self._names:
             numbered = (f"{name}#{number}" for number in count(2))
@@ -124,10 +124,10 @@ class FastLane:
         return len(blocks.names) - 1
 
     def check(self) -> None:
-        """Makes sure that the tensors of the lane have memory, and that no other begins where one of them does.
+        """Make sure that the lane's tensors have memory, and share no address with other tensors.
 
         Raises:
-            OffLaneError: Some have none, or begin at an address of others.
+            OffLaneError: A tensor has no memory, or shares its address with another one.
         """
         if not self._in_lane:
             return
@@ -170,5 +170,5 @@ class FastLane:
         return self._index_at.get(address)
 
     def note(self, address: int, index: int) -> None:
-        """Tells of a row-major tensor off the lane."""
+        """Notes a row-major tensor off the lane."""
         self._index_at.setdefault(address, index)

@@ -1,6 +1,6 @@
-"""A nested state becomes a tree of nodes and a list of memory blocks to copy.
+"""Turns a nested state into a tree of nodes and a list of memory blocks to copy.
 
-Nothing is copied here. Blocks refer to the live tensors, so flatten and copy belong under one read lock.
+Flattening copies nothing: blocks refer to live tensors, so flatten and copy need one common read section.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 _MAX_LANE_ATTEMPTS: Final = 3
 _INLINE_BYTES: Final = 4096
-"""Longer bytes leaves go to the data, where they are copied, chunked and digested like tensors."""
+"""Longer bytes leaves become part of the data: copied, chunked and digested like tensors."""
 
 
 def flatten(state: object) -> FlatState:
-    """Describes ``state`` and lists the memory that its tensors occupy.
+    """Describe ``state`` and list the memory of its tensors.
 
-    Tensors that share memory exactly are stored once (a tie). A tensor that is a view into another one of the same
-    state is described as a view of it, so the receiver's copies share memory as the sender's do.
+    Tensors with exactly the same memory are stored once (a tie). A tensor that is a view of another one in the state is
+    described as its view, so that the receiver's tensors share memory as the sender's do.
 
     Raises:
         UnsupportedLeafError: A leaf has no safe encoding; the error names its path.
@@ -74,15 +74,15 @@ def flatten(state: object) -> FlatState:
 
 
 def check_encodable(state: object, *, with_tensors: bool = True) -> None:
-    """Makes sure that a snapshot of ``state`` could be taken. Copies no tensor.
+    """Make sure that a snapshot can hold ``state``. Copies no tensor.
 
     Args:
         state: Any nesting of supported kinds.
-        with_tensors: Whether tensors are looked at; without, they count as supported.
+        with_tensors: Whether to check tensors; otherwise they count as supported.
 
     Raises:
-        UnsupportedLeafError: As `flatten`.
-        SnapshotError: As `flatten`.
+        UnsupportedLeafError: See `flatten`.
+        SnapshotError: See `flatten`.
     """
     flattener = _Flattener({}, None) if with_tensors else _StructureFlattener({}, None)
     try:
@@ -97,7 +97,7 @@ def check_encodable(state: object, *, with_tensors: bool = True) -> None:
 
 
 def _flatten_in_lane(state: object) -> FlatState:
-    """Flattens with the fast lane open for all tensors but those that turn out to be out of place there."""
+    """Flatten with the fast lane for all tensors of the usual kind."""
     off_lane: frozenset[int] = frozenset()
     for _ in range(_MAX_LANE_ATTEMPTS):
         try:
@@ -113,7 +113,7 @@ def _flatten(state: object, views: dict[ViewKey, Base], off_lane: frozenset[int]
         tree = flattener.encode_root(state)
         return FlatState(tree=tree, blocks=flattener.blocks, layouts=flattener.layouts.table)
     finally:
-        # Its own methods hold it, and it holds live tensors, which must not wait for the garbage collector.
+        # Breaks the cycle with its own methods: live tensors must not wait for the garbage collector.
         flattener.encoders.clear()
 
 
@@ -121,8 +121,8 @@ class _Flattener:
     """Walks one state once.
 
     Args:
-        views: The tensors that are views of others.
-        off_lane: Ids of the tensors that are none for the fast lane; ``None`` if nothing is to enter it.
+        views: Tensors that are views of others.
+        off_lane: Ids of tensors that must not enter the fast lane; ``None`` to close it.
     """
 
     def __init__(self, views: dict[ViewKey, Base], off_lane: frozenset[int] | None) -> None:
@@ -133,7 +133,7 @@ class _Flattener:
         self._is_lane_open = off_lane is not None
         self._off_lane = off_lane or frozenset()
         self._node_by_memory: dict[tuple[object, ...], Node] = {}
-        # Tensors whose address stands for them above, but which are no source: kept, so that nobody takes the address.
+        # Keeps tensors alive whose addresses are keys above, so that no other tensor gets the address.
         self._kept: list[torch.Tensor] = []
         self._open: set[int] = set()
         self.encoders: dict[type[Any], Callable[[Any, str], Node]] = {
@@ -161,11 +161,11 @@ class _Flattener:
         }
 
     def encode_root(self, state: object) -> Node:
-        """The tree of the whole state; afterwards the blocks are complete."""
+        """Return the tree of the whole state, and complete the blocks."""
         try:
             tree = self.encode(state, "")
         except SnapshotError:
-            # An earlier tensor may be what is wrong first, which only the slow lane can say.
+            # An earlier tensor may be the first fault; only the slow lane can tell.
             self._lane.settle()
             self._lane.check()
             raise
@@ -388,9 +388,9 @@ class _Flattener:
         return node
 
     def _described(self, value: torch.Tensor, path: str, wire_dtype: str | None, shape: tuple[int, ...]) -> Node:
-        """A tensor of which the entry alone would not say dtype or memory layout."""
+        """Encode a tensor whose entry alone does not show its dtype or memory layout."""
         source = value.resolve_conj().resolve_neg()
-        # Holes are left out: they are memory of somebody else.
+        # Holes belong to other tensors, and are left out.
         is_row_major = source.is_contiguous() or not is_dense(shape, source.stride())
         stride = torch.empty(shape, device="meta").stride() if is_row_major else source.stride()
         if wire_dtype is not None:
@@ -426,7 +426,7 @@ class _Flattener:
 
 
 class _StructureFlattener(_Flattener):
-    """Looks at no tensor: one may still lack its memory, or its shape."""
+    """Ignores tensors, which may still lack memory or shape."""
 
     def encode(self, value: object, path: str) -> Node:
         return None if isinstance(value, torch.Tensor) else super().encode(value, path)

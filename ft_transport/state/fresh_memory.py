@@ -1,4 +1,4 @@
-"""Memory for what is not received in place: for new tensors, and until it is copied to a device or another layout."""
+"""Memory for bytes that are not received in place: new tensors, and bytes to be copied to a device or other layout."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _ALIGN_BYTES: Final = 64
 
 
 class FreshMemory:
-    """One block for all entries of a table that have no tensor to be received into.
+    """One block of memory for all entries of a table without a tensor to receive into.
 
     Args:
-        manifest: Has the table.
-        direct: The entries that need none.
-        spare: Has memory that is resident already, perhaps.
+        manifest: The manifest with the table.
+        direct: Entries that are received in place.
+        spare: May have resident memory.
 
     Raises:
-        RestoreError: The system has none.
+        RestoreError: The system has not enough memory.
     """
 
     def __init__(self, manifest: Manifest, direct: Container[int], spare: SpareMemory | None) -> None:
@@ -46,12 +46,12 @@ class FreshMemory:
         self._view = memoryview(self._block) if self._block is not None else memoryview(b"")
 
     def view(self, index: int, offset: int, num_bytes: int) -> memoryview:
-        """A part of an entry's bytes, writable."""
+        """Return a writable part of an entry's bytes."""
         at = self._offsets[index] + offset
         return self._view[at : at + num_bytes]
 
     def tensor(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """All of an entry's bytes, one-dimensional; keeps the block alive."""
+        """Return an entry's bytes as a one-dimensional tensor, which keeps the block alive."""
         assert self._block is not None, "an entry with bytes has memory"
         num_items = self._num_bytes[index] // dtype.itemsize
         return torch.frombuffer(self._block, dtype=dtype, count=num_items, offset=self._offsets[index])

@@ -1,4 +1,4 @@
-"""How much memory this process may still take before the system has to end somebody."""
+"""The memory that this process may still allocate without an out-of-memory kill."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
-    """The least of what the machine and each control group around this process have left; ``None`` if none tells.
+    """Return the minimum of free memory over the machine and this process's control groups; ``None`` if unknown.
 
-    Memory of files that can be dropped counts as free. Sources: ``MemAvailable`` (man 5 proc_meminfo), ``memory.max``
+    Droppable memory of files counts as free. Sources: ``MemAvailable`` (man 5 proc_meminfo), ``memory.max``
     and ``memory.current`` (Linux, Documentation/admin-guide/cgroup-v2.rst), ``memory.limit_in_bytes`` and
     ``memory.usage_in_bytes`` (cgroup-v1/memory.rst).
 
     Args:
-        proc: Where procfs is mounted.
-        cgroups: Where the control groups are mounted.
+        proc: Mount point of procfs.
+        cgroups: Mount point of the control groups.
     """
     found = [_field(proc / "meminfo", "MemAvailable:", unit=1024)]
     for line in _lines(proc / "self" / "cgroup"):
@@ -38,7 +38,7 @@ def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
 
 
 def _groups_left(root: Path, path: str, *, limit: str, usage: str, prefix: str) -> list[int | None]:
-    """What each group from the one at ``path`` up to the root has left. Seen from a container, the path may be none."""
+    """Return the free memory of each group from ``path`` up to the root. In a container the path may not exist."""
     group = root / path.lstrip("/")
     left: list[int | None] = []
     while True:
@@ -52,7 +52,7 @@ def _groups_left(root: Path, path: str, *, limit: str, usage: str, prefix: str) 
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; ``None`` if there is no file, or a word (``max``)."""
+    """Return the number in a file; ``None`` without a file, or for a word (``max``)."""
     lines = _lines(path)
     return int(lines[0]) if lines and lines[0].strip().isdigit() else None
 

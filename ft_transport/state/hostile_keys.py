@@ -1,9 +1,9 @@
-"""Keys and members of sets that a peer may have chosen so that they hash alike.
+"""Limits hash collisions among keys and set members that a peer may have chosen to collide.
 
-Python draws the hashes of str and bytes at random for each process, and those of small ints and floats are the same for
-a few dozen values at most. But an int hashes to its remainder by 2^61 - 1, and a tuple, a frozenset or a complex number
-to a formula of its parts (``sys.hash_info``; Objects/tupleobject.c): whoever knows that sends as many as they like of
-one hash, and a dict of n of them takes time with the square of n, in one call that keeps all other threads waiting.
+Python randomizes hashes of str and bytes in each process, and at most a few dozen small ints and floats share a hash.
+But an int hashes to its remainder by 2^61 - 1, and a tuple, a frozenset or a complex number to a formula of its parts
+(``sys.hash_info``; Objects/tupleobject.c). So a peer can send any number of keys with one hash, and a dict of n such
+keys takes quadratic time in one call, which blocks all other threads.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from ft_transport.wire.tree_codec import STRIDE, CheckTime
 T = TypeVar("T", bound=Sized)
 
 MAX_EQUAL_HASHES: Final = 256
-"""Far more than any state has by chance: -1 and -2 hash alike, and with them all tuples of so many of them."""
+"""Far more than in any real state: -1 and -2 share a hash, and so do tuples of them."""
 
 _SPREAD: Final = frozenset({str, bytes, bool, float, type(None)})
 
 
 class HashWatch:
-    """Looks at the keys of one container before they are put into it."""
+    """Counts hash collisions among the keys of one container, before each insertion."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
 
     def admit(self, key: object, path: str) -> None:
-        """Takes note of a key.
+        """Count a key.
 
         Raises:
-            ManifestError: Too many before it have the same hash.
-            TypeError: It has none.
+            ManifestError: Too many keys have the same hash.
+            TypeError: The key is not hashable.
         """
         if type(key) in _SPREAD or is_small_int(key):
             return
@@ -48,11 +48,11 @@ class HashWatch:
 
 
 def set_of(items: Sequence[object], path: str, check_time: CheckTime) -> set[object]:
-    """The set of these members, made one by one, so that other threads have their turn.
+    """Return the set of these members, built one by one so that other threads can run.
 
     Raises:
-        ManifestError: Two are equal, or too many have the same hash.
-        TypeError: One has none.
+        ManifestError: Two members are equal, or too many have the same hash.
+        TypeError: A member is not hashable.
     """
     watch = HashWatch()
     members: set[object] = set()
@@ -65,10 +65,10 @@ def set_of(items: Sequence[object], path: str, check_time: CheckTime) -> set[obj
 
 
 def distinct(container: T, num_expected: int, path: str) -> T:
-    """What was made of so many keys or members.
+    """Return ``container`` if it has the expected length.
 
     Raises:
-        ManifestError: Some of them were equal.
+        ManifestError: Some keys or members were equal.
     """
     if len(container) != num_expected:
         raise ManifestError(f"expected {num_expected} distinct keys or members, got {len(container)}", path=path)

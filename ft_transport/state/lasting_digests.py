@@ -1,9 +1,9 @@
-"""Digests of memory that seldom changes, kept from one snapshot to the next: frozen weights are not digested again.
+"""Caches digests of memory that seldom changes, so that frozen weights are not digested for each snapshot.
 
-A digest is kept for a chunk that consists of lasting memory alone. It counts as long as the memory lies where it lay,
-torch has counted no change of it, and its owner has announced none (`LastingDigests.forget`). What changes memory
-behind torch's back, through ``Tensor.data``, has to be announced by the owner for shared memory in any case. So that
-who forgets it is found out, a few chunks are digested again each time; if one differs, nothing kept is believed.
+The cache covers chunks of lasting memory only. A cached digest is valid while the memory has the same address, torch
+has counted no change of it, and its owner has announced none (`LastingDigests.forget`). torch does not count changes
+through ``Tensor.data``; owners of shared memory must announce them anyway. To detect a missing announcement, each
+snapshot digests a few cached chunks again, and discards the cache if one differs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Final, TypeAlias
 logger = logging.getLogger(__name__)
 
 ChunkKey: TypeAlias = tuple[object, ...]
-"""Where the bytes of a chunk lie, their versions, and how they are digested."""
+"""Addresses and versions of a chunk's bytes, and the kind of digest."""
 _NUM_CHECKED: Final = 2
 _own_random = random.Random()
-"""Not the process's generator, which the trainer draws from."""
+"""Separate from the process's generator, which the trainer uses."""
 
 
 class LastingDigests:
@@ -32,20 +32,20 @@ class LastingDigests:
         self._digests: dict[ChunkKey, int] = {}
 
     def forget(self) -> None:
-        """Any of the memory may change from here on."""
+        """Discard all digests: any of the memory may change from now on."""
         with self._mutex:
             self._generation += 1
             self._digests = {}
 
     def known(self, keys: Sequence[ChunkKey | None], digest: Callable[[int], int]) -> tuple[int, list[int | None]]:
-        """What is known of a snapshot's chunks. The digests of other memory are forgotten.
+        """Return the cached digests of a snapshot's chunks, and discard all others.
 
         Args:
-            keys: Of each chunk; ``None`` for one that does not last.
+            keys: The key of each chunk; ``None`` for a chunk without lasting memory.
             digest: Digests a chunk.
 
         Returns:
-            The present generation, and for each chunk its digest or ``None``.
+            The present generation, and each chunk's digest or ``None``.
         """
         with self._mutex:
             generation = self._generation
@@ -65,7 +65,7 @@ class LastingDigests:
         return generation, found
 
     def keep(self, generation: int, key: ChunkKey | None, digest: int) -> None:
-        """Keep a chunk's digest, unless something has been announced since that generation."""
+        """Cache a chunk's digest, unless a change was announced since that generation."""
         if key is None:
             return
         with self._mutex:

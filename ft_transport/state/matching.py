@@ -1,4 +1,4 @@
-"""Which of the receiver's own tensors take the bytes of a snapshot."""
+"""Matches a snapshot's tensors with the receiver's own tensors."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ if TYPE_CHECKING:
 
 
 class Mismatch(NamedTuple):
-    """A tensor of the receiver's at whose place one of another dtype, shape or division comes.
+    """A tensor of the receiver whose counterpart in the snapshot has another dtype, shape or division among ranks.
 
-    Both are described, as ``float32[2, 3]`` where these differ. ``is_division`` where the same tensor is divided among
-    other ranks.
+    ``own`` and ``received`` describe both, e.g. ``float32[2, 3]``. If ``is_division``, only the division differs.
     """
 
     path: str
@@ -50,11 +49,11 @@ class Mismatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incoming:
-    """What is known of a state before its first byte is received.
+    """Describes a state before its first byte arrives.
 
     Attributes:
         step: The committed step that it shows.
-        mismatches: Where it differs in dtype or shape from the receiver's own state.
+        mismatches: Differences in dtype, shape or division from the receiver's own state.
     """
 
     step: int
@@ -62,19 +61,19 @@ class Incoming:
     _tree: Node
 
     def keys(self, *path: str | int) -> tuple[str, ...] | None:
-        """The str keys of the mapping at ``path``, ``None`` if there is no mapping."""
+        """Return the str keys of the mapping at ``path``; ``None`` without a mapping there."""
         node = self._node(path)
         if not isinstance(node, MappingNode):
             return None
         return tuple(key for key in node.items[::2] if isinstance(key, str))
 
     def num_items(self, *path: str | int) -> int | None:
-        """The length of the list or tuple at ``path``, ``None`` if there is none."""
+        """Return the length of the list or tuple at ``path``; ``None`` without one."""
         node = self._node(path)
         return len(node.items) if isinstance(node, SequenceNode) else None
 
     def texts(self, *path: str | int) -> tuple[str, ...]:
-        """The items of the list or tuple at ``path``, each an empty str if it is no str; empty if there is none."""
+        """Return the items of the list or tuple at ``path``, other items than str as empty; empty without one."""
         node = self._node(path)
         items = node.items if isinstance(node, SequenceNode) else []
         return tuple(item if isinstance(item, str) else "" for item in items)
@@ -94,7 +93,7 @@ class Incoming:
 
 
 class Offer(NamedTuple):
-    """A tensor of the receiver that fits a node, and the memory from its first element to behind its last."""
+    """A tensor of the receiver that fits a node, and the range of its memory."""
 
     node: TensorNode | LayoutNode
     tensor: torch.Tensor
@@ -107,22 +106,22 @@ class Matcher:
     """Finds, for each entry of the table, a tensor of the receiver that can take its bytes.
 
     Args:
-        manifest: What comes.
-        check_time: Called now and then.
+        manifest: Describes the snapshot.
+        check_time: Called repeatedly.
 
     Attributes:
-        direct: By entry, the tensor whose memory takes the bytes as they come.
-        indirect: Tensors that are copied to at the end.
-        destinations: Entry and memory of every tensor in ``direct`` and ``indirect``; those in ``direct`` whose very
-            object is the receiver's may be missing.
-        mismatches: Tensors that stand where one of another dtype or shape comes.
+        direct: By entry, the tensor that receives the bytes in place.
+        indirect: Tensors that get a copy at the end.
+        destinations: Entry and memory of the tensors in ``direct`` and ``indirect``; may lack tensors in ``direct``
+            that are the receiver's own objects.
+        mismatches: Tensors whose counterpart has another dtype or shape.
     """
 
     def __init__(self, manifest: Manifest, check_time: CheckTime = unbounded) -> None:
         self._manifest = manifest
         self._check_time = check_time
         self._num_seen = 0
-        # What the fast lane took, column by column: an object for each tensor would wake the garbage collector.
+        # Tensors of the fast lane, as columns: an object for each would trigger the garbage collector.
         self._plain: dict[int, torch.Tensor] = {}
         self._plain_starts: list[int] = []
         self._has_fast_lane = True
@@ -132,16 +131,16 @@ class Matcher:
         self.mismatches: list[Mismatch] = []
 
     def match(self, node: Node, into: object) -> None:
-        """Walks the tree and the receiver's state side by side.
+        """Walk the tree and the receiver's state side by side.
 
         Raises:
-            RestoreError: Memory of a tensor that fits cannot be written to.
+            RestoreError: The memory of a matching tensor is read-only.
         """
         self._collect(node, into)
         memory = self._memory()
         self._refuse_read_only(*memory)
         if _overlap(*memory):
-            # Again, with every tensor looked at by itself, in the order of the tree.
+            # Again without the fast lane, in the order of the tree.
             self._has_fast_lane = False
             self._plain.clear()
             self._plain_starts.clear()
@@ -161,7 +160,7 @@ class Matcher:
         if self._num_seen % STRIDE == 0:
             self._check_time()
         if isinstance(into, torch.Tensor):
-            if is_lazy(into):  # Its module gives it shape and memory as it loads.
+            if is_lazy(into):  # Its module allocates it during the load.
                 return
             if into.is_nested:
                 self._note_nested(node)
@@ -179,7 +178,7 @@ class Matcher:
                     self._collect_values(node.items, into)
             case SequenceNode(kind="list" | "tuple") | NamedTupleNode() | DequeNode():
                 if isinstance(into, Sequence):
-                    # Of two lengths, as histories have, the common part is received in place.
+                    # If the lengths differ, as in histories, the common part is received in place.
                     for item, counterpart in zip(node.items, into, strict=False):
                         self._collect(item, counterpart)
             case LeafNode():
@@ -241,9 +240,9 @@ class Matcher:
                 self._collect(value, counterpart)
 
     def _take_plain(self, index: int, into: torch.Tensor) -> bool:
-        """A fast lane for what nearly every tensor of a large state is; ``False`` for any other.
+        """Match a tensor of the usual kind; return false for others.
 
-        That is a row-major CPU tensor with memory of its own, whose entry nobody else has claimed.
+        Such a tensor is row-major, on the CPU, has its own memory, and its entry has no other match.
         """
         if not self._has_fast_lane or index >= len(self._manifest.tensors) or index in self._plain:
             return False
@@ -285,7 +284,7 @@ class Matcher:
             self._note_mismatch(self._manifest.tensors[node.index].name, into, node.dtype, node.shape)
 
     def _note_nested(self, node: Node) -> None:
-        """A nested tensor takes nothing; one of the old layout raises where it is asked for its shape."""
+        """Note a mismatch for a nested tensor, whose shape may not be readable."""
         while isinstance(node, (LeafNode, DTensorNode)):
             node = node.value if isinstance(node, LeafNode) else node.local
         if isinstance(node, (TensorNode, LayoutNode)) and node.index < len(self._manifest.tensors):
@@ -300,7 +299,7 @@ class Matcher:
         self._add_mismatch(Mismatch(path, own, f"{dtype[:64]}{list(shape)}"))
 
     def _add_mismatch(self, mismatch: Mismatch) -> None:
-        """There is no place for one tensor to come twice, but in a tree that repeats a key, which is refused later."""
+        """Add a mismatch, at most one for each tensor: a tree that repeats keys is refused later."""
         if len(self.mismatches) <= len(self._manifest.tensors):
             self.mismatches.append(mismatch)
 
@@ -318,7 +317,7 @@ class Matcher:
             self.destinations.setdefault((node.index, key), Offer(node, tensor, is_direct, key[0], key[0] + num_bytes))
 
     def _memory(self) -> tuple[Column, Column]:
-        """The first addresses of the receiver's tensors, and their sizes: first the plain ones, then the offers."""
+        """Return addresses and sizes of the receiver's tensors: those of the fast lane, then the offers."""
         table = self._manifest.tensors
         starts = [*self._plain_starts, *(offer.start for offer in self.destinations.values())]
         num_bytes = [
@@ -343,7 +342,7 @@ class Matcher:
                 )
 
     def _refuse_overlapping(self) -> None:
-        """Of the receiver's tensors that share memory, keeps the first: each byte has one entry that writes it."""
+        """Keep the first of the receiver's tensors that share memory: each byte has one entry that writes it."""
         by_start = sorted(self.destinations.items(), key=lambda item: item[1].start)
         written: dict[torch.device, int] = {}
         for key, offer in by_start:

@@ -1,4 +1,4 @@
-"""DTensors: what a snapshot says of a shard's place, and how a receiver rebuilds one on a mesh of its own."""
+"""DTensors: the description of a shard's placement, and the receiver's DTensor on its own mesh."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def encode_placements(dtensor: DTensor, path: str) -> list[Placement]:
-    """The placements of a DTensor.
+    """Return the placements of a DTensor.
 
     Raises:
         UnsupportedLeafError: A partial placement: its value is only known after a reduction over the mesh.
@@ -51,7 +51,7 @@ def encode_placements(dtensor: DTensor, path: str) -> list[Placement]:
 
 
 def decode_placements(placements: Sequence[Placement]) -> tuple[TorchPlacement, ...]:
-    """The inverse of ``encode_placements``."""
+    """Return torch's placements."""
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
 
@@ -71,7 +71,7 @@ class LayoutEncoder:
     """Collects the layouts of the DTensors of one state.
 
     Attributes:
-        table: What was collected.
+        table: The collected layouts.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class LayoutEncoder:
         self._known: dict[tuple[object, ...], int] = {}
 
     def index_of(self, dtensor: DTensor, path: str) -> int:
-        """The index of its layout in the table. Offset and coordinate are those of this process.
+        """Return the index of its layout in the table, with this process's offset and coordinate.
 
         Raises:
             UnsupportedLeafError: A partial placement.
@@ -98,13 +98,13 @@ class LayoutEncoder:
     def _mesh(self, mesh: DeviceMesh) -> Mesh:
         known = self._meshes.get(id(mesh))
         if known is None:
-            # The mesh is kept, so that no other one takes its id.
+            # A reference to the mesh, so that no other mesh gets its id.
             known = self._meshes[id(mesh)] = (mesh, describe_mesh(mesh))
         return known[1]
 
 
 def describe_mesh(mesh: DeviceMesh) -> Mesh:
-    """A mesh in plain numbers, with this process's place in it."""
+    """Describe a mesh in plain numbers, with this process's coordinate."""
     coordinate = mesh.get_coordinate()
     return Mesh(
         device_type=mesh.device_type,
@@ -116,7 +116,7 @@ def describe_mesh(mesh: DeviceMesh) -> Mesh:
 
 
 def matches(dtensor: DTensor, layout: Layout, mesh: Mesh) -> bool:
-    """Whether the receiver's DTensor holds the very part that the layout describes, so that bytes can land in it."""
+    """Return whether the receiver's DTensor has exactly the described part, so that bytes can land in it."""
     coordinate = dtensor.device_mesh.get_coordinate()
     placements = decode_placements(layout.placements)
     return (
@@ -130,7 +130,7 @@ def matches(dtensor: DTensor, layout: Layout, mesh: Mesh) -> bool:
 
 
 def _is_same_place(here: Sequence[int] | None, there: Sequence[int] | None, at: Sequence[Placement]) -> bool:
-    """Whether both hold the same part: where a mesh dimension replicates, all along it do."""
+    """Return whether two coordinates have the same part; replicating mesh dimensions do not matter."""
     if here is None or there is None:
         return here is there
     return all(
@@ -139,16 +139,16 @@ def _is_same_place(here: Sequence[int] | None, there: Sequence[int] | None, at: 
 
 
 def spans_ranks(state: object) -> bool:
-    """Whether any DTensor of a state lies on a mesh of several ranks."""
+    """Return whether a DTensor of the state is on a mesh of several ranks."""
     return any(dtensor.device_mesh.size() > 1 for dtensor in _dtensors(state))
 
 
 class MeshResolver:
-    """Finds, for a DTensor that has no counterpart in the receiver's state, the receiver's mesh to put it on.
+    """Finds the receiver's mesh for a DTensor without a counterpart in the receiver's state.
 
     Args:
-        state: The receiver's own state, whose DTensors show which meshes it has; may be ``None``.
-        meshes: Meshes that the caller names for this purpose.
+        state: The receiver's own state, whose DTensors' meshes are candidates; may be ``None``.
+        meshes: Further candidates.
     """
 
     def __init__(self, state: object, meshes: Sequence[DeviceMesh] = ()) -> None:
@@ -157,7 +157,7 @@ class MeshResolver:
         self._resolved: dict[Mesh, DeviceMesh] = {}
 
     def resolve(self, described: Mesh, path: str) -> DeviceMesh:
-        """A mesh of the shape and names that are described.
+        """Return a mesh with the described shape and names.
 
         Raises:
             RestoreError: The receiver has no such mesh and torch.distributed is not initialised to build one.
@@ -174,7 +174,7 @@ class MeshResolver:
             for mesh in chain(self._meshes, (dtensor.device_mesh for dtensor in _dtensors(self._state)))
             if tuple(mesh.mesh.shape) == described.shape and mesh.mesh_dim_names == names
         ]
-        # Of several of one form, that of the same ranks; others mean the same place in another job.
+        # Prefer the mesh with the same ranks; a mesh with other ranks is the counterpart in another job.
         for mesh in candidates:
             if tuple(mesh.mesh.flatten().tolist()) == described.ranks:
                 return mesh
@@ -194,18 +194,18 @@ class MeshResolver:
 
 
 def rebuild(local: torch.Tensor, layout: Layout, described: Mesh, mesh: DeviceMesh, path: str) -> DTensor:
-    """A DTensor around ``local`` on ``mesh``; no collective runs.
+    """Return a DTensor around ``local`` on ``mesh``; no collective runs.
 
     Args:
         local: The shard.
-        layout: What the sender said of it.
+        layout: The sender's layout.
         described: The sender's mesh.
-        mesh: The receiver's, of the same form.
-        path: The place, for errors.
+        mesh: The receiver's mesh of the same shape.
+        path: Path in the state, for errors.
 
     Raises:
         ManifestError: The layout contradicts the local shard.
-        RestoreError: The receiver stands elsewhere in the mesh, where another part belongs.
+        RestoreError: The receiver's coordinate in the mesh needs another part.
     """
     from torch.distributed.tensor import DTensor  # noqa: PLC0415
 
@@ -229,7 +229,7 @@ def rebuild(local: torch.Tensor, layout: Layout, described: Mesh, mesh: DeviceMe
     except (RuntimeError, ValueError) as error:
         raise ManifestError(f"expected a global shape that torch can count: {error}", path=path) from error
     if here is None:
-        # Outside the mesh from_local forgets the shard, which distribute_tensor, for one, leaves there.
+        # Outside the mesh from_local drops the shard; distribute_tensor, for example, keeps it.
         dtensor._local_tensor = local
     return dtensor
 
@@ -242,7 +242,7 @@ def _is_device_type(name: str) -> bool:
 
 
 def _check(local: torch.Tensor, layout: Layout, mesh: Mesh, path: str) -> None:
-    """Refuses a layout that is not that of the local shard; torch takes both as they are."""
+    """Refuse a layout that contradicts the local shard; torch does not check."""
     if mesh.coordinate is None:  # a process outside the mesh holds an empty tensor of any rank
         return
     if local.dim() != len(layout.global_shape):

@@ -20,17 +20,17 @@ _from_memory: Final = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctype
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
 _all_memory: Final[memoryview] = _from_memory(_FIRST_ADDRESS, sys.maxsize - _FIRST_ADDRESS, _WRITABLE)
-"""From the first address to the last, whether anything is there or not: only parts of it are looked at."""
+"""Spans all addresses, mapped or not; only slices of it are used."""
 
 
 def bytes_at(address: int, num_bytes: int) -> memoryview:
-    """A writable uint8 view. It keeps nothing alive: whoever has it keeps what owns the memory.
+    """Return a writable uint8 view. The caller keeps the owner of the memory alive.
 
-    An array of ctypes would do the same; but each length is a type of its own there, which takes many times as long to
-    make, and is kept for ever. To make a view by the C function takes six times as long as a part of a larger one.
+    Slicing one large view is six times as fast as making a view by the C function. A ctypes array would need a type for
+    each length, which is slow to make and never freed.
 
     Raises:
-        ValueError: No memory can be there: ``address`` is NULL or negative, or the end lies beyond the last one.
+        ValueError: ``address`` is NULL or negative, or the end is beyond the last address.
     """
     if not num_bytes:
         return memoryview(bytearray())
@@ -42,13 +42,13 @@ def bytes_at(address: int, num_bytes: int) -> memoryview:
 
 
 def read_only_positions(starts: Column, ends: Column) -> list[int]:
-    """The positions of the ranges of memory that the process may not write to: a write there would end the process.
+    """Return the positions of memory ranges that are read-only: a write there would end the process.
 
-    The system lists the process's mappings in half a millisecond. Where it does not, no range counts as read-only.
+    The system lists the process's mappings in half a millisecond. Without that list no range counts as read-only.
 
     Args:
-        starts: Of each range the first address.
-        ends: Of each range the address behind the last byte.
+        starts: The first address of each range.
+        ends: The address after the last byte of each range.
     """
     try:
         mappings = Path("/proc/self/maps").read_bytes()
@@ -59,7 +59,7 @@ def read_only_positions(starts: Column, ends: Column) -> list[int]:
     )
     if not len(read_only):
         return []
-    # The last mapping that begins before a range ends is the only one that may reach into the end of the range.
+    # Only the last mapping that begins before a range ends can overlap the end of the range.
     last = np.searchsorted(read_only[:, 0], ends.astype(np.uint64), side="left").astype(np.int64) - 1
     reaches_into = read_only[np.maximum(last, 0), 1] > starts.astype(np.uint64)
     return [int(each) for each in np.flatnonzero((last >= 0) & reaches_into)]

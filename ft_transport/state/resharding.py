@@ -1,8 +1,8 @@
-"""A state that arrives in another layout: what of it this rank needs, and where that belongs.
+"""Finds the parts of a state in another layout that this rank needs, and their destinations.
 
-The trees of all sources become one manifest: that of a peer which has the receiver's own layout. Nobody serves it, but
-``state.restore`` takes it as it takes any, so that everything about destinations is as for a state that arrives in
-the same layout. Beside it stands the list of what is wanted, which ``wire.reshard`` plans.
+Merges the trees of all sources into one manifest, as a peer with the receiver's own layout would serve it. No peer
+serves it, but ``state.restore`` uses it like any other manifest. ``wire.reshard`` plans the transfers for the list of
+wanted tensors.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
 _MAX_DATA_BYTES: Final = 2**62
 
 LikeFunction: TypeAlias = Callable[[tuple[str | int, ...]], torch.Tensor | None]
-"""Given the path of a tensor that the receiver does not have yet, one of its own that is divided in the same way."""
+"""Maps the path of a tensor that the receiver lacks to one of its own tensors with the same division."""
 
 _Where: TypeAlias = tuple[int, tuple[Placement, ...]]
-"""A mesh of the receiver's, by its id, and how a tensor lies on it."""
+"""The id of a mesh of the receiver, and a tensor's placements on it."""
 _Kind: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int | None, ...]]
-"""Shape, sources, and layout at each source: tensors of one kind are divided in one way, as a rule."""
+"""Shape, sources, and layout at each source: tensors of one kind usually have one division."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resharding:
-    """What comes of the manifests of several sources.
+    """The merged manifests of several sources.
 
     Attributes:
-        manifest: What a peer with the receiver's layout would serve. Its digests are ``None``.
-        wanted: What the receiver needs, in the order of the first source's data.
+        manifest: The manifest of a peer with the receiver's layout; its digests are ``None``.
+        wanted: The tensors that the receiver needs, in the order of the first source's data.
     """
 
     manifest: Manifest
@@ -63,7 +63,7 @@ class Resharding:
 
 
 class _Described(NamedTuple):
-    """A tensor as the first source has it: name, start and dtype of its entry, and its own dtype where it is named."""
+    """A tensor at the first source: name, start and dtype of its entry, and its torch dtype if the node has one."""
 
     name: str
     start: int
@@ -75,7 +75,7 @@ class _Described(NamedTuple):
 
 
 class _HeldPart(NamedTuple):
-    """A tensor at all sources that have any of it."""
+    """A tensor at all sources that have a part of it."""
 
     first: _Described
     global_shape: tuple[int, ...]
@@ -92,28 +92,28 @@ def reshard(
     names: Sequence[str] | None = None,
     check_time: CheckTime = unbounded,
 ) -> Resharding:
-    """Says what a receiver needs of a state whose parts several sources have.
+    """Find the parts that a receiver needs of a state divided among several sources.
 
     Args:
-        manifests: Of one step, one for each source. What is not sharded comes from the first that has it.
-        into: The receiver's own state: its DTensors say in which layout they are to come. Where it has a plain tensor,
-            or the sources have, a whole one comes. ``None`` takes everything whole.
+        manifests: Manifests of one step, one for each source. Unsharded tensors come from the first source with them.
+        into: The receiver's own state, whose DTensors determine the layout. A plain tensor in it, or at the sources, is
+            received whole. ``None`` receives everything whole.
         like: For tensors that are not in ``into``, such as the state of an optimizer that has not stepped yet. By
-            default they are divided as those tensors of ``into`` are which have the same shape and layout at the
+            default they get the division of tensors in ``into`` with the same shape, and the same layout at the
             sources.
-        names: What the sources are called in errors.
-        check_time: Called now and then.
+        names: Names of the sources for errors.
+        check_time: Called repeatedly.
 
     Raises:
-        RestoreError: The sources contradict each other; or what they have as a DTensor has no counterpart in ``into``
-            to say how it is to be divided.
+        RestoreError: The sources contradict each other, or a DTensor of theirs has no counterpart in ``into`` that
+            determines its division.
         ManifestError: A manifest contradicts itself.
     """
     with collector_paused():
         builder = _Builder(manifests, into, like, None, names, check_time=check_time)
         tree = builder.build()
         if builder.num_missing:
-            # Only now is it known how those are divided that the receiver has.
+            # Again, now that the divisions of the receiver's own tensors are known.
             builder = _Builder(manifests, into, like, builder.learned, names, check_time=check_time)
             tree = builder.build()
     order = sorted(range(len(builder.wanted)), key=builder.held_starts.__getitem__)
@@ -138,12 +138,12 @@ class _Builder:
     """Implements ``wire.merging.LeafVisitor``.
 
     Args:
-        manifests: By source.
+        manifests: Manifests by source.
         into: The receiver's state.
         like: See `reshard`.
-        learned: How tensors of each kind are divided by the receiver; ``None`` while that is being found out.
-        names: Of the sources.
-        check_time: Called now and then.
+        learned: The receiver's divisions of each kind of tensor; ``None`` on the first pass, which finds them.
+        names: Names of the sources.
+        check_time: Called repeatedly.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class _Builder:
         index, region = None, _whole(shape)
         if where is not None:
             index, region = self._place(where, shape, global_stride)
-        # An empty part is tied to nothing, here or there: what shares its memory shows where there is some.
+        # Empty parts have no ties; a source with bytes shows which tensors share memory.
         shows = next((at for at, source in enumerate(sources) if self._has_bytes(source, stored[at])), 0)
         key = (shows, stored[shows], index, sources, shape, layouts)
         node = self._nodes.get(key)
@@ -263,7 +263,7 @@ class _Builder:
         return layouts[index]
 
     def _where(self, path: Path, kind: _Kind) -> _Where | None:
-        """How the receiver divides a tensor; ``None`` if it takes a whole one."""
+        """Return the receiver's division of a tensor; ``None`` for a whole one."""
         shape, _, layouts = kind
         is_sharded = any(layout is not None for layout in layouts)
         own = self._counterpart(path)
@@ -302,7 +302,7 @@ class _Builder:
         return next(iter(ways))
 
     def _counterpart(self, path: Path) -> object:
-        """What the receiver has at a path."""
+        """Return the receiver's value at a path."""
         if not path:
             return self._into
         try:
@@ -310,7 +310,7 @@ class _Builder:
             if parent is None:
                 parent = self._containers[path[:-1]] = self._counterpart(path[:-1]) or ()
         except TypeError:
-            return None  # A key that no mapping of str and int has.
+            return None  # not a str or int key
         step = path[-1]
         if isinstance(parent, Mapping):
             return parent.get(step) if isinstance(step, (str, int)) else None
@@ -349,7 +349,7 @@ class _Builder:
         return place
 
     def _want(self, path: Path, held: _HeldPart, region: Region, *, is_part: bool) -> TensorNode | LayoutNode:
-        """Adds a tensor, or a part of one, to what is wanted; returns its node."""
+        """Add a tensor or a part to the wanted ones; return its node."""
         described = held.first
         shape = shape_of(region)
         index, start = len(self.entries), self.data_bytes
@@ -384,7 +384,7 @@ class _Builder:
             if tuple(local.shape) == shape and not local.is_contiguous() and is_dense(shape, local.stride()):
                 stride = tuple(local.stride())
                 dtype = dtype if dtype is not None else torch_name_of(described.dtype)
-        # A carrier may have items of the same size.
+        # A carrier dtype may have the same item size.
         is_plain = not is_carried and stride == row_major and dtype in (None, torch_name_of(described.dtype))
         return TensorNode(index) if dtype is None or is_plain else LayoutNode(index, dtype, shape, stride)
 

@@ -1,8 +1,8 @@
-"""Memory files, mapped and made resident before they are filled, in huge pages where the kernel has some.
+"""Maps memory files and makes them resident before the first write, with huge pages if the kernel has some.
 
-Small pages cost three times: each is found and cleared (0.3 s for half a gigabyte, against 0.03 s in huge ones), each
-takes a place in the processor's table of pages while a snapshot is written, and each is looked up again by whoever
-reads the file: a receiver on the same host, or a socket.
+Small pages cost three times: the kernel finds and clears each one (0.3 s for half a gigabyte, 0.03 s with huge pages),
+each one occupies the processor's page tables while a snapshot is written, and each reader of the file (a receiver on
+the same host, or a socket) looks each one up again.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ _MADV_COLLAPSE: Final = 25  # Linux 6.1, ibid.
 _MAP_FIXED: Final = 0x10  # include/uapi/asm-generic/mman-common.h
 _MAP_NORESERVE: Final = 0x4000  # ibid.; Python has it since 3.13
 _PIECE_BYTES: Final = 16 << 20
-"""At once: meanwhile other threads of the process may have to wait when they map memory."""
+"""Size of one step, during which other threads that map memory may wait."""
 _HUGE_PAGE_SIZE: Final = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
 
 def map_file(descriptor: int, num_bytes: int, *, offset: int) -> mmap.mmap | memoryview:
-    """Maps bytes of a file to be read and written, shared, where huge pages fit if the file is large.
+    """Map a part of a file for shared reading and writing, aligned for huge pages if it is large.
 
     Args:
-        descriptor: Of the file. Need not stay open.
-        num_bytes: So many.
-        offset: Of the first, a multiple of the size of a page.
+        descriptor: The file; may be closed afterwards.
+        num_bytes: Length of the part.
+        offset: Position of the part, a multiple of the page size.
 
     Returns:
-        A writable buffer. It is unmapped when nothing refers to it or looks into it any more.
+        A writable buffer, unmapped with the last reference to it or its memory.
 
     Raises:
-        OSError: It cannot be mapped.
+        OSError: The system cannot map it.
     """
     huge = huge_page_bytes()
     if not huge or offset % huge or num_bytes < huge:
         return mmap.mmap(descriptor, num_bytes, offset=offset)
-    # The kernel chooses an aligned address by itself only where it is told to give all shared memory huge pages. So the
-    # file is laid over a part of a larger mapping, which Python owns and unmaps with its last view.
+    # The kernel chooses aligned addresses only if it is configured to use huge pages for all shared memory. So the file
+    # is mapped over a part of a larger mapping, which Python owns and unmaps with the last view.
     whole = mmap.mmap(-1, num_bytes + huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(whole))
     at = -begin % huge
@@ -60,17 +60,17 @@ def map_file(descriptor: int, num_bytes: int, *, offset: int) -> mmap.mmap | mem
 def make_resident(
     address: int, num_bytes: int, *, is_wanted: Callable[[], bool], rest: Callable[[float], None] | None
 ) -> None:
-    """Finds and clears all pages of fresh memory that `map_file` has mapped; its content stays zero.
+    """Make the kernel find and clear all pages of fresh memory of `map_file`; its content stays zero.
 
     Args:
-        address: Where it begins.
-        num_bytes: So much.
-        is_wanted: Asked now and then.
-        rest: Called now and then, with the seconds of work since the last call.
+        address: Address of the memory.
+        num_bytes: Length of the memory.
+        is_wanted: Called repeatedly; false ends the work.
+        rest: Called repeatedly, with the seconds of work since the last call.
 
     Raises:
-        SnapshotError: It is not wanted any more.
-        OSError: There is no memory.
+        SnapshotError: ``is_wanted`` returned false.
+        OSError: Not enough memory.
     """
     huge = huge_page_bytes()
     for start in range(0, num_bytes, _PIECE_BYTES):
@@ -93,7 +93,7 @@ def make_resident(
 
 @functools.cache
 def huge_page_bytes() -> int:
-    """The size of a huge page in bytes; 0 where there are none, or none of a size that is of use here."""
+    """Return the size of a huge page in bytes; 0 if there are none of a usable size."""
     if sys.platform != "linux":
         return 0
     try:
@@ -104,21 +104,21 @@ def huge_page_bytes() -> int:
 
 
 def _collapse(address: int, num_bytes: int, huge: int) -> bool:
-    """Backs what is aligned with huge pages; says whether that is worth another try.
+    """Back the aligned part with huge pages; return whether another attempt is worthwhile.
 
-    Asked for by the process itself, this does not depend on ``shmem_enabled``, which is ``never`` on most systems.
+    This request of the process does not depend on ``shmem_enabled``, which is ``never`` on most systems.
     """
     start, end = -(-address // huge) * huge, (address + num_bytes) // huge * huge
     if start >= end:
         return True
     try:
         for page in range(start, end, huge):
-            # Of a range with no page at all the kernel thinks that it was cut off. To write there would end the process
-            # (SIGBUS) where there is no memory.
+            # The kernel refuses a range without any page. A plain write there could end the process (SIGBUS) without
+            # memory.
             _populate(page, mmap.PAGESIZE)
         _advise(start, end - start, _MADV_COLLAPSE)
     except OSError as error:
-        # Some were busy, or else there is no free huge page left, or no such kernel.
+        # Busy pages; otherwise no free huge page is left, or the kernel lacks the call.
         return error.errno in (errno.EAGAIN, errno.EBUSY)
     return True
 
@@ -130,7 +130,7 @@ def _populate(address: int, num_bytes: int) -> None:
 def _advise(address: int, num_bytes: int, advice: int) -> None:
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    # Not mmap.madvise, which keeps the GIL all the while.
+    # Not mmap.madvise, which holds the GIL.
     if _libc().madvise(address, num_bytes, advice):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

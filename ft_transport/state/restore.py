@@ -1,8 +1,8 @@
-"""Receiving a snapshot: its bytes land in the receiver's own tensors where they fit, and in fresh memory elsewhere.
+"""Receives a snapshot: bytes land in the receiver's own tensors if they fit, otherwise in fresh memory.
 
-``Restore`` hands out the memory for any range of the data, so the network layer needs to know nothing of tensors, and
-builds the nested state once every byte was verified. Until then a receiver's tensors may hold a mixture; if the fetch
-fails, ``poison`` overwrites what was touched, so that a part of a state cannot be taken for a whole one.
+``Restore`` provides the memory for any range of the data, so that the network layer needs no tensors, and builds the
+nested state after all bytes are verified. Until then a receiver's tensors may contain a mixture of two states. If the
+fetch fails, ``poison`` overwrites the touched tensors, so that no partial state passes for a whole one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ft_transport.wire.nodes import DTensorNode, LayoutNode, LeafNode, Node, Ten
 from ft_transport.wire.tree_codec import CheckTime, unbounded
 
 _KEEP_SHARED_BYTES: Final = 16 << 10
-"""A smaller fresh tensor gets memory of its own at the end, so that it alone does not keep the whole buffer alive."""
+"""A smaller fresh tensor gets its own memory at the end, so that it does not keep the whole buffer alive."""
 _POISON_BYTE: Final = 0xFF
 """All bits set is a NaN in every IEEE floating-point type and -1 in every signed one."""
 
@@ -40,16 +40,15 @@ _POISON_BYTE: Final = 0xFF
 Range: TypeAlias = tuple[int, int]
 """Bytes of the data, half-open."""
 Piece: TypeAlias = tuple[int, int, int]
-"""A part of a destination: its slot, where the part begins in it, and how many bytes it has."""
+"""A part of a destination: slot, offset in the slot, length in bytes."""
 
 
 class DestinationPlan:
-    """Divides byte ranges of the data among destinations that lie one behind the other.
+    """Divides byte ranges of the data among consecutive destinations.
 
     Args:
-        starts: Where each destination begins in the data, ascending; empty destinations must be left out, so that
-            the starts are strictly ascending and the first is 0.
-        data_bytes: Where the last one ends.
+        starts: Position of each destination in the data, strictly ascending from 0; without empty destinations.
+        data_bytes: End of the last destination.
     """
 
     def __init__(self, starts: Sequence[int], data_bytes: int) -> None:
@@ -57,7 +56,7 @@ class DestinationPlan:
         self._ends = [*self._starts[1:], data_bytes]
 
     def pieces(self, start: int, end: int) -> Iterator[Piece]:
-        """The pieces that cover ``[start, end)`` once, in order."""
+        """Yield the pieces that cover ``[start, end)``, in order."""
         slot = bisect_right(self._starts, start) - 1
         while start < end:
             stop = min(end, self._ends[slot])
@@ -67,23 +66,22 @@ class DestinationPlan:
 
 
 class Restore:
-    """Memory for one snapshot on the receiver, and the state that comes out of it.
+    """The receiver's memory for one snapshot, and the state built from it.
 
-    The methods may be called from several threads, ``finish`` and ``poison`` after all others have returned.
+    Several threads may call the methods; ``finish`` and ``poison`` only after all other calls have returned.
 
     Args:
-        manifest: What will be received.
-        into: The receiver's own state, of any shape. A CPU tensor in it that stands at the same place as one in the
-            snapshot, with the same dtype, shape and row-major layout, is received into directly. A tensor that fits
-            but is on a device or has another memory layout is copied to at the end, unless it has kept what belongs
-            there. Everything else is ignored.
-        meshes: Meshes for DTensors that have no counterpart in ``into``.
-        max_bytes: Refuse a snapshot larger than this.
-        spare: Has memory that is resident already, perhaps.
-        check_time: Called now and then, here and in `finish`.
+        manifest: Describes the snapshot.
+        into: The receiver's own state, of any structure. Bytes land directly in a CPU tensor at the same path with the
+            same dtype, shape and row-major layout. A tensor that fits but is on a device, or has another layout, gets a
+            copy at the end, unless it already has the content. Other values are ignored.
+        meshes: Meshes for DTensors without a counterpart in ``into``.
+        max_bytes: Maximum size of a snapshot.
+        spare: May have resident memory.
+        check_time: Called repeatedly, here and in `finish`.
 
     Attributes:
-        incoming: What comes, before it does.
+        incoming: Describes the snapshot before its bytes arrive.
         destination_touched: Whether bytes may have landed in the receiver's own tensors.
 
     Raises:
@@ -126,34 +124,34 @@ class Restore:
             if tensors[node.index].end > tensors[node.index].start:
                 self._indirect_of.setdefault(node.index, []).append((node, target))
         self._fresh = FreshMemory(manifest, self._direct, spare)
-        # The entries in fresh memory of which bytes were received.
+        # Entries in fresh memory with received bytes.
         self._arrived: set[int] = set()
-        # The entries that were copied there from a tensor of the receiver's, and that tensor.
+        # Entries copied to fresh memory from a tensor of the receiver, and that tensor.
         self._read_from: dict[int, torch.Tensor] = {}
-        # The tensors that are copied to: what is in them when that fails is anybody's guess.
+        # Targets of final copies: undefined content after a failure.
         self._written: list[torch.Tensor] = []
         self._slots = [index for index, entry in enumerate(tensors) if entry.end > entry.start]
         self._slots.sort(key=lambda index: tensors[index].start)
         self._plan = DestinationPlan([tensors[index].start for index in self._slots], manifest.data_bytes)
 
     def tensors_for(self, index: int) -> list[torch.Tensor]:
-        """The receiver's tensors that get entry ``index``, which has bytes."""
+        """Return the receiver's tensors that get entry ``index``, which has bytes."""
         direct = self._direct.get(index)
         others = [target for _, target in self._indirect_of.get(index, ())]
         return others if direct is None else [direct, *others]
 
     @property
     def is_all_here(self) -> bool:
-        """Whether `present` reads the content also of those tensors of the receiver that nothing is received for."""
+        """Whether `present` also reads tensors of the receiver that are not received in place."""
         return all(index in self._direct or self._is_here(index) for index in self._indirect_of)
 
     def read_own(self, ranges: Iterable[Range]) -> None:
-        """Copies what tensors hold that are not received in place: so that it can be read, or received in part.
+        """Copy the content of tensors that are not received in place, so that it can be read or partly received.
 
-        Called before anything is received there.
+        Called before their first bytes arrive.
 
         Args:
-            ranges: Of the data. Every tensor of which they have a part is copied whole, once.
+            ranges: Ranges of the data. Each tensor in them is copied whole, once.
         """
         found: dict[int, torch.Tensor] = {}
         copies = []
@@ -171,30 +169,29 @@ class Restore:
             self._read_from |= found
 
     def adopt(self, earlier: Restore, *, is_landed: bool) -> bool:
-        """Takes over the memory of another restore of the same tensors, with what has landed there.
+        """Take over the memory of an earlier restore of the same tensors, with the bytes received there.
 
-        Called before anything is received here, and after everything that received there has ended; the other one must
-        not be used any more.
+        Called before the first bytes arrive here, and after all work of the earlier restore; that one must not be used
+        any more.
 
         Args:
-            earlier: The other one.
-            is_landed: Whether anything has landed there that counts.
+            earlier: The earlier restore.
+            is_landed: Whether its received bytes count.
 
         Returns:
-            Whether each tensor that is received in place belongs to the same place as there. If not, nothing was taken
-            over.
+            Whether all tensors received in place match those of the earlier restore. If not, nothing was taken over.
         """
         is_same = (
             self._manifest.tensors == earlier._manifest.tensors
             and self._direct.keys() == earlier._direct.keys()
-            # The other one keeps its tensors alive, so the same address is the same memory.
+            # The earlier restore keeps its tensors alive, so the same address is the same memory.
             and all(tensor.data_ptr() == earlier._direct[index].data_ptr() for index, tensor in self._direct.items())
         )
         if not is_same:
             return False
         self._fresh = earlier._fresh
         if is_landed:
-            # What was read there may come from other tensors than this one's.
+            # Content read there may come from other tensors than this restore's.
             self._arrived = earlier._arrived | earlier._read_from.keys()
         self._written = earlier._written
         if earlier.destination_touched:
@@ -202,20 +199,20 @@ class Restore:
         return True
 
     def buffers(self, start: int, end: int) -> list[memoryview]:
-        """Writable uint8 views that cover ``[start, end)`` of the data once, in order.
+        """Return writable uint8 views that cover ``[start, end)`` of the data, in order.
 
         Raises:
-            RestoreError: The memory of one of the receiver's tensors was freed.
+            RestoreError: The memory of a tensor of the receiver was freed.
         """
         if self._direct:
             self.destination_touched = True
         return self._views(start, end, is_receiving=True)
 
     def present(self, start: int, end: int) -> list[memoryview]:
-        """The same as `buffers`, only to be read: what lies there, received or not (see `read_own`).
+        """Return views to read only: the present content, received or not (see `read_own`).
 
         Raises:
-            RestoreError: As `buffers`.
+            RestoreError: See `buffers`.
         """
         return self._views(start, end, is_receiving=False)
 
@@ -239,13 +236,13 @@ class Restore:
         return views
 
     def finish(self) -> object:
-        """Builds the state. Called once, after every byte was received.
+        """Build the state. Called once, after all bytes have arrived.
 
         Tensors received in place are the receiver's own objects; others are new, on the CPU.
 
         Raises:
-            ManifestError: The tree does not agree with the tensor table or names what this process does not have.
-            RestoreError: A DTensor needs a mesh that the receiver does not have.
+            ManifestError: The tree contradicts the tensor table, or names an object that this process lacks.
+            RestoreError: A DTensor needs a mesh that the receiver lacks.
             DeadlineExceededError: ``check_time`` raised it.
         """
         unflattener = Unflattener(
@@ -261,7 +258,7 @@ class Restore:
                 state = unflattener.build(self._manifest.tree, self._into)
         except RecursionError as error:
             raise ManifestError("expected a tree that Python's recursion limit lets through") from error
-        # All that can be wrong with the snapshot is found before the first one is written.
+        # All faults of the snapshot are found before the first write.
         copies = [
             (target, self._shaped(self._tensor(node.index), node))
             for node, target in self._indirect
@@ -274,13 +271,12 @@ class Restore:
         return state
 
     def poison(self) -> None:
-        """Overwrites the receiver's own tensors with a pattern that reads as NaN (as -1 in integers).
+        """Overwrite the receiver's own tensors with a pattern that reads as NaN (-1 in integers).
 
-        Called after a fetch failed midway: the mixture that they hold must not be trained on unnoticed. A tensor whose
-        memory was freed holds nothing.
+        Called after a fetch failed midway: nobody must train on the mixture unnoticed. Freed tensors are skipped.
         """
         for tensor in filter(_has_memory, self._direct.values()):
-            # A bool of all bits set is no valid bool.
+            # All bits set is not a valid bool.
             value = 1 if tensor.dtype is torch.bool else _POISON_BYTE
             ctypes.memset(tensor.data_ptr(), value, tensor.nbytes)
         for target in self._written:
@@ -290,9 +286,9 @@ class Restore:
             copy_bits([(target, bits.view(target.dtype).view(target.shape))])
 
     def fills(self, node: Node, into: torch.Tensor) -> bool:
-        """Whether all of the receiver's tensor ``into``, which stands where ``node`` does, gets its bytes in place.
+        """Return whether the receiver's tensor ``into``, at the path of ``node``, gets all its bytes in place.
 
-        One without memory of its own (on ``meta``, or of another class) is none that could, and counts as filled.
+        A tensor without its own memory (on ``meta``, or of another class) counts as filled.
         """
         match node:
             case LeafNode():
@@ -319,7 +315,7 @@ class Restore:
         return index in self._arrived or index in self._read_from
 
     def _is_due(self, index: int, target: torch.Tensor) -> bool:
-        """Whether ``target``, which nothing is received into in place, needs a copy: not if it has kept its content."""
+        """Return whether ``target``, not received in place, needs a copy; not if it still has the content."""
         if index in self._direct or index in self._arrived:
             return True
         read_from = self._read_from.get(index)
@@ -333,7 +329,7 @@ class Restore:
         return Unflattener.reinterpret(stored, node) if isinstance(node, LayoutNode) else stored
 
     def _tensor(self, index: int) -> torch.Tensor:
-        """The entry ``index`` as a tensor of its wire dtype: the receiver's own, or one in fresh memory."""
+        """Return entry ``index`` as a tensor of its wire dtype: the receiver's own, or one in fresh memory."""
         direct = self._direct.get(index)
         if direct is not None:
             return direct
@@ -344,7 +340,7 @@ class Restore:
         return tensor.clone() if 0 < entry.end - entry.start < _KEEP_SHARED_BYTES else tensor
 
     def _stored(self, index: int) -> torch.Tensor:
-        """The same, of what is in fresh memory; shares it."""
+        """Return entry ``index`` in fresh memory as a tensor; shares the memory."""
         entry = self._manifest.tensors[index]
         dtype = DTYPES_BY_SAFETENSORS_NAME.get(entry.dtype)
         if dtype is None:

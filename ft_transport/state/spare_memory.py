@@ -1,4 +1,4 @@
-"""Memory that is made resident before a state comes: its first touch takes longer than receiving into it."""
+"""Memory made resident before a state arrives: the first touch takes longer than receiving into it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MOST_OF_AVAILABLE: Final = 0.5
 
 
 class SpareMemory:
-    """One block of private memory for the next state that is received. Thread-safe."""
+    """One block of private memory for the next received state. Thread-safe."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._block: mmap.mmap | None = None
 
     def prepare(self, num_bytes: int) -> None:
-        """Makes so much resident, on this thread; less than half of what is free, or else nothing."""
+        """Make ``num_bytes`` resident on this thread, unless that exceeds half of the free memory."""
         self.free()
         left = available_bytes()
         if num_bytes <= 0 or (left is not None and num_bytes > _MOST_OF_AVAILABLE * left):
@@ -38,32 +38,32 @@ class SpareMemory:
             return
         address = ctypes.addressof(ctypes.c_char.from_buffer(block))
         for start in range(0, num_bytes, _FILLED_AT_ONCE):
-            # Gives the interpreter away meanwhile.
+            # Releases the GIL meanwhile.
             ctypes.memset(address + start, 0, min(_FILLED_AT_ONCE, num_bytes - start))
         with self._mutex:
             self._block = block
 
     def take(self, num_bytes: int) -> mmap.mmap | None:
-        """The block, once, if there is one; what it has too much is given back, and what it lacks is not resident."""
+        """Return the block, once, resized to ``num_bytes``; added bytes are not resident. ``None`` without a block."""
         with self._mutex:
             block, self._block = self._block, None
         if block is None:
             return None
-        with contextlib.suppress(OSError, SystemError, BufferError):  # Somewhere a mapping has the length it has.
+        with contextlib.suppress(OSError, SystemError, BufferError):  # some systems cannot resize mappings
             block.resize(num_bytes)
         return block if len(block) >= num_bytes else None
 
     def free(self) -> None:
-        """Gives it back."""
+        """Free the block."""
         with self._mutex:
             self._block = None
 
 
 def new_block(num_bytes: int) -> mmap.mmap:
-    """Fresh memory, which nothing has touched.
+    """Return fresh, untouched memory.
 
     Raises:
-        OSError: The system has none.
+        OSError: Not enough memory.
     """
     # Private, because shared anonymous memory gets no huge pages on most systems.
     block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,4 +1,4 @@
-"""One number for a whole state, to compare replicas without sending it."""
+"""Digests of states, to compare replicas without a transfer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ft_transport.wire.chunks import Hasher
 
 
 def state_digest(state: object) -> int:
-    """The xxh3-64 digest of a state: every bit of every tensor and leaf, their types, places, dtypes and shapes.
+    """Return the xxh3-64 digest of a state: every bit of every tensor and leaf, with types, paths, dtypes and shapes.
 
-    Two states have the same digest if a snapshot of one restores to the other. Of a DTensor, the local shard and its
-    place in the mesh count. Device tensors are copied to the host for it, one at a time.
+    Two states have the same digest if a snapshot of one restores to the other. A DTensor counts with its local shard
+    and its placement. Device tensors are copied to the host, one at a time.
 
     Args:
-        state: Any nesting of supported kinds. The caller keeps it from changing meanwhile.
+        state: Any nesting of supported kinds; must not change meanwhile.
 
     Returns:
         An unsigned 64-bit number.
@@ -39,14 +39,14 @@ def state_digest(state: object) -> int:
 
 
 class TensorDigests:
-    """The digest of each of some tensors of a state, computed later and on any thread.
+    """Digests of selected tensors of a state, computed later on any thread.
 
     Args:
-        state: Any nesting of supported kinds. Looked at here, on the thread that owns it.
-        chosen: Says which tensors count. The caller keeps these from changing until `compute` has returned.
+        state: Any nesting of supported kinds; flattened here, on the calling thread.
+        chosen: Selects tensors. The caller keeps them from changing until `compute` has returned.
 
     Raises:
-        SnapshotError: The state cannot be looked at.
+        SnapshotError: The state cannot be flattened.
     """
 
     def __init__(self, state: object, chosen: Callable[[torch.Tensor], bool]) -> None:
@@ -58,7 +58,7 @@ class TensorDigests:
             )
             if chosen(source)
         ]
-        # Work that is queued on a device comes before what is read of it.
+        # Reads must come after work that is already queued on the device.
         self._events = [
             _event_on(device) for device in {source.device for _, source in self._chosen} if device.type != "cpu"
         ]

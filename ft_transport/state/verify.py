@@ -1,7 +1,7 @@
-"""Whether a live state is, bit for bit, the one that a manifest describes; without anything being sent.
+"""Compares a live state with a manifest bit for bit, without a transfer.
 
-What a receiver holds after its load functions have run need not be what it was sent: a function may skip, convert or
-reorder. The digests of the manifest's chunks are computed anew from the live tensors, so each byte is read once.
+A receiver's state after its load functions may differ from the received one: a function may skip, convert or reorder.
+The digests of the manifest's chunks are computed again from the live tensors; each byte is read once.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _MAPPINGS: Final = (MappingNode, DefaultDictNode)
 
 
 def find_differences(manifest: Manifest, state: object, *, num_threads: int) -> tuple[str, ...]:
-    """Where ``state`` is not the state that ``manifest`` describes.
+    """Return the differences between ``state`` and the state that ``manifest`` describes.
 
     Args:
-        manifest: Of the state that it shall be.
-        state: Live; nothing may change it meanwhile. The order of keys in mappings does not matter.
-        num_threads: Threads that read it.
+        manifest: Describes the expected state.
+        state: The live state; nothing may change it meanwhile. The order of keys in mappings does not matter.
+        num_threads: Number of reading threads.
 
     Returns:
-        Paths, each with what differs there. A difference in the bytes of a tensor is named by the tensors of the chunk
-        that holds it. Empty if there is none.
+        A text with path and difference each; empty if the states are equal. A difference in bytes names all tensors of
+        the chunk.
 
     Raises:
         UnsupportedLeafError: A leaf of ``state`` has no safe encoding.
@@ -100,7 +100,7 @@ class _Walk:
                 self.compare(f"{path}.{label}".lstrip(_ENDS), value, ours[key][1])
 
     def _compare_tensors(self, path: str, expected: TensorNode | LayoutNode, actual: TensorNode | LayoutNode) -> None:
-        """Entries hold the elements in row-major order: how they lie in the receiver's memory is its own business."""
+        """Compare dtype and shape. Entries have row-major order; the strides of the receiver's memory do not matter."""
         entry, own = self._manifest.tensors[expected.index], actual.index
         theirs = _meaning(expected, entry.dtype, entry.shape)
         ours = _meaning(actual, self._blocks.dtypes[own], self._blocks.shapes[own])
@@ -128,12 +128,12 @@ class _Walk:
 
 
 def _meaning(node: TensorNode | LayoutNode, dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """The torch dtype and the shape of a tensor, given the dtype and shape of its entry."""
+    """Return the torch dtype and shape of a tensor, given the dtype and shape of its entry."""
     return (node.dtype, tuple(node.shape)) if isinstance(node, LayoutNode) else (torch_name_of(dtype), tuple(shape))
 
 
 def _part(layout: Layout) -> list[object]:
-    """What two ranks that hold the same part have in common; their places in the mesh may differ."""
+    """Return the properties that two ranks with the same part share; their coordinates may differ."""
     return [layout.placements, layout.global_shape, layout.local_offset]
 
 
@@ -143,7 +143,7 @@ def _kind(node: MappingNode | DefaultDictNode) -> str:
 
 
 def _by_key(node: MappingNode | DefaultDictNode) -> dict[str, tuple[str, object]]:
-    """Return label and value by key. Of the keys 1, True and "1" each is another one."""
+    """Return label and value by key. The keys 1, True and "1" are distinct."""
     pairs = zip(node.items[::2], node.items[1::2], strict=True)
     return {repr(key): (key if isinstance(key, str) else repr(key), value) for key, value in pairs}
 
@@ -155,12 +155,12 @@ def _shown(value: object) -> str:
 def _differing_tensors(
     manifest: Manifest, flat: FlatState, counterparts: dict[int, int], num_threads: int
 ) -> Iterator[str]:
-    """The chunks whose digest, over the live tensors, is another."""
+    """Yield a difference for each chunk whose digest over the live tensors differs."""
     order = sorted(counterparts, key=lambda index: manifest.tensors[index].start)
     filled = [index for index in order if manifest.tensors[index].end > manifest.tensors[index].start]
     plan = DestinationPlan([manifest.tensors[index].start for index in filled], manifest.data_bytes)
     sources = [_flat(flat.blocks.sources[counterparts[index]]) for index in filled]
-    # The threads below copy on other streams.
+    # The threads below use other streams.
     for device in {source.device for source in sources if not source.is_cpu}:
         torch.accelerator.current_stream(device).synchronize()
 
@@ -181,5 +181,5 @@ def _differing_tensors(
 
 
 def _flat(source: torch.Tensor) -> torch.Tensor:
-    """The elements in row-major order as uint8, on the tensor's own device; without a copy if they lie so."""
+    """Return the elements in row-major order as uint8 on the tensor's device; a view if they are contiguous."""
     return as_bytes(source.detach().view(carrier_of(source.dtype)).contiguous())

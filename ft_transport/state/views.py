@@ -1,4 +1,4 @@
-"""Which tensors of a state are views into others, so that the receiver's share memory as the sender's do."""
+"""Finds tensors that are views of others, so that the receiver's tensors share memory as the sender's do."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from ft_transport.state.dtypes import SAFETENSORS_NAMES
 
 ViewKey: TypeAlias = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
-"""Where a tensor lies and how it reads its memory."""
+"""Address, dtype, shape and strides of a tensor."""
 Base: TypeAlias = tuple[torch.Tensor, str]
 """A tensor that others are views of, and the name of its entry."""
 
 
 def view_key(tensor: torch.Tensor) -> ViewKey:
-    """The same for two tensors exactly if they show the same elements of the same memory."""
+    """Return a key that is equal for two tensors exactly if they show the same elements of the same memory."""
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 def has_own_memory(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether the value is a tensor whose elements are where its address and strides say. Subclasses may lie."""
+    """Return whether the value is a plain tensor with elements at its address and strides; subclasses may differ."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout is torch.strided  # type: ignore[attr-defined]
@@ -32,18 +32,18 @@ def has_own_memory(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def is_lazy(value: object) -> bool:
-    """Whether the value is a tensor whose module gives it shape and memory only when it loads or runs."""
+    """Return whether the value is a lazy module's tensor, without shape and memory before a load or run."""
     return torch.nn.parameter.is_lazy(cast("torch.Tensor", value))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a row-major tensor as uint8 in one dimension; shares its memory."""
-    # A single element may have any stride, which the view as bytes does not take.
+    """Return the elements of a row-major tensor as uint8 in one dimension; shares its memory."""
+    # A single element may have any stride, which a view as bytes does not accept.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the tensor's first element to behind its last."""
+    """Return the number of bytes from the tensor's first element to the end of its last."""
     if tensor.is_contiguous():
         return tensor.nbytes
     if tensor.numel() == 0:
@@ -55,13 +55,13 @@ def extent_bytes(tensor: torch.Tensor) -> int:
 def find_views(
     names: Sequence[str], tensors: Sequence[torch.Tensor], addresses: Sequence[int], num_bytes: Sequence[int]
 ) -> dict[ViewKey, Base]:
-    """The tensors that lie inside another contiguous one of the same dtype and storage, each with that other one.
+    """Return the tensors inside another contiguous tensor of the same dtype and storage, with that base.
 
     Args:
-        names: What each tensor is called.
-        tensors: No two of which are the same memory read in the same way.
-        addresses: Where each begins if its elements lie one behind the other; 0 where that has yet to be found out.
-        num_bytes: How many bytes its elements are.
+        names: Name of each tensor.
+        tensors: The tensors; no two have the same `view_key`.
+        addresses: Address of each contiguous tensor; 0 if unknown.
+        num_bytes: Number of bytes of each tensor's elements.
     """
     starts = np.array(addresses, dtype=np.int64)
     ends = starts + np.asarray(num_bytes, dtype=np.int64)
@@ -69,10 +69,10 @@ def find_views(
         starts[index] = tensors[index].data_ptr()
         ends[index] = starts[index] + extent_bytes(tensors[index])
     order = np.lexsort((-ends, starts))
-    # Nearly always nothing overlaps, which this tells without looking at any pair.
+    # Usually nothing overlaps; this finds out without comparing pairs.
     if not (starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any():
         return {}
-    # Of those that begin and end together, the row-major one first: it is the base of the others.
+    # Among tensors with the same range, the row-major one comes first: it is the base of the others.
     is_strided = np.fromiter((not tensor.is_contiguous() for tensor in tensors), dtype=np.bool_, count=len(tensors))
     order = np.lexsort((is_strided, -ends, starts))
     views: dict[ViewKey, Base] = {}
